@@ -80,9 +80,9 @@ def rewind(words: Sequence[str]) -> None:
     if given["verify"] is not None:
         _verify(replace(session(with_hooks="none"), make_sinks=list), folder, given["verify"])
     elif given["explain"] or given["spike"]:
-        require(
-            not (given["with_hooks"] or given["hooks"]), "--explain chooses its hooks itself; leave out the others."
-        )
+        hooks = given["with_hooks"] or given["hooks"] or given["hook_config"]
+        require(not hooks, "--explain chooses its hooks itself; leave out the others.")
+        require(given["until"] is None, "--explain is about one step; leave out --until.")
         step = _step_of_alert(folder) if given["spike"] else given["step"]
         _explain(session, folder, step, runner, record)
     else:

@@ -29,7 +29,7 @@ LOOKED_AT = 8
 """Steps that are looked at, the last being the one in question; fewer where the history is too short for as many."""
 LATE = ("update", "state")
 """Quantities that are told at the step after."""
-ORDER = ("lr", "copies", "loss", "output", "gradient", "state", "update", "effect")
+ORDER = ("lr", "copies", "output", "loss", "gradient", "state", "update", "effect")
 """What a step computes, in this order."""
 TWO_SIDED = ("state",)
 

@@ -1,0 +1,116 @@
+"""Planted causes are told by name, with the rows and parameters planted, and runs without one have none."""
+
+import json
+from collections import Counter
+
+import pytest
+from loopscope import sinks, training_hooks
+from loopscope.cli import main
+from loopscope.explaining import Explanation
+
+from tests.framework.explaining.planted import (
+    CAUSES,
+    COPIES,
+    FLIPPED,
+    LAYER,
+    PLANTS,
+    Planted,
+    PlantedConfig,
+    PlantedLoader,
+    explained_plant,
+)
+from tests.framework.runs.small_experiment import registered
+
+FILLED = (sinks, training_hooks)
+RUNS = 40
+
+
+@pytest.fixture(autouse=True)
+def planted():
+    with registered(Planted):
+        yield
+
+
+def rows_at(step: int, seed: int, plant: str) -> list[int]:
+    """Return the numbers of the rows of a batch, which a corrupted one stands in at place 7."""
+    config = PlantedConfig(seed=seed, plant=plant, plant_step=step)
+    loader = PlantedLoader(config, Planted(config).data())
+    epoch, start = divmod(step - 1, len(loader))
+    return next(loader.row_indices(epoch, start)).tolist()
+
+
+def names_what_was_planted(found: Explanation, plant: str, step: int, seed: int) -> bool:
+    """Return whether step, row, layer or parameter are those that were planted."""
+    rows = rows_at(step, seed, plant)
+    out = {row.index for row in found.standing_out}
+    where = found.where
+    named = {
+        "corrupted_row": out == {rows[7]},
+        "repeated_row": out == {rows[0]} and sum(row.stands_out for row in found.rows) == COPIES - 1,
+        "overflow": where is not None and (where.quantity, where.name) == ("output", LAYER),
+        "bit": FLIPPED in found.verdict,
+        "rate": where is not None and where.quantity == "lr",
+        "second_moment": where is not None and where.quantity == "state" and "exp_avg_sq" in where.name,
+    }
+    return where is not None and where.step == step and named[plant]
+
+
+@pytest.mark.parametrize("plant", ["corrupted_row", "second_moment", "overflow", "bit"])
+def test_a_planted_cause_is_told(plant, tmp_path):
+    step, found = explained_plant(tmp_path, plant, seed=3)
+    assert found.cause == CAUSES[plant], found.verdict
+    assert names_what_was_planted(found, plant, step, 3), found.where
+    written = json.loads((found.folder / "explanation.json").read_text())
+    assert written["cause"] == found.cause
+    assert written["where"]["step"] == step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS)
+def test_of_forty_runs_nine_in_ten_are_told_right_and_hardly_any_without_a_cause(plant, tmp_path):
+    causes, named = Counter(), 0
+    for seed in range(RUNS):
+        step, found = explained_plant(tmp_path / str(seed), plant, seed)
+        causes[found.cause] += 1
+        named += plant == "none" or names_what_was_planted(found, plant, step, seed)
+    assert causes[CAUSES[plant]] >= (0.95 if plant == "none" else 0.9) * RUNS, causes
+    assert named >= 0.9 * RUNS
+
+
+@pytest.mark.filterwarnings("ignore:The .* spiked")
+def test_the_command_explains_the_spike_that_the_record_warns_of(tmp_path, capfd):
+    words = ["run", "planted", "--steps", "140", "--plant", "corrupted_row", "--plant-step", "130", "--seed", "4"]
+    spikes = ["--hooks", "loss_spikes", "--loss_spikes.window", "60", "--loss_spikes.threshold", "20"]
+    assert main([*words, *spikes, "--output-dir", str(tmp_path), "--no-console-output"]) == 0
+    run = tmp_path / "planted/plain"
+    assert main(["rewind", str(run), "--spike"]) == 0
+    out = capfd.readouterr().out
+    row = rows_at(130, 4, "corrupted_row")[7]
+    assert "Step 130: The " in out
+    assert "Where: step 130:" in out
+    assert f"the row {row}" in out
+    assert "Data: " in out
+    assert json.loads((run / "rewinds/explained_step_130/explanation.json").read_text())["cause"] == "data"
+    assert main(["rewind", str(run), "--step", "60", "--explain"]) == 0
+    assert "It cannot be told: nothing to explain was found." in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--spike"], "has no alerts; name the step, --step N --explain"),
+        (["--step", "99", "--explain"], "--step is 99, and the last step of the run"),
+        (["--step", "2", "--explain", "--hooks", "norms"], "--explain chooses its hooks itself"),
+        (["--explain"], "needs the step to go back to, --step N"),
+        (["--step", "2", "--spike"], "needs the step to go back to"),
+        (["--step", "2", "--until", "3", "--explain"], "--explain is about one step"),
+        (["--step", "2", "--explain"], "too few to tell what is unusual"),
+    ],
+)
+def test_what_cannot_be_explained_is_told(words, sentence, tmp_path, capfd):
+    run = ["run", "planted", "--steps", "4", "--output-dir", str(tmp_path), "--no-console-output"]
+    assert main(run) == 0
+    status = 0 if "too few" in sentence else 2
+    assert main(["rewind", str(tmp_path / "planted/plain"), *words]) == status
+    output = capfd.readouterr()
+    assert sentence in " ".join((output.out + output.err).split())
