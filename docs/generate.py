@@ -49,7 +49,7 @@ QUESTIONS = {
     "Stability: is the training healthy?": "training_metrics training_diagnostics loss_spikes weight_updates"
     " gradient_flow norms adam_dynamics grad_clip",
     "Curvature: how sharp is the loss, and how long may a step be?": "sharpness hessian lr_probe",
-    "Rows: which of them are behind a step?": "batch_rows",
+    "Spikes: what is behind a step?": "batch_rows step_history what_if",
     "Noise: how much of a gradient is chance, and what averages it out?": "gradient_noise_scale variance batch_dynamics"
     " subspace_gradient_info weight_average model_smoothing",
     "Data order: what does the order of the data do?": "counterfactual counterfactual_validator consecutive hessian"

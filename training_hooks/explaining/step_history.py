@@ -55,6 +55,9 @@ class StepHistory(DebugInterventionHook):
     pass on its batch, before the step, with other dropout masks. Changes of weights and the optimizer's state are told
     at the step after, since only then nothing can happen to them any more.
 
+    Assumes a run of one process whose next batch is known, and a model whose losses do not depend on how often it is
+    called.
+
     Costs two forward passes a step, a copy of the parameters, and a batch that is loaded once more.
     """
 

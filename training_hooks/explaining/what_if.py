@@ -46,7 +46,9 @@ class WhatIf(DebugInterventionHook):
       ``layer``; float64 is left out where something in the step takes float32 alone
     * ``element_restored``: after the run's own step, the weight that changed by itself put back
 
-    Schedulers of epochs stand still, and hooks that commit (clipping) take no part in the branches.
+    Assumes a run of one process, and that batches that come next are like the present one, since they stand for chance:
+    in a sorted order they are not. Schedulers of epochs stand still, and hooks that commit (clipping) take no part in
+    the branches.
 
     Args:
         follow: steps that are trained after the one in question.

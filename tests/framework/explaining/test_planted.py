@@ -1,6 +1,7 @@
 """Planted causes are told by name, with the rows and parameters planted, and runs without one have none."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -79,18 +80,17 @@ def test_of_forty_runs_nine_in_ten_are_told_right_and_hardly_any_without_a_cause
 
 @pytest.mark.filterwarnings("ignore:The .* spiked")
 def test_the_command_explains_the_spike_that_the_record_warns_of(tmp_path, capfd):
-    words = ["run", "planted", "--steps", "140", "--plant", "corrupted_row", "--plant-step", "130", "--seed", "4"]
+    words = ["run", "planted", "--steps", "140", "--plant", "rate", "--plant-step", "130"]
     spikes = ["--hooks", "loss_spikes", "--loss_spikes.window", "60", "--loss_spikes.threshold", "20"]
     assert main([*words, *spikes, "--output-dir", str(tmp_path), "--no-console-output"]) == 0
     run = tmp_path / "planted/plain"
     assert main(["rewind", str(run), "--spike"]) == 0
     out = capfd.readouterr().out
-    row = rows_at(130, 4, "corrupted_row")[7]
-    assert "Step 130: The " in out
-    assert "Where: step 130:" in out
-    assert f"the row {row}" in out
-    assert "Data: " in out
-    assert json.loads((run / "rewinds/explained_step_130/explanation.json").read_text())["cause"] == "data"
+    assert "Step 131: The " in out
+    assert "Where: step 130: the learning rate was 0.3, its median before 0.003" in out
+    assert re.search(r"the usual learning rate +\S+ +\S+ +\S+ +\d+%", out)
+    assert "Step size: the losses of the next batches rise by " in out
+    assert json.loads((run / "rewinds/explained_step_131/explanation.json").read_text())["cause"] == "step size"
     assert main(["rewind", str(run), "--step", "60", "--explain"]) == 0
     assert "It cannot be told: nothing to explain was found." in capfd.readouterr().out
 
