@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ..data import RowNumbers, whole_batches
+from ..data import RowNumbers
 from ..digests import ALGORITHM, link, state_digests
 from ..durable_files import refusal_of_disk
 from ..errors import LoopscopeError
@@ -60,14 +60,15 @@ class DigestLog:
     Args:
         folder: that of the run.
         every: steps between two lines; 0 for none, ``None`` for one at every snapshot.
+        numbers: of the rows of the run.
     """
 
-    def __init__(self, folder: Path, manager: HookManager, every: int | None) -> None:
+    def __init__(self, folder: Path, manager: HookManager, every: int | None, numbers: RowNumbers) -> None:
         self._path, self._manager, self._every = folder / DIGESTS, manager, every
         self._link = ""
         self._bytes, self._writes = 0, manager.task.ranks.is_main
         self._summary = xxhash.xxh3_128()
-        self._numbers = RowNumbers(whole_batches(manager.task.loader))
+        self._numbers = numbers
         self._since: int | None = None
 
     def position(self) -> dict[str, Any]:

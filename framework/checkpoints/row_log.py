@@ -2,6 +2,7 @@
 
 import base64
 import json
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..data import Loader, RowNumbers, whole_batches
 from ..durable_files import refusal_of_disk
+from ..errors import LoopscopeError
 from ..firing import HookManager
 from ..state import LoopState
 
@@ -33,11 +35,12 @@ def rows_entry(manager: HookManager, numbers: RowNumbers, since: int, step: int)
 class RowLog:
     """Writes the rows of an epoch after its first step, unless a function gives them; the first process writes."""
 
-    def __init__(self, folder: Path, manager: HookManager) -> None:
+    def __init__(self, folder: Path, manager: HookManager, numbers: RowNumbers) -> None:
         loader = whole_batches(manager.task.loader)
         has_order = isinstance(loader, Loader) and not loader.source_of_rows().by_function
         self._is_on = has_order and manager.task.ranks.is_main
         self._path, self._loader, self._streams = folder / ROWS, loader, manager.state.streams
+        self._numbers = numbers
         self._epoch = -1
 
     def go_on(self, loop: LoopState) -> None:
@@ -55,10 +58,15 @@ class RowLog:
         self._epoch, start = loop.epoch, loop.step - 1 - loop.epoch * len(self._loader)
         with self._streams.isolated():
             batches = [*(self._loader.row_indices(loop.epoch, start) or ())]
+        self._numbers.know(loop.epoch, start, batches)  # so that nobody asks the sampler once more
         sizes = [[size, len([*group])] for size, group in groupby(map(len, batches))]
         line = {"epoch": loop.epoch, "start": start, "sizes": sizes, "rows": _packed(batches)}
-        with refusal_of_disk(self._path), self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with refusal_of_disk(self._path), self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except LoopscopeError as error:
+            self._is_on = False
+            warnings.warn(f"{error} The run goes on without the rows of its steps.", stacklevel=3)
 
 
 def rows_of(folder: Path, loader: Loader, step: int) -> Tensor | None:
@@ -93,7 +101,7 @@ def _packed(batches: Sequence[Tensor]) -> str:
     planes = (
         torch.cat([*batches, torch.empty(0, dtype=torch.int64)]).numpy().astype("<i8").view(np.uint8).reshape(-1, 8).T
     )
-    return base64.b64encode(zlib.compress(planes.tobytes())).decode()
+    return base64.b64encode(zlib.compress(planes.tobytes(), 1)).decode()
 
 
 def _unpacked(line: Mapping[str, Any], batch: int) -> Tensor | None:

@@ -1,6 +1,6 @@
 """The numbers of the rows that the steps of a run train on, read off its loader one batch after the other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,11 @@ class RowNumbers:
         self._epoch, self._next = -1, 0
         self._ahead: Iterator[Tensor] | None = None
         self._newest: Tensor | None = None
+        self._known: dict[int, tuple[int, Sequence[Tensor]]] = {}
+
+    def know(self, epoch: int, start: int, batches: Sequence[Tensor]) -> None:
+        """Take the rows of the batches of an epoch from ``start`` on, found already."""
+        self._known[epoch] = start, batches
 
     def of_step(self, step: int) -> Tensor | None:
         """Return the rows of a step of the run, counted from 1, or ``None``."""
@@ -27,6 +32,8 @@ class RowNumbers:
         """Return the rows of the steps after ``since`` up to ``until``, one after another, if all are known."""
         found = [self._find(*divmod(step, len(self._loader))) for step in range(since, until)]
         known = [rows for rows in found if rows is not None]
+        for epoch in [epoch for epoch in self._known if (epoch + 1) * len(self._loader) <= until]:
+            del self._known[epoch]
         return torch.cat(known) if known and len(known) == len(found) else None
 
     def of(self, epoch: int, batch: int) -> Tensor | None:
@@ -35,6 +42,9 @@ class RowNumbers:
         return None if found is None else found.clone()
 
     def _find(self, epoch: int, batch: int) -> Tensor | None:
+        start, batches = self._known.get(epoch, (0, ()))
+        if start <= batch < start + len(batches):
+            return batches[batch - start]
         if epoch != self._epoch or batch < self._next - 1:
             is_one = isinstance(self._loader, Loader)  # anything that yields batches may stand in its place
             self._ahead = self._loader.row_indices(epoch, batch) if is_one else None

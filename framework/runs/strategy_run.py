@@ -25,7 +25,7 @@ from ..checkpoints import (
     StoppedError,
     run_lock,
 )
-from ..data import Batch, Loader, fingerprint, first_batch, whole_batches
+from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, whole_batches
 from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
 from ..firing import HookManager
@@ -87,8 +87,9 @@ class StrategyRun:
         ranks = self.task.ranks
         self._shared = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
         self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
-        self._digests = DigestLog(self.folder.path, self.manager, self.plan.digest_every)
-        self._rows = RowLog(self.folder.path, self.manager)
+        numbers = RowNumbers(whole_batches(self.task.loader))
+        self._digests = DigestLog(self.folder.path, self.manager, self.plan.digest_every, numbers)
+        self._rows = RowLog(self.folder.path, self.manager, numbers)
         self._checkpointing = Checkpointing(
             self.manager,
             CheckpointWriter(folder if ranks.are_many else self.folder.checkpoints, self.plan.keep, ranks),

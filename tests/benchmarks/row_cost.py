@@ -87,7 +87,7 @@ def known_data(effort: Effort) -> Iterator[Row]:
 def _written(folder: Path, manager: HookManager) -> None:
     loop = manager.state.loop
     loop.epoch, loop.step = 0, 1
-    RowLog(folder, manager).pause(loop, step_ended=True)
+    RowLog(folder, manager, RowNumbers(manager.task.loader)).pause(loop, step_ended=True)
 
 
 def _seconds(function: Callable[[], Any], count: int) -> list[float]:

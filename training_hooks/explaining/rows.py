@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from loopscope.data import Batch, rows
+from loopscope.data import Batch, part_of, rows
 from loopscope.state import visited
 from torch import Tensor
 
@@ -53,6 +53,17 @@ def contents_of(batch: Batch) -> list[bytes]:
         tensor.contiguous().view(torch.uint8).view(len(tensor), -1).numpy() for tensor in tensors if tensor.numel()
     ]
     return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
+
+
+def without_rows_of(batch: Batch, others: Sequence[Batch]) -> list[Batch]:
+    """Return the other batches without rows that ``batch`` has, too; those that keep less than half are left out."""
+    own = {*contents_of(batch)}
+    kept = [[place for place, row in enumerate(contents_of(other)) if row not in own] for other in others]
+    return [
+        other if len(places) == rows(other) else part_of(other, places)
+        for other, places in zip(others, kept, strict=True)
+        if 2 * len(places) >= rows(other)
+    ]
 
 
 def copies(batch: Batch) -> int:

@@ -16,7 +16,7 @@ from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches
-from .rows import copies, outliers, repeated
+from .rows import copies, outliers, repeated, without_rows_of
 from .step_history import outputs_seen
 from .widened import Widened, layer_widened
 
@@ -37,7 +37,7 @@ class WhatIf(DebugInterventionHook):
     mean rise of the loss on the next 8 batches, at once, and the mean rise over the steps that follow.
 
     * ``as_it_was``: the same step, several times with other dropout masks
-    * ``fresh``: on each of the batches that come after the next 8; their spread is chance
+    * ``fresh``: on each of the batches that come after the next 8, without rows of this one; their spread is chance
     * ``without_rows``: without the rows that stand out, or with repeated ones once
     * ``clipped``: gradients clipped at ``usual_norm``
     * ``half_rate``, ``usual_rate``: every learning rate times ½, times ``usual_rate``
@@ -132,8 +132,11 @@ class WhatIf(DebugInterventionHook):
                 return self._afterwards(model_ctx)
             batches = [*islice(coming_batches(model_ctx.loader, run_ctx.step), AHEAD + self.fresh)]
             self._ahead = batches[:AHEAD]
+            fresh = without_rows_of(run_ctx.batch_data, batches[AHEAD:])
+            if len(fresh) < 2:  # so few data that each batch has rows of the others
+                fresh = batches[AHEAD:]
             self._before = {name: leaf.detach().clone() for name, leaf in trainable(model_ctx.model).items()}
-            return self._branches(run_ctx, Branches(model_ctx, self._ahead, self.follow), batches[AHEAD:])
+            return self._branches(run_ctx, Branches(model_ctx, self._ahead, self.follow), fresh)
 
     def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
         model_ctx, batch = branches.model_ctx, run_ctx.batch_data
@@ -224,7 +227,7 @@ class WhatIf(DebugInterventionHook):
         if size >= ALONE:
             was, now = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
             with model_ctx.branch(), torch.no_grad():
-                parameters[name].view(-1)[place] = was
+                parameters[name][torch.unravel_index(torch.tensor(place), parameters[name].shape)] = was
                 found["effect"]["element_restored"] = float((branches.losses() - before).mean())
             found["element"] = {name: [place, was, now]}
             if self.watch == f"update/{name}":
@@ -273,7 +276,8 @@ class Branches:
         """
         with self.model_ctx.branch():
             before = self._before if within is nullcontext else self.losses(within)
-            torch.rand(draws)
+            for device in {torch.device("cpu"), self.model_ctx.device}:
+                torch.rand(draws, device=device)
             prepared(self.model_ctx)
             loss = self.model_ctx.take_step(batch, passes=within(), **changed)
             after = self.losses(within)

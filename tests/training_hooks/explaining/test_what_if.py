@@ -14,7 +14,7 @@ from loopscope.report import look_at
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink
 from loopscope.training_hooks.explaining import WhatIf
-from loopscope.training_hooks.explaining.rows import outliers, repeated
+from loopscope.training_hooks.explaining.rows import outliers, repeated, without_rows_of
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.framework.explaining.planted import (
@@ -160,6 +160,13 @@ def test_rows_are_repeated_where_other_batches_have_none():
     assert repeated(batch, [single]) == [2, 3]
     assert repeated(batch, [batch]) == []
     assert repeated(single, [single]) == []
+
+
+def test_fresh_batches_have_no_rows_of_the_batch():
+    batch, same = (torch.tensor([1.0, 2.0]),), (torch.tensor([2.0, 1.0]),)
+    assert without_rows_of(batch, [same]) == []
+    (found,) = without_rows_of(batch, [(torch.tensor([3.0, 2.0, 4.0]),)])
+    assert found[0].tolist() == [3.0, 4.0]
 
 
 @pytest.mark.parametrize(
