@@ -60,7 +60,7 @@ def rewind(words: Sequence[str]) -> None:
     parser.add("hook_config", NAMES, "options of hooks: hook.option=value", default=[], metavar="H.O=V")
     given = parser.defaults | parser.parse(without_dots(words))
     require(len(given["RUN"]) == 1, "loopscope rewind takes the folder of one run: loopscope rewind RUN --step N.")
-    asked = [name for name in ("step", "verify", "spike") if given[name] not in (None, False)]
+    asked = [name for name in ("step", "verify", "spike") if given[name] is not None and given[name] is not False]
     require(len(asked) == 1, "loopscope rewind needs the step to go back to, --step N, or --spike, or --verify N.")
     folder, *others = run_folders(Path(given["RUN"][0]), "rewind")
     names = [str(each) for each in (folder, *others)]

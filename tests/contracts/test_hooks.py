@@ -56,8 +56,8 @@ every_length = pytest.mark.parametrize("steps", LENGTHS)
 
 
 def make(name: str) -> TrainingHook:
-    """Make a hook with its default options that fires at every step."""
-    hook = HookRegistry.get(name)()
+    """Make a hook with its default options, or few branches, that fires at every step."""
+    hook = HookRegistry.get(name)(**({"fresh": 3, "follow": 1} if name == "what_if" else {}))
     hook.step_schedule = EVERY_STEP
     return hook
 

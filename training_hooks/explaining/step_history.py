@@ -84,7 +84,7 @@ class StepHistory(DebugInterventionHook):
             shape of the parameter, by entry and parameter | [0, ∞)
             | A second moment that falls at once makes the next steps too long.
     """
-    _weights = Remembered(dict[str, Tensor], saved=False)
+    _weights = Remembered(dict[str, Tensor])
 
     def start(self, run: RunInfo) -> None:
         """Refuse several processes, whose tensors lie apart."""

@@ -87,8 +87,7 @@ class WhatIf(DebugInterventionHook):
             that element, its value before and after the step | (−∞, ∞)
             | A flipped bit looks like that.
     """
-    _before = Remembered(dict[str, Tensor], saved=False)
-    _ahead = Remembered(list[Batch], saved=False)
+    _before = Remembered(dict[str, Tensor])
 
     def __init__(
         self,
@@ -130,13 +129,12 @@ class WhatIf(DebugInterventionHook):
         with eagerly():
             if run_ctx.step > self.step:
                 return self._afterwards(model_ctx)
-            batches = [*islice(coming_batches(model_ctx.loader, run_ctx.step), AHEAD + self.fresh)]
-            self._ahead = batches[:AHEAD]
+            batches = [*islice(coming_batches(model_ctx.loader, self.step), AHEAD + self.fresh)]
             fresh = without_rows_of(run_ctx.batch_data, batches[AHEAD:])
             if len(fresh) < 2:  # so few data that each batch has rows of the others
                 fresh = batches[AHEAD:]
             self._before = {name: leaf.detach().clone() for name, leaf in trainable(model_ctx.model).items()}
-            return self._branches(run_ctx, Branches(model_ctx, self._ahead, self.follow), fresh)
+            return self._branches(run_ctx, Branches(model_ctx, batches[:AHEAD], self.follow), fresh)
 
     def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
         model_ctx, batch = branches.model_ctx, run_ctx.batch_data
@@ -211,9 +209,9 @@ class WhatIf(DebugInterventionHook):
 
     def _afterwards(self, model_ctx: ModelDataContext) -> Metrics:
         """Return the effect of the run's own step, and of putting back an element that changed by itself."""
-        if not self._ahead:  # the run went on from between the two steps
+        if not self._before:  # the step itself was not seen
             return {}
-        branches = Branches(model_ctx, self._ahead, self.follow)
+        branches = Branches(model_ctx, [*islice(coming_batches(model_ctx.loader, self.step), AHEAD)], self.follow)
         parameters = trainable(model_ctx.model)
         after = branches.losses()
         with model_ctx.branch():
@@ -233,7 +231,7 @@ class WhatIf(DebugInterventionHook):
             if self.watch == f"update/{name}":
                 change = (parameters[name].detach() - self._before[name]).abs()
                 found["size"] = {"run": float(change.max()), "element_restored": float(change.flatten().topk(2)[0][1])}
-        self._before, self._ahead = {}, []
+        self._before = {}
         return found
 
 

@@ -20,6 +20,7 @@ LATE = {
     "rows": lambda ctx: ctx.rows(BATCH),
     "compute_batch_loss": lambda ctx: ctx.compute_batch_loss(BATCH),
     "compute_batch_gradients": lambda ctx: ctx.compute_batch_gradients(BATCH),
+    "measure_rows": lambda ctx: ctx.measure_rows(BATCH),
     "compute_gradients": lambda ctx: ctx.compute_gradients(),
     "hessian_vector_product": lambda ctx: ctx.hessian_vector_product(VECTOR, BATCH, method="finite_difference"),
     "hessian_operator": lambda ctx: ctx.hessian_operator(BATCH),

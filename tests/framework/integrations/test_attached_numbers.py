@@ -1,5 +1,6 @@
 """What hooks report of an attached loop is what they report of the same training in a loop of ours."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.support.cases import slow_unless
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
 NAMES = {"quiet": QUIET, "committing": COMMITTING}
 SHORT = {"consecutive": {"interval": 2}, "loss_spikes": {"window": 2}, "variance": {"window": 2}}
+INDEX = r',?"(batch_rows/)?index":(\{"steps":.*?"values":\[\[.*?\]\]\}|\[.*?\])'
+"""The numbers of rows in the data set, which only a loop of ours knows."""
 QUICK = [Case(loop="epoch"), Case("transformer", loop="epoch"), Case("tied", loop="step")]
 CASES = [Case(model, loop=loop) for model in MODELS for loop in LOOPS]
 
@@ -120,7 +123,7 @@ def test_every_hook_reports_the_same_as_in_a_loop_of_ours(tmp_path, case, names)
     ours = record_of_ours(case, made(names, case), tmp_path / "ours", steps)
     theirs = record_of_theirs(case, made(names, case), tmp_path / "theirs", steps)
     assert len(ours) > 2
-    assert theirs == ours
+    assert theirs == [re.sub(INDEX, "", line) for line in ours]
 
 
 def test_the_cases_meet_every_hook_that_an_attached_loop_can_serve():

@@ -55,7 +55,7 @@ REFUSED = {
     "--step 0": "--step is 0; steps are counted from 1.",
     "--step 4 --hooks grad_clip": "RUN was treated by other hooks: none; now grad_clip.",
     "--step 4 --hooks nrms": "Unknown hook 'nrms'.",
-    "--step 4 --verify 2": "loopscope rewind needs the step to go back to, --step N, or --verify N.",
+    "--step 4 --verify 2": "loopscope rewind needs the step to go back to, --step N, or --spike, or --verify N.",
     "--verify 0": "--verify is 0; it must be at least 1.",
 }
 

@@ -59,7 +59,9 @@ class Subject:
 
 
 EXACT = {"refused": (*SHARDED, *SPLIT), "remedy": "method=finite_difference"}
+ALONE = {"refused": (*REPLICATED, *SHARDED, *SPLIT), "remedy": "one process"}
 CHOSEN = [
+    *(Subject(name, **ALONE) for name in ("batch_rows", "step_history", "what_if")),
     Subject("attention", {"every": 1}, refused=SPLIT, remedy="in a run without it"),
     Subject("batch_dynamics", {"history": 4, "every": 5}),
     Subject("embedding_provenance", refused=(*SHARDED, *SPLIT), remedy="DistributedDataParallel|out of its plan"),
