@@ -30,6 +30,7 @@ from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
 from tests.benchmarks.ranks_cost import agreements_and_copies
 from tests.benchmarks.report import environment, misses, page, table
+from tests.benchmarks.rewind_cost import rewinds
 from tests.benchmarks.row_cost import bytes_of_rows, known_data, recorded_rows
 from tests.benchmarks.rows import Effort, Row
 from tests.benchmarks.sink_cost import file_sinks
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "checkpoints": ("Checkpoints", (checkpoints, resuming)),
     "digests": ("Digests of the training state", (digests, at_snapshots)),
     "rows": ("Rows in the record", (recorded_rows, bytes_of_rows, known_data)),
+    "rewinds": ("Stretches trained again", (rewinds,)),
     "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),

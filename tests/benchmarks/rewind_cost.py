@@ -1,0 +1,38 @@
+"""What a stretch of a run costs that is trained again: its steps, a start and a load, and nothing for each step."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
+from loopscope.runs import RunOptions, Session, Stretch
+
+from tests.benchmarks.rows import SECONDS, TIMES, Effort, Row
+from tests.benchmarks.timing import Spread, clock
+
+EPOCHS, LONG, SHORT = 9, 8, 2
+"""Of the run, and of two stretches at its end: what an epoch costs is the difference."""
+
+
+def rewinds(effort: Effort) -> Iterator[Row]:
+    """Compare epochs trained again with the same epochs in the run, evaluations and comparisons included."""
+    ratios, starts = [], []
+    for _ in range(max(2, effort.times(7))):
+        with TemporaryDirectory() as folder:
+            options = {**effort.quick, "epochs": EPOCHS, "max_epochs": EPOCHS, "output_dir": Path(folder)}
+            config = ModArithmeticRunner.config_class(**options)
+            run = RunOptions(strategies=["random"], save_checkpoints=1, keep_checkpoints=EPOCHS)
+            session = Session(ModArithmeticRunner(config), run)
+            (summary,) = session.run()
+            steps = summary["steps"] // EPOCHS
+            took = {}
+            for epochs in (LONG, SHORT):
+                first = (EPOCHS - epochs) * steps + 1
+                begin = clock()
+                session.rewind(Stretch(first, EPOCHS * steps), recorded=False)
+                took[epochs] = clock() - begin
+        again = (took[LONG] - took[SHORT]) / (LONG - SHORT)
+        ratios.append(again / (summary["seconds"]["training"] / EPOCHS))
+        starts.append(took[SHORT] - SHORT * again)
+    yield Row("An epoch trained again", "the same epoch in the run, with its checkpoint", TIMES, Spread.of(ratios), 1.1)
+    yield Row("The start of a rewind, with one load", "built, loaded, checked", SECONDS, Spread.of(starts))
