@@ -33,7 +33,10 @@ def start_on_ranks(compute: Callable[[], Any], folder: Path, count: int) -> Any:
     They are forked from a process that has imported everything and done nothing, which is far quicker than an import.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    return start_processes(_be_one, (compute, folder, count), count, join=False, start_method="forkserver")
+    # The server keeps the environment that it was started in, and tests change theirs.
+    return start_processes(
+        _be_one, (compute, folder, count, dict(os.environ)), count, join=False, start_method="forkserver"
+    )
 
 
 def on_two_ranks(compute: Callable[[], Any], folder: Path) -> list[Any]:
@@ -41,7 +44,8 @@ def on_two_ranks(compute: Callable[[], Any], folder: Path) -> list[Any]:
     return on_ranks(compute, folder, 2)
 
 
-def _be_one(rank: int, compute: Callable[[], Any], folder: Path, count: int) -> None:
+def _be_one(rank: int, compute: Callable[[], Any], folder: Path, count: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT)
