@@ -25,6 +25,7 @@ class Driver:
 
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
+        self._hooks = manager.hooks
         self._keeper = GradientKeeper(task, manager.hooks)
         self._has_seen = False
 
@@ -67,7 +68,8 @@ class Driver:
 
     def before_update(self) -> None:
         """Look at the gradients as the optimizer is about to use them; left out where a step is skipped."""
-        self.manager.fire(HookPoint.PRE_UPDATE)
+        if self._hooks.listeners.at[HookPoint.PRE_UPDATE]:
+            self.manager.fire(HookPoint.PRE_UPDATE)
         rate: float | Tensor = self.task.optimizer.param_groups[0]["lr"]  # a tensor is what schedulers write to
         self.loop.step_lr = rate.clone() if isinstance(rate, Tensor) else rate
 
@@ -75,7 +77,7 @@ class Driver:
         """End a step whose update was made or, its gradients having left float16, ``skipped``."""
         if skipped:
             self.loop.skipped_steps += 1
-        else:
+        elif self._hooks.listeners.at[HookPoint.POST_STEP]:
             self.manager.fire(HookPoint.POST_STEP)
 
     def end_batches(self) -> None:

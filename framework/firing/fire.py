@@ -99,7 +99,7 @@ class Firing:
         hook, point, step = listener.hook, listener.point, self._state.loop.step
         # Metrics are taken within the call, where tensors of a wrong shape are the hook's own error.
         add = self._dispatch.add
-        self._hooks.call(hook, point.name, step, lambda: add(hook, point, step, hook.compute(context)))
+        self._hooks.call(hook, listener.where, step, lambda: add(hook, point, step, hook.compute(context)))
 
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
         point, step = listener.point, self._state.loop.step
@@ -111,7 +111,7 @@ class Firing:
             self._isolation.parameters,
             mutates=hook.mutates,
             device=self._guardian_device,
-            stream=(hook.name, point.name, step),
+            stream=(hook.name, listener.where, step),
             loop=self._hooks.loop,
             profiler=self._hooks.profiler,
         )
@@ -122,7 +122,7 @@ class Firing:
             return True
 
         with model_context:
-            returned = self._hooks.call(hook, point.name, step, intervene, intervention=hook)
+            returned = self._hooks.call(hook, listener.where, step, intervene, intervention=hook)
         if returned and record.changes:
             record.apply()
             self._isolation.committed()

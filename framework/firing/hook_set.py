@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import LoopscopeError, RankError, RankLostError, StateMutationError, UsageError, require, with_lines
 from ..hooks import (
+    ALWAYS,
     STEP_POINTS,
     EpochWindow,
     HookPoint,
@@ -37,6 +38,7 @@ class Listener:
 
     def __init__(self, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> None:
         self.hook, self.point, self._window = hook, point, window
+        self.where = point.name  # which an enum's members look up anew each time
         self.intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
         self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
@@ -49,7 +51,8 @@ class Listener:
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Return whether the hook fires at this step of this epoch."""
-        return self.in_window(epoch) and (self._schedule is None or self._schedule.is_due(step))
+        in_window = self._window == ALWAYS or self.in_window(epoch)
+        return in_window and (self._schedule is None or self._schedule.is_due(step))
 
     def in_window(self, epoch: int) -> bool:
         """Return whether ``epoch`` lies within the hook's window at this point."""
@@ -126,7 +129,7 @@ class HookSet:
         self.ranks = ranks
         self._untold: list[Failure] = []
         """What was raised on this rank since :meth:`settle`."""
-        self._were_called = False
+        self.were_called = False
         """Whether hooks were called since :meth:`settle` of whose failures other ranks do not know at once."""
         self._abandoned = False
         self._has_seen = False
@@ -168,7 +171,7 @@ class HookSet:
         """
         if self._abandoned:
             return None
-        self._were_called = self._were_called or not together
+        self.were_called = self.were_called or not together
         try:
             result = isolated()
             if together:
@@ -244,7 +247,7 @@ class HookSet:
     def _isolated(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
     ) -> Result:
-        with self._taps.silenced():
+        with self._taps:
             if intervention is None:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
@@ -269,7 +272,7 @@ class HookSet:
 
     def settle(self) -> None:
         """Bring all ranks to one mind about the hooks that raised on some of them, if they could not be told before."""
-        called, self._were_called = self._were_called, False
+        called, self.were_called = self.were_called, False
         while called and (told := self.ranks.told(self._untold or None)) is not None:
             self._untold = []
             failures = [(rank, failure) for rank, each in told for failure in each]

@@ -157,8 +157,11 @@ class HookManager:
 
     def settle(self) -> None:
         """Raise what hooks raised during the step, on this rank or another; called where nothing is half done."""
-        self.hooks.settle()
-        self.hooks.failures.raise_pending()
+        hooks = self.hooks
+        if hooks.were_called:
+            hooks.settle()
+        if hooks.failures.pending is not None:
+            hooks.failures.raise_pending()
 
     def isolated(self, name: str, function: Callable[[], Result]) -> Result:
         """Run something that is not a hook, such as evaluation, so that it cannot change the run."""

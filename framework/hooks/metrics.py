@@ -157,7 +157,7 @@ class PendingMetrics(Generic[Origin]):
         Raises ``ValueError`` for a tensor that is not zero-dimensional, ``TypeError`` for anything but a mapping
         of metric values.
         """
-        if not isinstance(metrics, Mapping):
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):
             kind = "None" if metrics is None else f"a {type(metrics).__name__}"
             raise TypeError(f"returned {kind}; a hook returns a dict of metrics, {{}} where it has none")
         if odd := [name for name in metrics if not isinstance(name, str)]:

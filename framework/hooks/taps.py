@@ -191,7 +191,7 @@ class TapSet:
     def __exit__(self, *error: object) -> None:
         self._silent -= 1
         # Silenced bodies may nest: only the end of the outermost lets compiled code run again.
-        if not self._silent:
+        if self._compiled and not self._silent:
             self._stances.close()
 
     @contextmanager

@@ -68,11 +68,14 @@ class Isolation:
 
     def begin(self) -> None:
         """Save the run's streams and take the baseline of every check."""
-        self._saved_streams = self._streams.take()
+        self._saved_streams = self._streams.save()
         self._guarded = self._changed = False
         self._unsettled = []
         self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
-        self.rebase()
+        if self._audit.enabled:
+            self.rebase()
+        else:
+            self._tripwire.begin()
 
     def end(self) -> None:
         """Settle what was checked quickly, also when something was raised, and put the run's streams back."""
@@ -118,7 +121,8 @@ class Isolation:
 
         The first calls of an observer, and every call under audit, are checked completely, the later ones quickly.
         """
-        self._rebase_after_commit()
+        if self._changed:
+            self._rebase_after_commit()
         closely = self._looks_closely(call, self._tripwire)
         self._streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager takes 1.5 µs, which ten observers pay ten times
@@ -165,7 +169,8 @@ class Isolation:
         finally:
             try:
                 tripwire.check_quickly(call)
-                self._note_rewriting(together, tripwire)
+                if tripwire.rewritten:
+                    self._rewriting.add(together[:2])
                 tripwire.check_rest(call)
                 audit.check(call)
                 if closely and not audit.enabled:
@@ -193,17 +198,15 @@ class Isolation:
 
     def _check_quickly(self, call: Call) -> None:
         self._tripwire.check_quickly(call)
-        self._note_rewriting(call, self._tripwire)
-        self._unsettled.append(call)
-
-    def _note_rewriting(self, call: Call, tripwire: Tripwire) -> None:
-        if tripwire.rewritten:
+        if self._tripwire.rewritten:
             self._rewriting.add(call[:2])
+        self._unsettled.append(call)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
         self.settle()
-        self._rebase_after_commit()
+        if self._changed:
+            self._rebase_after_commit()
         # One copy serves all interventions of a visit, since each ends where it began; a commit makes it stale.
         if mutates and not self._guarded:
             self._state.sharding.refuse_gathered()
@@ -243,9 +246,8 @@ class Isolation:
         self._changed = True
 
     def _rebase_after_commit(self) -> None:
-        if self._changed:
-            self._changed = False
-            self.rebase()
+        self._changed = False
+        self.rebase()
 
     @contextmanager
     def visit(self) -> Iterator[None]:

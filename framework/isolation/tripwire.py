@@ -52,7 +52,8 @@ class WatchList:
         looked = [(part.look, part) for _, part in watched if part.look is not None]
         self.glances, self.glanced = [glance for glance, _ in glanced], [part for _, part in glanced]
         self.looks, self.looked = [look for look, _ in looked], [part for _, part in looked]
-        self._settled = [(part.look, part.look()) for _, part in watched if part.look is not None and part.settled]
+        settled = [part.look for _, part in watched if part.look is not None and part.settled]
+        self._settled = [(look, tuple(look())) for look in settled]
         self.tensors = (*chain.from_iterable(self.pure_views),)
         self.others = (*chain.from_iterable(self.mixed_views),)
         self._tensors, self._others = addresses(self.tensors), addresses(self.others)
@@ -73,7 +74,7 @@ class WatchList:
         """Return whether what a sweep just read is in the containers of this list; plain values, tensors may change."""
         if any(self.empty) or addresses(tensors) != self._tensors or addresses(others) != self._others:
             return False
-        if any([look() != before for look, before in self._settled]):
+        if any([tuple(look()) != before for look, before in self._settled]):
             return False
         # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
         now = self._placed_at  # the addresses of ``attributes``, of which the tensors were just asked
@@ -258,7 +259,7 @@ class Tripwire:
         watch = self.watch
         pure = (*chain.from_iterable(watch.pure_views),)
         mixed = (*chain.from_iterable(watch.mixed_views),)
-        glanced = [glance() for glance in watch.glances]
+        glanced = [*map(tuple, map(call, watch.glances))]
         passing = [tensor for found in glanced for tensor in found if tensor is not None]
         tensors = [*pure, *watch.buried, *passing]
         # A DTensor has a version of its own, which writes to its local shard do not move.
@@ -270,7 +271,7 @@ class Tripwire:
         """Return what attributes hold, what was looked at, and pointers."""
         watch = self.watch
         attributes = watch.read_attributes()
-        looked = [look() for look in watch.looks]
+        looked = map(tuple, map(call, watch.looks))
         beside = watch.tensors_of(attributes)
         if not beside:
             return (attributes, *looked, (), _column(_pointer, tensors))

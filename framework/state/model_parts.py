@@ -1,6 +1,7 @@
 """The parts of a training state that hang on the model: its tensors, their gradients, its modules, hooks on these."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -98,14 +99,14 @@ def _watch_parameters(state: StateObjects) -> Watched:
         for parameter, required in zip(parameters, before, strict=True):
             parameter.requires_grad_(required)
 
-    look = lambda: (*map(_requires_grad, parameters),)
+    look = partial(map, _requires_grad, parameters)
     return Watched(look=look, label="requires_grad of a parameter", put_back=put_back)
 
 
 def _watch_gradients(state: StateObjects) -> Watched:
     parameters: list[Tensor] = [*state.model.parameters()]
     return Watched(
-        glance=lambda: (*map(_grad, parameters),),
+        glance=partial(map, _grad, parameters),
         label="a gradient was replaced",
         put_back=lambda before: _give_gradients_back(parameters, before),
     )
@@ -222,7 +223,7 @@ def _watch_modules(state: StateObjects) -> Watched:
     return Watched(
         [space[name] for space in spaces for name in TABLES],
         own=own,
-        look=lambda: (*map(type, modules),),
+        look=partial(map, type, modules),
         label="the class of a module",
     )
 
@@ -251,7 +252,8 @@ def _watch_module_hooks(state: StateObjects) -> Watched:
 
 def _watch_sharding(state: StateObjects) -> Watched:
     label = "what FSDP2 has gathered, has under way or was told"
-    return Watched(look=state.sharding.read, label=label, put_back=state.sharding.put_back)
+    sharding = state.sharding
+    return Watched(look=sharding.read, label=label, put_back=sharding.put_back) if sharding else Watched()
 
 
 MODEL_PARTS = (

@@ -15,6 +15,7 @@ from .flags import GlobalFlags
 from .objects import attributes_of
 from .random_streams import RandomStreams, StreamState
 from .sharding import FullSharding
+from .tensor_identity import PLAIN
 
 Leaves = Iterable[tuple[str, Any]]
 
@@ -66,14 +67,13 @@ class LoopState:
 
     def in_flight(self) -> tuple[Tensor, ...]:
         """Return the tensors that hooks are shown and the loop goes on with: batch, losses, kept gradients."""
-        shown = [leaf for leaf in (self.loss, self.running_loss, self.step_series) if leaf is not None]
         batch = self.batch
-        if isinstance(batch, tuple) and all(isinstance(leaf, Tensor) for leaf in batch):
-            shown += batch
-        elif type(batch) is dict and all(isinstance(leaf, Tensor) for leaf in batch.values()):
-            shown += batch.values()
-        elif batch is not None:
-            shown += tensors_of(batch)
+        shown = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) is tuple else [batch]
+        if not PLAIN.issuperset(map(type, shown)):  # nearly every batch is a tuple or dict of plain tensors
+            shown = [] if batch is None else tensors_of(batch)
+        for leaf in (self.loss, self.running_loss, self.step_series):
+            if leaf is not None:
+                shown.append(leaf)
         for vector in (self.gradient_sum, self.accumulated_grads, self.prev_step_grads, self.current_grads):
             if vector:
                 shown += vector.values()
@@ -194,7 +194,8 @@ class Watched(NamedTuple):
 
     Args:
         tables: dicts whose values are compared after every call, tensors among them by version and pointer too.
-        glance: reads tensors that are others at most steps (``None`` for one that is not there), for the same.
+        glance: reads tensors that are others at most steps (``None`` for one that is not there), for the same; like
+            ``look`` it returns any iterable, best one that C makes, since both are called twice a fire.
         own: the ``__dict__`` of objects, with the names in it, two or more, that are compared once a fire.
         attributes: containers whose contents are compared once a fire.
         look: reads plain values, once a fire.
@@ -205,10 +206,10 @@ class Watched(NamedTuple):
     """
 
     tables: Sequence[dict[Any, Any]] = ()
-    glance: Callable[[], tuple[Tensor | None, ...]] | None = None
+    glance: Callable[[], Iterable[Tensor | None]] | None = None
     own: Sequence[tuple[dict[str, Any], tuple[str, ...]]] = ()
     attributes: Sequence[Any] = ()
-    look: Callable[[], Any] | None = None
+    look: Callable[[], Iterable[Any]] | None = None
     settled: bool = False
     label: str = ""
     differences: Callable[[Any], list[str]] | None = None

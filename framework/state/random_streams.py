@@ -1,11 +1,10 @@
 """Derived random streams: each hook call draws from its own, and the run's own streams never notice.
 
 The run's generators are those of torch (CPU and every accelerator in use), Python and NumPy, and the ones a
-loader owns. Reading Python's and NumPy's states the documented way takes 10 and 50 us and as many small objects, so
-both Mersenne Twisters are copied as the 2500 bytes that they are. NumPy shows them (``BitGenerator.ctypes``); in
-CPython they follow the object's header, which is checked against ``getstate()`` on import, with ``getstate()`` itself
-as the way out. NumPy's cached second Gaussian, which no cheap interface shows, is found by drawing once: a draw that
-moves no byte was the cached one.
+loader owns. Reading the three global ones the documented ways takes 10 to 50 µs and many small objects, and after a
+training step several times that. All of them are Mersenne Twisters, so their states are copied as the 2500 bytes that
+they are, with the second Gaussian that each may hold back. Where these lie is found on import, on generators made for
+it, and proven by what they then draw; where one is not found, the documented ways remain.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,85 +24,79 @@ from torch import Tensor
 
 from ..errors import UsageError
 
-MT19937_BYTES = 625 * 4  # 624 words of key and the position
+WORDS = 624
+TWISTER = (WORDS + 1) * 4
+"""Bytes of a Mersenne Twister: its words, and the position in them."""
+bytes_at: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+"""Copy so many bytes from an address: what ctypes.string_at does, without a function in Python between."""
 _NUMPY: Any = np.random  # whose stubs leave out set_bit_generator
+_RANDOM_STATE: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]  # behind the module's functions
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the same of random
+# The C method that random.Random.seed comes to for an integer, after it has tried the other kinds of seed.
+_SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 # Asked once, since torch may ask the driver each time and this is read several times a fire.
 _there_is_an_accelerator = cache(torch.accelerator.is_available)
 
 
-@dataclass(frozen=True, slots=True)
-class NumpyState:
-    """The state of NumPy's global generator: which bit generator it is, its bytes, its cached Gaussian."""
+class Place(NamedTuple):
+    """Where a generator's state lies: so many bytes from its object's address on; none if it was not found."""
 
-    bit_generator: Any
-    key: bytes
-    cached_gaussian: float | None
-
-    def restore(self) -> None:
-        """Make this the state of NumPy's global generator again."""
-        _NUMPY.set_bit_generator(self.bit_generator)  # drops a cached Gaussian
-        ctypes.memmove(self.bit_generator.ctypes.state_address, self.key, MT19937_BYTES)
-        if self.cached_gaussian is not None:
-            full: Any = np.random.get_state(legacy=False)
-            np.random.set_state({**full, "has_gauss": 1, "gauss": self.cached_gaussian})
+    offset: int
+    size: int
 
 
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the object behind the module's functions
-# The C method that random.Random.seed comes to for an integer, after it has tried the other kinds of seed.
-_SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
-_PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
+NOWHERE = Place(0, 0)
 
 
-def _python_state_is_inline() -> bool:
-    """Return whether the object behind ``random`` holds its position and its 624 words right after its header."""
-    if type(_PYTHON).__basicsize__ < object.__basicsize__ + MT19937_BYTES:
-        return False
-    position, *words = struct.unpack("625I", ctypes.string_at(_PYTHON_ADDRESS, MT19937_BYTES))
-    return bool((*words, position) == random.getstate()[1])
+def _place_in_python() -> Place:
+    """Find position and words of Python's generator: in CPython they follow the object's header."""
+    place, twin = Place(object.__basicsize__, TWISTER), random.Random(1)
+    if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < sum(place):  # type: ignore[union-attr]
+        return NOWHERE
+    position, *words = struct.unpack(f"{WORDS + 1}I", bytes_at(id(twin) + place.offset, place.size))
+    return place if (*words, position) == twin.getstate()[1] else NOWHERE
 
 
-_INLINE = sys.implementation.name == "cpython" and _python_state_is_inline()
+def _place_in_numpy() -> Place:
+    """Find whether NumPy's generator holds a Gaussian back, and which: an int, then a double."""
+    twin: Any = np.random.RandomState(1)
+    twin.standard_normal()  # the polar method draws two at a time and keeps the second for the next call
+    held = twin.get_state(legacy=False)["gauss"]
+    before = bytes_at(id(twin), type(twin).__basicsize__)
+    place = Place(before.find(struct.pack("d", held)) - 8, 16)
+    twin.standard_normal()
+    after = bytes_at(id(twin), type(twin).__basicsize__)
+    found = [struct.unpack_from("i", memory, place.offset)[0] for memory in (before, after) if place.offset > 0]
+    return place if found == [1, 0] else NOWHERE
 
 
-@dataclass(frozen=True, slots=True)
-class PythonState:
-    """The state of Python's global generator: position and words as bytes, and its cached Gaussian."""
-
-    key: bytes
-    cached_gaussian: float | None
-
-    @classmethod
-    def take(cls) -> "PythonState":
-        """Read the state."""
-        if _INLINE:
-            return cls(ctypes.string_at(_PYTHON_ADDRESS, MT19937_BYTES), _PYTHON.gauss_next)
-        _, (*words, position), gaussian = random.getstate()
-        return cls(struct.pack("625I", position, *words), gaussian)
-
-    def restore(self) -> None:
-        """Make this the state of Python's global generator again."""
-        if _INLINE:
-            ctypes.memmove(_PYTHON_ADDRESS, self.key, MT19937_BYTES)
-            _PYTHON.gauss_next = self.cached_gaussian
-        else:
-            position, *words = struct.unpack("625I", self.key)
-            random.setstate((3, (*words, position), self.cached_gaussian))
+def _place_in_torch() -> Place:
+    """Find seed, position, words and held-back Gaussians of a CPU generator: one block in the C++ object."""
+    twin, other = torch.Generator(), torch.Generator()
+    address = getattr(twin.manual_seed(1), "_cdata", 0)
+    first = struct.pack("4I", *[word & 0xFFFFFFFF for word in twin.get_state().view(torch.int64)[3:7].tolist()])
+    words = bytes_at(address, 256).find(first) if address else -1  # the object has 2.6 KB
+    torch.randn(1, dtype=torch.float64, generator=twin)
+    start, end = (
+        words - 20,
+        words + WORDS * 4 + 28,
+    )  # seed, left, seeded, next; padding, a float, a double, each or none
+    block = bytes_at(address + start, end - start) if words >= 20 else b""
+    held = torch.randn(1, dtype=torch.float64, generator=twin).item()
+    if block[-16:-7] != struct.pack("d?", held, True):
+        return NOWHERE
+    ctypes.memmove(other._cdata + start, block, len(block))  # type: ignore[attr-defined]
+    repeats = torch.randn(1, dtype=torch.float64, generator=other).item() == held
+    return Place(start, len(block)) if repeats and torch.equal(other.get_state(), twin.get_state()) else NOWHERE
 
 
-def _take_numpy_state() -> NumpyState:
-    """Read the state of NumPy's global generator, leaving it one draw further."""
-    bits: Any = _NUMPY.get_bit_generator()
-    if not isinstance(bits, np.random.MT19937):
-        raise UsageError(
-            f"NumPy's global generator is a {type(bits).__name__}, but loopscope can isolate only the default MT19937; "
-            "leave out np.random.set_bit_generator."
-        )
-    address = bits.ctypes.state_address
-    key = ctypes.string_at(address, MT19937_BYTES)
-    # The polar method draws two Gaussians at a time and keeps the second for the next call.
-    drawn = float(np.random.standard_normal())
-    was_cached = ctypes.string_at(address, MT19937_BYTES) == key
-    return NumpyState(bits, key, drawn if was_cached else None)
+_IN_PYTHON, _IN_NUMPY, _IN_TORCH = _place_in_python(), _place_in_numpy(), _place_in_torch()
+_FOUND = NOWHERE not in (_IN_PYTHON, _IN_NUMPY, _IN_TORCH)
+_AT_PYTHON = id(_PYTHON) + _IN_PYTHON.offset
+_AT_GAUSSIAN = id(_RANDOM_STATE) + _IN_NUMPY.offset
+_AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _FOUND else 0  # type: ignore[attr-defined]
 
 
 def accelerator_devices() -> list[torch.device]:
@@ -118,35 +111,114 @@ def accelerator_devices() -> list[torch.device]:
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
+def _state_on(device: torch.device) -> Tensor:
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """The states of all of the run's generators at one moment."""
+    """The states of all of the run's generators at one moment, those of the three global ones as bytes."""
 
-    torch_cpu: Tensor
-    python: PythonState
-    numpy: NumpyState
+    of_torch: bytes
+    of_python: bytes
+    python_gaussian: float | None
+    bit_generator: Any
+    """Which one NumPy's global generator has."""
+    of_numpy: bytes
+    numpy_gaussian: bytes
+    """Whether one is held back, and which: an int and a double, each of 8 bytes."""
     accelerators: tuple[tuple[torch.device, Tensor], ...]
     owned: tuple[tuple[torch.Generator, Tensor], ...]
 
     def restore(self) -> None:
         """Put every generator back."""
-        torch.default_generator.set_state(self.torch_cpu)
-        self.python.restore()
-        self.numpy.restore()
+        if _NUMPY.get_bit_generator() is not self.bit_generator:
+            _NUMPY.set_bit_generator(self.bit_generator)
+        if _FOUND:
+            ctypes.memmove(_AT_TORCH, self.of_torch, _IN_TORCH.size)
+            ctypes.memmove(_AT_PYTHON, self.of_python, TWISTER)
+            ctypes.memmove(self.bit_generator.ctypes.state_address, self.of_numpy, TWISTER)
+            ctypes.memmove(_AT_GAUSSIAN, self.numpy_gaussian, _IN_NUMPY.size)
+            _PYTHON.gauss_next = self.python_gaussian
+        else:
+            _restore_as_documented(self)
         for device, state in self.accelerators:
             torch.get_device_module(device).set_rng_state(state, device)
         for generator, state in self.owned:
             generator.set_state(state)
+
+    @property
+    def second_gaussian(self) -> float | None:
+        """The Gaussian that NumPy's generator holds back, if it does."""
+        held, gaussian = struct.unpack("i4xd", self.numpy_gaussian)
+        return gaussian if held else None
+
+    @property
+    def torch_cpu(self) -> Tensor:
+        """The state of torch's CPU generator, as its ``get_state`` returns it."""
+        if not _FOUND:
+            return _as_tensor(self.of_torch)
+        twin = torch.Generator()
+        ctypes.memmove(twin._cdata + _IN_TORCH.offset, self.of_torch, _IN_TORCH.size)  # type: ignore[attr-defined]
+        return twin.get_state()
+
+
+def _torch_bytes(state: Tensor) -> bytes:
+    """Return what a :class:`StreamState` holds of torch's CPU generator, given what ``get_state`` returned."""
+    if not _FOUND:
+        whole: bytes = state.numpy().tobytes()
+        return whole
+    twin = torch.Generator()
+    twin.set_state(state)
+    held: bytes = bytes_at(twin._cdata + _IN_TORCH.offset, _IN_TORCH.size)  # type: ignore[attr-defined]
+    return held
+
+
+Globals = tuple[bytes, bytes, float | None, Any, bytes, bytes]
+"""The first six fields of a :class:`StreamState`."""
+
+
+def _global_states(bits: Any) -> Globals:
+    """Read the three global generators the documented ways; ``bits`` is NumPy's bit generator."""
+    _, (*words, position), gaussian = random.getstate()
+    held: Any = np.random.get_state(legacy=False)
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        struct.pack(f"{WORDS + 1}I", position, *words),
+        gaussian,
+        bits,
+        struct.pack(f"{WORDS + 1}I", *held["state"]["key"], held["state"]["pos"]),
+        struct.pack("i4xd", held["has_gauss"], held["gauss"]),
+    )
+
+
+def _restore_as_documented(state: StreamState) -> None:
+    torch.default_generator.set_state(_as_tensor(state.of_torch))
+    position, *words = struct.unpack(f"{WORDS + 1}I", state.of_python)
+    random.setstate((3, (*words, position), state.python_gaussian))
+    *key, position = struct.unpack(f"{WORDS + 1}I", state.of_numpy)
+    np.random.set_state(("MT19937", key, position, *struct.unpack("i4xd", state.numpy_gaussian)))
+
+
+def _twister_of(bits: Any) -> Any:
+    """Return NumPy's bit generator; raises :class:`UsageError` for one of another kind than the default."""
+    if not isinstance(bits, np.random.MT19937):
+        raise UsageError(
+            f"NumPy's global generator is a {type(bits).__name__}, but loopscope can isolate only the default MT19937; "
+            "leave out np.random.set_bit_generator."
+        )
+    return bits
 
 
 def plain(streams: StreamState) -> dict[str, Any]:
     """Return the states of the generators as tensors and plain values, which checkpoints can hold."""
     return {
         "torch": streams.torch_cpu,
-        "python": _as_tensor(streams.python.key),
-        "python_gaussian": streams.python.cached_gaussian,
-        "numpy": _as_tensor(streams.numpy.key),
-        "numpy_gaussian": streams.numpy.cached_gaussian,
+        "python": _as_tensor(streams.of_python),
+        "python_gaussian": streams.python_gaussian,
+        "numpy": _as_tensor(streams.of_numpy),
+        "numpy_gaussian": streams.second_gaussian,
         "accelerators": [state for _, state in streams.accelerators],
         "owned": [state for _, state in streams.owned],
     }
@@ -154,10 +226,14 @@ def plain(streams: StreamState) -> dict[str, Any]:
 
 def from_plain(stored: Mapping[str, Any], now: StreamState) -> StreamState:
     """Return the states that :func:`plain` gave, for the generators of ``now``."""
+    gaussian = stored["numpy_gaussian"]
     return StreamState(
-        stored["torch"],
-        PythonState(_as_bytes(stored["python"]), stored["python_gaussian"]),
-        NumpyState(now.numpy.bit_generator, _as_bytes(stored["numpy"]), stored["numpy_gaussian"]),
+        _torch_bytes(stored["torch"]),
+        _twister_bytes(stored["python"]),
+        stored["python_gaussian"],
+        now.bit_generator,
+        _twister_bytes(stored["numpy"]),
+        struct.pack("i4xd", gaussian is not None, gaussian or 0.0),
         tuple((device, saved) for (device, _), saved in zip(now.accelerators, stored["accelerators"], strict=False)),
         tuple((generator, saved) for (generator, _), saved in zip(now.owned, stored["owned"], strict=True)),
     )
@@ -167,11 +243,11 @@ def _as_tensor(key: bytes) -> Tensor:
     return torch.frombuffer(bytearray(key), dtype=torch.uint8)
 
 
-def _as_bytes(tensor: Tensor) -> bytes:
+def _twister_bytes(tensor: Tensor) -> bytes:
     """Return the state of a Mersenne Twister; raises ``ValueError`` for another size, since it is copied raw."""
     key = tensor.numpy().tobytes()
-    if len(key) != MT19937_BYTES:
-        raise ValueError(f"a random generator's state has {len(key)} bytes instead of {MT19937_BYTES}")
+    if len(key) != TWISTER:
+        raise ValueError(f"a random generator's state has {len(key)} bytes instead of {TWISTER}")
     return key
 
 
@@ -189,20 +265,26 @@ class RandomStreams:
         self.save()
 
     def save(self) -> StreamState:
-        """Read the state of every generator and leave all of them as they are."""
-        state = self.take()
-        state.numpy.restore()
-        return state
-
-    def take(self) -> StreamState:
-        """Read the state of every generator, for a caller who reseeds them next and restores them in the end."""
-        devices = accelerator_devices()
+        """Read the state of every generator."""
+        bits = _NUMPY.get_bit_generator()
+        twister = bits if type(bits) is np.random.MT19937 else _twister_of(bits)
+        found: Globals = (
+            (
+                bytes_at(_AT_TORCH, _IN_TORCH.size),
+                bytes_at(_AT_PYTHON, TWISTER),
+                _PYTHON.gauss_next,
+                twister,
+                bytes_at(twister.ctypes.state_address, TWISTER),
+                bytes_at(_AT_GAUSSIAN, _IN_NUMPY.size),
+            )
+            if _FOUND
+            else _global_states(twister)
+        )
+        devices = accelerator_devices() if _there_is_an_accelerator() else ()
         return StreamState(
-            torch.default_generator.get_state(),
-            PythonState.take(),
-            _take_numpy_state(),
-            tuple([(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]),
-            tuple([(generator, generator.get_state()) for generator in self.owned]),
+            *found,
+            (*zip(devices, map(_state_on, devices), strict=True),),
+            (*zip(self.owned, map(torch.Generator.get_state, self.owned), strict=True),),
         )
 
     def derive(self, name: str, point: str, step: int) -> None:
@@ -229,5 +311,5 @@ def seed_everything(seed: int) -> None:
     _PYTHON.gauss_next = None
     # NumPy takes seeds of 32 bits; the lower half of a hash is as good as the whole.
     np.random.seed(seed & 0xFFFFFFFF)
-    if devices := accelerator_devices():
+    if _there_is_an_accelerator() and (devices := accelerator_devices()):
         torch.get_device_module(devices[0]).manual_seed_all(seed)

@@ -77,6 +77,10 @@ class FullSharding:
         self._phases = [space for space in others if "_training_state" in space]
         self._under_way = [(space, key) for space in others for key in _UNDER_WAY & space.keys()]
 
+    def __bool__(self) -> bool:
+        """Return whether any module is under fully_shard."""
+        return bool(self._spaces)
+
     def refuse_gathered(self) -> None:
         """Raise :class:`LoopscopeError` where a forward pass without backward has left weights gathered.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .random_streams import bytes_at
 from .vectors import dtensor_class
 
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -98,7 +99,8 @@ def addresses(objects: tuple[Any, ...]) -> bytes:
     one 12 µs.
     """
     # tuple.__basicsize__ is the size of the header, whatever a version of Python keeps there; items are counted apart.
-    return ctypes.string_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)
+    address: bytes = bytes_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)
+    return address
 
 
 class Mark(NamedTuple):

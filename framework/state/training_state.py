@@ -63,7 +63,7 @@ def _misfit_of_scaler(state: StateObjects, stored: Mapping[str, Any]) -> str:
 
 def _watch_scaler(state: StateObjects) -> Watched:
     attributes = {} if state.scaler is None else vars(state.scaler)
-    return Watched(look=lambda: (*attributes.values(),), label="the scaler")
+    return Watched(look=attributes.values, label="the scaler") if attributes else Watched()
 
 
 def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
@@ -104,7 +104,7 @@ def _loop_leaves(state: StateObjects) -> Leaves:
 def _watch_loop(state: StateObjects) -> Watched:
     return Watched(
         glance=state.loop.in_flight,
-        look=lambda: (*vars(state.loop).values(),),
+        look=vars(state.loop).values,
         label="the batch, the loss, accumulated gradients or the loop's counters",
     )
 
@@ -118,8 +118,8 @@ def _load_loop(state: StateObjects, stored: Any) -> None:
 def _generator_leaves(state: StateObjects) -> Leaves:
     streams = state.streams.save()
     yield "generators/torch", (streams.torch_cpu,)  # in a tuple, like the others: it is a copy, no tensor of the state
-    yield "generators/python", (streams.python.key, streams.python.cached_gaussian)
-    yield "generators/numpy", (streams.numpy.key, streams.numpy.cached_gaussian)
+    yield "generators/python", (streams.of_python, streams.python_gaussian)
+    yield "generators/numpy", (streams.of_numpy, streams.second_gaussian)
     for index, (_, held) in enumerate((*streams.accelerators, *streams.owned)):
         yield f"generators/{index}", (held,)
 

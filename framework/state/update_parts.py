@@ -125,14 +125,14 @@ def _regrouped(form: Any, count: int, places: Sequence[int]) -> Any:
 def _watch_optimizer(state: StateObjects) -> Watched:
     optimizers = optimizers_of(state)
 
-    def options() -> tuple[Any, ...]:
+    def options() -> list[Any]:
         found: list[Any] = []
         for optimizer in optimizers:
             found += [optimizer.state, optimizer.param_groups]
             for group in optimizer.param_groups:
                 found += group.values()
                 found += group["params"]
-        return (*found,)
+        return found
 
     tables = [table for optimizer in optimizers for table in (optimizer.state, *optimizer.state.values())]
     return Watched(
@@ -177,7 +177,7 @@ def _load_scheduler_forms(state: StateObjects, stored: Mapping[str, Any]) -> Non
 
 def _watch_scheduler(state: StateObjects) -> Watched:
     attributes = attributes_of(state.scheduler) or {}
-    return Watched(look=lambda: (*attributes.values(),), label="the scheduler")
+    return Watched(look=attributes.values, label="the scheduler") if attributes else Watched()
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:

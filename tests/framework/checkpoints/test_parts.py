@@ -219,7 +219,7 @@ def made_up(place: Elsewhere) -> Part:
             keep=lambda state, owners: place.number,
             put_back=lambda state, owners, kept: setattr(place, "number", kept),
         ),
-        lambda state: Watched([place.kept], look=lambda: place.number, label="the made-up number"),
+        lambda state: Watched([place.kept], look=lambda: (place.number,), label="the made-up number"),
         Stored(
             lambda state, streams: {**place.kept, "number": place.number},
             load,

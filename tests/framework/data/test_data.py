@@ -184,8 +184,8 @@ def test_a_dataloader_leaves_the_runs_streams_alone_at_every_batch(make):
     for _ in TorchLoader(make(), 3).batches(0):
         now = streams.save()
         assert torch.equal(now.torch_cpu, before.torch_cpu)
-        assert (now.python, now.numpy.key, now.numpy.cached_gaussian) == (
-            before.python, before.numpy.key, before.numpy.cached_gaussian
+        assert (now.of_python, now.of_numpy, now.second_gaussian) == (
+            before.of_python, before.of_numpy, before.second_gaussian
         )  # fmt: skip
 
 

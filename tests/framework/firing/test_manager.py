@@ -234,9 +234,9 @@ class CountingStreams(RandomStreams):
 
     visits = 0
 
-    def take(self):
+    def save(self):
         self.visits += 1
-        return super().take()
+        return super().save()
 
 
 def test_a_point_at_which_nobody_is_due_is_not_even_entered():

@@ -100,6 +100,7 @@ def test_experiments_trained_again_from_every_checkpoint_are_the_same(name, vari
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORDS)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_compiled_steps_trained_again_are_the_same(name, tmp_path, tokens):
     run = train(tmp_path, name, tokens, "--with-hooks", "none", "--with-compile")
     replay(run, {})

@@ -45,6 +45,7 @@ CHANGES = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "default device": lambda: torch.set_default_device("meta"),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "warnings instead of deterministic algorithms": lambda: torch.use_deterministic_algorithms(False, warn_only=True),
     "float32 matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
     "float32 precision by operation": set_one_backend,
     "oneDNN matmul precision": set_the_products_of_one_backend,

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.state import RandomStreams, seed_everything
+from loopscope.state import RandomStreams, random_streams, seed_everything
 
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),
@@ -24,6 +24,19 @@ DRAWS = {
     "numpy bytes": lambda: np.random.bytes(3),
     "numpy choice": lambda: np.random.permutation(5).tolist(),
 }
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["as bytes", "the documented ways"], autouse=True)
+def _found(request):
+    found, random_streams._FOUND = random_streams._FOUND, random_streams._FOUND and request.param
+    yield
+    random_streams._FOUND = found
+
+
+def test_the_states_are_found_in_memory_by_the_versions_that_are_tested():
+    assert random_streams.NOWHERE not in (random_streams._IN_PYTHON, random_streams._IN_NUMPY, random_streams._IN_TORCH)
+
+
 sequences = st.lists(st.sampled_from(sorted(DRAWS)), max_size=8)
 
 
