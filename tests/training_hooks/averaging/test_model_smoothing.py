@@ -9,6 +9,7 @@ import pytest
 import torch
 from loopscope.errors import UsageError
 from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint
 from loopscope.loops import NoProgress, epoch_loop
 from loopscope.state import LoopState, fully_sharded_modules, whole
 from loopscope.state.digest import described
@@ -241,16 +242,17 @@ def test_the_run_is_bit_for_bit_the_loop_with_a_smoother(model, optimizer, loop,
 
 
 def test_the_metrics_say_how_far_the_weights_went_and_jumped_and_only_when_they_did():
-    log: list[dict[str, torch.Tensor]] = []
+    log: dict[tuple[int, HookPoint], dict[str, torch.Tensor]] = {}
 
     class Watching(HookManager):
         def fire(self, point):
-            log.append({name: value.detach().double().clone() for name, value in self.task.model.named_parameters()})
+            weights = self.task.model.named_parameters()
+            log[self.state.loop.step, point] = {name: value.detach().double().clone() for name, value in weights}
             super().fire(point)
 
     run = train(Case("transformer"), [ModelSmoothing(update_interval=2, alpha=0.25)], steps=3, manager_class=Watching)
     values = {name.split("/")[1]: (step, value) for name, _, step, value in run.sink.rows("model_smoothing")}
-    start, before = log[0], log[1 + 4 + 3]  # PRE_EPOCH, four points of step 1, POST_STEP of step 2
+    start, before = log[0, HookPoint.PRE_EPOCH], log[2, HookPoint.POST_STEP]
     far = math.sqrt(sum((before[name] - start[name]).square().sum().item() for name in start))
     length = math.sqrt(sum(value.square().sum().item() for value in before.values()))
     assert {name: step for name, (step, _) in values.items()} == dict.fromkeys(values, 2)
