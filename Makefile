@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: types run test lint docs site bench slow xla clean
+.PHONY: types run test lint docs site bench fastai slow xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -51,6 +51,11 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m tests.benchmarks
 	$(BIN)/python -m docs.generate
 
+# fastai brings a torchvision, which must be of torch's own build: beside another it breaks what lightning imports.
+fastai:
+	test -x .venv-fastai/bin/python || $(PYTHON) -m venv .venv-fastai
+	.venv-fastai/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fastai]'
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "loopscope needs Python 3.11 or newer, and none was found: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -62,4 +67,4 @@ $(BENCH_STAMP): $(STAMP)
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-xla build *.egg-info
+	rm -rf $(VENV) .venv-xla .venv-fastai build *.egg-info

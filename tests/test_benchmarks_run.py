@@ -20,7 +20,9 @@ from tests.benchmarks.tied_memory import peak_of_tensors
 from tests.benchmarks.timing import Spread, Turns, difference, ratio
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
-DEAR = ("each", "overflow", "lowbit")  # together a minute, which goes by in kernels that other tests run, too
+DEAR = ("each", "overflow", "lowbit", "others", "ranks")
+"""Together two minutes, which go by in what other tests run, too; those of others have tests of their own."""
+WITHOUT_BARS = ("each", "others")
 LOOK = Effort(share=0.0, quick=TINY, paper=TINY)
 
 
@@ -28,15 +30,19 @@ def weights(subject: Subject) -> list[torch.Tensor]:
     return list(subject.task.model.parameters())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in BENCHMARKS if name != "memory"]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of the test of a benchmark."""
+    on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    return [pytest.mark.slow] * (name in DEAR) + on_gpu * (name == "gpu")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in BENCHMARKS if name != "memory"])
 def test_every_benchmark_yields_rows_of_finite_numbers(name):
     _, parts = BENCHMARKS[name]
     rows = [row for benchmark in parts for row in benchmark(LOOK)]
-    assert name == "each" or len({row.figure for row in rows if row.result}) >= 1
+    assert name in WITHOUT_BARS or len({row.figure for row in rows if row.result}) >= 1
     assert len({row.figure for row in rows}) >= 1
-    assert all(math.isfinite(number) for row in rows for number in vars(row.value).values())
+    assert all(math.isfinite(number) for row in rows for number in row.numbers)
 
 
 @pytest.mark.slow

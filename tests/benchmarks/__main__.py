@@ -13,6 +13,7 @@ from tests.benchmarks.checkpoint_cost import checkpoints, resuming, resuming_tog
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.digest_cost import at_snapshots, digests
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
+from tests.benchmarks.gpu_cost import on_a_gpu
 from tests.benchmarks.guardian_cost import interventions, save_and_restore
 from tests.benchmarks.health_cost import against_full_clones, checked_every_other_step
 from tests.benchmarks.hook_cost import (
@@ -27,19 +28,22 @@ from tests.benchmarks.loader_cost import every_batch, first_batches, skipping
 from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
 from tests.benchmarks.lowbit_cost import casts
 from tests.benchmarks.memory_cost import peak_memory
+from tests.benchmarks.others.cost import side_by_side
+from tests.benchmarks.others.extras import as_they_do_them, watch
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
 from tests.benchmarks.ranks_cost import agreements_and_copies
 from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rewind_cost import rewinds
 from tests.benchmarks.row_cost import bytes_of_rows, known_data, recorded_rows
-from tests.benchmarks.rows import Effort, Row
+from tests.benchmarks.rows import Effort, Shown
 from tests.benchmarks.sink_cost import file_sinks
 from tests.benchmarks.smoothing_cost import fires, smoothing
 from tests.benchmarks.tied_cost import hooks_on_the_tied_matrix, loop_without_hooks, start
 from tests.benchmarks.tied_memory import extra_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] = {
+BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]] = {
+    "others": ("Side by side", (side_by_side, as_they_do_them, watch)),
     "loop": ("The loop", (loop_cost,)),
     "attach": ("Loops that people have", (bare_attach, trainers)),
     "fire": ("Observers", (empty_fire, observers_in_a_fire, observers_in_the_loop)),
@@ -62,6 +66,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
     "ranks": ("Ranks that train together", (agreements_and_copies, resuming_together)),
+    "gpu": ("On a GPU", (on_a_gpu,)),
     "each": ("Each hook", (each_hook,)),
 }
 
@@ -84,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
         say(f"Written to {PAGE}.")
 
 
-def measured(title: str, parts: Sequence[Callable[[Effort], Iterator[Row]]], share: float) -> list[Row]:
+def measured(title: str, parts: Sequence[Callable[[Effort], Iterator[Shown]]], share: float) -> list[Shown]:
     """Run some benchmarks and show their rows."""
     rows = [row for benchmark in parts for row in benchmark(Effort(share))]
     say(f"\n{title}\n{table(rows)}")

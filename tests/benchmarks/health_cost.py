@@ -22,7 +22,7 @@ from tests.benchmarks.timing import Spread, Turns, clock, ratio
 
 SMALL = {"vocabulary": 64, "width": 64, "layers": 2, "length": 8}
 INTERVAL = 100
-BARS: Mapping[str, tuple[dict[str, Any], float]] = {"sampled": ({}, 0.05), "exact": ({"exact": True}, 0.08)}
+BARS: Mapping[str, tuple[dict[str, Any], float]] = {"sampled": ({}, 0.05), "exact": ({"exact": True}, 0.06)}
 
 
 def _subject(effort: Effort) -> Subject:

@@ -3,17 +3,34 @@
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from tests.benchmarks.rows import COLUMNS, Row
+from tests.benchmarks.rows import Shown
 
 HEADING = """# Benchmarks
 
 What loopscope costs, against the same work written without it. This page is written by `make bench`.
 
 """
+
+SIDE_BY_SIDE = """\
+One small model with the same batches and optimizer in other frameworks, without progress bars, logs and checkpoints:
+what a step costs over one of a bare loop, in CPU time, ± half the interquartile range. *A callback of all events* does
+nothing at each of them. *Three callbacks* read the loss, the learning rate and the norm of all gradients after every
+step, and the framework logs them. The last two columns were tried, not looked up: short trainings with dropout,
+compared bit for bit with those without the callback. The write goes through `.data`, after every step;
+[limits](guarantees.md#limits) says where a single one goes unseen. Composer is not among them: it pins an older torch
+(0.32.1: below 2.7.1). The second table is what more costs on top, in each framework's own way, on the model of the
+quick preset.
+
+"""
+INTRODUCTIONS = {"Side by side": SIDE_BY_SIDE}
+WITHOUT_ROWS = {
+    "On a GPU": "Not run: the machine has no GPU. No machine of the project has run these benchmarks so far."
+}
 
 METHOD = """
 ## How this is measured
@@ -22,17 +39,30 @@ METHOD = """
   difference (or ratio) of two neighbours, *Best* the difference (or ratio) of the two fastest blocks, *Noise* the
   interquartile range over blocks. *Result* judges the median; if the bar is within the noise, measure again on a quiet
   machine. Time is CPU time of the process.
+- *Side by side.* A framework iterates over batches in memory, and before it is handed one, a bare loop (`zero_grad`,
+  forward, backward, `optimizer.step`) takes the same step on a model of its own: A B A B within one process. A block is
+  an epoch, from its first batch to the first of the next, so that what is written between epochs counts; the first and
+  the last epoch of a training are left out, and the trainings of one framework take turns. loopscope's rows are those
+  of `epoch_loop` with observers and a JSONL file. What more costs: trainings with it less trainings without, both
+  against the bare loop; here a block is the median over an epoch's steps. HF's Trainer computes the norm of all
+  gradients anyway, so there clipping adds little. Frameworks come with `pip install 'loopscope[bench]'`. fastai has an
+  environment of its own, made by `make fastai`, because it needs torchvision, which must be of torch's own build: that
+  of PyPI beside a torch for CPUs alone breaks the import of Lightning and transformers. `wandb.watch` runs offline;
+  W&B's own process is not counted.
 - *Loop.* `epoch_loop` and a plain hand-written loop train one model in turn, step by step: gathering the batch,
   `zero_grad`, loss, backward, the running loss, `optimizer.step`. A block is an epoch; its value is the median over its
   steps, plus the epoch's end (where step metrics are flushed) divided among the steps. There is no evaluation. The rows
   with hooks include what the loop costs without them. *Own time* leaves out the time inside `zero_grad`, forward,
-  backward and `optimizer.step`, whose noise hides microseconds.
+  backward and `optimizer.step`, whose noise hides microseconds. The unit *two plain sweeps* is the
+  time in which two list comprehensions read the version and the pointer of every tensor of the training state, twice,
+  where the hook would fire in the bare step.
 - *Fires.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is 20
   fires; in the first fire after a step, code and data come from memory, not from the cache.
 - *Why fires cost what they cost.* A complete sweep reads the version and data pointer of every tensor of the training
-  state, through Python, once as the baseline and once as the check: that is most of a warm fire. After a training step
-  the tensors, the generators and the code have left the caches, and the same reads cost about twice as much. A hook
-  that is due only on every n-th step (`step_schedule`) costs the n-th part.
+  state, through Python, once as the baseline and once as the check, with attributes, settings and generators beside
+  them: that is most of a warm fire. After a training step all of this and the code have left the caches, and the same
+  costs more than twice as much, functions in Python above all (docs/decisions/0026). A hook that is due only on every
+  n-th step (`step_schedule`) costs the n-th part.
 - *Guardian.* `Snapshot.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
   buffers and back, each after its own training step, so that gradients and batch are new. *clone + load_state_dict*
   clones weights and gradients, deep-copies the optimizer's state dict and loads both. *FSDP2* is the same in each
@@ -86,13 +116,24 @@ METHOD = """
 - *Checkpoints.* The paper preset's model in the real loop. *Loop blocked* is the CPU time of the thread that trains.
   The cost is the wall-clock time of six steps, during which a checkpoint is taken (at the first) and written, minus
   that of the six steps before, divided by 100 steps; the row below it is what both threads need if nothing runs in
-  parallel. Resuming is the CPU time of a process up to its first step.
+  parallel. As amid a run, each is of a step of its own, and written over the file of one that went. Resuming is the CPU
+  time of a process up to its first step.
+- *On a GPU.* Written for one and never run there, nor are the tests marked `gpu`; the same code runs on the CPU in the
+  tests, on small models. Wall-clock time up to the point where the device has done its work. Steps a second: epochs of
+  200 steps of the paper preset. Guardian: as above, in turn with plain copies, whose bytes in a second stand beside.
+  Checkpoint: until the loop may go on, against one copy of the state into pinned memory. Hooks: epochs with three
+  observers against epochs without, the model run eagerly, compiled, and compiled with CUDA graphs
+  (`mode="reduce-overhead"`). How often the host waits in a firing is counted by a test
+  (`tests/contracts/test_on_gpu.py`), at most once.
 """
 
 
-def page(rows: Mapping[str, Sequence[Row]]) -> str:
+def page(rows: Mapping[str, Sequence[Shown]]) -> str:
     """Return the text of docs/benchmarks.md."""
-    tables = [f"## {title}\n\n{table(part)}\n" for title, part in rows.items()]
+    tables = [
+        f"## {title}\n\n{INTRODUCTIONS.get(title, '')}{table(part) or WITHOUT_ROWS[title]}\n"
+        for title, part in rows.items()
+    ]
     return HEADING + environment() + "\n\n" + "\n".join(tables) + METHOD
 
 
@@ -112,24 +153,26 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def table(rows: Iterable[Row]) -> str:
-    """Return rows as a Markdown table, numbers to the right."""
-    cells = [COLUMNS, *(row.cells() for row in rows)]
+def table(rows: Iterable[Shown]) -> str:
+    """Return rows as Markdown tables, one for each run of rows with the same columns, numbers to the right."""
+    return "\n\n".join(_table(list(alike)) for _, alike in groupby(rows, type))
+
+
+def _table(rows: Sequence[Shown]) -> str:
+    kind = type(rows[0])
+    cells = [kind.columns, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(_padded(row, widths)) + " |" for row in cells]
-    rule = ["-" * width if index not in NUMBERS else "-" * (width - 1) + ":" for index, width in enumerate(widths)]
+    lines = ["| " + " | ".join(_padded(row, widths, kind.to_the_right)) + " |" for row in cells]
+    rule = ["-" * (width - 1) + (":" if index in kind.to_the_right else "-") for index, width in enumerate(widths)]
     return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
 
 
-NUMBERS = range(2, 6)
-
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _padded(row: Sequence[str], widths: Sequence[int], numbers: range) -> list[str]:
     sized = enumerate(zip(row, widths, strict=True))
-    return [text.rjust(width) if index in NUMBERS else text.ljust(width) for index, (text, width) in sized]
+    return [text.rjust(width) if index in numbers else text.ljust(width) for index, (text, width) in sized]
 
 
-def misses(rows: Mapping[str, Sequence[Row]]) -> str:
+def misses(rows: Mapping[str, Sequence[Shown]]) -> str:
     """Say how many bars were met."""
     judged = [row for part in rows.values() for row in part if row.result]
     missed = [row.figure for row in judged if row.result == "miss"]

@@ -1,11 +1,30 @@
 """The rows of the table: a figure, what was measured, and the bar it must not pass, or the one it must reach."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from loopscope.experiments.mod_arithmetic.runner import QUICK
 
 from tests.benchmarks.timing import Spread
+
+
+class Shown(Protocol):
+    """A row of some table of the page."""
+
+    columns: ClassVar[Sequence[str]]
+    to_the_right: ClassVar[range]
+
+    @property
+    def figure(self) -> str: ...
+
+    @property
+    def result(self) -> str: ...
+
+    @property
+    def numbers(self) -> Iterable[float]: ...
+
+    def cells(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -36,12 +55,21 @@ PER_SECOND = Unit("/s", 1, 0)
 class Row:
     """One figure; without a ``bar`` (at most) or ``floor`` (at least) it is there for comparison."""
 
+    columns: ClassVar[Sequence[str]] = ["Figure", "Against", "Measured", "Best", "Noise", "Bar", "Result"]
+    to_the_right: ClassVar[range] = range(2, 6)
+    """The columns of numbers."""
+
     figure: str
     against: str
     unit: Unit
     value: Spread
     bar: float | None = None
     floor: float | None = None
+
+    @property
+    def numbers(self) -> Iterable[float]:
+        """All numbers that were measured."""
+        return vars(self.value).values()
 
     @property
     def result(self) -> str:
@@ -61,7 +89,6 @@ class Row:
         return [self.figure, self.against, *numbers, ", ".join(bounds), self.result]
 
 
-COLUMNS = ["Figure", "Against", "Measured", "Best", "Noise", "Bar", "Result"]
 PAPER = {"train_size": 320, "test_size": 320, "batch_size": 32}
 """Options of the paper preset's model on little data: what is measured depends on the model, not on the batch."""
 

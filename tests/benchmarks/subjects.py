@@ -151,10 +151,19 @@ def language_model(
     return Subject.of(task, TrainingState(model, optimizer, RandomStreams(1)), batch_size)
 
 
-def bare_steps(subject: Subject, max_norm: float | None = None) -> Iterator[None]:
+def sweep(tensors: Sequence[Tensor]) -> None:
+    """Read the version and the data pointer of every tensor, as plainly as Python can."""
+    [tensor._version for tensor in tensors]
+    [tensor.data_ptr() for tensor in tensors]
+
+
+def bare_steps(
+    subject: Subject, max_norm: float | None = None, sweeps: Callable[[], Any] = lambda: None
+) -> Iterator[None]:
     """Train without end in a loop as one would write it, stopping after every step.
 
-    ``max_norm`` clips the gradients with ``torch.nn.utils.clip_grad_norm_``.
+    ``max_norm`` clips the gradients with ``torch.nn.utils.clip_grad_norm_``; ``sweeps`` is called where hooks fire:
+    after clipping, if there is any, else after the update.
     """
     model, optimizer = subject.task.model, subject.task.optimizer
     order = torch.arange(len(subject.inputs))
@@ -169,7 +178,10 @@ def bare_steps(subject: Subject, max_norm: float | None = None) -> Iterator[None
             running_loss = detached.clone() if running_loss is None else running_loss.add_(detached)
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                sweeps()
             optimizer.step()
+            if max_norm is None:
+                sweeps()
             yield
 
 

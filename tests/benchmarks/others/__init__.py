@@ -1,0 +1,3 @@
+"""The same training in other frameworks: what each costs beside a bare loop, and what it guarantees."""
+
+

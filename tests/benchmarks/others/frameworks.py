@@ -1,0 +1,62 @@
+"""The frameworks that are compared, each in a file of its own, which is imported only where it is installed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+
+from tests.benchmarks.others.work import Asked, Work
+
+APART = Path(__file__).parents[3] / ".venv-fastai" / "bin" / "python"
+"""The environment of ``make fastai``; fastai brings a torchvision that must be of torch's own build."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One way to train."""
+
+    title: str
+    file: str
+    package: str = ""
+
+    @cached_property
+    def module(self) -> ModuleType:
+        """The file that trains; raises ``ImportError`` where the framework is not installed."""
+        return import_module(f"tests.benchmarks.others.{self.file}")
+
+    @property
+    def name(self) -> str:
+        """The title with the version that is installed."""
+        try:
+            return f"{self.title} {version(self.package)}" if self.package else self.title
+        except PackageNotFoundError:
+            return self.title
+
+    @property
+    def train(self) -> Callable[[Work, Asked], None]:
+        """The function that trains."""
+        return self.module.train
+
+
+BARE = Framework("bare loop", "bare")
+OURS = Framework("loopscope", "with_loopscope")
+OTHERS: Sequence[Framework] = (
+    Framework("Ignite", "with_ignite", "pytorch-ignite"),
+    Framework("Lightning", "with_lightning", "lightning"),
+    Framework("HF Trainer", "with_hugging_face", "transformers"),
+    Framework("fastai", "with_fastai", "fastai"),
+)
+FRAMEWORKS: Sequence[Framework] = (BARE, OURS, *OTHERS)
+
+
+def installed() -> Iterator[Framework]:
+    """Yield the frameworks that can be imported here."""
+    for framework in FRAMEWORKS:
+        try:
+            assert framework.train
+        except ImportError:
+            continue
+        yield framework

@@ -1,0 +1,97 @@
+"""What hooks promise, on a GPU: the same bytes, one wait a firing. No machine of the project has run these on one."""
+
+import pytest
+import torch
+from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
+from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint, TrainingHook
+from loopscope.loops import epoch_loop
+from loopscope.runs import build_run
+from loopscope.state import TrainingState, deterministic, of_the_run
+from loopscope.training import TrainingTask
+
+from tests.contracts.test_hooks import HEALTH, QUIET, make
+from tests.contracts.test_transfers import OBSERVERS
+from tests.support import SpyHook
+from tests.support.waits import count_waits
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{HEALTH}"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32, "epochs": 2}
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def on_both(always: list[str], all_: list[str]) -> pytest.MarkDecorator:
+    """Test some names on the CPU, so that the tests themselves are tested, and all on the GPU."""
+    rows = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in always]
+    return pytest.mark.parametrize(
+        ("name", "device"), [*rows, *(pytest.param(name, "cuda", id=f"{name}-cuda", marks=ON_GPU) for name in all_)]
+    )
+
+
+def build(device: str) -> tuple[TrainingTask, TrainingState]:
+    task, state = build_run(ModArithmeticRunner(ModArithmeticConfig(**TINY), torch.device(device)), "stride")
+    task.length = TINY["epochs"]
+    return task, state
+
+
+def reference(task: TrainingTask) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in task.model.named_parameters()}
+
+
+def digest(device: str, hooks: list[TrainingHook]) -> dict[str, int]:
+    """Train as a run does, by deterministic algorithms, and return the digests of the training state."""
+    with deterministic(on=True):
+        task, state = build(device)
+        manager = HookManager(hooks, task, state, required=set(), reference_weights=reference(task))
+        epoch_loop(task, manager)
+        manager.end("completed")
+    return of_the_run(state.digest())
+
+
+@on_both(["norms", "hessian"], QUIET)
+def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run(name, device):
+    assert digest(device, [make(name)]) == digest(device, [])
+
+
+class CountingManager(HookManager):
+    """Notes how often the host waits in each fire."""
+
+    def __init__(self, hooks: list[TrainingHook], task: TrainingTask, state: TrainingState) -> None:
+        super().__init__(hooks, task, state, required=set(), reference_weights=reference(task))
+        self.device = next(task.model.parameters()).device
+        self.waits: list[int] = []
+
+    def fire(self, point: HookPoint) -> None:
+        with count_waits(self.device) as waits:
+            super().fire(point)
+        self.waits.append(waits.count)
+
+
+def waits(hook: TrainingHook, device: str) -> list[int]:
+    """Train with a hook, and return how often the host waits in each fire."""
+    task, state = build(device)
+    manager = CountingManager([hook], task, state)
+    epoch_loop(task, manager)
+    manager.end("completed")
+    return manager.waits
+
+
+@on_both(["norms", "weight_tracking", "gradient_flow"], OBSERVERS)
+def test_a_fire_of_an_observer_waits_for_the_device_at_most_once(name, device):
+    hook = make(name)
+    if name == "weight_average":
+        hook.evaluate = False  # an evaluation is the experiment's code, which waits as often as it likes
+    assert max(waits(hook, device)) <= 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_hook_that_reads_two_numbers_is_seen_to_wait_twice(device):
+    def reads(ctx):
+        first, second, *_ = ctx.model.parameters()
+        return {"value": float(first.sum()) + float(second.sum())}
+
+    assert max(waits(SpyHook(reads), device)) == 2

@@ -1,0 +1,125 @@
+"""The other frameworks take the steps of the bare loop; what they let callbacks do is found by trying; GPU rows."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from loopscope.experiments.mod_arithmetic.runner import QUICK
+
+from tests.benchmarks.__main__ import BENCHMARKS
+from tests.benchmarks.gpu_cost import on_device
+from tests.benchmarks.others.cost import read, side_by_side, written
+from tests.benchmarks.others.extras import as_they_do_them
+from tests.benchmarks.others.frameworks import BARE, FRAMEWORKS, Framework, installed
+from tests.benchmarks.others.prices import KINDS, Side
+from tests.benchmarks.others.work import THREE_VALUES, Asked, Data, Seen, TurnsOfData, Work, bare_steps, batches_of
+from tests.benchmarks.report import page
+from tests.benchmarks.rows import MICROSECONDS, Effort, Row
+from tests.benchmarks.subjects import small_mlp
+from tests.benchmarks.timing import Spread
+
+TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
+LOOK = Effort(share=0.0, quick=TINY, paper=TINY)
+HERE = list(installed())
+BATCHES, EPOCHS = 3, 2
+each_framework = pytest.mark.parametrize("framework", HERE, ids=lambda framework: framework.title)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def trained(framework: Framework, folder: Path, asked: Asked, data: Data | None = None) -> list[torch.Tensor]:
+    """Return the weights after a few epochs."""
+    subject = small_mlp()
+    model, optimizer = subject.task.model, subject.task.optimizer
+    framework.train(Work(model, optimizer, data or Data(batches_of(subject, BATCHES)), EPOCHS, folder), asked)
+    return list(model.parameters())
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory) -> dict[bool, list[torch.Tensor]]:
+    """The weights that the bare loop trains, without clipping and with it."""
+    folder = tmp_path_factory.mktemp("bare")
+    return {clips: trained(BARE, folder, Asked(clips=clips)) for clips in (False, True)}
+
+
+def test_what_the_tests_need_is_installed():
+    assert {"bare loop", "loopscope", "Lightning", "HF Trainer"} <= {framework.title for framework in HERE}
+
+
+@each_framework
+@pytest.mark.parametrize("clips", [False, True])
+def test_every_framework_takes_the_steps_of_the_bare_loop(framework, clips, by_hand, tmp_path):
+    asked = Asked(hears_all=True, callbacks=THREE_VALUES, norms=True, clips=clips)
+    assert all(map(torch.equal, trained(framework, tmp_path, asked), by_hand[clips]))
+
+
+@each_framework
+def test_a_callback_is_called_after_every_step_and_sees_its_loss_and_gradients(framework, tmp_path):
+    seen: list[tuple[float, float]] = []
+
+    def notes(now: Seen):
+        seen.append((float(now.loss), float(next(now.model.parameters()).grad.norm())))
+        return {}
+
+    trained(framework, tmp_path, Asked(callbacks=[notes]))
+    by_hand, seen = list(seen), []
+    trained(BARE, tmp_path, Asked(callbacks=[notes]))
+    assert len(seen) == BATCHES * EPOCHS
+    assert by_hand == seen
+
+
+@each_framework
+def test_a_step_of_the_bare_loop_is_taken_before_each_batch(framework, tmp_path):
+    subject = small_mlp()
+    batches = batches_of(subject, BATCHES)
+    data = TurnsOfData(batches, bare_steps(subject.task.model, subject.task.optimizer, batches))
+    weights = trained(framework, tmp_path, Asked(), data)
+    assert len(data.begins) == len(data.bare) == EPOCHS
+    assert all(map(torch.equal, weights, subject.task.model.parameters()))
+
+
+def test_what_callbacks_may_do_is_tried_and_only_loopscope_keeps_its_bits():
+    rows = {row.figure.split()[0]: row for row in side_by_side(LOOK)}
+    assert len(rows) == len(FRAMEWORKS)
+    tried = {name: (row.draws, row.writes) for name, row in rows.items() if not row.why_not}
+    assert tried.pop("loopscope") == ("same bits", "an error that names it; of an intervention: undone")
+    assert set(tried.values()) == {("other weights", "not noticed")}
+    assert all(math.isfinite(number) for row in rows.values() for number in row.numbers)
+
+
+def test_what_more_costs_is_measured_in_every_framework_that_has_it():
+    figures = [row.figure for row in as_they_do_them(LOOK)]
+    assert [figure.split(":")[0] for figure in figures] == sorted(
+        (figure.split(":")[0] for figure in figures),
+        key=["Clipping", "Average of weights", "Norm of every gradient"].index,
+    )
+    ways = {framework.title: bool(framework.module.AVERAGES) for framework in HERE}
+    assert len(figures) == 2 * len(ways) + sum(ways.values())
+
+
+def test_a_row_comes_back_from_another_environment_as_it_was():
+    side = Side("fastai", dict.fromkeys(KINDS, Spread(3e-4, 2e-4, 1e-5)), "a list", "other weights", "not noticed")
+    assert read(written(side)) == side
+
+
+def test_what_is_not_installed_is_named_in_the_table():
+    cells = Side("fastai", why_not="not installed").cells()
+    assert cells == ["fastai (not installed)", *["–"] * 6]
+
+
+def test_the_page_begins_with_the_frameworks_side_by_side_then_what_more_costs():
+    side = Side("Ignite", dict.fromkeys(KINDS, Spread(3e-4, 2e-4, 1e-5)), "memory", "other weights", "not noticed")
+    row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
+    rows = {title: [row] for title, _ in BENCHMARKS.values()} | {"Side by side": [side, row], "On a GPU": []}
+    text = page(rows)
+    first = text.index("## Side by side")
+    assert text.index("## ") == first
+    assert text.index("| Ignite") < text.index("| Clipping") < text.index("## The loop")
+    assert "300.0 µs ± 5.0" in text[first : text.index("## The loop")]
+    assert "Not run: the machine has no GPU." in text[text.index("## On a GPU") :]
+
+
+def test_rows_for_a_gpu_are_measured_on_a_cpu_too():
+    rows = list(on_device(torch.device("cpu"), LOOK, {"eager": None}))
+    assert len(rows) == 6
+    assert all(math.isfinite(number) for row in rows for number in row.numbers)
