@@ -73,7 +73,8 @@ def epoch_loop(
         for index, batch in enumerate(task.loader.batches(loop.epoch, first), first):
             _training_step(driver, batch, index, again, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
-            _pause(manager, pauses, loop, unit_ended=False)
+            pauses.pause(loop, unit_ended=False)
+            manager.settle()
         _check_length(task, loop)
         driver.end_batches()
         driver.end_interval()
@@ -86,7 +87,8 @@ def epoch_loop(
         if _is_due(loop.epoch + 1, task.snapshot_every, task.length) or loop.stopped:
             driver.snapshot()
         loop.epoch += 1
-        _pause(manager, pauses, loop, unit_ended=True)
+        pauses.pause(loop, unit_ended=True)
+        manager.settle()
 
 
 def step_loop(
@@ -105,7 +107,8 @@ def step_loop(
             _training_step(driver, batch, index, again, step_scheduler=True)
             progress.step(loop)
             _after_step(driver, progress)
-            _pause(manager, pauses, loop, unit_ended=True)
+            pauses.pause(loop, unit_ended=True)
+            manager.settle()
             if loop.step >= task.length or loop.stopped:
                 break
         else:
@@ -128,12 +131,6 @@ def _after_step(driver: Driver, progress: Progress) -> None:
         driver.snapshot()
 
 
-def _pause(manager: HookManager, pauses: Pauses, loop: LoopState, *, unit_ended: bool) -> None:
-    """Let others act between two steps; then end the run if a hook raised during the step."""
-    pauses.pause(loop, unit_ended=unit_ended)
-    manager.settle()
-
-
 Again = Callable[[], AbstractContextManager[None]]
 
 
@@ -147,7 +144,7 @@ def _training_step(driver: Driver, batch: Batch, index: int, again: Again | None
     task = driver.task
     driver.begin_step(batch, index)
     loss = forward_backward(task, batch, trains=True)
-    skipped = is_skipped(task)
+    skipped = task.scaler is not None and is_skipped(task)
     driver.after_backward(loss, skipped=skipped)
     if not skipped:
         driver.before_update()

@@ -52,13 +52,16 @@ class Driver:
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
-        self.manager.fire(HookPoint.PRE_STEP)
+        if self._hooks.listeners.at[HookPoint.PRE_STEP] or not self.manager.has_started:
+            self.manager.fire(HookPoint.PRE_STEP)
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
 
     def after_backward(self, loss: Tensor, *, skipped: bool = False) -> None:
         """Take the step's ``loss``, detached, and its gradients, complete and unscaled, on the parameters."""
-        loop, loss = self.loop, self.task.ranks.mean(loss)
+        loop = self.loop
+        if self.task.ranks.data:
+            loss = self.task.ranks.mean(loss)
         loop.loss = loss
         loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
         loop.running_steps += 1
