@@ -20,8 +20,8 @@ from tests.benchmarks.tied_memory import peak_of_tensors
 from tests.benchmarks.timing import Spread, Turns, difference, ratio
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
-DEAR = ("each", "overflow", "lowbit", "others", "ranks")
-"""Together two minutes, which go by in what other tests run, too; those of others have tests of their own."""
+DEAR = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
+"""Together three minutes, which go by in what other tests run, too; those of others have tests of their own."""
 WITHOUT_BARS = ("each", "others")
 LOOK = Effort(share=0.0, quick=TINY, paper=TINY)
 

@@ -37,7 +37,7 @@ from tests.support import (
     run_info,
     train,
 )
-from tests.support.cases import PAIRS, always_on, every_hook_and_case, every_pair
+from tests.support.cases import PAIRS, always_on, every_hook_and_case, slow_unless
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
@@ -51,6 +51,8 @@ PREFIXES = {
     StatePart.OPTIMIZER: ("optimizer/",),
 }
 
+ORDERED = always_on("the order")
+"""Each model in each loop."""
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_length = pytest.mark.parametrize("steps", LENGTHS)
 
@@ -142,7 +144,9 @@ def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, cas
 
 
 @every_length
-@every_pair
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=slow_unless(case in ORDERED)) for case in CASES]
+)
 def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
     names = willing(QUIET, case)
     forward = together(case, steps)

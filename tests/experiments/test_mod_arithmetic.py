@@ -18,6 +18,7 @@ from loopscope.runs import build_run
 from torch import Tensor
 
 from tests.framework.runs.small_experiment import read_json
+from tests.support.cases import slow_unless
 
 FILLED = (experiments, sinks, training_hooks)
 TINY: dict[str, Any] = {
@@ -163,7 +164,9 @@ def test_another_seed_gives_other_weights() -> None:
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=slow_unless(name != "fixed-random")) for name in STRATEGIES]
+)
 def test_every_strategy_runs_with_hooks_through_the_command(strategy: str, tmp_path: Path) -> None:
     words = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
     more = "--with-hooks full --hooks grad_clip --hook-csv --hook-jsonl --no-console-output --audit-hooks"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.framework.checkpoints.crash_runs import BOTH_SINKS, PLACES, Case, Kill, outcome, run, start
+from tests.support.cases import slow_unless
 
 EPOCHS = """small --epochs 3 --strategy plain clipped --save-checkpoints 1 --checkpoint-every-steps 2
     --keep-checkpoints 1 --hooks norms counterfactual hessian weight_average model_smoothing
@@ -53,7 +54,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory):
     return of
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(name == "epochs")) for name in ALWAYS])
 def test_a_run_that_is_killed_several_times_ends_with_the_same_bytes_and_rows(name, case_of, tmp_path: Path) -> None:
     case = case_of(name)
     assert case.killed(tmp_path / "run", ALWAYS[name], by_folder=name == "steps") == len(ALWAYS[name])

@@ -12,6 +12,7 @@ from loopscope.cli import main
 from tests.docs.markdown import ROOT
 from tests.docs.running import run_command, run_pytest
 from tests.framework.cli.test_cli_bad_input import refused
+from tests.support.cases import slow_unless
 
 FILLED = (experiments, sinks, training_hooks)
 KINDS = {"observer": ["hook"], "intervention": ["hook", "--intervention"], "experiment": ["experiment"]}
@@ -64,7 +65,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@EACH_KIND
+@pytest.mark.parametrize(
+    "kind", [pytest.param(KINDS[kind], id=kind, marks=slow_unless(kind != "intervention")) for kind in KINDS]
+)
 def test_the_commands_that_are_printed_run_it_and_test_it(kind: list[str], folder: Path, monkeypatch, capfd) -> None:
     assert main(["new", *kind, "spread"]) == 0
     said, run, test = capfd.readouterr().out.splitlines()
@@ -86,7 +89,7 @@ def test_what_is_written_keeps_the_rules_of_format(kind: list[str], folder: Path
     assert "class MyOwn(" in (folder / "deep/er/my_own.py").read_text("utf-8")
 
 
-@pytest.mark.parametrize("kind", HIDING)
+@pytest.mark.parametrize("kind", ["hook", pytest.param("experiment", marks=pytest.mark.slow)])
 def test_no_name_hides_what_the_file_itself_needs(kind: str, folder: Path) -> None:
     for name in HIDING[kind]:
         assert main(["new", kind, name]) == 0

@@ -116,7 +116,13 @@ if __name__ == "__main__":
 ROOT = str(Path(__file__).parents[3])
 
 
-@pytest.mark.parametrize("start", [["late hook.py"], ["-m", "late_hook"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(["late hook.py"], id="script"),
+        pytest.param(["-m", "late_hook"], id="module", marks=pytest.mark.slow),
+    ],
+)
 def test_the_printed_way_to_go_on_works_for_a_hook_in_a_script(start, tmp_path: Path) -> None:
     (tmp_path / "late hook.py").write_text(SCRIPT)
     (tmp_path / "late_hook.py").write_text(SCRIPT)

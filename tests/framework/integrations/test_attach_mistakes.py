@@ -209,7 +209,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [pytest.param("forgotten", marks=pytest.mark.slow), "crashed"])
 def test_a_run_that_its_program_does_not_close_is_complete_and_says_how_it_ended(tmp_path, end):
     last, sentence, status, steps, epochs = ENDS[end]
     said, summary, found = program(tmp_path / "run", last)

@@ -31,9 +31,12 @@ from tests.framework.integrations.real_trainings import (
     treated,
     watched,
 )
+from tests.support.cases import slow_unless
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-EVERY = pytest.mark.parametrize("name", MODELS)
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow_unless(name in ("GPT-2", "ResNet"))) for name in MODELS]
+)
 LANGUAGE = pytest.mark.parametrize("name", [name for name in MODELS if name != "ResNet"])
 
 
@@ -43,7 +46,7 @@ def test_every_step_with_all_hooks_is_that_of_the_bare_loop_to_the_last_bit(name
 
 
 @pytest.mark.slow
-@EVERY
+@pytest.mark.parametrize("name", MODELS)
 def test_an_audit_of_all_hooks_finds_nothing_and_changes_nothing(name: str, tmp_path: Path) -> None:
     assert same_steps(trained(name, **EVERYTHING, out=tmp_path / "run", audit=True), bare(name))
 
@@ -61,6 +64,7 @@ def test_numbers_are_finite_where_the_hook_does_not_say_otherwise(name: str) -> 
         assert finite or any(word in about for word in ("NaN", "∞]", "nfinite")), (metric, value)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_docs_says_what_runs() -> None:
     assert TREATMENTS.keys() == {hook.name for hook in HookRegistry if hook_kind(hook) == "committing"}
     outcomes = {name: {hook: treated(name, hook) for hook in TREATMENTS} for name in MODELS}

@@ -16,6 +16,7 @@ from loopscope.hooks import EVERY_STEP, HookRegistry, InterventionHook, Training
 from loopscope.lowbit import MetisOptions, Recipe, find_recipe
 from loopscope.state import norm_of_each, trainable
 
+from tests.support.cases import slow_unless
 from tests.support.ranks import on_ranks
 from tests.training_hooks.ranks.shared_runs import after_the_middle, build, gone_on, refusal, trained
 from tests.training_hooks.ranks.states import AS_ITS_PARAMETER, Results
@@ -173,7 +174,9 @@ def of_ranks(tmp_path_factory):
 MORE = [("DDP", 2), ("DDP", 4), ("FSDP2", 2), ("FSDP2", 4), ("TP", 2), ("FSDP2 x TP", 6), ("HSDP", 6)]
 """Six heads do not part into four."""
 SIZES = [
-    pytest.param(kinds, 4 if len(kinds) > 1 else 3, id=", ".join(kinds), marks=[pytest.mark.slow] * (len(kinds) > 1))
+    pytest.param(
+        kinds, 4 if len(kinds) > 1 else 3, id=", ".join(kinds), marks=slow_unless(kinds[0] in ("DDP", "FSDP2"))
+    )
     for kinds in TOGETHER
 ]
 SIZES += [pytest.param((kind,), count, id=f"{kind}-{count}", marks=pytest.mark.slow) for kind, count in MORE]

@@ -113,7 +113,13 @@ def compare(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **optio
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("values", INPUTS.values(), ids=INPUTS)
-@pytest.mark.parametrize("cast", [BLOCK, Cast("e4m3", "delayed", "stochastic")], ids=["block", "delayed"])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        pytest.param(BLOCK, id="block"),
+        pytest.param(Cast("e4m3", "delayed", "stochastic"), id="delayed", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_casts_have_the_bits_and_counts_of_uncompiled_ones(cast, values, monkeypatch):
     compare(monkeypatch, cast, values, earlier=EARLIER if cast.scaling_rule.history else None)
 
@@ -122,7 +128,10 @@ TILES = Cast("e4m3", "block", "stochastic", block=8, rows=4, scale_dtype="e8m0",
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("values", [INPUTS["wide"], INPUTS["hostile"]], ids=["wide", "hostile"])
+@pytest.mark.parametrize(
+    "values",
+    [pytest.param(INPUTS["wide"], id="wide", marks=pytest.mark.slow), pytest.param(INPUTS["hostile"], id="hostile")],
+)
 def test_compiled_casts_of_tiles_have_the_bits_and_counts_of_uncompiled_ones(values, monkeypatch):
     compare(monkeypatch, TILES, values)
 
@@ -182,7 +191,9 @@ def test_every_rounding_and_type_compiled_has_the_bits_and_counts_of_uncompiled_
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("rule", "rounding"), [("current", "nearest"), ("nvfp4", "stochastic")])
+@pytest.mark.parametrize(
+    ("rule", "rounding"), [("current", "nearest"), pytest.param("nvfp4", "stochastic", marks=pytest.mark.slow)]
+)
 def test_ordinary_numbers_are_counted_in_the_loop_that_casts_them(rule, rounding, monkeypatch):
     check_counted_in_one(Cast("e2m1", rule, rounding, q_scalar=0.75), [gaussian(64, 64), wide()], monkeypatch)
 
