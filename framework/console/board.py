@@ -50,9 +50,7 @@ class Track:
     def add(self, value: Any, kept: int = TREND_VALUES) -> None:
         """Take in a value, or further values of a series; ``kept`` of all numbers are remembered."""
         values = value.values if isinstance(value, Series) else [value]
-        numbers = [
-            item for item in values if isinstance(item, float) or (isinstance(item, int) and abs(item) < LARGEST)
-        ]
+        numbers = [one for one in values if isinstance(one, float) or (isinstance(one, int) and abs(one) < LARGEST)]
         self.last, self.is_news = values[-1], True
         self.recent = [*self.recent, *numbers[-kept:]][-kept:]
         if isinstance(value, Series):

@@ -170,9 +170,8 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
     stood still.
     """
     news = board.news()
-    live, others = board.groups(
-        {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
-    )
+    cells = {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
+    live, others = board.groups(cells)
     head = list(group_lines(live, width))
     alerts = _alerts(board)
     lines, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3) - len(alerts))
@@ -180,7 +179,8 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
     remarks = [f"{total - shown:,} more, {'in the record' if recorded else NOT_RECORDED}"] * (shown < total)
     remarks += [f"{MEAN}mean since the last table"] * any(track.count for track in news.values())
     foot: list[Line] = [[(text, "dim")] for text in ("; ".join(remarks), *alerts) if text]
-    return Group(_rule(_title_of_news(board)), Lines([*head, *lines, *foot]))
+    run = printable(f"{board.run.experiment}  {board.run.strategy}  ") if board.run else ""
+    return Group(_rule(f"{run}epoch {board.epoch}  step {board.step:,}"), Lines([*head, *lines, *foot]))
 
 
 def snapshot_line(board: Board, *, recorded: bool) -> str:
@@ -199,11 +199,6 @@ def snapshot_line(board: Board, *, recorded: bool) -> str:
 def _alerts(board: Board) -> list[str]:
     counts = ", ".join(f"{count:,} {printable(kind)}" for kind, count in board.alerts.items())
     return [f"alerts: {counts}"] * bool(counts)
-
-
-def _title_of_news(board: Board) -> str:
-    run = printable(f"{board.run.experiment}  {board.run.strategy}  ") if board.run else ""
-    return f"{run}epoch {board.epoch}  step {board.step:,}"
 
 
 def _rank(track: Track) -> int:
