@@ -11,8 +11,8 @@ from typing import Any
 from ..console import in_columns, number_text, printable, shortened, side_by_side
 from ..errors import listed, require
 from ..report import compare_runs, run_labels
-from .listing import UNBOUNDED, WIDE, line_width, runs_in
-from .parser import NAMES, CommandParser, write_line
+from .listing import WIDE, runs_in
+from .parser import NAMES, UNBOUNDED, CommandParser, line_width, write_line
 
 MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # of a table; JSON has all
 Row = Mapping[str, Any]
