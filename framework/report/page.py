@@ -139,10 +139,7 @@ def metrics_of(
         info = infos.get(name, {})
         width = wide if info.get("first") else pixels
         curves = [_curve(at, *run.points[name], width) for at, run in enumerate(runs) if name in run.points]
-        means = [
-            _mean(group, [at for at in seeds if name in runs[at].points], runs, name, width)
-            for group, seeds in groups.items()
-        ]
+        means = [_mean(group, seeds, runs, name, width) for group, seeds in groups.items()]
         maps = [_map(at, run.lists[name], wide) for at, run in enumerate(runs) if name in run.lists]
         shared = [mean for mean in means if mean and mean["steps"]]
         found.append({**info, "name": name, "curves": curves, "means": shared, "maps": maps})
@@ -162,6 +159,7 @@ def _steps(curve: Curve, kept: NDArray[np.intp]) -> list[int]:
 
 def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str, pixels: int) -> dict[str, Any] | None:
     """Return the mean over seeds that have a metric, with its interval at each step; none of a single seed."""
+    seeds = [at for at in seeds if name in runs[at].points]
     if len(seeds) < 2:
         return None
     curve = mean_curve([Curve.of_points(*runs[at].points[name]) for at in seeds])
