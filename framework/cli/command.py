@@ -189,11 +189,8 @@ def _start(experiment: Experiment, options: Options) -> None:
 def _mode(options: Options) -> Mode:
     """Return the display that the flags ask for; raises :class:`UsageError` for more than one of them."""
     asked = [flag for flag in MODES if options[flag]]
-    require(
-        len(asked) <= 1,
-        f"{' and '.join(map(dashed, asked))} exclude each other: a run has one display; choose one of --live, "
-        "--silent and --no-console-output, or none of them.",
-    )
+    one = "a run has one display; choose one of --live, --silent and --no-console-output, or none of them."
+    require(len(asked) <= 1, f"{' and '.join(map(dashed, asked))} exclude each other: {one}")
     return MODES[asked[0]] if asked else "normal"
 
 

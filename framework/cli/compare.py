@@ -66,13 +66,12 @@ def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
 
     tested = sum(test["p"] is not None for test in told["tests"])
     other = next((f" from {each['other']}" for each in told["partings"]), "")
+    differ = [(f"{each['part']} {each['name']}", _by_value(each["values"])) for each in told["differences"]]
     return {
         "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in told["runs"]],
         "Over seeds": list(map(seeds_row, told["spreads"])),
         f"Do groups differ? Tests: {tested}; holm is p corrected for that": list(map(seeds_row, told["tests"])),
-        "What differs": [
-            {"": f"{each['part']} {each['name']}", "runs": _by_value(each["values"])} for each in told["differences"]
-        ],
+        "What differs": [{"": name, "runs": values} for name, values in differ],
         f"Where records part{other}": [{"run": each["run"], "at": _where(each)} for each in told["partings"]],
     }
 

@@ -54,7 +54,8 @@ def frame(board: Board, position: Position | None, console: Console) -> Layout:
         numbers = {name: number for name, number in position.numbers.items() if name not in shown}
         position = replace(position, numbers=numbers)
     started = progress_line(position, width) if position is not None else Text("starting", "dim")
-    parts = [Layout(Group(_title(board), started), size=2), _metrics(live, others, _legend(board), width, sidebar)]
+    legend = f"; -n: n {board.run.loop}s old" if board.run and any(map(board.age, board.tracks.values())) else ""
+    parts = [Layout(Group(_title(board), started), size=2), _metrics(live, others, legend, width, sidebar)]
     if height - len(notices) >= LOWEST_WITH_RESULTS:
         parts.insert(1, _results(board, max(2, height // 5)))
     if notices:
@@ -95,11 +96,6 @@ def _cell(board: Board, name: str, track: Track, sparks: int) -> Cell:
     if sparks:
         text, arrow = f"{text} {age}".rstrip(), sparkline(track.recent, sparks) + (arrow or " ")
     return Cell(name, text, arrow if sparks else age or arrow, isinstance(track.last, (list, tuple)))
-
-
-def _legend(board: Board) -> str:
-    is_old = board.run is not None and any(map(board.age, board.tracks.values()))
-    return f"; -n: n {board.run.loop}s old" if board.run is not None and is_old else ""
 
 
 def _metrics(live: list[Metrics], others: list[Metrics], legend: str, width: int, sidebar: int) -> Layout:
