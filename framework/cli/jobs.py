@@ -37,10 +37,8 @@ class Job:
     """A run in a process of its own."""
 
     folder: RunFolder
-    told: Mapping[str, Any]
-    """What the process is told."""
-    last: str = ""
-    """The last line that it printed, or rather the command in it, with which failures end."""
+    told: Mapping[str, Any]  # what the process is told
+    last: str = ""  # the last line that it printed, or rather the command in it, with which failures end
 
     def begin(self, environment: Mapping[str, str], lines: "SimpleQueue[tuple[Job, str]]") -> None:
         """Start the process, whose output goes to ``lines``."""

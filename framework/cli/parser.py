@@ -95,8 +95,7 @@ class CommandParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
-        self.several: set[str] = set()
-        """Options that take a value of their type, or a list of such."""
+        self.several: set[str] = set()  # options that take a value of their type, or a list of such
 
     def format_help(self) -> str:
         """Return the help, in which the texts of plug-ins stand, without commands to the terminal."""

@@ -21,8 +21,7 @@ from ..training import speaks, started_together
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, line_width, write_line
 
-ROWS_HOOK, MOST_STEPS = "batch_rows", 5
-"""What measures rows, and of how many steps they are shown."""
+ROWS_HOOK, MOST_STEPS = "batch_rows", 5  # what measures rows, and of how many steps they are shown
 
 
 def rewind(words: Sequence[str]) -> None:

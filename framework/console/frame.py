@@ -21,7 +21,6 @@ from .text import Line, Lines, printable, sparkline
 NARROWEST_SIDEBAR, WIDEST_SIDEBAR = 28, 44
 LONGEST_SPARKS, SHORTEST_SPARKS = 10, 5
 NARROWEST_METRICS = 28
-LINES_OF_A_NOTICE = 2
 LOWEST_WITH_RESULTS = 14
 LOWEST_WITHOUT_NOTICES = 6
 ITEM_GAP = 3
@@ -151,7 +150,7 @@ def notice_lines(notice: Notice, console: Console) -> list[Text]:
     [<text 'note: one two' [Span(0, 6, 'bold cyan')] ''>, <text '  three four …' [] ''>]
     """
     lines = list(notice.text().wrap(console, max(1, console.width - 4)))
-    kept = lines[:LINES_OF_A_NOTICE]
+    kept = lines[:2]
     for line in kept:
         line.rstrip()
     if len(lines) > len(kept):

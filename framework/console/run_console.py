@@ -21,8 +21,7 @@ from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
 from .terminal import can_be_taken, make_console, show_warnings
 from .text import cleaned
 
-MOST_TOLD = 10
-"""Alerts of one kind that are shown in a strategy; lines of SNAPSHOTs count all of them, and a file has them."""
+MOST_TOLD = 10  # alerts of one kind that are shown in a strategy; lines of SNAPSHOTs count all, and a file has them
 Mode = Literal["normal", "live", "silent", "none"]
 
 

@@ -44,11 +44,10 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
         parts[name] = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in lines)
     parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "tables": tables_of(runs)}
     compared = _compared(runs)
-    groups = [row["group"] for row in compared["runs"]]
-    parts["seeds"] = _seed_tables(compared)
-    seeds = _completed(compared["runs"])
+    parts["seeds"], seeds = _seed_tables(compared), _completed(compared["runs"])
     parts["rewinds"], stretches = _rewinds(runs)
-    drawn, groups = [*runs, *stretches], groups + [of.label for of in stretches]
+    drawn = [*runs, *stretches]
+    groups = [row["group"] for row in compared["runs"]] + [of.label for of in stretches]
     described = [
         {"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts, "group": group}
         for of, group in zip(drawn, groups, strict=True)
@@ -150,11 +149,7 @@ def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: 
     curve = Curve.of_points(steps, values)
     kept = thinned(curve, pixels)
     drawn = _plain(curve.values[kept].tolist(), is_whole=len(kept) == len(curve.steps))
-    return {"run": index, "steps": _steps(curve, kept), "values": drawn, "points": len(curve.steps)}
-
-
-def _steps(curve: Curve, kept: NDArray[np.intp]) -> list[int]:
-    return [int(step) for step in curve.steps[kept]]
+    return {"run": index, "steps": [*map(int, curve.steps[kept])], "values": drawn, "points": len(curve.steps)}
 
 
 def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str, pixels: int) -> dict[str, Any] | None:
@@ -168,7 +163,8 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     values, half = curve.values[kept], curve.half[kept]
     drawn = {"low": values - half, "values": values, "high": values + half}
     plain = {part: _plain(found.tolist(), is_whole=False) for part, found in drawn.items()}
-    return {"group": group, "runs": seeds, "steps": _steps(curve, kept), **plain, "points": len(curve.steps)}
+    steps = [*map(int, curve.steps[kept])]
+    return {"group": group, "runs": seeds, "steps": steps, **plain, "points": len(curve.steps)}
 
 
 def _map(index: int, found: Rows, pixels: int) -> dict[str, Any]:
