@@ -38,8 +38,7 @@ class LiveDisplay(MetricSink):
     keeps = False
 
     def __init__(self, console: Console, live_metrics: Groups, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console
-        self.clock = clock
+        self.console, self.clock = console, clock
         self.board = Board(live_metrics, kept=LONGEST_SPARKS)
         self.is_on = False  # what is to be said waits in the transcript
         self.transcript: list[RenderableType | tuple[IO[str], str]] = []  # texts that were printed with their streams

@@ -136,10 +136,8 @@ class LineView:
     """A plain line a tenth of the run or half a minute after the last line, for pipes and log files."""
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
-        self._console = console
-        self._label = label
-        self._transient = transient
-        self._clock = clock
+        self._console, self._label = console, label
+        self._transient, self._clock = transient, clock
         self._share = self._time = 0.0
         self._is_told = True
         self._between = (SHARE_BETWEEN_LINES, SECONDS_BETWEEN_LINES)

@@ -57,8 +57,7 @@ class RunConsole(Display):
     ) -> None:
         self.console = console or make_console()
         self._live_metrics = live_metrics or {}
-        self._recorded = recorded
-        self._warnings = warnings
+        self._recorded, self._warnings = recorded, warnings
         self._compared_to = compared_to or {}
         self._clock = clock
         self._no_screen = mode == "live" and not can_be_taken(self.console)
@@ -221,8 +220,7 @@ class Watch(MetricSink):
     def __init__(self, live_metrics: Groups, notify: Callable[[Notice], None], *, each: bool) -> None:
         self.plotted = self._begin = ""
         self._wanted = [name for names in live_metrics.values() for name in names]
-        self._notify = notify
-        self._each = each
+        self._notify, self._each = notify, each
         self._told: dict[tuple[str, bool], list[int]] = {}  # the epochs in which they were told
         self._since: set[tuple[str, bool]] = set()  # those told since the last SNAPSHOT
         self._waiting: dict[tuple[str, bool], list[Alert]] = {}

@@ -130,9 +130,7 @@ class _KeptBytes(io.RawIOBase):
     """Hands what is written to ``keep``, as text, as long as it is held; afterwards to the stream it stands for."""
 
     def __init__(self, stream: IO[str], keep: Keep) -> None:
-        self._stream = stream
-        self._keep = keep
-        self._owner = os.getpid()
+        self._stream, self._keep, self._owner = stream, keep, os.getpid()
         self.is_held = True
 
     def writable(self) -> bool:
