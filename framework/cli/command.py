@@ -1,7 +1,7 @@
 """What follows ``loopscope``, carried out: the commands that have no file of their own."""
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -72,9 +72,8 @@ def _dispatch(command: str, *words: str) -> None:
         with tell, _own_lines(whole="--traceback" in sys.argv):
             train_one_of_several()
         return
-    commands: dict[str, Callable[[Sequence[str]], None]] = dict(ls=ls, show=show, diff=diff, new=new, plot=plot)
     own = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
-    commands |= dict(compare=compare, report=report, rewind=rewind) | own
+    commands = own | {each.__name__: each for each in (ls, show, diff, new, plot, compare, report, rewind)}
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
     if command not in commands:
@@ -101,10 +100,8 @@ def _run(words: Sequence[str]) -> None:
         about = f"loopscope run EXPERIMENT --help shows the options. Experiments: {known}"
         CommandParser("run EXPERIMENT [options]", about, add_help=False).print_help()
         return
-    if not words or words[0].startswith("-"):
-        raise UsageError(
-            f"loopscope run needs the name of an experiment first: loopscope run EXPERIMENT. Known: {known}."
-        )
+    needed = f"loopscope run needs the name of an experiment first: loopscope run EXPERIMENT. Known: {known}."
+    require(bool(words) and not words[0].startswith("-"), needed)
     experiment = ExperimentRegistry.get(words[0].replace("-", "_"))
     options = parse_run(experiment, words[1:])
     if options.pop("print_config"):
@@ -134,9 +131,8 @@ def _resume(words: Sequence[str]) -> None:
     given = parser.parse(words)
     shared = {name: given.pop(name) for name in ("parallel", "exact") if name in given}
     runs, traceback = given.pop("RUN"), given.pop("traceback")
-    require(
-        len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
-    )
+    needed = "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
+    require(len(runs) == 1, needed)
     experiment, options = parse_recorded(Path(runs[0]))
     if given:  # the display is no part of the run
         options |= dict.fromkeys(MODES, False) | given
@@ -171,36 +167,30 @@ def _start(experiment: Experiment, options: Options) -> None:
         options = options | {"resume": True, "overwrite": False}
     with _own_lines(whole=options["traceback"]):
         runner = experiment(config_of(experiment, options), check_device(options["device"]))
-        chosen = run_options(options)
-        make_sinks, mode = wanted_sinks(options), _mode(options)
-        if chosen.validate_checkpoints:
-            compared = Session(runner, chosen, make_sinks).validate()
+        session, mode = Session(runner, run_options(options), wanted_sinks(options)), _mode(options)
+        if session.options.validate_checkpoints:
+            compared = session.validate()
             for name, steps in compared.items() if speaks() else ():
                 where = f"{counted(len(steps), 'moment')}, steps {listed(steps)}"
                 write_line(f"{name}: the same bit for bit at {where}")
             return
-        together = chosen.parallel is not None and (options["jobs"] or 1) > 1
-        require(
-            not together, "--jobs trains several runs, --parallel one run in several processes; leave one of them out."
-        )
-        plan = Session(runner, chosen, make_sinks).planned() if (options["jobs"] or 1) > 1 else []
+        several = (options["jobs"] or 1) > 1
+        both = "--jobs trains several runs, --parallel one run in several processes; leave one of them out."
+        require(not several or session.options.parallel is None, both)
+        plan = session.planned() if several else []
         if len(plan) > 1:
             train_side_by_side(plan, options, mode, runner.compared_to)
-            return
-        if speaks():
-            watch(Session(runner, chosen, make_sinks), mode)
+        elif speaks():
+            watch(session, mode)
         else:
-            Session(runner, chosen, make_sinks).run()
+            session.run()
 
 
 def _mode(options: Options) -> Mode:
     """Return the display that the flags ask for; raises :class:`UsageError` for more than one of them."""
     asked = [flag for flag in MODES if options[flag]]
-    require(
-        len(asked) <= 1,
-        f"{' and '.join(map(dashed, asked))} exclude each other: a run has one display; choose one of --live, "
-        "--silent and --no-console-output, or none of them.",
-    )
+    one = "a run has one display; choose one of --live, --silent and --no-console-output, or none of them."
+    require(len(asked) <= 1, f"{' and '.join(map(dashed, asked))} exclude each other: {one}")
     return MODES[asked[0]] if asked else "normal"
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from ..console import in_columns, number_text, printable, shortened, side_by_side
 from ..errors import listed, require
 from ..report import compare_runs, run_labels
-from .listing import UNBOUNDED, WIDE, line_width, runs_in
-from .parser import NAMES, CommandParser, write_line
+from .listing import WIDE, runs_in
+from .parser import NAMES, UNBOUNDED, CommandParser, line_width, write_line
 
 MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # of a table; JSON has all
 Row = Mapping[str, Any]
@@ -66,13 +66,12 @@ def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
 
     tested = sum(test["p"] is not None for test in told["tests"])
     other = next((f" from {each['other']}" for each in told["partings"]), "")
+    differ = [(f"{each['part']} {each['name']}", _by_value(each["values"])) for each in told["differences"]]
     return {
         "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in told["runs"]],
         "Over seeds": list(map(seeds_row, told["spreads"])),
         f"Do groups differ? Tests: {tested}; holm is p corrected for that": list(map(seeds_row, told["tests"])),
-        "What differs": [
-            {"": f"{each['part']} {each['name']}", "runs": _by_value(each["values"])} for each in told["differences"]
-        ],
+        "What differs": [{"": name, "runs": values} for name, values in differ],
         f"Where records part{other}": [{"run": each["run"], "at": _where(each)} for each in told["partings"]],
     }
 

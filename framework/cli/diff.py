@@ -33,13 +33,10 @@ def diff(words: Sequence[str]) -> None:
         write_line(f"{each['part']}: {each['name']}: {each['values']['a']} / {each['values']['b']}")
     for text in compared:
         write_line(text)
-    require(
-        bool(compared),
-        f"{a.path} and {b.path} have no checkpoint or digest of the same step, no JSONL and no weights in common.",
-    )
-    parted = [parting for _, parting in checked if parting]
-    if parted:
-        raise LoopscopeError(f"The runs part {parted[0]}.")
+    nothing = "have no checkpoint or digest of the same step, no JSONL and no weights in common."
+    require(bool(compared), f"{a.path} and {b.path} {nothing}")
+    if parted := next((parting for _, parting in checked if parting), ""):
+        raise LoopscopeError(f"The runs part {parted}.")
     write_line("The runs are the same.")
 
 
@@ -48,8 +45,7 @@ def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     common = [moment for moment in left if moment in right]
     for epoch, step in common:
         contents = [content_of(open_checkpoint(found[epoch, step])) for found in (left, right)]
-        names = differing(*contents)
-        if names:
+        if names := differing(*contents):
             return f"Checkpoints: {', '.join(names[:5])} differ at step {step:,}.", str(Parting(epoch, step, names))
     steps = ", ".join(f"{step:,}" for _, step in common)
     return (f"Checkpoints of steps {steps}: the same." if common else ""), ""
@@ -90,9 +86,7 @@ def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[
 def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     if not (a.weights.is_file() and b.weights.is_file()):
         return "", ""
-    contents = [{"state": _loaded(run.weights)} for run in (a, b)]
-    names = differing(*contents)
-    if names:
+    if names := differing(*({"state": _loaded(run.weights)} for run in (a, b))):
         return f"Final weights: {', '.join(names[:5])} differ.", f"by the final weights, first in {names[0]}"
     return "Final weights: the same.", ""
 

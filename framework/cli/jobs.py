@@ -37,24 +37,18 @@ class Job:
     """A run in a process of its own."""
 
     folder: RunFolder
-    told: Mapping[str, Any]
-    """What the process is told."""
-    last: str = ""
-    """The last line that it printed, or rather the command in it, with which failures end."""
+    told: Mapping[str, Any]  # what the process is told
+    last: str = ""  # the last line that it printed, or rather the command in it, with which failures end
 
     def begin(self, environment: Mapping[str, str], lines: "SimpleQueue[tuple[Job, str]]") -> None:
         """Start the process, whose output goes to ``lines``."""
         is_command = sys.argv[1:2] in (["run"], ["resume"])  # otherwise another program calls it
         program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1] if is_command else ["-m", "loopscope"]
         piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(
-            [sys.executable, *program, ONE_OF_SEVERAL],
-            encoding="utf-8",
-            errors="backslashreplace",
-            env=environment,
-            process_group=0,  # not that of the terminal's Ctrl-C: it would be told twice to stop
-            **piped,
-        )
+        piped |= {"errors": "backslashreplace", "env": environment}
+        # A process group of its own, not that of the terminal's Ctrl-C: it would be told twice to stop.
+        command = [sys.executable, *program, ONE_OF_SEVERAL]
+        self.process = subprocess.Popen(command, encoding="utf-8", process_group=0, **piped)
         self._listener = threading.Thread(target=self._listen, args=(lines,), daemon=True)
         self._listener.start()
         with suppress(OSError):  # it may be gone already
@@ -163,13 +157,10 @@ def train_side_by_side(plan: Sequence[Setup], options: Options, mode: Mode, comp
     Raises in the end :class:`LoopscopeError` that names the runs that failed and their folders, and
     :class:`UsageError` if all were refused before anything was written.
     """
-    common = {"argv": sys.argv[1:], "options": plain(options)}
+    common = {"argv": sys.argv[1:], "options": plain(options), "experiment": plan[0].record.experiment}
     summaries = {setup.folder.name: setup.summary for setup in plan}
-    waiting = [
-        Job(setup.folder, {**common, "experiment": setup.record.experiment, "of": [setup.folder.strategy, setup.seed]})
-        for setup in plan
-        if setup.summary is None
-    ]
+    left = [setup for setup in plan if setup.summary is None]
+    waiting = [Job(setup.folder, {**common, "of": [setup.folder.strategy, setup.seed]}) for setup in left]
     at_once = max(1, min(options["jobs"], len(waiting)))
     threads = str(max(1, torch.get_num_threads() // at_once))
     signals, failed = Signals(), list[Job]()

@@ -1,6 +1,5 @@
 """``loopscope ls`` and ``loopscope show``: the runs in a folder, and one of them with its metrics."""
 
-import os
 import textwrap
 import time
 from collections import Counter
@@ -13,7 +12,6 @@ from ..console import (
     duration_text,
     final_numbers,
     in_columns,
-    make_console,
     number_text,
     printable,
     result_line,
@@ -25,9 +23,8 @@ from ..hooks import ExperimentRegistry
 from ..report import FoundRun, find_runs, look_at
 from ..runs import RunRecord, require, run_folders
 from .options import plain, run_parser
-from .parser import NAMES, CommandParser, write_line
+from .parser import NAMES, CommandParser, line_width, write_line
 
-UNBOUNDED = 10_000  # columns of what is no terminal, so that programs find whole names there
 WIDE = 100  # columns from which dates are whole, and the longest line of text
 ALIKE = 3  # so many metrics of one family are shown one by one
 
@@ -49,12 +46,6 @@ def runs_in(folder: Path) -> list[FoundRun]:
     problem = "holds no run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
     require(bool(found), f"{folder} {problem}; loopscope ls FOLDER lists runs, which lie in output by default.")
     return found
-
-
-def line_width() -> int:
-    """Return the columns of a terminal, or of as many as anything takes elsewhere."""
-    console = make_console()
-    return console.width if console.is_terminal or "COLUMNS" in os.environ else UNBOUNDED
 
 
 def _row(run: FoundRun, width: int) -> dict[str, str]:

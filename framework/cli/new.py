@@ -65,11 +65,9 @@ def _refuse(kind: str, name: str, paths: Sequence[Path]) -> None:
     """Raise :class:`UsageError` for a name that Python, loopscope or the folder has no place for."""
     registry = HookRegistry if kind == "hook" else ExperimentRegistry
     taken = {*registry.names(), *KEYWORDS}
-    require(
-        re.fullmatch(r"[a-zA-Z]\w{0,29}", name, re.ASCII) is not None and name not in kwlist,
-        f"The name is {name!r}; it must be a letter and then letters, digits and underscores, at most 30, and no word "
-        "of Python.",
-    )
+    is_name = re.fullmatch(r"[a-zA-Z]\w{0,29}", name, re.ASCII) is not None and name not in kwlist
+    rule = "it must be a letter and then letters, digits and underscores, at most 30, and no word of Python."
+    require(is_name, f"The name is {name!r}; {rule}")
     if name in taken:
         free = next(other for other in (f"{name}_{number}" for number in count(2)) if other not in taken)
         raise UsageError(f"The name {name!r} is taken by another {kind}; {free!r} is free.")

@@ -1,6 +1,7 @@
 """A parser of one command's words: typed options, short help, and every refusal in one sentence."""
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import Any, get_type_hints
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentError, ArgumentParser
 
-from ..console import printable
+from ..console import make_console, printable
 from ..errors import UsageError, nearest, require, shortened, unknown
 from ..runs import alternatives, choices, in_words
 from .values import refuse_deep, refuse_odd
@@ -22,6 +23,7 @@ NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NEGATIVE_NUMBER = r"-(\d|\.\d|inf|nan)"
 FEW = 10  # so many options are listed where an unknown one is refused
+UNBOUNDED = 10_000  # columns of what is no terminal, so that programs find whole names there
 
 
 def dashed(name: str) -> str:
@@ -36,6 +38,12 @@ def dashed(name: str) -> str:
 def write_line(line: str) -> None:
     """Write on standard output a line that may come from a plug-in or a file, and gives the terminal no commands."""
     sys.stdout.write(f"{printable(line)}\n")
+
+
+def line_width() -> int:
+    """Return the columns of a terminal, or of as many as anything takes elsewhere."""
+    console = make_console()
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else UNBOUNDED
 
 
 def typed(option: str, value: Any, annotation: Any) -> Any:
@@ -87,8 +95,7 @@ class CommandParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
-        self.several: set[str] = set()
-        """Options that take a value of their type, or a list of such."""
+        self.several: set[str] = set()  # options that take a value of their type, or a list of such
 
     def format_help(self) -> str:
         """Return the help, in which the texts of plug-ins stand, without commands to the terminal."""

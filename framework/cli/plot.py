@@ -11,17 +11,7 @@ from typing import Any, Literal
 from ..console import printable
 from ..durable_files import is_there
 from ..errors import listed, require_package
-from ..report import (
-    Look,
-    Picture,
-    hook_panels,
-    hook_picture,
-    matcher,
-    metric_picture,
-    read_runs,
-    save_picture,
-    seeds_picture,
-)
+from ..report import Look, hook_panels, hook_picture, matcher, metric_picture, read_runs, save_picture, seeds_picture
 from ..runs import require
 from .parser import NAMES, CommandParser, dashed, write_line
 
@@ -57,14 +47,13 @@ def plot(words: Sequence[str]) -> None:
         picture = hook_picture(PROVENANCE, runs)
     else:
         there = listed(list(dict.fromkeys(name for run in runs for name in run.names))) or "none"
-        require(
-            given["metrics"] != [], f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
-        )
+        needed = f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
+        require(given["metrics"] != [], needed)
         draw = seeds_picture if given["seeds"] else metric_picture
         picture = draw(runs, given["metrics"], overlay=given["overlay"])
     options = {name: value for name, value in given.items() if value != parser.defaults.get(name, False)}
     about = _origin(options)
-    path = _path(picture, options, about[1])
+    path = _path(picture.words, options, about[1])
     look = Look(given["smooth"], given["log_x"], log_y, unit, _size(given["size"]), given["title"])
     save_picture(picture, look, path, about)
     for sentence in (*picture.sentences, f"{path} is written."):
@@ -82,13 +71,13 @@ def _origin(options: Mapping[str, Any]) -> tuple[str, str]:
     return printable(shlex.join(["loopscope", "plot", *options["RUN"], *words])), f"loopscope plot {digest[:16]}"
 
 
-def _path(picture: Picture, options: Mapping[str, Any], mark: str) -> Path:
+def _path(words: Sequence[str], options: Mapping[str, Any], mark: str) -> Path:
     """Return where to write: never over another command's picture, nor over a file that is no picture of ours."""
     path: Path | None = options.get("out")
     if not path:
         looks = [f"{name}-{options[name]}".removesuffix("-True") for name in LOOKS if name in options]
-        words = [re.sub(r"[^\w.-]+", "_", part).strip("_.") for part in (*picture.words, *looks)]
-        name, suffix = "_".join(filter(None, words)), f".{options.get('format', FORMATS[0])}"
+        parts = [re.sub(r"[^\w.-]+", "_", part).strip("_.") for part in (*words, *looks)]
+        name, suffix = "_".join(filter(None, parts)), f".{options.get('format', FORMATS[0])}"
         stem = name.encode()[:LONGEST_STEM].decode(errors="ignore")
         path = Path(stem + suffix)
         if stem != name or not is_free(path, mark):
@@ -133,10 +122,9 @@ def _check(given: Mapping[str, Any]) -> None:
         bool(given["RUN"]),
         "loopscope plot needs RUN, the folder of a run, before its options: loopscope plot RUN... --metrics PATTERN...",
     )
-    require(
-        not (given["provenance"] and (given["overlay"] or given["metrics"] or given["seeds"])),
-        "--provenance draws its own panels, and goes with neither --metrics nor --overlay nor --seeds.",
-    )
+    with_others = given["provenance"] and (given["overlay"] or given["metrics"] or given["seeds"])
+    own = "--provenance draws its own panels, and goes with neither --metrics nor --overlay nor --seeds."
+    require(not with_others, own)
     require(not (given["seeds"] and given["smooth"] > 1), "--seeds draws means by themselves, without --smooth.")
     require(not (given["log_y"] and given["linear_y"]), "--log-y and --linear-y exclude each other.")
     require(given["smooth"] >= 1, f"--smooth is {given['smooth']}; it must be a whole number of points, 1 or more.")

@@ -12,28 +12,16 @@ import torch
 
 from ..checkpoints import moments_of
 from ..console import watch
-from ..errors import UsageError, listed
+from ..errors import UsageError, listed, require
 from ..explaining import explain, rows_by_step, rows_told, told
 from ..hooks import ALERTS
 from ..report import look_at
-from ..runs import (
-    ExperimentRunner,
-    RunFolder,
-    RunRecord,
-    Session,
-    Stretch,
-    check_device,
-    read_ended,
-    require,
-    run_folders,
-)
+from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, read_ended, run_folders
 from ..training import speaks, started_together
-from .listing import line_width
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
-from .parser import NAMES, CommandParser, write_line
+from .parser import NAMES, CommandParser, line_width, write_line
 
-ROWS_HOOK, MOST_STEPS = "batch_rows", 5
-"""What measures rows, and of how many steps they are shown."""
+ROWS_HOOK, MOST_STEPS = "batch_rows", 5  # what measures rows, and of how many steps they are shown
 
 
 def rewind(words: Sequence[str]) -> None:
@@ -49,12 +37,8 @@ def rewind(words: Sequence[str]) -> None:
     parser.add("from_start", bool, "begin at step 0, so that hooks remember all that came before", default=False)
     parser.add("verify", int, "train so many stretches between two checkpoints again, drawn at random, without hooks")
     parser.add("explain", bool, "say what left its history first in the steps up to N, and why", default=False)
-    parser.add(
-        "spike",
-        bool,
-        "explain the step of the first alert in the record, one of a spike if there is any",
-        default=False,
-    )
+    spike = "explain the step of the first alert in the record, one of a spike if there is any"
+    parser.add("spike", bool, spike, default=False)
     parser.add("with_hooks", str, "a group of hooks, in place of those that were on", metavar="GROUP")
     parser.add("hooks", NAMES, "hooks by name, in place of those that were on", default=[], metavar="NAME")
     parser.add("hook_config", NAMES, "options of hooks: hook.option=value", default=[], metavar="H.O=V")
@@ -62,9 +46,8 @@ def rewind(words: Sequence[str]) -> None:
     require(len(given["RUN"]) == 1, "loopscope rewind takes the folder of one run: loopscope rewind RUN --step N.")
     asked = [name for name in ("step", "verify", "spike") if given[name] is not None and given[name] is not False]
     require(len(asked) == 1, "loopscope rewind needs the step to go back to, --step N, or --spike, or --verify N.")
-    folder, *others = run_folders(Path(given["RUN"][0]), "rewind")
-    names = [str(each) for each in (folder, *others)]
-    require(not others, f"{given['RUN'][0]} holds {len(names)} runs, and rewind takes one of them: {listed(names, 9)}.")
+    folder, *others = found = run_folders(Path(given["RUN"][0]), "rewind")
+    require(not others, f"{given['RUN'][0]} holds {len(found)} runs, and rewind takes one of them: {listed(found, 9)}.")
     record = RunRecord.read(folder)
     experiment, options = parse_recorded(folder)
     options |= {"resume": False, "hook_jsonl": True}
@@ -96,9 +79,8 @@ def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) ->
         session.rewind(stretch)
         return
     path, since, compared = watch(session, "normal", lambda shown: shown.rewind(stretch))
-    rows = (
-        rows_by_step(look_at(path).points, ROWS_HOOK, runner.describe_row) if ROWS_HOOK in session.options.hooks else {}
-    )
+    measured = ROWS_HOOK in session.options.hooks
+    rows = rows_by_step(look_at(path).points, ROWS_HOOK, runner.describe_row) if measured else {}
     for step in range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1):
         if step in rows:
             write_line(f"Step {step:,}: the rows with the largest losses of {len(rows[step])}")
@@ -106,7 +88,7 @@ def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) ->
                 write_line(line)
     write_line(f"Trained again from step {since:,} on; metrics: {path}")
     if compared:
-        write_line(f"The run is the same, bit for bit, at steps {listed([*map(str, compared)], 9)}.")
+        write_line(f"The run is the same, bit for bit, at steps {listed([*compared], 9)}.")
     else:
         write_line("No checkpoint or digest of the run lies in this stretch, so nothing shows that it is the same.")
 
@@ -119,8 +101,7 @@ def _explain(
     def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
         config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
         again = session(with_hooks="none", hooks=[hook], hook_config=config)
-        path: Path = watch(again, "silent", lambda shown: shown.rewind(stretch))[0]
-        return path
+        return Path(watch(again, "silent", lambda shown: shown.rewind(stretch))[0])
 
     ended = read_ended(folder)
     last = None if ended is None else ended["steps"] + (ended["status"] != "completed")
@@ -136,10 +117,8 @@ def _step_of_alert(folder: Path) -> int:
     path = folder / ALERTS
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
     alerts = [alert for alert in map(json.loads, lines) if not alert.get("is_over")]
-    require(
-        bool(alerts),
-        f"{folder} has no alerts; name the step, --step N --explain. Spikes are told by the hook loss_spikes.",
-    )
+    remedy = "name the step, --step N --explain. Spikes are told by the hook loss_spikes."
+    require(bool(alerts), f"{folder} has no alerts; {remedy}")
     first = min(alerts, key=lambda alert: ("spike" not in alert["hook"], alert["step"]))
     write_line(f"Step {first['step']:,}: {first['sentence']}")
     return int(first["step"])

@@ -50,9 +50,7 @@ class Track:
     def add(self, value: Any, kept: int = TREND_VALUES) -> None:
         """Take in a value, or further values of a series; ``kept`` of all numbers are remembered."""
         values = value.values if isinstance(value, Series) else [value]
-        numbers = [
-            item for item in values if isinstance(item, float) or (isinstance(item, int) and abs(item) < LARGEST)
-        ]
+        numbers = [one for one in values if isinstance(one, float) or (isinstance(one, int) and abs(one) < LARGEST)]
         self.last, self.is_news = values[-1], True
         self.recent = [*self.recent, *numbers[-kept:]][-kept:]
         if isinstance(value, Series):
@@ -207,13 +205,9 @@ class Board:
             found = [cells[name]._replace(name=end) for name, end in shown.items()]
             live += [Group(printable(heading), found)] if found else []
         taken = {name for names in wanted.values() for name in names}
-        return live, self.by_hook({name: cell for name, cell in cells.items() if name not in taken})
-
-    def by_hook(self, cells: Mapping[str, Cell]) -> list[Group]:
-        """Sort metrics, by full name, by hook, in the order in which the metrics of the hooks were described."""
         described = self.run.metric_infos if self.run else ()
         hooks: dict[str, list[Cell]] = {name.partition("/")[0]: [] for name in described}
-        for name, cell in cells.items():
+        for name in [name for name in cells if name not in taken]:
             hook, _, metric = name.partition("/")
-            hooks.setdefault(hook, []).append(cell._replace(name=printable(metric or hook)))
-        return [Group(printable(hook), found) for hook, found in hooks.items() if found]
+            hooks.setdefault(hook, []).append(cells[name]._replace(name=printable(metric or hook)))
+        return live, [Group(printable(hook), found) for hook, found in hooks.items() if found]

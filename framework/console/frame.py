@@ -21,7 +21,6 @@ from .text import Line, Lines, printable, sparkline
 NARROWEST_SIDEBAR, WIDEST_SIDEBAR = 28, 44
 LONGEST_SPARKS, SHORTEST_SPARKS = 10, 5
 NARROWEST_METRICS = 28
-LINES_OF_A_NOTICE = 2
 LOWEST_WITH_RESULTS = 14
 LOWEST_WITHOUT_NOTICES = 6
 ITEM_GAP = 3
@@ -54,7 +53,8 @@ def frame(board: Board, position: Position | None, console: Console) -> Layout:
         numbers = {name: number for name, number in position.numbers.items() if name not in shown}
         position = replace(position, numbers=numbers)
     started = progress_line(position, width) if position is not None else Text("starting", "dim")
-    parts = [Layout(Group(_title(board), started), size=2), _metrics(live, others, _legend(board), width, sidebar)]
+    legend = f"; -n: n {board.run.loop}s old" if board.run and any(map(board.age, board.tracks.values())) else ""
+    parts = [Layout(Group(_title(board), started), size=2), _metrics(live, others, legend, width, sidebar)]
     if height - len(notices) >= LOWEST_WITH_RESULTS:
         parts.insert(1, _results(board, max(2, height // 5)))
     if notices:
@@ -95,11 +95,6 @@ def _cell(board: Board, name: str, track: Track, sparks: int) -> Cell:
     if sparks:
         text, arrow = f"{text} {age}".rstrip(), sparkline(track.recent, sparks) + (arrow or " ")
     return Cell(name, text, arrow if sparks else age or arrow, isinstance(track.last, (list, tuple)))
-
-
-def _legend(board: Board) -> str:
-    is_old = board.run is not None and any(map(board.age, board.tracks.values()))
-    return f"; -n: n {board.run.loop}s old" if board.run is not None and is_old else ""
 
 
 def _metrics(live: list[Metrics], others: list[Metrics], legend: str, width: int, sidebar: int) -> Layout:
@@ -155,7 +150,7 @@ def notice_lines(notice: Notice, console: Console) -> list[Text]:
     [<text 'note: one two' [Span(0, 6, 'bold cyan')] ''>, <text '  three four …' [] ''>]
     """
     lines = list(notice.text().wrap(console, max(1, console.width - 4)))
-    kept = lines[:LINES_OF_A_NOTICE]
+    kept = lines[:2]
     for line in kept:
         line.rstrip()
     if len(lines) > len(kept):
@@ -170,9 +165,8 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
     stood still.
     """
     news = board.news()
-    live, others = board.groups(
-        {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
-    )
+    cells = {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
+    live, others = board.groups(cells)
     head = list(group_lines(live, width))
     alerts = _alerts(board)
     lines, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3) - len(alerts))
@@ -180,7 +174,8 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
     remarks = [f"{total - shown:,} more, {'in the record' if recorded else NOT_RECORDED}"] * (shown < total)
     remarks += [f"{MEAN}mean since the last table"] * any(track.count for track in news.values())
     foot: list[Line] = [[(text, "dim")] for text in ("; ".join(remarks), *alerts) if text]
-    return Group(_rule(_title_of_news(board)), Lines([*head, *lines, *foot]))
+    run = printable(f"{board.run.experiment}  {board.run.strategy}  ") if board.run else ""
+    return Group(_rule(f"{run}epoch {board.epoch}  step {board.step:,}"), Lines([*head, *lines, *foot]))
 
 
 def snapshot_line(board: Board, *, recorded: bool) -> str:
@@ -199,11 +194,6 @@ def snapshot_line(board: Board, *, recorded: bool) -> str:
 def _alerts(board: Board) -> list[str]:
     counts = ", ".join(f"{count:,} {printable(kind)}" for kind, count in board.alerts.items())
     return [f"alerts: {counts}"] * bool(counts)
-
-
-def _title_of_news(board: Board) -> str:
-    run = printable(f"{board.run.experiment}  {board.run.strategy}  ") if board.run else ""
-    return f"{run}epoch {board.epoch}  step {board.step:,}"
 
 
 def _rank(track: Track) -> int:

@@ -38,20 +38,14 @@ class LiveDisplay(MetricSink):
     keeps = False
 
     def __init__(self, console: Console, live_metrics: Groups, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console
-        self.clock = clock
+        self.console, self.clock = console, clock
         self.board = Board(live_metrics, kept=LONGEST_SPARKS)
         self.is_on = False  # what is to be said waits in the transcript
         self.transcript: list[RenderableType | tuple[IO[str], str]] = []  # texts that were printed with their streams
         self._position: Position | None = None
-        self._screen = Live(
-            console=console,
-            screen=True,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            get_renderable=lambda: frame(self.board, self._position, self.console),
-        )
+        draw = lambda: frame(self.board, self._position, self.console)
+        own: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+        self._screen = Live(console=console, screen=True, get_renderable=draw, **own)
         self._is_taken = False
         self._on = ExitStack()
         self._due = clock()

@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from rich.cells import cell_len
@@ -14,9 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import told
 from ..hooks import HookPoint, MetricSink, RunInfo, Series
 from ..state import LoopState
 from .board import flattened
+from .notebook import NotebookOutput
 from .text import duration_text, number_text, printable, rate_text
 
 SECONDS_BETWEEN_UPDATES = 0.5
@@ -95,18 +98,21 @@ class View(Protocol):
 
 
 class BarView:
-    """A bar at the foot of a terminal; ``transient`` bars vanish in the end."""
+    """A bar at the foot of a terminal, where ``transient`` ones vanish in the end, or in an output of a cell."""
 
     def __init__(self, console: Console, label: str, *, transient: bool) -> None:
-        self._label = label
-        self._live = Live(
-            progress_line(None, console.width, label), console=console, auto_refresh=False, transient=transient
-        )
-        self._live.start(refresh=True)
+        self._console, self._label = console, label
+        empty = progress_line(None, console.width, label)
+        self._live = Live(empty, console=console, auto_refresh=False, transient=transient)
+        self._draw: Callable[[Table], None] = partial(self._live.update, refresh=True)
+        if console.is_jupyter:
+            self._draw = NotebookOutput(console).update
+        else:
+            self._live.start(refresh=True)
 
     def show(self, position: Position) -> None:
         """Draw the bar anew."""
-        self._live.update(progress_line(position, self._live.console.width, self._label), refresh=True)
+        self._draw(progress_line(position, self._console.width, self._label))
 
     def finish(self, position: Position | None) -> None:
         """Give the terminal back."""
@@ -130,10 +136,8 @@ class LineView:
     """A plain line a tenth of the run or half a minute after the last line, for pipes and log files."""
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
-        self._console = console
-        self._label = label
-        self._transient = transient
-        self._clock = clock
+        self._console, self._label = console, label
+        self._transient, self._clock = transient, clock
         self._share = self._time = 0.0
         self._is_told = True
         self._between = (SHARE_BETWEEN_LINES, SECONDS_BETWEEN_LINES)
@@ -203,9 +207,7 @@ class TrainingProgress:
             action()
             self._due = self.clock() + SECONDS_BETWEEN_UPDATES
         except Exception as error:
-            warnings.warn(
-                f"The progress display failed and is switched off: {type(error).__name__}: {error}", stacklevel=2
-            )
+            warnings.warn(f"The progress display failed and is switched off: {told(error)}", stacklevel=2)
 
     def _position(self, loop: LoopState, now: float) -> Position:
         epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None
@@ -215,16 +217,9 @@ class TrainingProgress:
             self._pace.popleft()
         begin, before = self._pace[0]
         rate = (done - before) / (now - begin) if now > begin else None
-        chosen = self.chosen()
-        return Position(
-            self.unit,
-            done,
-            self.length,
-            rate,
-            newest_numbers(loop, with_evaluation=not chosen),
-            epoch=epochs if self.unit == "step" else None,
-            chosen=chosen,
-        )
+        chosen, epoch = self.chosen(), epochs if self.unit == "step" else None
+        numbers = newest_numbers(loop, with_evaluation=not chosen)
+        return Position(self.unit, done, self.length, rate, numbers, epoch=epoch, chosen=chosen)
 
 
 def newest_numbers(loop: LoopState, *, with_evaluation: bool = True) -> dict[str, float]:
@@ -269,8 +264,7 @@ class ProgressNumbers(MetricSink):
         texts = {}
         for label, names in self.metrics.items():
             values = [self._newest[name] for name in names if name in self._newest]
-            if len(values) == len(names) == 1:
-                texts[label] = f"{printable(label)} {number_text(values[0])}"
-            elif len(values) == len(names):
-                texts[label] = f"{printable(label)} " + "/".join(f"{value:.2g}" for value in values)
+            if len(values) == len(names):
+                shown = [number_text(*values)] if len(values) == 1 else [f"{value:.2g}" for value in values]
+                texts[label] = f"{printable(label)} {'/'.join(shown)}"
         return texts

@@ -17,13 +17,11 @@ from ..training import TrainingTask
 from . import tables
 from .board import Groups, Label, Notice
 from .live import LiveDisplay
-from .notebook import NotebookView
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
 from .terminal import can_be_taken, make_console, show_warnings
 from .text import cleaned
 
-MOST_TOLD = 10
-"""Alerts of one kind that are shown in a strategy; lines of SNAPSHOTs count all of them, and a file has them."""
+MOST_TOLD = 10  # alerts of one kind that are shown in a strategy; lines of SNAPSHOTs count all, and a file has them
 Mode = Literal["normal", "live", "silent", "none"]
 
 
@@ -58,34 +56,35 @@ class RunConsole(Display):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or make_console()
-        self.notices: list[Notice] = []
         self._live_metrics = live_metrics or {}
-        self._recorded = recorded
-        self._warnings = warnings
+        self._recorded, self._warnings = recorded, warnings
         self._compared_to = compared_to or {}
+        self._clock = clock
         self._no_screen = mode == "live" and not can_be_taken(self.console)
         self._mode: Mode = "normal" if self._no_screen else mode
         self._live = LiveDisplay(self.console, self._live_metrics, clock=clock) if self._mode == "live" else None
+        self.notices: list[Notice] = self._live.board.notices if self._live else []
         # On the whole screen no number stands twice.
         watched = {name for names in self._live_metrics.values() for name in names} if self._live else set()
         shown = {label: names for label, names in (progress_metrics or {}).items() if not watched.issuperset(names)}
         self._numbers = ProgressNumbers(shown)
         self._watch = Watch(self._live_metrics, self._notify, each=self._mode != "silent")
         self._hooks: list[str] = []  # those of the strategy before
-        self._lines: LineView | None = None
-        self._clock = clock
+        self._line_told: Callable[[], None] = lambda: None
         self._exit = ExitStack()
         self._progress: TrainingProgress | None = None
 
     def __enter__(self) -> "RunConsole":
         """Show warnings as lines from now on."""
-        self._exit.enter_context(show_warnings(self._warn, alerts=False, kind=self._warnings))
+        warn: Callable[[Label, str], None] = lambda *said: self._notify(Notice(*said))
+        self._exit.enter_context(show_warnings(warn, alerts=False, kind=self._warnings))
         self._exit.callback(self._tell_silenced)
         if self._live is not None:
             self._exit.callback(self._live.leave, self._tell)
         self._exit.callback(self._stop_progress)
         if self._no_screen:
-            self._warn("note", "--live needs a terminal to draw on, and there is none; the output is plain lines.")
+            sentence = "--live needs a terminal to draw on, and there is none; the output is plain lines."
+            self._notify(Notice("note", sentence))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -101,7 +100,7 @@ class RunConsole(Display):
             sinks.append(self._live)
         elif self._mode == "normal":
             table_sink: type[Any] = SinkRegistry.get("console")
-            options = {"first": self._live_metrics, "recorded": self._recorded, "told": self._line_told}
+            options = {"first": self._live_metrics, "recorded": self._recorded, "told": lambda: self._line_told()}
             sinks.append(table_sink(console=self.console, **options))
         return sinks
 
@@ -109,32 +108,27 @@ class RunConsole(Display):
         """Show what is about to be trained, and start the bar or draw the screen."""
         names = [hook.name for hook in hooks]
         name = cleaned(RunFolder(run.output_dir, run.strategy).name)
-        told = (
-            f"the {len(names)} of the strategy before" if names and names == self._hooks else ", ".join(names) or "none"
-        )
+        again = bool(names) and names == self._hooks
+        told = f"the {len(names)} of the strategy before" if again else ", ".join(names) or "none"
         self._hooks = names
         self._print(tables.strategy_header(run, task, told, self._numbers.metrics, self.console.width))
         if self._mode == "none":
             return NoProgress()
         self._stop_progress()
         view: View
+        is_normal = self._mode == "normal"
         if self._live is not None:
             self._live.open()
             view = self._live
-        elif self.console.is_jupyter:
-            view = NotebookView(self.console, name)
-        elif self.console.is_interactive:
-            view = BarView(self.console, name, transient=self._mode == "normal")
+        elif self.console.is_jupyter or self.console.is_interactive:
+            view = BarView(self.console, name, transient=is_normal)
         else:
-            is_normal = self._mode == "normal"
-            view = self._lines = LineView(self.console, name, transient=is_normal, clock=self._clock)
+            view = LineView(self.console, name, transient=is_normal, clock=self._clock)
+            self._line_told = view.told
+        length, steps = 0 if run.is_endless else task.length, len(task.loader)
+        known, texts = steps if steps < ENDLESS else None, self._numbers.texts
         self._progress = TrainingProgress(
-            view,
-            unit=run.loop,
-            length=0 if run.is_endless else task.length,
-            steps_per_epoch=len(task.loader) if len(task.loader) < ENDLESS else None,
-            clock=self._clock,
-            chosen=self._numbers.texts,
+            view, unit=run.loop, length=length, steps_per_epoch=known, clock=self._clock, chosen=texts
         )
         return self._progress
 
@@ -177,25 +171,15 @@ class RunConsole(Display):
         except OSError:  # the pipe is closed or the terminal gone: there is nobody to tell
             self._mode = "none"
 
-    def _warn(self, label: Label, sentence: str) -> None:
-        self._notify(Notice(label, sentence))
-
     def _notify(self, notice: Notice) -> None:
         again = notice.label == "note" and notice in self.notices and not self.console.is_terminal
         self.notices.append(notice)
-        if self._live is not None:
-            self._live.board.notices.append(notice)
         if not again:  # who reads lines has it above
             self._print(notice.text())
 
-    def _line_told(self) -> None:
-        if self._lines is not None:
-            self._lines.told()
-
     def _stop_progress(self) -> None:
-        progress, self._progress = self._progress, None
-        if progress is not None:
-            progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
     def _tell_silenced(self) -> None:
         """Tell in the end what the silent display did not: no warning is lost."""
@@ -236,8 +220,7 @@ class Watch(MetricSink):
     def __init__(self, live_metrics: Groups, notify: Callable[[Notice], None], *, each: bool) -> None:
         self.plotted = self._begin = ""
         self._wanted = [name for names in live_metrics.values() for name in names]
-        self._notify = notify
-        self._each = each
+        self._notify, self._each = notify, each
         self._told: dict[tuple[str, bool], list[int]] = {}  # the epochs in which they were told
         self._since: set[tuple[str, bool]] = set()  # those told since the last SNAPSHOT
         self._waiting: dict[tuple[str, bool], list[Alert]] = {}
@@ -265,9 +248,8 @@ class Watch(MetricSink):
             elif kind not in self._since and found[0].epoch not in (told := self._told.setdefault(kind, [])):
                 told.append(found[0].epoch)
                 if len(told) <= MOST_TOLD:
-                    self._tell(
-                        found, f" in epoch {found[0].epoch}", " Others are only counted." * (len(told) == MOST_TOLD)
-                    )
+                    remark = " Others are only counted." * (len(told) == MOST_TOLD)
+                    self._tell(found, f" in epoch {found[0].epoch}", remark)
                 self._since.add(kind)
 
     def snapshot(self, epoch: int, step: int) -> None:

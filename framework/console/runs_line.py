@@ -16,8 +16,7 @@ from ..training import TrainingTask
 from .progress import SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_UPDATES, Position, TrainingProgress
 from .text import printable
 
-MARK = "\x1e"
-"""Begins what a process tells of its progress among the lines that are printed in it."""
+MARK = "\x1e"  # begins what a process tells of its progress among the lines that are printed in it
 
 
 class ToldProgress(Display):
@@ -45,8 +44,7 @@ class RunsLine:
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
     done: int = 0
-    running: dict[str, str] = field(default_factory=dict)
-    """Where each run stands that is under way, by name."""
+    running: dict[str, str] = field(default_factory=dict)  # where each run stands that is under way, by name
 
     def __post_init__(self) -> None:
         """Prepare a place at the foot of a terminal."""

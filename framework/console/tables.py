@@ -17,18 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import counted
-from ..hooks import (
-    ALERTS,
-    ALWAYS,
-    ENDLESS,
-    EpochWindow,
-    MetricInfo,
-    RunInfo,
-    SinkRegistry,
-    TrainingHook,
-    hook_kind,
-    hook_options,
-)
+from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
 from ..runs import ATTACHED, SUMMARY, ExperimentRunner, RunFolder, choices
 from ..training import TrainingTask
 from .text import duration_text, number_text, printable
@@ -59,13 +48,10 @@ def strategy_header(
         **{f"  {label} a/b: ": " / ".join(names) for label, names in shown.items() if len(names) > 1},
         "  output: ": str(run.output_dir),
     }
-    styles, header = {"": "bold", "  treatments: ": "bold yellow"}, []
-    for label, text in lines.items():
-        wrapped = textwrap.wrap(
-            printable(label + text), max(width, 40), subsequent_indent="    ", break_on_hyphens=False
-        )
-        header += [Text("\n".join(wrapped), styles.get(label, ""))] * bool(text)
-    return Text("\n").join(header)
+    styles = {"": "bold", "  treatments: ": "bold yellow"}
+    fill = textwrap.TextWrapper(max(width, 40), subsequent_indent="    ", break_on_hyphens=False).fill
+    filled = {label: fill(printable(label + text)) for label, text in lines.items() if text}
+    return Text("\n").join(Text(text, styles.get(label, "")) for label, text in filled.items())
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -255,21 +241,16 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
     found: dict[str, dict[str, None]] = {"record": {}, "weights": {}}
     alerts = []
     for folder in folders:
-        strategy, shown = folder.strategy, "STRATEGY" if many else folder.strategy
-        pairs = [
-            ("record", *names)
-            for sink in SinkRegistry
-            for names in zip(*map(sink.leaves, (strategy, shown)), strict=True)
-        ]
-        pairs.append(("weights", *(RunFolder(folder.path, name).weights.name for name in (strategy, shown))))
-        for kind, name, generic in pairs:
+        names = folder.strategy, "STRATEGY" if many else folder.strategy
+        kinds = {pair: "record" for sink in SinkRegistry for pair in zip(*map(sink.leaves, names), strict=True)}
+        kinds[tuple(RunFolder(folder.path, name).weights.name for name in names)] = "weights"
+        for (name, generic), kind in kinds.items():
             if name != ALERTS and (folder.path / name).exists():
                 found[kind][generic] = None
         if (folder.path / ALERTS).exists():
             count = (folder.path / ALERTS).read_bytes().count(b"\n")
             alerts.append(f"{count:,}" + f" of {folder.name}" * many)
-    names = ", ".join(folder.name for folder in folders)
-    lines = [f"Results: {above}/ with {names}" if many else f"Results: {first.path}"]
+    lines = [f"Results: {above}/ with {', '.join(each.name for each in folders)}" if many else f"Results: {first.path}"]
     told = {"record": ", ".join(found["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
     lines += [f"  {kind:9}{text}" for kind, text in {**told, "weights": ", ".join(found["weights"])}.items() if text]
     lines.append(f"Next: loopscope show {shlex.quote(str(first.path))}")
@@ -302,12 +283,11 @@ def points_text(hook: type[TrainingHook]) -> str:
     loops = []
     for loop, entry in hook.loop_points.items():
         windows = entry if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
-        loops.append(f"{loop} loop: " + ", ".join(point.name + _epochs(windows[point]) for point in sorted(windows)))
+        loops.append(f"{loop} loop: " + ", ".join(point.name + _epochs(*windows[point]) for point in sorted(windows)))
     return "; ".join(loops)
 
 
-def _epochs(window: EpochWindow) -> str:
-    first, last = window
+def _epochs(first: int | None, last: int | None) -> str:
     if first is None:
         return "" if last is None else f" to epoch {last}"
     return f" from epoch {first}" + ("" if last is None else f" to {last}")

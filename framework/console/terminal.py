@@ -50,16 +50,13 @@ class LastingConsole(Console):
 
 def make_console() -> Console:
     """Return a console on standard output that writes control codes to terminals only, whatever the environment."""
-    return LastingConsole(
-        force_terminal=None if sys.stdout.isatty() else False, highlight=False, markup=False, emoji=False
-    )
+    forced = None if sys.stdout.isatty() else False
+    return LastingConsole(force_terminal=forced, highlight=False, markup=False, emoji=False)
 
 
 def can_be_taken(console: Console) -> bool:
     """Return whether a console is a terminal that can be drawn on: no pipe, no dumb one, none of an old Windows."""
-    return (
-        console.is_terminal and console.is_interactive and not console.is_dumb_terminal and not console.legacy_windows
-    )
+    return console.is_terminal and console.is_interactive and not (console.is_dumb_terminal or console.legacy_windows)
 
 
 def can_be_written(file: IO[str]) -> bool:
@@ -133,9 +130,7 @@ class _KeptBytes(io.RawIOBase):
     """Hands what is written to ``keep``, as text, as long as it is held; afterwards to the stream it stands for."""
 
     def __init__(self, stream: IO[str], keep: Keep) -> None:
-        self._stream = stream
-        self._keep = keep
-        self._owner = os.getpid()
+        self._stream, self._keep, self._owner = stream, keep, os.getpid()
         self.is_held = True
 
     def writable(self) -> bool:

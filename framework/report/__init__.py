@@ -6,9 +6,8 @@ from .explanations import BRANCHES, departure_text, removed_text
 from .found import FoundRun, find_runs, look_at, read_run
 from .page import MARK, page_of
 from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
-from .plotting import plot, read_runs, seeds_picture
+from .plotting import plot, read_runs, save_picture, seeds_picture
 from .recording import ShownRun, read_shown
-from .saving import save_picture
 
 __all__ = [
     "BRANCHES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "departure_text", "differing_parts",

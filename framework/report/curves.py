@@ -67,9 +67,8 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     run = RunRecord.read(folder)
     is_wanted = cache(wanted)
     points: dict[str, tuple[list[float], list[float]]] = {}
-    names: dict[str, None] = {}
-    others: dict[str, None] = {}
-    epoch_steps: set[float] = set()  # as each end of an epoch has it
+    names, others = dict[str, None](), dict[str, None]()
+    epoch_steps = set[float]()  # as each end of an epoch has it
 
     def take(step: int, metrics: Mapping[str, Any]) -> None:
         for name, at, numbers in series_in(step, metrics):

@@ -210,14 +210,8 @@ def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_
     if raw.half is not None:
         # a logarithmic axis cannot show an interval that reaches 0
         least = values[values > 0].min(initial=math.inf) / 2 if log_y else -math.inf
-        ax.fill_between(
-            steps,
-            np.maximum(values - raw.half, least),
-            values + raw.half,
-            color=line["color"],
-            alpha=FAINT,
-            linewidth=0,
-        )
+        band = {"color": line["color"], "alpha": FAINT, "linewidth": 0}
+        ax.fill_between(steps, np.maximum(values - raw.half, least), values + raw.half, **band)
     if smooth > 1:
         ax.plot(steps, values, color=line["color"], linewidth=thick / 2, alpha=FAINT)
     curve = running_mean(raw, smooth, geometric=log_y) if smooth > 1 else raw

@@ -1,7 +1,7 @@
 """The explanation of a step as its file has it, and the words in which it is told, wherever that is."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
@@ -12,7 +12,7 @@ from .tables import cells, table, text
 
 MOST_LINES, LONGEST_SENTENCE = 20, 2000
 BRANCH, ROW = ("", "times", "loss", "next losses", "later", "removed"), ("row", "loss", "gradient norm", "what it is")
-BRANCHES = {
+BRANCHES = {  # the ways of taking a step, in words
     "run": "the run's own step",
     "as_it_was": "the same step again",
     "fresh": "on fresh batches",
@@ -26,7 +26,6 @@ BRANCHES = {
     "layer_in_float32": "that layer in float32",
     "element_restored": "the element that changed put back",
 }
-"""The ways of taking a step, in words."""
 
 
 class Where(TypedDict):
@@ -114,21 +113,16 @@ def _told(found: Explained) -> str:
     }
     told = "".join(_paragraph(f"{name}: {line}.") for name, line in said.items() if line)
     box = _paragraph(f"Cause: {found['cause'] or 'cannot be told'}") + _paragraph(found["verdict"])
-    tables = {"Branches": (BRANCH, _branches(found)), "Rows that stand out": (ROW, _rows(found))}
+    tables = {"Branches": (BRANCH, [*_branches(found)]), "Rows that stand out": (ROW, _rows(found))}
     drawn = [table(title, of, rows, level=4, most=MOST_LINES) for title, (of, rows) in tables.items() if rows]
     heading = f"<h3>Step {text(found['step'])}, explained</h3>"
     return f'<article>{heading}<div class="verdict">{box}</div>{told}{"".join(drawn)}</article>'
 
 
-def _branches(found: Explained) -> list[list[object]]:
-    return [
-        [
-            BRANCHES.get(branch["name"], branch["name"]),
-            *cells(branch, ("times", "loss", "effect", "later")),
-            removed_text(branch.get("removed")),
-        ]
-        for branch in found["branches"]
-    ]
+def _branches(found: Explained) -> Iterator[list[object]]:
+    for branch in found["branches"]:
+        numbers = cells(branch, ("times", "loss", "effect", "later"))
+        yield [BRANCHES.get(branch["name"], branch["name"]), *numbers, removed_text(branch.get("removed"))]
 
 
 def _rows(found: Explained) -> list[list[object]]:

@@ -21,14 +21,11 @@ if TYPE_CHECKING:
 
 COLUMNS = ["epoch", "step", "hook_point", "metric", "value"]
 Point = tuple[int, int, str, str, Any]  # what stands in these columns
-
-
-TOLD = {
+TOLD = {  # what is read of a summary
     **get_type_hints(Completed),
     **{"status": str, "error": str | None, "steps": int, "training_loss": float | None},
     **dict.fromkeys(("initial", "final"), Mapping[str, Any]),
 }
-"""What is read of a summary."""
 
 
 @dataclass(frozen=True)

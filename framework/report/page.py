@@ -44,11 +44,10 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
         parts[name] = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in lines)
     parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "tables": tables_of(runs)}
     compared = _compared(runs)
-    groups = [row["group"] for row in compared["runs"]]
-    parts["seeds"] = _seed_tables(compared)
-    seeds = _completed(compared["runs"])
+    parts["seeds"], seeds = _seed_tables(compared), _completed(compared["runs"])
     parts["rewinds"], stretches = _rewinds(runs)
-    drawn, groups = [*runs, *stretches], groups + [of.label for of in stretches]
+    drawn = [*runs, *stretches]
+    groups = [row["group"] for row in compared["runs"]] + [of.label for of in stretches]
     described = [
         {"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts, "group": group}
         for of, group in zip(drawn, groups, strict=True)
@@ -139,10 +138,7 @@ def metrics_of(
         info = infos.get(name, {})
         width = wide if info.get("first") else pixels
         curves = [_curve(at, *run.points[name], width) for at, run in enumerate(runs) if name in run.points]
-        means = [
-            _mean(group, [at for at in seeds if name in runs[at].points], runs, name, width)
-            for group, seeds in groups.items()
-        ]
+        means = [_mean(group, seeds, runs, name, width) for group, seeds in groups.items()]
         maps = [_map(at, run.lists[name], wide) for at, run in enumerate(runs) if name in run.lists]
         shared = [mean for mean in means if mean and mean["steps"]]
         found.append({**info, "name": name, "curves": curves, "means": shared, "maps": maps})
@@ -153,15 +149,12 @@ def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: 
     curve = Curve.of_points(steps, values)
     kept = thinned(curve, pixels)
     drawn = _plain(curve.values[kept].tolist(), is_whole=len(kept) == len(curve.steps))
-    return {"run": index, "steps": _steps(curve, kept), "values": drawn, "points": len(curve.steps)}
-
-
-def _steps(curve: Curve, kept: NDArray[np.intp]) -> list[int]:
-    return [int(step) for step in curve.steps[kept]]
+    return {"run": index, "steps": [*map(int, curve.steps[kept])], "values": drawn, "points": len(curve.steps)}
 
 
 def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str, pixels: int) -> dict[str, Any] | None:
     """Return the mean over seeds that have a metric, with its interval at each step; none of a single seed."""
+    seeds = [at for at in seeds if name in runs[at].points]
     if len(seeds) < 2:
         return None
     curve = mean_curve([Curve.of_points(*runs[at].points[name]) for at in seeds])
@@ -170,7 +163,8 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     values, half = curve.values[kept], curve.half[kept]
     drawn = {"low": values - half, "values": values, "high": values + half}
     plain = {part: _plain(found.tolist(), is_whole=False) for part, found in drawn.items()}
-    return {"group": group, "runs": seeds, "steps": _steps(curve, kept), **plain, "points": len(curve.steps)}
+    steps = [*map(int, curve.steps[kept])]
+    return {"group": group, "runs": seeds, "steps": steps, **plain, "points": len(curve.steps)}
 
 
 def _map(index: int, found: Rows, pixels: int) -> dict[str, Any]:

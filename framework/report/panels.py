@@ -18,12 +18,7 @@ from .curves import Curve, RecordedRun
 # Those of Okabe and Ito, which people with any colour vision tell apart, without the yellow that is lost on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 ALONE = len(COLOURS) - 1  # the colour of a curve that needs no explanation
-DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
-    "solid",
-    (0, (4, 1.5)),
-    (0, (1, 1.2)),
-    (0, (6, 1.5, 1, 1.5)),
-)
+DASHES: Sequence[str | tuple[float, Sequence[float]]] = ("solid", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 NEAREST = 4
 FEW = 3  # so many runs, or patterns, are named in the name of a file
 MOST_PANELS = 24
@@ -109,9 +104,8 @@ def _expression(pattern: str) -> str:
 def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
     """Show the metrics that match, each in a panel or all in one; raises :class:`UsageError` for none or too many."""
     metrics = _chosen(runs, patterns)
-    require(
-        len(runs) <= MOST_CURVES, f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel."
-    )
+    many = f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel."
+    require(len(runs) <= MOST_CURVES, many)
     labels = [run.group for run in runs if run.group] or run_labels([run.folder.resolve() for run in runs])
     matches = matcher(patterns)
     others = dict.fromkeys(name for run in runs for name in run.others if matches(name))
@@ -122,11 +116,7 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
     if overlay and len(metrics) > 1:
         panels, legend = _overlaid(runs, labels, metrics)
     else:
-        require(
-            len(metrics) <= MOST_PANELS,
-            f"--metrics matches {len(metrics)} metrics, and a picture has at most {MOST_PANELS} panels; narrow the "
-            f"patterns. They match {listed(metrics)}.",
-        )
+        _require_few(metrics, MOST_PANELS, f"a picture has at most {MOST_PANELS} panels")
         panels = [Panel(metric, told_apart(runs, {metric: 0})) for metric in metrics]
         legend = legend_of(labels, {})
     subjects = [(re.findall(r"[\w.-]+", pattern) or ["all"])[-1].strip("_.-") for pattern in patterns]
@@ -219,11 +209,8 @@ def _overlaid(
     runs: Sequence[RecordedRun], labels: Sequence[str], metrics: Sequence[str]
 ) -> tuple[list[Panel], list[tuple[str, Style]]]:
     """Show all metrics in one panel: those of one run by colour, those of several by dashes."""
-    require(
-        len(runs) > 1 or len(metrics) <= MOST_CURVES,
-        f"--metrics matches {len(metrics)} metrics, and at most {MOST_CURVES} can be told apart in a panel; "
-        f"narrow the patterns. They match {listed(metrics)}.",
-    )
+    if len(runs) == 1:
+        _require_few(metrics, MOST_CURVES, f"at most {MOST_CURVES} can be told apart in a panel")
     require(
         len(runs) == 1 or (len(metrics) <= len(DASHES) and len(runs) <= len(COLOURS)),
         f"--overlay tells at most {len(COLOURS)} runs apart by colour and {len(DASHES)} metrics by dashes, but "
@@ -233,6 +220,11 @@ def _overlaid(
     numbers = {metric: number for number, metric in enumerate(metrics)}
     legend = legend_of(labels, {metric.removeprefix(f"{shared}/"): number for metric, number in numbers.items()})
     return [Panel(shared, told_apart(runs, numbers))], legend
+
+
+def _require_few(metrics: Sequence[str], most: int, why: str) -> None:
+    narrow = f"narrow the patterns. They match {listed(metrics)}."
+    require(len(metrics) <= most, f"--metrics matches {len(metrics)} metrics, and {why}; {narrow}")
 
 
 def told_apart(runs: Sequence[RecordedRun], numbers: Mapping[str, int]) -> list[Trace]:
@@ -255,16 +247,12 @@ def legend_of(labels: Sequence[str], names: Mapping[str, int]) -> list[tuple[str
 
 def hook_panels(picture: str) -> list[MetricPanel]:
     """Gather the panels of a picture from all hooks, in the order of their places, metrics under their full names."""
-    panels = [
-        replace(
-            panel,
-            curves={f"{hook.name}/{metric}": text for metric, text in panel.curves.items()},
-            shares={f"{hook.name}/{metric}": word for metric, word in panel.shares.items()},
-        )
-        for hook in HookRegistry
-        for panel in hook.panels
-        if panel.picture == picture
-    ]
+
+    def named(hook: str, by_metric: Mapping[str, str]) -> dict[str, str]:
+        return {f"{hook}/{metric}": text for metric, text in by_metric.items()}
+
+    found = [(hook.name, panel) for hook in HookRegistry for panel in hook.panels if panel.picture == picture]
+    panels = [replace(panel, curves=named(of, panel.curves), shares=named(of, panel.shares)) for of, panel in found]
     return sorted(panels, key=lambda panel: panel.place)
 
 

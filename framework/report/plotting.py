@@ -1,4 +1,4 @@
-"""Pictures of the records in folders: of runs one by one, or of groups of them over their seeds."""
+"""Pictures of the records in folders, of runs one by one or over their seeds; drawing them imports matplotlib."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +46,16 @@ def plot(
     return figure_of(picture, Look(smooth, log_y=log_y, x=unit, size=size, title=title))
 
 
+def save_picture(picture: Picture, look: Look, path: Path, about: tuple[str, str] = ("", "")) -> None:
+    """Draw a picture and write it, whole or not at all, in the format that the name's suffix says.
+
+    ``about`` are a description and keywords, as which programs show them; both lie in the file as plain text.
+    """
+    from .drawing import figure_of, save
+
+    save(figure_of(picture, look), path, about)
+
+
 def read_runs(paths: Iterable[Path], wanted: Callable[[str], bool], x: Unit | None) -> tuple[list[RecordedRun], Unit]:
     """Read the runs in folders, each once, by epochs or by steps: as ``x`` says, else epochs where all recorded them.
 
@@ -74,9 +84,10 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
     few = [name for name, group in groups.items() if len(group) < 2]
     sentences += [f"With one seed nothing can be told about chance: {listed(few)}."] if few else []
     for mean in means:
-        ends = {name: _ends(groups[mean.group], name) for name in mean.curves}
+        found = groups[mean.group].values()
+        ends = {name: [float(of.curves[name].steps[-1]) for of in found if name in of.curves] for name in mean.curves}
         cut = [name for name, curve in mean.curves.items() if max(ends[name]) > curve.steps[-1]]
-        rare = [name for name in mean.curves if len(ends[name]) < len(groups[mean.group])]
+        rare = [name for name in mean.curves if len(ends[name]) < len(found)]
         sentences += [f"{mean.group} is drawn to the end of its shortest run: {listed(cut)}."] if cut else []
         sentences += [f"{mean.group} has in some of its seeds only: {listed(rare)}."] if rare else []
     metrics = dict.fromkeys(name for mean in means for name in mean.curves)
@@ -88,8 +99,9 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
         if name in a.curves and name in b.curves
     ]
     correct(tests)
-    panels = [replace(panel, remark=_remark(tests, panel.title)) for panel in picture.panels]
-    told = [f"{test['metric']}: {text}." for test in tests for text in [_told(test, tests)]]
+    tested = sum(test["p"] is not None for test in tests)
+    panels = [replace(panel, remark=_remark(tests, panel.title, tested)) for panel in picture.panels]
+    told = [f"{test['metric']}: {_told(test, tested)}." for test in tests]
     return replace(picture, panels=panels, sentences=[*picture.sentences, *sentences, *told])
 
 
@@ -102,30 +114,22 @@ def _mean(group: str, runs: Sequence[RecordedRun]) -> RecordedRun:
     return replace(runs[0], curves=curves, names=[*names], group=group)
 
 
-def _ends(group: Mapping[int, RecordedRun], metric: str) -> list[float]:
-    return [float(run.curves[metric].steps[-1]) for run in group.values() if metric in run.curves]
-
-
 def _last_values(group: Mapping[int, RecordedRun], metric: str, step: float) -> dict[int, float | None]:
     curves = {seed: run.curves[metric] for seed, run in group.items() if metric in run.curves}
     return {seed: float(curve.values[curve.steps == step][0]) for seed, curve in curves.items()}
 
 
-def _remark(tests: Sequence[Mapping[str, Any]], metric: str) -> str:
+def _remark(tests: Sequence[Mapping[str, Any]], metric: str, tested: int) -> str:
     """Say in a few words which groups differ in a metric."""
     here = [test for test in tests if test["metric"] == metric]
     if len(here) <= MOST_REMARKED:
-        return "; ".join(_told(test, tests) for test in here)
+        return "; ".join(_told(test, tested) for test in here)
     differ = sum(test["holm"] is not None and test["holm"] < 0.05 for test in here)
-    return f"{differ} of {len(here)} pairs differ: p < 0.05, Holm over {_tested(tests)}"
+    return f"{differ} of {len(here)} pairs differ: p < 0.05, Holm over {tested}"
 
 
-def _told(test: Mapping[str, Any], tests: Sequence[Mapping[str, Any]]) -> str:
+def _told(test: Mapping[str, Any], tested: int) -> str:
     if test["holm"] is None:
         return f"last {test['pair']}: {test['remark']}"
     difference = f"last {test['pair']}: {test['difference']:.3g} ({test['low']:.3g} to {test['high']:.3g})"
-    return f"{difference}, p {test['holm']:.2g} ({test['test']}, Holm over {_tested(tests)})"
-
-
-def _tested(tests: Sequence[Mapping[str, Any]]) -> int:
-    return sum(test["p"] is not None for test in tests)
+    return f"{difference}, p {test['holm']:.2g} ({test['test']}, Holm over {tested})"
