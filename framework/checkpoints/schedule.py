@@ -10,7 +10,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
-from ..errors import LoopscopeError, RunNotice
+from ..errors import LoopscopeError, notice
 from ..firing import HookManager
 from ..state import LoopState
 from .content import RunState
@@ -186,19 +186,15 @@ class Checkpointing:
         """Write a checkpoint of now; without ``wait`` it is left out where one of an earlier step is being written."""
         step, ranks = self._manager.state.loop.step, self._manager.task.ranks
         if ranks.agree(self.writer.is_busy and not wait and self.writer.step != step):
-            warnings.warn(
-                f"The checkpoint of step {step} is left out, since the one before is still "
-                "being written; the disk is slower than the interval.",
-                RunNotice,
-                stacklevel=3,
-            )
+            late = "since the one before is still being written; the disk is slower than the interval"
+            notice(f"The checkpoint of step {step} is left out, {late}.")
             return
         self.writer.wait()
         content = self._run_state.take()
         sentences = self._run_state.refusals_of_the_last()
         if ranks.agree(bool(sentences)):
             told = [*chain.from_iterable(ranks.gather(sentences))]
-            warnings.warn(f"The checkpoint of step {step} is left out. {told[0]}", RunNotice, stacklevel=3)
+            notice(f"The checkpoint of step {step} is left out. {told[0]}")
             return
         with self._manager.between_steps():
             dispatch = self._manager.dispatch

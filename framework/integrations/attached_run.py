@@ -2,7 +2,6 @@
 
 import atexit
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -23,7 +22,7 @@ from ..checkpoints import for_rank, run_lock, sync_path
 from ..console import RunConsole
 from ..data import Batch
 from ..durable_files import plain_json
-from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, require
+from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, notice, require
 from ..firing import Driver, HookManager, unmet
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
@@ -386,10 +385,8 @@ class AttachedRun:
         if vars(sys).get("last_value") is not None or not self._ranks.is_main:
             self._at_exit("failed")
             return
-        warnings.warn(
+        notice(
             f"The run in {self.folder.path} was not closed, and is closed as the program ends: call scope.close() "
-            "after the loop, or write with loopscope.attach(...) as scope.",
-            RunNotice,
-            stacklevel=2,
+            "after the loop, or write with loopscope.attach(...) as scope."
         )
         self._at_exit("interrupted" if self._ranks.are_many else "completed")  # other ranks may be gone

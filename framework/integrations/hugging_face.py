@@ -4,7 +4,6 @@ Tested with transformers 5.23 and accelerate 1.15. The trainer has no event befo
 batches of a step, so a few of its methods are wrapped while a run is attached.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -19,7 +18,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 
 from ..checkpoints import AFRESH, CheckpointWriter, checkpoints_in, content_of, open_checkpoint
 from ..data import Batch
-from ..errors import RunNotice, UsageError, require
+from ..errors import UsageError, notice, require
 from ..state import Transient
 from ..training import takes_closure
 from .attached_run import AttachedRun
@@ -171,7 +170,7 @@ class TrainerEvents(TrainerCallback):
         writer.write(state.global_step, self._own.state_dict(), manifest | arrangement, ())
         writer.finish()
         for sentence in writer.failures():
-            warnings.warn(f"{sentence} Training goes on.", RunNotice, stacklevel=2)
+            notice(f"{sentence} Training goes on.")
 
     # The wrapped methods
 

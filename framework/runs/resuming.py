@@ -1,6 +1,5 @@
 """Where a run goes on after an interruption: its newest intact checkpoint, if it is a checkpoint of this run."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,16 +7,7 @@ from typing import Any, TypedDict, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, content_of, newest_intact
 from ..data import changed
-from ..errors import (
-    LoopscopeError,
-    ReloadedHookError,
-    RunNotice,
-    UsageError,
-    listed,
-    passed_through_users_code,
-    require,
-    shortened,
-)
+from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, passed_through_users_code, shortened
 from ..firing import HookManager
 from ..state import LoopState
 from .records import FailedHook, RunRecord, checked, differences
@@ -54,11 +44,11 @@ def newest_of(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
         refuse_another_run(folder.path, before, expected)
     if folder.completed() is not None:
         return None
-    found = newest_intact(folder.checkpoints, _notice)
+    found = newest_intact(folder.checkpoints, notice)
     if found is not None:
         refuse_another_run(found.folder, RunRecord.of(found.manifest, found.folder / MANIFEST), expected)
     elif before is not None:
-        _notice(f"{folder.path} holds no intact checkpoint: the run begins anew.")
+        notice(f"{folder.path} holds no intact checkpoint: the run begins anew.")
     return found
 
 
@@ -115,7 +105,7 @@ def refuse_another_run(where: Path, before: RunRecord, now: RunRecord, *, tell: 
         names = [", ".join(run.treatments) or "none" for run in (before, now)]
         raise UsageError(f"{where} was treated by other hooks: {names[0]}; now {names[1]}. They change the run.")
     if (others := differences(before.hooks, now.hooks)) and tell:
-        _notice(
+        notice(
             f"Hooks are not as they were in {where}: {listed(sorted(item.name for item in others), 5)}. The run is the "
             "same, what they report may not be."
         )
@@ -149,16 +139,9 @@ def tell_of_environment(found: Checkpoint | RunRecord, now: RunRecord, *, exact:
         f"{name}: {old} before, {new} now"
         for name, old, new in differences(before.surroundings, now.surroundings, {"command"})
     ]
-    require(
-        not (exact and changes),
-        f"--exact: {where} was written in another environment: {listed(changes, 5)}. Go on as it was, or leave "
-        "--exact out.",
-    )
+    if changes and exact:
+        told = f"{where} was written in another environment: {listed(changes, 5)}"
+        raise UsageError(f"--exact: {told}. Go on as it was, or leave --exact out.")
     if changes:
-        _notice(
-            f"The run goes on in another environment, so its numbers may differ in the last bits: {listed(changes, 5)}."
-        )
-
-
-def _notice(sentence: str) -> None:
-    warnings.warn(sentence, RunNotice, stacklevel=3)
+        told = listed(changes, 5)
+        notice(f"The run goes on in another environment, so its numbers may differ in the last bits: {told}.")

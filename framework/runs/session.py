@@ -13,7 +13,7 @@ import torch
 
 from ..checkpoints import Checkpoint, CheckpointPlan, Signals, is_locked, moments_of, open_checkpoint
 from ..durable_files import plain_json
-from ..errors import RunNotice, UsageError, require
+from ..errors import RunNotice, UsageError, notice, require
 from ..firing import HookManager
 from ..hooks import (
     ConfiguredHook,
@@ -264,14 +264,14 @@ class Session:
         except UsageError as error:
             if given is not None:
                 raise
-            _notice(f"Strategy {folder.strategy!r} has no reference solution: {error}")
+            notice(f"Strategy {folder.strategy!r} has no reference solution: {error}")
             return None
         said = f"The reference of strategy {folder.strategy!r}, {path}, comes from a run that"
         try:
             if differing := unlike(path, runner.config, model):
-                _notice(f"{said} differs: {'; '.join(differing)}.")
+                notice(f"{said} differs: {'; '.join(differing)}.")
         except UsageError as error:
-            _notice(f"{said} may differ: {error}")
+            notice(f"{said} may differ: {error}")
         return reference
 
     def _runs(self, setups: Sequence[Setup]) -> Iterator[StrategyRun]:
@@ -346,7 +346,3 @@ class Session:
 def asks_for_reference(hook: TrainingHook | type[TrainingHook]) -> bool:
     """Return whether a hook measures against a reference solution."""
     return hook.needs_reference_weights or hook.uses_reference_weights
-
-
-def _notice(sentence: str) -> None:
-    warnings.warn(sentence, RunNotice, stacklevel=3)

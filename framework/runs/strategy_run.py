@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +27,7 @@ from ..checkpoints import (
 )
 from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, whole_batches
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
+from ..errors import HookError, LoopscopeError, StateMutationError, UsageError, notice, this_command, with_lines
 from ..firing import HookManager
 from ..hooks import RunInfo, TrainingHook
 from ..isolation import borrowed_extras
@@ -40,8 +40,6 @@ from .resuming import first_step_after, go_on, refuse_other_data
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 from .summaries import summary_of
-
-Result = TypeVar("Result")
 
 
 class Display:
@@ -248,8 +246,7 @@ class StrategyRun:
         if sentences and self.plan.writes:
             raise UsageError(sentences[0])
         if sentences:
-            sentence = f"No checkpoint is written where a signal or a failing hook asks for one. {sentences[0]}"
-            warnings.warn(sentence, RunNotice, stacklevel=3)
+            notice(f"No checkpoint is written where a signal or a failing hook asks for one. {sentences[0]}")
 
     def _train(self) -> None:
         begin = perf_counter()
@@ -315,7 +312,7 @@ class StrategyRun:
         _attempt(lambda: self.manager.end(status))
         _attempt(lambda: self._summarise(status, explained(error), dict(self.state.loop.evaluation)))
         if self.folder.newest_checkpoint() is not None:
-            warnings.warn(f"{self._last_checkpoint()} {self._way_on()}", RunNotice, stacklevel=2)
+            notice(f"{self._last_checkpoint()} {self._way_on()}")
 
     def _summarise(
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None

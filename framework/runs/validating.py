@@ -1,6 +1,5 @@
 """Runs trained again, whole or a stretch of them, and compared bit for bit with the checkpoints of the first time."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from ..checkpoints import (
 )
 from ..data import RowNumbers, whole_batches
 from ..digests import state_digests
-from ..errors import LoopscopeError, RunNotice, UsageError, listed, require
+from ..errors import LoopscopeError, UsageError, listed, notice, require
 from ..firing import HookManager
 from ..state import LoopState
 from .records import RunRecord, differences, read_ended
@@ -188,7 +187,7 @@ def rewind(
     elif stretch.step > 1 and not stretch.from_start:
         steps = min(last, ceil(stretch.until / per_epoch) * per_epoch)
         on_the_way = any(step <= steps for _, step in (*moments, *digests))
-        warnings.warn(_cost(stretch, steps, ended, on_the_way=on_the_way), RunNotice, stacklevel=2)
+        notice(_cost(stretch, steps, ended, on_the_way=on_the_way))
     tell_of_environment(run.resumed or before, run.record)
     validation = Validation(manager, moments, before, run.record, stretch.until, digests, folder)
     with ExitStack() as held:
