@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..durable_files import is_there, read_json
+from ..durable_files import is_there, plain_json, read_json
 from ..errors import UsageError
-from ..hooks import RunInfo
+from ..hooks import ConfiguredHook, RunInfo, treatments
 from ..state import settings
 from ..training import Ranks
 from .config import ExperimentConfig, fits, in_words
@@ -125,6 +125,16 @@ class RunRecord:
             if not _can_name_a_file(there[name]):
                 raise UsageError(f"{path} cannot be used: its field {name!r} cannot be a name.")
         return cls(**there)
+
+    @classmethod
+    def planned(
+        cls, hooks: Sequence[ConfiguredHook], on_hook_error: str, audit_hooks: bool, reference: Any = None, **known: Any
+    ) -> "RunRecord":
+        """Say what is to be run with these ``hooks``; what else is ``known`` are fields by their names."""
+        known["run"] = {"on_hook_error": on_hook_error, "audit_hooks": audit_hooks, "reference": reference}
+        known["hooks"] = {item.hook.name: item.options for item in hooks}
+        known["treatments"] = treatments(item.hook for item in hooks)
+        return cls(**plain_json(known | {"versions": versions()}))
 
     @classmethod
     def of_run(cls, run: RunInfo) -> "RunRecord":

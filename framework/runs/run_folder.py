@@ -5,7 +5,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..checkpoints import DIGESTS, ROWS, checkpoints_in
+from ..checkpoints import DIGESTS, ROWS, checkpoints_in, run_lock
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
@@ -88,7 +88,13 @@ class RunFolder:
                 f"The output directory {self.path} cannot be written: {existing} is not a writable folder."
             )
 
-    def refuse_what_came_meanwhile(self) -> None:
+    def enter(self, held: ExitStack) -> None:
+        """Make the folder and lock it, as long as ``held`` is open; until then another process may have run here."""
+        self.make()
+        held.enter_context(run_lock(self.path))
+        self._refuse_what_came_meanwhile()
+
+    def _refuse_what_came_meanwhile(self) -> None:
         """Raise :class:`UsageError` if anything of a run lies here that did not when it was asked before."""
         try:
             came = [path.name for path, which in self._lying().items() if self._found.get(path) != which]
@@ -169,13 +175,8 @@ class RunFolder:
                 remedy = "leaves(cls, strategy) returns a list of names of files"
                 raise UsageError(f"{place_of(entry)} leaves {names!r}; {remedy}.")
             yield from (self.path / name for name in names)
-        yield self.weights
-        yield self.checkpoints
-        yield self.path / REWINDS
-        yield self.path / DIGESTS
-        yield self.path / ROWS
-        yield self.path / SUMMARY
-        yield self.path / CONFIG
+        yield from (self.weights, self.checkpoints)
+        yield from (self.path / name for name in (REWINDS, DIGESTS, ROWS, SUMMARY, CONFIG))
 
     def _earlier_run(self) -> str:
         """Say in a few words what lies here."""
