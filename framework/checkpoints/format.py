@@ -52,11 +52,9 @@ class Checkpoint:
         for name in self.manifest["files"] if names is None else names:
             path, expected = self.folder / name, self.manifest["files"][name]
             try:
-                size = path.stat().st_size
-                if size != expected["bytes"]:
-                    raise DamagedCheckpointError(
-                        f"{path} has {size} bytes instead of {expected['bytes']}: it is damaged."
-                    )
+                size, wanted = path.stat().st_size, expected["bytes"]
+                if size != wanted:
+                    raise DamagedCheckpointError(f"{path} has {size} bytes instead of {wanted}: it is damaged.")
                 with path.open("rb") as file:
                     found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             except OSError as error:

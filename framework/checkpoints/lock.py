@@ -100,9 +100,8 @@ def _lock(descriptor: int, path: Path) -> None:
             time.sleep(PATIENCE)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UsageError(
-            f"{path.parent} is being written by {_owner(path)}; wait for it, stop it, or choose another --output-dir."
-        ) from error
+        remedy = "wait for it, stop it, or choose another --output-dir"
+        raise UsageError(f"{path.parent} is being written by {_owner(path)}; {remedy}.") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise

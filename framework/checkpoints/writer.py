@@ -145,9 +145,8 @@ class CheckpointWriter:
         """Begin to write, and return; ``before`` are files that must be on the disk before."""
         folder, self.step = self._folder / checkpoint_name(step), step
         # No daemon: the interpreter waits at its end until the checkpoint is written.
-        self._thread = threading.Thread(
-            target=self._write, args=(folder, staged, manifest, before), name="loopscope checkpoint"
-        )
+        given = (folder, staged, manifest, before)
+        self._thread = threading.Thread(target=self._write, args=given, name="loopscope checkpoint")
         self._thread.start()
 
     def wait(self) -> None:

@@ -327,11 +327,9 @@ class AttachedRun:
                 self._leave()
 
     def _summarise(self, status: str, error: BaseException | None) -> None:
-        record, final = self._record(), self.driver.loop.evaluation
+        record, path, final = self._record(), self.folder.path, self.driver.loop.evaluation
         seconds = dict.fromkeys(("total", "training"), perf_counter() - self._begin)
-        summary = summary_of(
-            self.manager, record, self.folder.path, status=status, error=error, seconds=seconds, final=final
-        )
+        summary = summary_of(self.manager, record, path, status=status, error=error, seconds=seconds, final=final)
         self.folder.write_summary(summary)
         self._console.strategy_ended(summary)
         self._console.ended([summary])

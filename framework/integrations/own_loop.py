@@ -277,14 +277,12 @@ class OwnLoop(Transient):
         run = self._run
         if not run.is_started:
             hooks = run.manager.hooks
-            hooks.keep_to(UNTOLD, f"this loop tells of nothing but its updates; {TELL}.")
+            only = "loop tells of nothing but its updates"
+            hooks.keep_to(UNTOLD, f"this {only}; {TELL}.")
             left = listed([*hooks.failures.left_out]) or "none"
             run.start(None, None, self.close)
             self._is_untold = True
-            sentence = (
-                f"This loop tells of nothing but its updates, so hooks see no more, and are left out: {left}; {TELL}."
-            )
-            self._tell("untold", sentence)
+            self._tell("untold", f"This {only}, so hooks see no more, and are left out: {left}; {TELL}.")
         if self._is_untold:
             self.settle()
             self._driver.loop.step += 1

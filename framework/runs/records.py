@@ -140,12 +140,8 @@ class RunRecord:
     def of_run(cls, run: RunInfo) -> "RunRecord":
         """Describe a run that is under way, for the readers of a sink."""
         config = run.config.as_dict() if isinstance(run.config, ExperimentConfig) else run.config
-        return cls(
-            experiment=run.experiment,
-            strategy=run.strategy,
-            config=config if isinstance(config, Mapping) else {},
-            treatments=run.treatments,
-        )
+        plain = config if isinstance(config, Mapping) else {}
+        return cls(experiment=run.experiment, strategy=run.strategy, config=plain, treatments=run.treatments)
 
     @property
     def surroundings(self) -> Mapping[str, Any]:

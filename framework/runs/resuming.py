@@ -135,10 +135,8 @@ def tell_of_environment(found: Checkpoint | RunRecord, now: RunRecord, *, exact:
         before, where = found, "the run"
     else:
         before, where = RunRecord.of(found.manifest, found.folder / MANIFEST), str(found.folder)
-    changes = [
-        f"{name}: {old} before, {new} now"
-        for name, old, new in differences(before.surroundings, now.surroundings, {"command"})
-    ]
+    unlike = differences(before.surroundings, now.surroundings, {"command"})
+    changes = [f"{name}: {old} before, {new} now" for name, old, new in unlike]
     if changes and exact:
         told = f"{where} was written in another environment: {listed(changes, 5)}"
         raise UsageError(f"--exact: {told}. Go on as it was, or leave --exact out.")

@@ -82,11 +82,9 @@ class RunFolder:
             self._found.update(self._lying())
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._not_writable(error.strerror) from error
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"The output directory {self.path} cannot be written: {existing} is not a writable folder."
-            )
+            raise self._not_writable(f"{existing} is not a writable folder")
 
     def enter(self, held: ExitStack) -> None:
         """Make the folder and lock it, as long as ``held`` is open; until then another process may have run here."""
@@ -99,7 +97,7 @@ class RunFolder:
         try:
             came = [path.name for path, which in self._lying().items() if self._found.get(path) != which]
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._not_writable(error.strerror) from error
         if came:
             raise UsageError(
                 f"{self.path} was written by another process since this command began: {listed(came, 3)}. It holds "
@@ -120,7 +118,7 @@ class RunFolder:
                 self._made.append(path)
         except OSError as error:
             self.give_back()
-            raise self._not_writable(error) from error
+            raise self._not_writable(error.strerror) from error
 
     def give_back(self) -> None:
         """Remove the folders that were made, unless something lies in them by now."""
@@ -188,8 +186,8 @@ class RunFolder:
             return "an unfinished run"
         return "a finished run" if status == "completed" else f"a run that ended as {status!r}"
 
-    def _not_writable(self, error: OSError) -> UsageError:
-        return UsageError(f"The output directory {self.path} cannot be written: {error.strerror}.")
+    def _not_writable(self, reason: str | None) -> UsageError:
+        return UsageError(f"The output directory {self.path} cannot be written: {reason}.")
 
 
 def weights_name(strategy: str) -> str:

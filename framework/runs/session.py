@@ -197,11 +197,9 @@ class Session:
             strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name) or least
             for strategy in strategies
         }
-        refuse_idle_options(options.hook_options, {name for active in names.values() for name in active})
-        made: list[ConfiguredHook] = []
-        return {
-            strategy: build_hooks(names[strategy], options.hook_options, own[strategy], made) for strategy in strategies
-        }
+        given, made = options.hook_options, list[ConfiguredHook]()
+        refuse_idle_options(given, {name for active in names.values() for name in active})
+        return {strategy: build_hooks(names[strategy], given, own[strategy], made) for strategy in strategies}
 
     def _keeps(self) -> bool:
         """Return whether any sink keeps the metrics."""
@@ -282,9 +280,8 @@ class Session:
         record = replace(setup.record, environment=environment(task.model, task.ranks))
         if setup.resumed is not None:
             tell_of_environment(setup.resumed, record, exact=options.exact)
-        plan = CheckpointPlan(
-            options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints, digest_every
-        )
+        every, keep = options.save_checkpoints, options.keep_checkpoints
+        plan = CheckpointPlan(every, options.checkpoint_every_steps, keep, digest_every)
         info = manager.run_info(runner.name, setup.folder.strategy, setup.folder.path)
         run = StrategyRun(info, runner, manager, setup.folder, record, self.display, plan, self._signals, setup.resumed)
         run.reference = None if setup.reference is None else setup.reference.path

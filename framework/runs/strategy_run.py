@@ -124,9 +124,8 @@ class StrategyRun:
                 self._fail(_status_after(error), error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
                     sentence = f"Code of the experiment called sys.exit({error.code!r}) at step {self.state.loop.step}"
-                    raise LoopscopeError(
-                        f"{sentence} ({with_lines(error)}); to end a run early return True from should_stop."
-                    ) from error
+                    remedy = "to end a run early return True from should_stop"
+                    raise LoopscopeError(f"{sentence} ({with_lines(error)}); {remedy}.") from error
                 raise
             return self._summarise("completed", None, final, sample)
 
@@ -283,10 +282,8 @@ class StrategyRun:
         try:
             self.folder.write_weights(self.task.model)
         except LoopscopeError as error:
-            raise LoopscopeError(
-                f"{error} The run was trained to its end, but its final weights are not written. "
-                f"{self._last_checkpoint()} {self._way_on()}"
-            ) from error
+            lost = "The run was trained to its end, but its final weights are not written."
+            raise LoopscopeError(f"{error} {lost} {self._last_checkpoint()} {self._way_on()}") from error
 
     def _fail(self, status: str, error: BaseException) -> None:
         """Close what is open and write the summary, with the newest evaluation as the final one."""

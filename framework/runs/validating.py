@@ -191,10 +191,6 @@ def _cost(stretch: Stretch, steps: int, ended: Mapping[str, Any] | None, *, on_t
     """Say what it costs to begin at the start, and whether anything can show that the run is the same."""
     pace = ended["seconds"].get("training", 0) / ended["steps"] / 60 if ended and ended["steps"] else 0
     took = f", {steps * pace:.1f} minutes at the pace of its record" if pace else ""
-    unshown = (
-        "" if on_the_way else " No checkpoint or digest lies on the way: nothing can show that it is the same run."
-    )
-    return (
-        f"No checkpoint to begin from lies before step {stretch.step:,}: the run is trained again from its start, "
-        f"{steps:,} steps{took}.{unshown}"
-    )
+    begins = f"No checkpoint to begin from lies before step {stretch.step:,}: the run is trained again from its start"
+    unshown = " No checkpoint or digest lies on the way: nothing can show that it is the same run."
+    return f"{begins}, {steps:,} steps{took}.{'' if on_the_way else unshown}"
