@@ -5,7 +5,7 @@ batches of a step, so a few of its methods are wrapped while a run is attached.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
 from pathlib import Path
@@ -26,7 +26,7 @@ from .choices import Choices, steps_in
 from .logger_sink import through_trainer
 from .own_loop import OwnLoop
 from .scope import AttachedScope
-from .wrapped import unwrapped
+from .wrapped import replaced, unwrapped
 
 TESTED = "transformers 5.23"
 STATE = "loopscope"
@@ -80,8 +80,6 @@ class TrainerEvents(TrainerCallback):
         self._steps: int | None = None
         self._stored: Path | None = None
 
-    # The life of a run
-
     def around_training(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``train`` with the methods wrapped while it runs, and the run closed however it ends."""
 
@@ -108,15 +106,11 @@ class TrainerEvents(TrainerCallback):
             "predict": self._evaluating,
             "_load_optimizer_and_scheduler": self._loading,
         }
-        own = {name: vars(trainer)[name] for name in around if name in vars(trainer)}
-        for name, wrapper in around.items():
-            setattr(trainer, name, wraps(getattr(trainer, name))(partial(wrapper, getattr(trainer, name))))
-        try:
+        with ExitStack() as held:
+            for name, wrapper in around.items():
+                method = getattr(trainer, name)
+                held.enter_context(replaced(trainer, name, wraps(method)(partial(wrapper, method))))
             yield
-        finally:
-            for name in around:
-                delattr(trainer, name)
-            vars(trainer).update(own)
 
     def _close(self, status: str, error: BaseException | None = None) -> None:
         if self._loop is not None:
@@ -172,8 +166,6 @@ class TrainerEvents(TrainerCallback):
         for sentence in writer.failures():
             notice(f"{sentence} Training goes on.")
 
-    # The wrapped methods
-
     def _loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
         """Note the checkpoint from which the Trainer goes on."""
         self._stored = None if checkpoint is None else Path(checkpoint) / STATE
@@ -205,8 +197,6 @@ class TrainerEvents(TrainerCallback):
     def _own(self) -> OwnLoop:
         assert self._loop is not None
         return self._loop
-
-    # What hooks and sinks ask for
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return what the Trainer would differentiate for a micro-batch of the present step, or for another batch."""

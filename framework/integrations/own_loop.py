@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from ..errors import RunNotice, UsageError, listed, require
 from ..hooks import HookPoint, InterventionHook
 from ..state import Transient
 from .attached_run import AttachedRun
-from .unscaling import scale_of, unscaled
+from .unscaling import unscaled
 
 UNTOLD = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 """What is seen of a loop that tells nothing."""
@@ -73,8 +73,6 @@ class OwnLoop(Transient):
             self._optimizer.register_step_pre_hook(self._before_update),
             self._optimizer.register_step_post_hook(self._after_update),
         ]
-
-    # What the loop tells
 
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
         """Begin a step with its first micro-batch, or go on with the next; ``steps`` are those of an epoch.
@@ -219,8 +217,6 @@ class OwnLoop(Transient):
         finally:
             self._run.end(status, error)
 
-    # What happens in a step
-
     def _gradients_complete(self) -> None:
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -229,7 +225,7 @@ class OwnLoop(Transient):
             with self._firing:
                 self._driver.after_backward(loss)
             return
-        with self._firing, self._unscaled() as skipped:
+        with self._firing, unscaled(self._driver.task, keeps=self._run.keeps_gradients) as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
             self._end_step(skipped=True)
@@ -256,8 +252,8 @@ class OwnLoop(Transient):
             self._untold()
         self._is_updating = self._is_complete or self._is_untold
         if self._is_updating:
-            unscaled_by_it = told.get("grad_scale") is not None
-            with self._firing, self._unscaled() if unscaled_by_it else AS_THEY_ARE:
+            task, keeps = self._driver.task, self._run.keeps_gradients
+            with self._firing, unscaled(task, keeps=keeps) if told.get("grad_scale") is not None else AS_THEY_ARE:
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -289,13 +285,6 @@ class OwnLoop(Transient):
         else:
             what = "a scope.backward(loss)" if self._parts else "a batch"
             self._tell("unseen", f"optimizer.step() came without {what} before it, and hooks have not seen it: {TELL}.")
-
-    def _unscaled(self) -> AbstractContextManager[bool]:
-        """Show unscaled gradients to hooks for the body, which is told whether one is not finite."""
-        scale = scale_of(self._scaler, self._optimizer)
-        if scale is None:
-            return AS_THEY_ARE
-        return unscaled(self._optimizer, scale, keeps=self._run.keeps_gradients)
 
     def _tell(self, kind: str, sentence: str) -> None:
         if kind not in self._told:

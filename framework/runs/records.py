@@ -62,14 +62,6 @@ class Completed(TypedDict):
     output_dir: str
 
 
-class Ended(TypedDict):
-    """What a summary says of how far the run came, and in which time."""
-
-    status: str
-    steps: int
-    seconds: Mapping[str, float]
-
-
 class Difference(NamedTuple):
     """An entry in which two records differ; ``None`` stands for a missing one."""
 
@@ -164,9 +156,9 @@ def read_status(folder: Path) -> str | None:
 
 
 def read_ended(folder: Path) -> Mapping[str, Any] | None:
-    """Return how far the run in ``folder`` came (:class:`Ended`), ``None`` without a summary."""
-    path = folder / SUMMARY
-    return checked(read_json(path), get_type_hints(Ended), path) if is_there(path) else None
+    """Return how far the run in ``folder`` came, and in which time; ``None`` without a summary."""
+    path, hints = folder / SUMMARY, {"status": str, "steps": int, "seconds": Mapping[str, float]}
+    return checked(read_json(path), hints, path) if is_there(path) else None
 
 
 def read_initial(folder: Path) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, content_of, newest_intact
 from ..data import changed
@@ -17,22 +17,10 @@ MAY_DIFFER = {"output_dir"}
 """Options of an experiment that change nothing in a run."""
 
 
-class Manifest(TypedDict):
-    """What is read of the manifest of a run's checkpoint, beside its :class:`RunRecord`."""
-
-    epoch: int
-    step: int
-    initial: Mapping[str, Any]
-    sinks: Mapping[str, Mapping[str, Any] | None]
-
-
-class Beside(TypedDict):
-    """What is checked of the content of a checkpoint before any part of it takes its own back."""
-
-    state: Mapping[str, Any]
-    samples: Mapping[str, Mapping[str, int]]
-    errors: Sequence[FailedHook]
-    left_out: Mapping[str, str]
+OF_MANIFEST = {"epoch": int, "step": int, "initial": Mapping[str, Any], "sinks": Mapping[str, Mapping[str, Any] | None]}
+"""What is read of the manifest of a run's checkpoint, beside its :class:`RunRecord`."""
+OF_HOOKS = {"samples": Mapping[str, Mapping[str, int]], "errors": Sequence[FailedHook], "left_out": Mapping[str, str]}
+"""What is checked of the content of a checkpoint, beside its state, before any part of it takes its own back."""
 
 
 def newest_of(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
@@ -57,10 +45,10 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
 
     Bytes that are damaged are found by their digests; this is about what is written otherwise.
     """
-    checked(found.manifest, get_type_hints(Manifest), found.folder / MANIFEST)
+    checked(found.manifest, OF_MANIFEST, found.folder / MANIFEST)
     path, content = found.folder / STATE, content_of(found, manager.state.model, manager.task.ranks)
     kept = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
-    checked(content, get_type_hints(Beside), path)
+    checked(content, {"state": Mapping[str, Any], **OF_HOOKS}, path)
     loop = content["state"].get("loop")
     # An evaluation may return numbers of any kind.
     checked(loop if isinstance(loop, Mapping) else {}, kept | {"evaluation": dict}, path)

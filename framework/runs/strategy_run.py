@@ -296,16 +296,10 @@ class StrategyRun:
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
     ) -> dict[str, Any]:
         """Write how it went, show it, and return it."""
+        seconds = {"total": perf_counter() - self._begin, "training": self._trained}
+        compared = self.runner.compared_metrics
         summary = summary_of(
-            self.manager,
-            self.record,
-            self.folder.path,
-            status=status,
-            error=error,
-            seconds={"total": perf_counter() - self._begin, "training": self._trained},
-            initial=self._initial,
-            final=final,
-            compared=self.runner.compared_metrics,
+            self.manager, self.record, self.folder.path, status, error, seconds, final, self._initial, compared
         )
         summary["sample"] = None if sample is None else str(sample)
         self.folder.write_summary(summary)

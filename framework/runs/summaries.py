@@ -17,7 +17,6 @@ def summary_of(
     manager: HookManager,
     record: RunRecord,
     folder: Path,
-    *,
     status: str,
     error: BaseException | None,
     seconds: Mapping[str, float],
