@@ -48,12 +48,9 @@ AS_THEY_ARE = nullcontext(False)
 
 
 class OwnLoop(Transient):
-    """Turns the calls of a loop into the transitions of a driver.
+    """Turns the calls of a loop, with ``accumulate`` micro-batches in a step, into the transitions of a driver.
 
-    Args:
-        run: the run that is attached.
-        accumulate: micro-batches in a step.
-        accelerator: who runs backward and says when a step is complete, in a loop of Accelerate's.
+    In a loop of Accelerate's, the ``accelerator`` runs backward and says when a step is complete.
     """
 
     def __init__(self, run: AttachedRun, accumulate: int, accelerator: Accelerates | None) -> None:
@@ -143,10 +140,8 @@ class OwnLoop(Transient):
                 "optimizer.step(); attach(..., accumulate=N) says how many there are."
             )
         try:
-            if self._accelerator is None:
-                self._driver.task.backward(loss, retain_graph=retain_graph)
-            else:
-                self._accelerator.backward(loss, retain_graph=retain_graph)
+            owner = self._driver.task if self._accelerator is None else self._accelerator
+            owner.backward(loss, retain_graph=retain_graph)
         except RuntimeError as error:
             hooks = self._run.manager.hooks
             acting = next((hook.name for hook in hooks if isinstance(hook, InterventionHook) and hook.mutates), "")
@@ -221,11 +216,8 @@ class OwnLoop(Transient):
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._is_complete = True
-        if self._scaler is None:
-            with self._firing:
-                self._driver.after_backward(loss)
-            return
-        with self._firing, unscaled(self._driver.task, keeps=self._run.keeps_gradients) as skipped:
+        shown = AS_THEY_ARE if self._scaler is None else unscaled(self._driver.task, keeps=self._run.keeps_gradients)
+        with self._firing, shown as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
             self._end_step(skipped=True)
@@ -252,8 +244,9 @@ class OwnLoop(Transient):
             self._untold()
         self._is_updating = self._is_complete or self._is_untold
         if self._is_updating:
-            task, keeps = self._driver.task, self._run.keeps_gradients
-            with self._firing, unscaled(task, keeps=keeps) if told.get("grad_scale") is not None else AS_THEY_ARE:
+            is_scaled, task = told.get("grad_scale") is not None, self._driver.task
+            shown = unscaled(task, keeps=self._run.keeps_gradients) if is_scaled else AS_THEY_ARE
+            with self._firing, shown:
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
