@@ -63,7 +63,7 @@ def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
     run = AttachedRun(through_trainer(choices, events.log), lacks, Path(trainer.args.output_dir), bar=False)
     events.run = run
     trainer.add_callback(events)
-    trainer.train = events.around_training(trainer.train)  # type: ignore[method-assign]
+    trainer.train = wraps(trainer.train)(partial(events.training, trainer.train))  # type: ignore[method-assign]
     return AttachedScope(run)
 
 
@@ -80,21 +80,16 @@ class TrainerEvents(TrainerCallback):
         self._steps: int | None = None
         self._stored: Path | None = None
 
-    def around_training(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``train`` with the methods wrapped while it runs, and the run closed however it ends."""
-
-        @wraps(train)
-        def training(*inputs: Any, **options: Any) -> Any:
-            with self._wrapped():
-                try:
-                    result = train(*inputs, **options)
-                except BaseException as error:
-                    self._close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
-                    raise
-                self._close("completed")
-                return result
-
-        return training
+    def training(self, train: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Return what ``train`` does, with the methods wrapped while it runs, and the run closed however it ends."""
+        with self._wrapped():
+            try:
+                result = train(*inputs, **options)
+            except BaseException as error:
+                self._close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+                raise
+            self._close("completed")
+            return result
 
     @contextmanager
     def _wrapped(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from math import ceil, isfinite
 from operator import attrgetter
 from typing import Any, cast
@@ -67,8 +68,8 @@ class LightningLoop(Transient):
         )
         self._is_on = True
         plugin, validation = trainer.precision_plugin, trainer.fit_loop.epoch_loop.val_loop
-        self._held.enter_context(replaced(plugin, "_clip_gradients", self._clipping(plugin._clip_gradients)))
-        self._held.enter_context(replaced(validation, "run", self._isolating(validation.run)))
+        self._held.enter_context(replaced(plugin, "_clip_gradients", partial(self._clip, plugin._clip_gradients)))
+        self._held.enter_context(replaced(validation, "run", partial(self._validate, validation.run)))
 
     def _start(self, batch: Batch) -> None:
         """Build and start the run before the first step, on its batch."""
@@ -182,17 +183,13 @@ class LightningLoop(Transient):
             self._stage = "skipped" if skipped else "complete"
             driver.after_backward(loss, skipped=skipped)
 
-    def _clipping(self, clip: Callable[..., None]) -> Callable[..., None]:
-        """Return what shows hooks the gradients after ``clip``."""
-
-        def clipping(*inputs: Any, **options: Any) -> None:
-            clip(*inputs, **options)
-            if self._stage == "complete":
-                self._stage = "updating"
-                with unscaled(self._run.driver.task, keeps=self._run.keeps_gradients):
-                    self._run.driver.before_update()
-
-        return clipping
+    def _clip(self, clip: Callable[..., None], *inputs: Any, **options: Any) -> None:
+        """Show hooks the gradients after ``clip``."""
+        clip(*inputs, **options)
+        if self._stage == "complete":
+            self._stage = "updating"
+            with unscaled(self._run.driver.task, keeps=self._run.keeps_gradients):
+                self._run.driver.before_update()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """End the step with its last micro-batch; schedulers that count steps have stepped."""
@@ -225,23 +222,19 @@ class LightningLoop(Transient):
             if self._run.is_started:
                 self._state = self._state | {"place": self._place}
 
-    def _isolating(self, validate: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``validate`` so that it cannot change the training."""
-
-        def isolated() -> Any:
-            run, module = self._run, self._trainer.lightning_module
-            self._state = self._own_state()  # a checkpoint may be written within
-            try:
-                with run.evaluating(module):
-                    found = validate()
-            finally:
-                self._state = {}
-            if self._numbers and run.is_started:
-                run.driver.evaluated(self._numbers)
-                self._numbers = {}
-            return found
-
-        return isolated
+    def _validate(self, validate: Callable[[], Any]) -> Any:
+        """Call ``validate`` so that it cannot change the training."""
+        run, module = self._run, self._trainer.lightning_module
+        self._state = self._own_state()  # a checkpoint may be written within
+        try:
+            with run.evaluating(module):
+                found = validate()
+        finally:
+            self._state = {}
+        if self._numbers and run.is_started:
+            run.driver.evaluated(self._numbers)
+            self._numbers = {}
+        return found
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return what Lightning would run backward on for a micro-batch; nothing of it is logged."""
