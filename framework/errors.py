@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from traceback import walk_tb
@@ -167,6 +168,11 @@ def require(condition: bool, sentence: str) -> None:
     """Raise :class:`UsageError` with ``sentence`` unless ``condition`` holds."""
     if not condition:
         raise UsageError(sentence)
+
+
+def notice(sentence: str) -> None:
+    """Warn with a :class:`RunNotice`, as from where the caller was called."""
+    warnings.warn(sentence, RunNotice, stacklevel=3)
 
 
 def unknown(kind: str, value: str, choices: Iterable[str]) -> UsageError:

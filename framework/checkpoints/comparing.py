@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import listed
 from ..state import ON_DEMAND, local_shards
-from .format import DamagedCheckpointError, checkpoints_in, open_checkpoint
+from .format import intact_in
 
 Moment = tuple[int, int]
 """Epoch and step of a checkpoint: at the end of an epoch there may be one before and one after its evaluation."""
@@ -31,15 +31,8 @@ class Parting:
 
 def moments_of(folder: Path) -> dict[Moment, Path]:
     """Return the checkpoints in a folder that are intact, by their moments, the earliest first."""
-    found: dict[Moment, Path] = {}
-    for path in reversed([*checkpoints_in(folder)]):
-        try:
-            manifest = open_checkpoint(path).manifest
-        except DamagedCheckpointError:
-            continue
-        if "epoch" in manifest:  # it was written by a run, not by a loop of somebody's own
-            found[manifest["epoch"], manifest["step"]] = path
-    return found
+    of_runs = [each for each in intact_in(folder) if "epoch" in each.manifest]  # not those of somebody's own loop
+    return {(each.manifest["epoch"], each.step): each.folder for each in of_runs}
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

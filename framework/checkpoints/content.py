@@ -159,9 +159,8 @@ class RunState:
                 call = Call("checkpoint", "the start of the epoch", loop.step, "The")
                 pre_epoch = manager.isolation.intervene(call, self._take_pre_epoch, mutates=True)
             call = Call("checkpoint", "the loop", loop.step, "The")
-            return manager.isolation.observe(
-                call, lambda: {**self._staging.copy(self._content()), "pre_epoch": pre_epoch}
-            )
+            copied: dict[str, Any] = manager.isolation.observe(call, lambda: self._staging.copy(self._content()))
+            return copied | {"pre_epoch": pre_epoch}
 
     def _content(self) -> dict[str, Any]:
         """Return everything, by reference, but the state before the epoch."""

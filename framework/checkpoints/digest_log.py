@@ -55,13 +55,7 @@ def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
 
 
 class DigestLog:
-    """Writes a line now and then; of several processes, which all take part, the first writes.
-
-    Args:
-        folder: that of the run.
-        every: steps between two lines; 0 for none, ``None`` for one at every snapshot.
-        numbers: of the rows of the run.
-    """
+    """Writes a line ``every`` so many steps (0: none, ``None``: at every snapshot); the first of all processes does."""
 
     def __init__(self, folder: Path, manager: HookManager, every: int | None, numbers: RowNumbers) -> None:
         self._path, self._manager, self._every = folder / DIGESTS, manager, every

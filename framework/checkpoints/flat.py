@@ -119,10 +119,8 @@ def room_of(metadata: Any, key: str, model: nn.Module, ranks: Ranks) -> dict[str
     saved, prefix = metadata.state_dict_metadata, f"{key}."
     found: dict[str, Any] = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
     there = listed(sorted({name.partition(".")[0] for name in saved}), 9)
-    require(
-        _ONE in found,
-        f"This checkpoint has no state of a scope on several ranks under {key!r}, but {there}; key= says where it is.",
-    )
+    missing = f"This checkpoint has no state of a scope on several ranks under {key!r}"
+    require(_ONE in found, f"{missing}, but {there}; key= says where it is.")
     parameters, room = dict(model.named_parameters()), dict[str, Tensor]()
     for name, entry in found.items():
         owner = _rank(name)

@@ -52,11 +52,9 @@ class Checkpoint:
         for name in self.manifest["files"] if names is None else names:
             path, expected = self.folder / name, self.manifest["files"][name]
             try:
-                size = path.stat().st_size
-                if size != expected["bytes"]:
-                    raise DamagedCheckpointError(
-                        f"{path} has {size} bytes instead of {expected['bytes']}: it is damaged."
-                    )
+                size, wanted = path.stat().st_size, expected["bytes"]
+                if size != wanted:
+                    raise DamagedCheckpointError(f"{path} has {size} bytes instead of {wanted}: it is damaged.")
                 with path.open("rb") as file:
                     found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             except OSError as error:
@@ -158,6 +156,16 @@ def checkpoints_in(folder: Path) -> Iterator[Path]:
     yield from sorted(found, key=lambda path: path.name, reverse=True)
 
 
+def intact_in(folder: Path) -> Iterator[Checkpoint]:
+    """Yield a run's checkpoints whose manifests are intact, the oldest first."""
+    for path in reversed([*checkpoints_in(folder)]):
+        try:
+            checkpoint = open_checkpoint(path)
+        except DamagedCheckpointError:
+            continue
+        yield checkpoint
+
+
 def newest_intact(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint that is intact, and ``tell`` of every newer one why it is not used."""
     for path in checkpoints_in(folder):
@@ -180,13 +188,8 @@ def write_checkpoint(
 ) -> Checkpoint:
     """Write a checkpoint under a temporary name, force it onto the disk, and only then give it its name.
 
-    Args:
-        folder: its name in the end; one that is there already is replaced.
-        content: tensors and plain values, for ``torch.save``.
-        manifest: plain values that describe it, without ``format``, ``files`` and ``digest``.
-        before: files that must be on the disk before the checkpoint counts: those of the sinks.
-        spare: a checkpoint that was set aside; its files are written over, which takes half the time of new ones.
-
+    One of that name is replaced. The files ``before``, those of the sinks, are on the disk before the checkpoint
+    counts; those of a ``spare`` one, set aside, are written over, which takes half the time of new ones.
     Raises :class:`LoopscopeError` where the file system refuses; nothing that was there is lost then.
     """
     growing = GrowingCheckpoint(folder, spare)

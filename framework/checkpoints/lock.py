@@ -7,13 +7,12 @@ import os
 import socket
 import stat
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..durable_files import read_json, refusal_of_disk
-from ..errors import RunNotice, UsageError
+from ..errors import UsageError, notice
 
 LOCK = "run.lock"
 PATIENCE = 0.05  # seconds in which whoever only asks whether the lock is held has let go of it
@@ -31,7 +30,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         descriptor = _locked(path)
     try:
         if os.fstat(descriptor).st_size:
-            _notice(f"The lock on {folder} was left by {_owner(path)}, which is gone; it is taken over.")
+            notice(f"The lock on {folder} was left by {_owner(path)}, which is gone; it is taken over.")
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with refusal_of_disk(path):
             os.ftruncate(descriptor, 0)
@@ -101,13 +100,12 @@ def _lock(descriptor: int, path: Path) -> None:
             time.sleep(PATIENCE)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UsageError(
-            f"{path.parent} is being written by {_owner(path)}; wait for it, stop it, or choose another --output-dir."
-        ) from error
+        remedy = "wait for it, stop it, or choose another --output-dir"
+        raise UsageError(f"{path.parent} is being written by {_owner(path)}; {remedy}.") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-        _notice(f"{path.parent} lies on a file system without locks: nothing keeps a second process from writing it.")
+        notice(f"{path.parent} lies on a file system without locks: nothing keeps a second process from writing it.")
 
 
 def _owner(path: Path) -> str:
@@ -117,7 +115,3 @@ def _owner(path: Path) -> str:
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (UsageError, KeyError):
         return "another process"
-
-
-def _notice(sentence: str) -> None:
-    warnings.warn(sentence, RunNotice, stacklevel=4)

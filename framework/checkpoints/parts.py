@@ -9,6 +9,7 @@ pieces together. Nothing of torch's own storage is used: it unpickles whatever l
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,9 @@ def write_parts(
     named, own = separated.named(ranks, "checkpoints")
     growing = GrowingCheckpoint(folder, spare)
     writer = _Writer(growing, {**separated._asdict(), "tensors": None, "own": own}, manifest, before)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        save(
-            named,
-            storage_writer=writer,
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=ranks.group("checkpoints"),
-        )
+        save(named, storage_writer=writer, planner=planner, process_group=ranks.group("checkpoints"))
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         text = str(reason) if isinstance(reason, LoopscopeError) else f"{folder}: {type(reason).__name__}: {reason}"
@@ -64,47 +61,48 @@ def write_parts(
     return Checkpoint(folder, manifest)
 
 
-class _Writer(StorageWriter):
-    """Writes this rank's file, and on the first rank, once all have, the manifest, by which the checkpoint counts."""
+class _OfOneCheckpoint:
+    """What torch asks of any storage: each is made for one checkpoint, and keeps plans as they are."""
 
-    def __init__(
-        self,
-        growing: GrowingCheckpoint,
-        content: Mapping[str, Any],
-        manifest: Mapping[str, Any],
-        before: Sequence[Path],
-    ) -> None:
-        self._growing, self._content, self._manifest, self._before = growing, content, manifest, before
-        self._name = ""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a writer is made for each checkpoint."""
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether the writer is found by a path: it is not."""
-        return False
-
-    def set_up_storage_writer(self, is_coordinator: bool, *, rank: int = 0, **kwargs: Any) -> None:
-        """Take this rank's number."""
-        self._name = RANK.format(rank)
+        return False  # none is found by a path
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+
+@dataclass(eq=False)
+class _Writer(_OfOneCheckpoint, StorageWriter):
+    """Writes this rank's file, and on the first rank, once all have, the manifest, by which the checkpoint counts."""
+
+    growing: GrowingCheckpoint
+    content: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    before: Sequence[Path]
+    name: str = ""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *, rank: int = 0, **kwargs: Any) -> None:
+        """Take this rank's number."""
+        self.name = RANK.format(rank)
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         """Make the folder into which all ranks write next."""
-        self._growing.begin()
+        self.growing.begin()
         return plans
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
         """Write this rank's file, and return where its pieces lie, and last its size and digest."""
         pieces = {str(place): planner.resolve_data(item).detach() for place, item in enumerate(plan.items)}
-        summary = self._growing.write(self._name, {**self._content, "pieces": pieces})
-        results = [WriteResult(item.index, 0, [self._name, str(place)]) for place, item in enumerate(plan.items)]
+        summary = self.growing.write(self.name, {**self.content, "pieces": pieces})
+        results = [WriteResult(item.index, 0, [self.name, str(place)]) for place, item in enumerate(plan.items)]
         done: Future[Any] = Future()
-        done.set_result([*results, WriteResult(MetadataIndex(""), 0, [self._name, summary])])
+        done.set_result([*results, WriteResult(MetadataIndex(""), 0, [self.name, summary])])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -118,10 +116,10 @@ class _Writer(StorageWriter):
             pieces = [[[*piece.offsets], [*piece.sizes], *place] for piece, place in places]
             dtype = str(found.properties.dtype).removeprefix("torch.")
             tensors[name] = {"shape": [*found.size], "dtype": dtype, "pieces": pieces}
-        self._growing.complete({**self._manifest, "tensors": tensors}, files, self._before)
+        self.growing.complete({**self.manifest, "tensors": tensors}, files, self.before)
 
 
-class _Reader(StorageReader):
+class _Reader(_OfOneCheckpoint, StorageReader):
     """Reads the pieces of a checkpoint, from whichever rank's file."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -129,36 +127,19 @@ class _Reader(StorageReader):
         self._lies: dict[MetadataIndex, Sequence[str]] = {}
         self._files: dict[str, Any] = {}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a reader is made for each checkpoint."""
-
     def read_metadata(self) -> Metadata:
         """Return what the manifest says of the tensors."""
         found: dict[str, Any] = {}
         for name, entry in self._tensors.items():
             pieces = [ChunkStorageMetadata(torch.Size(piece[0]), torch.Size(piece[1])) for piece in entry["pieces"]]
-            found[name] = TensorStorageMetadata(
-                TensorProperties(getattr(torch, entry["dtype"])), torch.Size(entry["shape"]), pieces
-            )
+            properties = TensorProperties(getattr(torch, entry["dtype"]))
+            found[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), pieces)
             for (_, _, *lies), piece in zip(entry["pieces"], pieces, strict=True):
                 self._lies[MetadataIndex(name, piece.offsets)] = lies
         return Metadata(found)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Do nothing: everything is known."""
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Return the plans as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether the reader is found by a path: it is not."""
-        return False
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
         """Copy the pieces into the tensors that are there for them."""
@@ -236,16 +217,12 @@ def _filled(
             targets[name] = _held_whole(targets[name])
         return targets[name]
 
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         content = replaced(stored["plain"], room)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns that nothing goes between ranks, as is meant
-            load(
-                targets,
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=True,
-            )
+            load(targets, storage_reader=reader, planner=planner, no_dist=True)
     except (CheckpointException, LookupError, TypeError, AttributeError, ValueError) as error:
         reason = error.failures[0][0] if isinstance(error, CheckpointException) else error
         if isinstance(reason, DamagedCheckpointError):

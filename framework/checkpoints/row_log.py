@@ -98,9 +98,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _packed(batches: Sequence[Tensor]) -> str:
     """Return rows as text: their bytes by place value, most of which are zero or alike, compressed."""
-    planes = (
-        torch.cat([*batches, torch.empty(0, dtype=torch.int64)]).numpy().astype("<i8").view(np.uint8).reshape(-1, 8).T
-    )
+    rows = torch.cat([*batches, torch.empty(0, dtype=torch.int64)]).numpy().astype("<i8")
+    planes = rows.view(np.uint8).reshape(-1, 8).T
     return base64.b64encode(zlib.compress(planes.tobytes(), 1)).decode()
 
 

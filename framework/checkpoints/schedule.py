@@ -5,12 +5,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from types import FrameType
 from typing import Any
 
-from ..errors import LoopscopeError, RunNotice
+from ..errors import LoopscopeError, notice
 from ..firing import HookManager
 from ..state import LoopState
 from .content import RunState
@@ -132,44 +132,38 @@ class CheckpointPlan:
         return bool(unit_ended and self.every and done % self.every == 0)
 
 
+@dataclass
 class Checkpointing:
     """Writes the checkpoints of one run, with the manifests that ``describe`` makes, and ends it if a signal asks."""
 
-    def __init__(
-        self,
-        manager: HookManager,
-        writer: CheckpointWriter,
-        plan: CheckpointPlan,
-        signals: Signals,
-        *,
-        describe: Callable[[], Mapping[str, Any]],
-        digests: DigestLog | None = None,
-        rows: RowLog | None = None,
-    ) -> None:
-        self.writer = writer
-        self._digests, self._rows = digests, rows
-        self._manager = manager
-        self._run_state = RunState(manager)
-        self._plan = plan
-        self._signals = signals
-        self._describe = describe
+    manager: HookManager
+    writer: CheckpointWriter
+    plan: CheckpointPlan
+    signals: Signals
+    describe: Callable[[], Mapping[str, Any]] = field(kw_only=True)
+    digests: DigestLog | None = field(default=None, kw_only=True)
+    rows: RowLog | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Make the buffers for copies."""
+        self._run_state = RunState(self.manager)
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
-        if self._digests is not None:
-            self._digests.pause(loop, unit_ended=unit_ended)
-        if self._rows is not None:
-            self._rows.pause(loop, step_ended=unit_ended != self._manager.counts_epochs)
-        signals, ranks = self._signals, self._manager.task.ranks
+        if self.digests is not None:
+            self.digests.pause(loop, unit_ended=unit_ended)
+        if self.rows is not None:
+            self.rows.pause(loop, step_ended=unit_ended != self.manager.counts_epochs)
+        signals, ranks = self.signals, self.manager.task.ranks
         if ranks.are_many and ranks.agree(signals.asked or signals.stop is not None):
             stops, asks = zip(*ranks.gather((signals.stop, signals.asked)), strict=True)
             signals.stop, signals.asked = next(filter(None, stops), None), any(asks)
         asked, signals.asked = signals.asked, False
-        ending = signals.stop is not None or self._manager.hooks.failures.pending is not None
+        ending = signals.stop is not None or self.manager.hooks.failures.pending is not None
         if asked or ending:
             self.take(wait=True)
-        elif self._plan.is_due(loop, counts_epochs=self._manager.counts_epochs, unit_ended=unit_ended):
+        elif self.plan.is_due(loop, counts_epochs=self.manager.counts_epochs, unit_ended=unit_ended):
             if self._is_last(loop):  # none comes after it that could make up for it
                 self.writer.wait()
             self.take(wait=False)
@@ -177,34 +171,28 @@ class Checkpointing:
             raise StoppedError(signals.stop)
 
     def _is_last(self, loop: LoopState) -> bool:
-        task, steps_per_unit = self._manager.task, 1
-        if self._manager.counts_epochs:
-            steps_per_unit = len(task.loader)
-        return loop.stopped or loop.step >= task.length * steps_per_unit
+        task = self.manager.task
+        return loop.stopped or loop.step >= task.length * (len(task.loader) if self.manager.counts_epochs else 1)
 
     def take(self, *, wait: bool) -> None:
         """Write a checkpoint of now; without ``wait`` it is left out where one of an earlier step is being written."""
-        step, ranks = self._manager.state.loop.step, self._manager.task.ranks
+        step, ranks = self.manager.state.loop.step, self.manager.task.ranks
         if ranks.agree(self.writer.is_busy and not wait and self.writer.step != step):
-            warnings.warn(
-                f"The checkpoint of step {step} is left out, since the one before is still "
-                "being written; the disk is slower than the interval.",
-                RunNotice,
-                stacklevel=3,
-            )
+            late = "since the one before is still being written; the disk is slower than the interval"
+            notice(f"The checkpoint of step {step} is left out, {late}.")
             return
         self.writer.wait()
         content = self._run_state.take()
         sentences = self._run_state.refusals_of_the_last()
         if ranks.agree(bool(sentences)):
             told = [*chain.from_iterable(ranks.gather(sentences))]
-            warnings.warn(f"The checkpoint of step {step} is left out. {told[0]}", RunNotice, stacklevel=3)
+            notice(f"The checkpoint of step {step} is left out. {told[0]}")
             return
-        with self._manager.between_steps():
-            dispatch = self._manager.dispatch
-            manifest, sink_files = {**self._describe(), "sinks": dispatch.positions()}, dispatch.files()
-        if self._digests is not None:
-            manifest["digests"] = self._digests.position()
+        with self.manager.between_steps():
+            dispatch = self.manager.dispatch
+            manifest, sink_files = {**self.describe(), "sinks": dispatch.positions()}, dispatch.files()
+        if self.digests is not None:
+            manifest["digests"] = self.digests.position()
         self.writer.write(step, content, manifest, sink_files)
         if wait:
             self.finish()
@@ -215,6 +203,6 @@ class Checkpointing:
         self._tell_failures()
 
     def _tell_failures(self) -> None:
-        remark = " Training goes on." if self._signals.stop is None else ""
+        remark = " Training goes on." if self.signals.stop is None else ""
         for sentence in self.writer.failures():
             warnings.warn(f"{sentence}{remark}", stacklevel=3)

@@ -3,7 +3,6 @@
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,7 @@ from torch import Tensor
 
 from ..state import ATOMS, completed, dtensor_class, is_sharded, local_shards
 from ..training import Ranks
-from .format import (
-    Checkpoint,
-    DamagedCheckpointError,
-    checkpoint_name,
-    checkpoints_in,
-    open_checkpoint,
-    remove_leftovers,
-    set_aside,
-    write_checkpoint,
-)
+from .format import Checkpoint, checkpoint_name, intact_in, remove_leftovers, set_aside, write_checkpoint
 
 Buffers = dict[tuple[Any, ...], list[Tensor]]
 
@@ -91,11 +81,7 @@ class Kept:
     def of(cls, folder: Path, number: int) -> "Kept":
         """Take over those that lie in a folder, and remove what a crash left half done."""
         remove_leftovers(folder)
-        kept = cls(number)
-        for path in reversed([*checkpoints_in(folder)]):
-            with suppress(DamagedCheckpointError):
-                kept._scores[path] = open_checkpoint(path).score
-        return kept
+        return cls(number, {checkpoint.folder: checkpoint.score for checkpoint in intact_in(folder)})
 
     def removed(self) -> list[Path]:
         """Forget those that somebody removed meanwhile, and return them."""
@@ -145,9 +131,8 @@ class CheckpointWriter:
         """Begin to write, and return; ``before`` are files that must be on the disk before."""
         folder, self.step = self._folder / checkpoint_name(step), step
         # No daemon: the interpreter waits at its end until the checkpoint is written.
-        self._thread = threading.Thread(
-            target=self._write, args=(folder, staged, manifest, before), name="loopscope checkpoint"
-        )
+        given = (folder, staged, manifest, before)
+        self._thread = threading.Thread(target=self._write, args=given, name="loopscope checkpoint")
         self._thread.start()
 
     def wait(self) -> None:

@@ -119,6 +119,21 @@ class HookManager:
         made = f"was made for the {self.hooks.loop} loop; make it with HookManager(..., loop={loop!r})"
         require(right, f"The hook manager of {loop}_loop {made}.")
 
+    def run_info(self, experiment: str, strategy: str, output_dir: Path) -> RunInfo:
+        """Return what hooks and sinks are to be told of a run with this manager."""
+        return RunInfo(
+            experiment=experiment,
+            strategy=strategy,
+            output_dir=output_dir,
+            task=self.task,
+            loop=self.hooks.loop,
+            seed=self.state.streams.seed,
+            optimizer_class=type(self.task.optimizer),
+            reference_weights=self._reference_weights,
+            metric_infos=self.hooks.metric_infos(),
+            treatments=treatments(self.hooks),
+        )
+
     def start(self, run: RunInfo) -> None:
         """Tell every hook and sink that the strategy starts, and attach the taps."""
         self.start_hooks(run)
@@ -218,18 +233,7 @@ class HookManager:
 
         Raises :class:`UsageError` for a sink that cannot do without a folder.
         """
-        run = RunInfo(
-            experiment=UNNAMED,
-            strategy=UNNAMED,
-            output_dir=Path(UNNAMED),
-            task=self.task,
-            loop=self.hooks.loop,
-            seed=self.state.streams.seed,
-            optimizer_class=type(self.task.optimizer),
-            reference_weights=self._reference_weights,
-            metric_infos=self.hooks.metric_infos(),
-            treatments=treatments(self.hooks),
-        )
+        run = self.run_info(UNNAMED, UNNAMED, Path(UNNAMED))
         try:
             self.start_hooks(run)
             self.dispatch.start(run, fatal=(UsageError, OSError))

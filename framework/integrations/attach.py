@@ -99,9 +99,8 @@ def attach(
         own = [name for name in ("optimizer", "scheduler", "scaler", "accelerator", "ranks") if given[name] is not None]
         require(not own, f"The trainer has its own {' and '.join(own)}; give attach the trainer alone.")
         return import_module(f"{__package__}.{trainer}").attach_to(target, choices)
-    replicated = isinstance(target, nn.DataParallel)
     require(
-        not replicated,
+        not isinstance(target, nn.DataParallel),
         "DataParallel trains on several devices in one process, where attach serves one; use DistributedDataParallel.",
     )
     require(
@@ -145,17 +144,15 @@ def _to_a_loop(
     require(known, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
     counts = type(accumulate) is int and accumulate >= 1
     require(counts, f"accumulate is {accumulate!r}; it is the number of micro-batches in a step, at least 1.")
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"The optimizer is a {type(optimizer).__name__}; attach(model, optimizer) takes one of torch's."
-        )
-    for name, given, kind in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
-        fits = given is None or (isinstance(given, kind) and not isinstance(given, Optimizer))
+    kind, is_one = type(optimizer).__name__, isinstance(optimizer, Optimizer)
+    require(is_one, f"The optimizer is a {kind}; attach(model, optimizer) takes one of torch's.")
+    for name, given, of in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
+        fits = given is None or (isinstance(given, of) and not isinstance(given, Optimizer))
         require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
     if takes_closure(optimizer):
         raise UsageError(
-            f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow a loop of your "
-            "own; train it in an experiment, or with an optimizer that takes no closure."
+            f"{kind} evaluates the loss within its step, where hooks cannot follow a loop of your own; train it in an "
+            "experiment, or with an optimizer that takes no closure."
         )
     whole = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
     run = AttachedRun(choices, choices.lacks(**whole))

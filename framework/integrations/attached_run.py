@@ -2,7 +2,6 @@
 
 import atexit
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -19,16 +18,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import for_rank, run_lock, sync_path
+from ..checkpoints import for_rank, sync_path
 from ..console import RunConsole
 from ..data import Batch
-from ..durable_files import plain_json
-from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, require
+from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, notice, require
 from ..firing import Driver, HookManager, unmet
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
-from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of, versions
+from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of
 from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
@@ -82,19 +80,17 @@ class AttachedRun:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        scheduler: Any = None,
-        scaler: Any = None,
         loss: Loss | None = None,
         replica: DistributedDataParallel | None = None,
         ranks: Ranks | None = None,
         accumulate: int = 1,
-        compiled: bool = False,
         length: int | None = None,
-        scheduler_interval: str = "epoch",
+        **parts: Any,
     ) -> None:
         """Put the hooks around what is trained; raises :class:`UsageError` for what cannot be.
 
-        Of ranks that train together the main one alone has a folder, sinks and a display.
+        ``parts`` are further ones of the :class:`.TrainingTask`, such as its scheduler. Of ranks that train together
+        the main one alone has a folder, sinks and a display.
         """
         self._ranks = ranks = trainers_of(model, replica) if ranks is None else ranks
         if ranks.are_many:
@@ -110,19 +106,16 @@ class AttachedRun:
             loader,
             past(replica, loss or choices.loss or no_loss),
             evaluate=choices.evaluate or (lambda model: {}),
-            scheduler=scheduler,
-            scaler=scaler,
-            scheduler_interval=scheduler_interval,
             length=choices.length or length or ENDLESS,
             snapshot_every=choices.due_every,
             log_every=choices.log_every,
             config=choices.config,
-            compiled=compiled,
             replica=replica,
             ranks=ranks,
+            **parts,
         )
         streams = RandomStreams(choices.seed, loader.generators())
-        state = TrainingState(model, optimizer, streams, scheduler=scheduler, scaler=scaler)
+        state = TrainingState(model, optimizer, streams, scheduler=task.scheduler, scaler=task.scaler)
         self.manager = self._managed(task, state)
         self.driver = Driver(task, self.manager)
         self._optimizer = optimizer
@@ -189,27 +182,15 @@ class AttachedRun:
         if self._ranks.is_main:
             remedy = "give attach another folder, out=, or overwrite=True"
             self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
-            self.folder.make()
-            self._held.enter_context(run_lock(self.folder.path))
-            self.folder.refuse_what_came_meanwhile()
+            self.folder.enter(self._held)
 
     def _start_hooks(self, first: Batch | None) -> RunInfo:
-        manager, stored, choices = self.manager, self._stored, self.choices
-        record = self._record()
-        info = RunInfo(
-            experiment=record.experiment,
-            strategy=record.strategy,
-            output_dir=self.folder.path
-            if self._ranks.is_main
-            else Path(self._held.enter_context(TemporaryDirectory())),
-            task=manager.task,
-            loop=choices.loop,
-            seed=choices.seed,
-            optimizer_class=type(self._optimizer),
-            reference_weights=self._reference,
-            treatments=self.treatments,
-            lacks=self._lacks,
-        )
+        manager, stored = self.manager, self._stored
+        record, path = self._record(), self.folder.path
+        if not self._ranks.is_main:
+            path = Path(self._held.enter_context(TemporaryDirectory()))
+        info = manager.run_info(record.experiment, record.strategy, path)
+        info = replace(info, treatments=self.treatments, lacks=self._lacks)
         if stored is not None:
             vars(manager.state.loop).update(deepcopy(stored["loop"]))
             manager.hooks.load_state_dict(stored["hooks"])
@@ -232,21 +213,9 @@ class AttachedRun:
 
     def _record(self) -> RunRecord:
         choices = self.choices
-        known = {
-            "experiment": ATTACHED,
-            "strategy": self.folder.strategy,
-            "config": dict(choices.config),
-            "hooks": {item.hook.name: item.options for item in self._hooks},
-            "treatments": self.treatments,
-            "run": {
-                "on_hook_error": choices.on_hook_error,
-                "audit_hooks": choices.audit,
-                "reference": choices.reference,
-            },
-            "versions": versions(),
-            "environment": environment(self.manager.task.model, self._ranks),
-        }
-        return RunRecord(**plain_json(known))
+        known = {"experiment": ATTACHED, "strategy": self.folder.strategy, "config": dict(choices.config)}
+        known["environment"] = environment(self.manager.task.model, self._ranks)
+        return RunRecord.planned(self._hooks, choices.on_hook_error, choices.audit, choices.reference, **known)
 
     def after_step(self) -> None:
         """Do what is due between two steps; raises what a hook raised in the one that is over."""
@@ -358,18 +327,9 @@ class AttachedRun:
                 self._leave()
 
     def _summarise(self, status: str, error: BaseException | None) -> None:
-        loop, took = self.driver.loop, perf_counter() - self._begin
-        seconds = {"total": took, "training": took}
-        summary = summary_of(
-            self.manager,
-            self._record(),
-            self.folder.path,
-            status=status,
-            error=error,
-            seconds=seconds,
-            initial={},
-            final=loop.evaluation,
-        )
+        record, path, final = self._record(), self.folder.path, self.driver.loop.evaluation
+        seconds = dict.fromkeys(("total", "training"), perf_counter() - self._begin)
+        summary = summary_of(self.manager, record, path, status=status, error=error, seconds=seconds, final=final)
         self.folder.write_summary(summary)
         self._console.strategy_ended(summary)
         self._console.ended([summary])
@@ -386,10 +346,8 @@ class AttachedRun:
         if vars(sys).get("last_value") is not None or not self._ranks.is_main:
             self._at_exit("failed")
             return
-        warnings.warn(
+        notice(
             f"The run in {self.folder.path} was not closed, and is closed as the program ends: call scope.close() "
-            "after the loop, or write with loopscope.attach(...) as scope.",
-            RunNotice,
-            stacklevel=2,
+            "after the loop, or write with loopscope.attach(...) as scope."
         )
         self._at_exit("interrupted" if self._ranks.are_many else "completed")  # other ranks may be gone

@@ -4,9 +4,8 @@ Tested with transformers 5.23 and accelerate 1.15. The trainer has no event befo
 batches of a step, so a few of its methods are wrapped while a run is attached.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 
 from ..checkpoints import AFRESH, CheckpointWriter, checkpoints_in, content_of, open_checkpoint
 from ..data import Batch
-from ..errors import RunNotice, UsageError, require
+from ..errors import UsageError, notice, require
 from ..state import Transient
 from ..training import takes_closure
 from .attached_run import AttachedRun
@@ -27,7 +26,7 @@ from .choices import Choices, steps_in
 from .logger_sink import through_trainer
 from .own_loop import OwnLoop
 from .scope import AttachedScope
-from .wrapped import unwrapped
+from .wrapped import replaced, unwrapped
 
 TESTED = "transformers 5.23"
 STATE = "loopscope"
@@ -64,7 +63,7 @@ def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
     run = AttachedRun(through_trainer(choices, events.log), lacks, Path(trainer.args.output_dir), bar=False)
     events.run = run
     trainer.add_callback(events)
-    trainer.train = events.around_training(trainer.train)  # type: ignore[method-assign]
+    trainer.train = wraps(trainer.train)(partial(events.training, trainer.train))  # type: ignore[method-assign]
     return AttachedScope(run)
 
 
@@ -81,23 +80,16 @@ class TrainerEvents(TrainerCallback):
         self._steps: int | None = None
         self._stored: Path | None = None
 
-    # The life of a run
-
-    def around_training(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``train`` with the methods wrapped while it runs, and the run closed however it ends."""
-
-        @wraps(train)
-        def training(*inputs: Any, **options: Any) -> Any:
-            with self._wrapped():
-                try:
-                    result = train(*inputs, **options)
-                except BaseException as error:
-                    self._close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
-                    raise
-                self._close("completed")
-                return result
-
-        return training
+    def training(self, train: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Return what ``train`` does, with the methods wrapped while it runs, and the run closed however it ends."""
+        with self._wrapped():
+            try:
+                result = train(*inputs, **options)
+            except BaseException as error:
+                self._close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+                raise
+            self._close("completed")
+            return result
 
     @contextmanager
     def _wrapped(self) -> Iterator[None]:
@@ -109,15 +101,11 @@ class TrainerEvents(TrainerCallback):
             "predict": self._evaluating,
             "_load_optimizer_and_scheduler": self._loading,
         }
-        own = {name: vars(trainer)[name] for name in around if name in vars(trainer)}
-        for name, wrapper in around.items():
-            setattr(trainer, name, wraps(getattr(trainer, name))(partial(wrapper, getattr(trainer, name))))
-        try:
+        with ExitStack() as held:
+            for name, wrapper in around.items():
+                method = getattr(trainer, name)
+                held.enter_context(replaced(trainer, name, wraps(method)(partial(wrapper, method))))
             yield
-        finally:
-            for name in around:
-                delattr(trainer, name)
-            vars(trainer).update(own)
 
     def _close(self, status: str, error: BaseException | None = None) -> None:
         if self._loop is not None:
@@ -171,9 +159,7 @@ class TrainerEvents(TrainerCallback):
         writer.write(state.global_step, self._own.state_dict(), manifest | arrangement, ())
         writer.finish()
         for sentence in writer.failures():
-            warnings.warn(f"{sentence} Training goes on.", RunNotice, stacklevel=2)
-
-    # The wrapped methods
+            notice(f"{sentence} Training goes on.")
 
     def _loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
         """Note the checkpoint from which the Trainer goes on."""
@@ -206,8 +192,6 @@ class TrainerEvents(TrainerCallback):
     def _own(self) -> OwnLoop:
         assert self._loop is not None
         return self._loop
-
-    # What hooks and sinks ask for
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return what the Trainer would differentiate for a micro-batch of the present step, or for another batch."""

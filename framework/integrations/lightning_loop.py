@@ -1,8 +1,9 @@
 """The events of Lightning's Trainer as the transitions of a driver, and around it what Lightning has no event for."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from math import ceil, isfinite
 from operator import attrgetter
 from typing import Any, cast
@@ -16,8 +17,8 @@ from ..errors import LoopscopeError, UsageError, require
 from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
-from .unscaling import scale_of, unscaled
-from .wrapped import unwrapped
+from .unscaling import unscaled
+from .wrapped import replaced, unwrapped
 
 TESTED = "2.6"
 
@@ -48,8 +49,6 @@ class LightningLoop(Transient):
         """Whether the fit that it was made for is over."""
         return self._run.is_over
 
-    # Before and after
-
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Wrap what Lightning has no event for, unless steps are taken as no hook can follow."""
         if self.is_over:
@@ -61,16 +60,16 @@ class LightningLoop(Transient):
             "optimizer(s) itself, where hooks cannot follow; leave the steps to Lightning, or write the loop and "
             "attach hooks to that.",
         )
-        kind = type(trainer.optimizers[0])
+        optimizer = trainer.optimizers[0]
         require(
-            not takes_closure(trainer.optimizers[0]),
-            f"{kind.__name__} evaluates the loss within its step, where hooks cannot follow Lightning; train with an "
-            "optimizer that takes no closure, or in an experiment.",
+            not takes_closure(optimizer),
+            f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow Lightning; "
+            "train with an optimizer that takes no closure, or in an experiment.",
         )
         self._is_on = True
         plugin, validation = trainer.precision_plugin, trainer.fit_loop.epoch_loop.val_loop
-        self._held.enter_context(_replaced(plugin, "_clip_gradients", self._clipping(plugin._clip_gradients)))
-        self._held.enter_context(_replaced(validation, "run", self._isolating(validation.run)))
+        self._held.enter_context(replaced(plugin, "_clip_gradients", partial(self._clip, plugin._clip_gradients)))
+        self._held.enter_context(replaced(validation, "run", partial(self._validate, validation.run)))
 
     def _start(self, batch: Batch) -> None:
         """Build and start the run before the first step, on its batch."""
@@ -147,8 +146,6 @@ class LightningLoop(Transient):
             if self._run.is_built:
                 self._run.end(status, error)
 
-    # What happens in an epoch
-
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Batch, batch_idx: int) -> None:
         """Begin a step with its first micro-batch, or go on with the next."""
         if not self._is_on:
@@ -181,22 +178,18 @@ class LightningLoop(Transient):
             return
         driver, losses = self._run.driver, self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        with self._unscaled() as overflowed:
+        with unscaled(driver.task, keeps=self._run.keeps_gradients) as overflowed:
             skipped = overflowed or is_skipped(driver.task)
             self._stage = "skipped" if skipped else "complete"
             driver.after_backward(loss, skipped=skipped)
 
-    def _clipping(self, clip: Callable[..., None]) -> Callable[..., None]:
-        """Return what shows hooks the gradients after ``clip``."""
-
-        def clipping(*inputs: Any, **options: Any) -> None:
-            clip(*inputs, **options)
-            if self._stage == "complete":
-                self._stage = "updating"
-                with self._unscaled():
-                    self._run.driver.before_update()
-
-        return clipping
+    def _clip(self, clip: Callable[..., None], *inputs: Any, **options: Any) -> None:
+        """Show hooks the gradients after ``clip``."""
+        clip(*inputs, **options)
+        if self._stage == "complete":
+            self._stage = "updating"
+            with unscaled(self._run.driver.task, keeps=self._run.keeps_gradients):
+                self._run.driver.before_update()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """End the step with its last micro-batch; schedulers that count steps have stepped."""
@@ -221,13 +214,6 @@ class LightningLoop(Transient):
     def _forget_step(self) -> None:
         self._stage, self._parts, self._losses = "", MicroBatches(), []
 
-    def _unscaled(self) -> AbstractContextManager[bool]:
-        task = self._run.driver.task
-        scale = scale_of(task.scaler, task.optimizer)
-        return nullcontext(False) if scale is None else unscaled(task.optimizer, scale, keeps=self._run.keeps_gradients)
-
-    # Passes
-
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Keep the numbers of a validation; a checkpoint may be written before hooks can be told of them."""
         if self._is_on and not trainer.sanity_checking:
@@ -236,48 +222,31 @@ class LightningLoop(Transient):
             if self._run.is_started:
                 self._state = self._state | {"place": self._place}
 
-    def _isolating(self, validate: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``validate`` so that it cannot change the training."""
-
-        def isolated() -> Any:
-            run, module = self._run, self._trainer.lightning_module
-            self._state = self._own_state()  # a checkpoint may be written within
-            try:
-                with run.evaluating(module):
-                    found = validate()
-            finally:
-                self._state = {}
-            if self._numbers and run.is_started:
-                run.driver.evaluated(self._numbers)
-                self._numbers = {}
-            return found
-
-        return isolated
+    def _validate(self, validate: Callable[[], Any]) -> Any:
+        """Call ``validate`` so that it cannot change the training."""
+        run, module = self._run, self._trainer.lightning_module
+        self._state = self._own_state()  # a checkpoint may be written within
+        try:
+            with run.evaluating(module):
+                found = validate()
+        finally:
+            self._state = {}
+        if self._numbers and run.is_started:
+            run.driver.evaluated(self._numbers)
+            self._numbers = {}
+        return found
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return what Lightning would run backward on for a micro-batch; nothing of it is logged."""
         trainer, module, pieces = self._trainer, cast(Any, model), int(self._trainer.accumulate_grad_batches)
         loop = trainer.fit_loop.epoch_loop
         inputs = loop._build_kwargs(OrderedDict(), batch, loop.batch_idx)
-        with trainer.precision_plugin.train_step_context(), _replaced(module, "log", lambda *args, **options: None):
+        with trainer.precision_plugin.train_step_context(), replaced(module, "log", lambda *args, **options: None):
             output = module.training_step(*inputs.values())
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise LoopscopeError(f"training_step returned {loss!r} for a hook's pass, and no loss.")
         return loss / pieces
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object an attribute of its own for the body."""
-    space = vars(owner)
-    before = {name: space[name]} if name in space else {}
-    space[name] = value
-    try:
-        yield
-    finally:
-        del space[name]
-        space.update(before)
 
 
 def check_names(owner: Any, names: tuple[str, ...]) -> None:

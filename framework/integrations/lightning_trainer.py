@@ -51,22 +51,15 @@ def _refuse(trainer: Any, package: str) -> None:
     """Raise :class:`UsageError` for a trainer that hooks cannot be attached to."""
     active = [each for each in trainer.callbacks if isinstance(each, LightningLoop) and not each.is_over]
     require(not active, "Hooks are attached to this Trainer already; name all of them in one attach.")
-    require(
-        trainer.state.status != "running",
-        "This Trainer is running already; attach hooks to it before trainer.fit(...).",
-    )
-    require(
-        not trainer.barebones,
-        "This Trainer was made with barebones=True, which allows no callbacks; make it without to attach hooks.",
-    )
+    running = trainer.state.status == "running"
+    require(not running, "This Trainer is running already; attach hooks to it before trainer.fit(...).")
+    remedy = "make it without to attach hooks"
+    require(not trainer.barebones, f"This Trainer was made with barebones=True, which allows no callbacks; {remedy}.")
     strategies = import_module(f"{package}.strategies")
     served = strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy
-    kind = type(trainer.strategy).__name__
-    require(
-        isinstance(trainer.strategy, served),
-        f"This Trainer has the strategy {kind}; hooks are attached to one device, to DDPStrategy ('ddp') and to "
-        "ModelParallelStrategy (FSDP2).",
-    )
+    kind, is_served = type(trainer.strategy).__name__, isinstance(trainer.strategy, served)
+    known = "one device, to DDPStrategy ('ddp') and to ModelParallelStrategy (FSDP2)"
+    require(is_served, f"This Trainer has the strategy {kind}; hooks are attached to {known}.")
     # no public name tells how it starts its processes
     spawns = vars(trainer.strategy).get("_start_method") == "spawn"
     require(not spawns, "ddp_spawn hands the Trainer on to new processes, where hooks do not follow; use 'ddp'.")

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from ..errors import RunNotice, UsageError, listed, require
 from ..hooks import HookPoint, InterventionHook
 from ..state import Transient
 from .attached_run import AttachedRun
-from .unscaling import scale_of, unscaled
+from .unscaling import unscaled
 
 UNTOLD = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 """What is seen of a loop that tells nothing."""
@@ -48,12 +48,9 @@ AS_THEY_ARE = nullcontext(False)
 
 
 class OwnLoop(Transient):
-    """Turns the calls of a loop into the transitions of a driver.
+    """Turns the calls of a loop, with ``accumulate`` micro-batches in a step, into the transitions of a driver.
 
-    Args:
-        run: the run that is attached.
-        accumulate: micro-batches in a step.
-        accelerator: who runs backward and says when a step is complete, in a loop of Accelerate's.
+    In a loop of Accelerate's, the ``accelerator`` runs backward and says when a step is complete.
     """
 
     def __init__(self, run: AttachedRun, accumulate: int, accelerator: Accelerates | None) -> None:
@@ -73,8 +70,6 @@ class OwnLoop(Transient):
             self._optimizer.register_step_pre_hook(self._before_update),
             self._optimizer.register_step_post_hook(self._after_update),
         ]
-
-    # What the loop tells
 
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
         """Begin a step with its first micro-batch, or go on with the next; ``steps`` are those of an epoch.
@@ -145,10 +140,8 @@ class OwnLoop(Transient):
                 "optimizer.step(); attach(..., accumulate=N) says how many there are."
             )
         try:
-            if self._accelerator is None:
-                self._driver.task.backward(loss, retain_graph=retain_graph)
-            else:
-                self._accelerator.backward(loss, retain_graph=retain_graph)
+            owner = self._driver.task if self._accelerator is None else self._accelerator
+            owner.backward(loss, retain_graph=retain_graph)
         except RuntimeError as error:
             hooks = self._run.manager.hooks
             acting = next((hook.name for hook in hooks if isinstance(hook, InterventionHook) and hook.mutates), "")
@@ -219,17 +212,12 @@ class OwnLoop(Transient):
         finally:
             self._run.end(status, error)
 
-    # What happens in a step
-
     def _gradients_complete(self) -> None:
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._is_complete = True
-        if self._scaler is None:
-            with self._firing:
-                self._driver.after_backward(loss)
-            return
-        with self._firing, self._unscaled() as skipped:
+        shown = AS_THEY_ARE if self._scaler is None else unscaled(self._driver.task, keeps=self._run.keeps_gradients)
+        with self._firing, shown as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
             self._end_step(skipped=True)
@@ -256,8 +244,9 @@ class OwnLoop(Transient):
             self._untold()
         self._is_updating = self._is_complete or self._is_untold
         if self._is_updating:
-            unscaled_by_it = told.get("grad_scale") is not None
-            with self._firing, self._unscaled() if unscaled_by_it else AS_THEY_ARE:
+            is_scaled, task = told.get("grad_scale") is not None, self._driver.task
+            shown = unscaled(task, keeps=self._run.keeps_gradients) if is_scaled else AS_THEY_ARE
+            with self._firing, shown:
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -277,27 +266,18 @@ class OwnLoop(Transient):
         run = self._run
         if not run.is_started:
             hooks = run.manager.hooks
-            hooks.keep_to(UNTOLD, f"this loop tells of nothing but its updates; {TELL}.")
+            only = "loop tells of nothing but its updates"
+            hooks.keep_to(UNTOLD, f"this {only}; {TELL}.")
             left = listed([*hooks.failures.left_out]) or "none"
             run.start(None, None, self.close)
             self._is_untold = True
-            sentence = (
-                f"This loop tells of nothing but its updates, so hooks see no more, and are left out: {left}; {TELL}."
-            )
-            self._tell("untold", sentence)
+            self._tell("untold", f"This {only}, so hooks see no more, and are left out: {left}; {TELL}.")
         if self._is_untold:
             self.settle()
             self._driver.loop.step += 1
         else:
             what = "a scope.backward(loss)" if self._parts else "a batch"
             self._tell("unseen", f"optimizer.step() came without {what} before it, and hooks have not seen it: {TELL}.")
-
-    def _unscaled(self) -> AbstractContextManager[bool]:
-        """Show unscaled gradients to hooks for the body, which is told whether one is not finite."""
-        scale = scale_of(self._scaler, self._optimizer)
-        if scale is None:
-            return AS_THEY_ARE
-        return unscaled(self._optimizer, scale, keeps=self._run.keeps_gradients)
 
     def _tell(self, kind: str, sentence: str) -> None:
         if kind not in self._told:

@@ -164,7 +164,5 @@ class Scope(AttachedScope):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+        failed = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self.close("completed" if error is None else failed, error)

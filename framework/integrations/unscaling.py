@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ..training import TrainingTask
 
-def scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
+
+def _scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
     """Return what the gradients are scaled by now; ``None`` where they are not."""
     if scaler is None or not scaler.is_enabled() or scaler._scale is None:
         return None
@@ -19,27 +21,30 @@ def scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
 
 
 @contextmanager
-def unscaled(optimizer: Optimizer, scale: Tensor, *, keeps: bool) -> Iterator[bool]:
-    """Put unscaled copies in the place of scaled gradients for the body; yield whether one is not finite.
+def unscaled(task: TrainingTask, *, keeps: bool) -> Iterator[bool]:
+    """Put unscaled copies in the place of gradients that are scaled, for the body; yield whether one is not finite.
 
     What a hook commits to the gradients is scaled and kept where ``keeps``, anything else of the copies is dropped.
     """
-    scaled = [
-        (each, each.grad) for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-    ]
-    copies = [gradient.clone() for _, gradient in scaled]
+    scale = _scale_of(task.scaler, task.optimizer)
+    if scale is None:
+        yield False
+        return
+    leaves = [leaf for group in task.optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
+    scaled = [leaf.grad for leaf in leaves]
+    copies = [gradient.clone() for gradient in scaled]
     # As the scaler itself does it, so that hooks see the bits that the optimizer will use.
     inverse = scale.double().reciprocal().float()
     found = torch.zeros((), device=scale.device)
     torch._amp_foreach_non_finite_check_and_unscale_(copies, found, inverse)
-    for (parameter, _), gradient in zip(scaled, copies, strict=True):
-        parameter.grad = gradient
+    for leaf, gradient in zip(leaves, copies, strict=True):
+        leaf.grad = gradient
     try:
         yield bool(found)
         if keeps:
             with torch.no_grad():
-                for parameter, gradient in scaled:
-                    gradient.copy_(parameter.grad * scale)
+                for leaf, gradient in zip(leaves, scaled, strict=True):
+                    gradient.copy_(leaf.grad * scale)
     finally:
-        for parameter, gradient in scaled:
-            parameter.grad = gradient
+        for leaf, gradient in zip(leaves, scaled, strict=True):
+            leaf.grad = gradient

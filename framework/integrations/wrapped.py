@@ -28,6 +28,19 @@ def unwrapped(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bo
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own for the body."""
+    space = vars(owner)
+    before = {name: space[name]} if name in space else {}
+    space[name] = value
+    try:
+        yield
+    finally:
+        del space[name]
+        space.update(before)
+
+
+@contextmanager
 def kept(replica: DistributedDataParallel | None) -> Iterator[None]:
     """Let the body call a replica without gradients, after which it would leave out a broadcast of the buffers."""
     before = (False, False) if replica is None else (replica.training, replica.require_forward_param_sync)

@@ -76,7 +76,5 @@ def build_run(
         ranks=ranks,
     )
     streams = RandomStreams(config.seed, loader.generators())
-    state = TrainingState(
-        model, optimizer, streams, scheduler=scheduler, scaler=task.scaler, extras={"experiment": runner}
-    )
-    return task, state
+    extras = {"experiment": runner}
+    return task, TrainingState(model, optimizer, streams, scheduler=scheduler, scaler=task.scaler, extras=extras)

@@ -223,12 +223,9 @@ def blamed(error: BaseException) -> UnfitError | None:
     if isinstance(error, UnfitError) or not frames or passed_through_users_code(error):
         return error if isinstance(error, UnfitError) else None
     runner, method, told = frames[-1]["runner"], frames[-1]["method"], shortened(str(error), 200).rstrip(".")
-    known = type(runner).__module__.startswith("loopscope.") or isinstance(error, LoopscopeError)
-    return (
-        None
-        if known or not isinstance(error, Exception)
-        else unfit(runner, f"raised {type(error).__name__}: {told}.", method)
-    )
+    if type(runner).__module__.startswith("loopscope.") or isinstance(error, LoopscopeError):
+        return None
+    return unfit(runner, f"raised {type(error).__name__}: {told}.", method) if isinstance(error, Exception) else None
 
 
 def _shown(value: object) -> str:

@@ -51,15 +51,12 @@ class ExperimentConfig:
 
     def __post_init__(self) -> None:
         """Check every value; raises :class:`UsageError` that names the option and what it takes."""
-        self._check_types()
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1.")
-        self.at_least(1, "batch_size", "accumulation_steps", "log_every", "eval_every", "snapshot_every")
-
-    def _check_types(self) -> None:
         annotations = get_type_hints(type(self))
         for name in field_names(type(self)):
             value, annotation = getattr(self, name), annotations[name]
             require(fits(value, annotation), f"{name} is {value!r}; it must be {in_words(annotation)}.")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1.")
+        self.at_least(1, "batch_size", "accumulation_steps", "log_every", "eval_every", "snapshot_every")
 
     def at_least(self, least: float, *names: str) -> None:
         """Check that the named options are finite and at least ``least``."""
@@ -132,11 +129,8 @@ class RunFlags:
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} is {value}; it must be at least {least}.")
         alone = [name for name in ("resume", "overwrite", "validate_checkpoints") if getattr(self, name)]
-        require(
-            len(alone) <= 1,
-            f"{' and '.join('--' + name.replace('_', '-') for name in alone)} exclude each other: a run goes on, is "
-            "written over, or is compared with.",
-        )
+        given = " and ".join("--" + name.replace("_", "-") for name in alone)
+        require(len(alone) <= 1, f"{given} exclude each other: a run goes on, is written over, or is compared with.")
         require(self.resume or not self.exact, "--exact is about a run that goes on; add --resume, or leave it out.")
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..durable_files import is_there, read_json
+from ..durable_files import is_there, plain_json, read_json
 from ..errors import UsageError
-from ..hooks import RunInfo
+from ..hooks import ConfiguredHook, RunInfo, treatments
 from ..state import settings
 from ..training import Ranks
 from .config import ExperimentConfig, fits, in_words
@@ -60,14 +60,6 @@ class Completed(TypedDict):
     treatments: Mapping[str, Sequence[str]]
     hook_errors: Sequence[FailedHook]
     output_dir: str
-
-
-class Ended(TypedDict):
-    """What a summary says of how far the run came, and in which time."""
-
-    status: str
-    steps: int
-    seconds: Mapping[str, float]
 
 
 class Difference(NamedTuple):
@@ -127,15 +119,21 @@ class RunRecord:
         return cls(**there)
 
     @classmethod
+    def planned(
+        cls, hooks: Sequence[ConfiguredHook], on_hook_error: str, audit_hooks: bool, reference: Any = None, **known: Any
+    ) -> "RunRecord":
+        """Say what is to be run with these ``hooks``; what else is ``known`` are fields by their names."""
+        known["run"] = {"on_hook_error": on_hook_error, "audit_hooks": audit_hooks, "reference": reference}
+        known["hooks"] = {item.hook.name: item.options for item in hooks}
+        known["treatments"] = treatments(item.hook for item in hooks)
+        return cls(**plain_json(known | {"versions": versions()}))
+
+    @classmethod
     def of_run(cls, run: RunInfo) -> "RunRecord":
         """Describe a run that is under way, for the readers of a sink."""
         config = run.config.as_dict() if isinstance(run.config, ExperimentConfig) else run.config
-        return cls(
-            experiment=run.experiment,
-            strategy=run.strategy,
-            config=config if isinstance(config, Mapping) else {},
-            treatments=run.treatments,
-        )
+        plain = config if isinstance(config, Mapping) else {}
+        return cls(experiment=run.experiment, strategy=run.strategy, config=plain, treatments=run.treatments)
 
     @property
     def surroundings(self) -> Mapping[str, Any]:
@@ -158,9 +156,9 @@ def read_status(folder: Path) -> str | None:
 
 
 def read_ended(folder: Path) -> Mapping[str, Any] | None:
-    """Return how far the run in ``folder`` came (:class:`Ended`), ``None`` without a summary."""
-    path = folder / SUMMARY
-    return checked(read_json(path), get_type_hints(Ended), path) if is_there(path) else None
+    """Return how far the run in ``folder`` came, and in which time; ``None`` without a summary."""
+    path, hints = folder / SUMMARY, {"status": str, "steps": int, "seconds": Mapping[str, float]}
+    return checked(read_json(path), hints, path) if is_there(path) else None
 
 
 def read_initial(folder: Path) -> Mapping[str, Any]:

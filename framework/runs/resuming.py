@@ -1,23 +1,13 @@
 """Where a run goes on after an interruption: its newest intact checkpoint, if it is a checkpoint of this run."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, content_of, newest_intact
 from ..data import changed
-from ..errors import (
-    LoopscopeError,
-    ReloadedHookError,
-    RunNotice,
-    UsageError,
-    listed,
-    passed_through_users_code,
-    require,
-    shortened,
-)
+from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, passed_through_users_code, shortened
 from ..firing import HookManager
 from ..state import LoopState
 from .records import FailedHook, RunRecord, checked, differences
@@ -27,22 +17,10 @@ MAY_DIFFER = {"output_dir"}
 """Options of an experiment that change nothing in a run."""
 
 
-class Manifest(TypedDict):
-    """What is read of the manifest of a run's checkpoint, beside its :class:`RunRecord`."""
-
-    epoch: int
-    step: int
-    initial: Mapping[str, Any]
-    sinks: Mapping[str, Mapping[str, Any] | None]
-
-
-class Beside(TypedDict):
-    """What is checked of the content of a checkpoint before any part of it takes its own back."""
-
-    state: Mapping[str, Any]
-    samples: Mapping[str, Mapping[str, int]]
-    errors: Sequence[FailedHook]
-    left_out: Mapping[str, str]
+OF_MANIFEST = {"epoch": int, "step": int, "initial": Mapping[str, Any], "sinks": Mapping[str, Mapping[str, Any] | None]}
+"""What is read of the manifest of a run's checkpoint, beside its :class:`RunRecord`."""
+OF_HOOKS = {"samples": Mapping[str, Mapping[str, int]], "errors": Sequence[FailedHook], "left_out": Mapping[str, str]}
+"""What is checked of the content of a checkpoint, beside its state, before any part of it takes its own back."""
 
 
 def newest_of(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
@@ -54,11 +32,11 @@ def newest_of(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
         refuse_another_run(folder.path, before, expected)
     if folder.completed() is not None:
         return None
-    found = newest_intact(folder.checkpoints, _notice)
+    found = newest_intact(folder.checkpoints, notice)
     if found is not None:
         refuse_another_run(found.folder, RunRecord.of(found.manifest, found.folder / MANIFEST), expected)
     elif before is not None:
-        _notice(f"{folder.path} holds no intact checkpoint: the run begins anew.")
+        notice(f"{folder.path} holds no intact checkpoint: the run begins anew.")
     return found
 
 
@@ -67,10 +45,10 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
 
     Bytes that are damaged are found by their digests; this is about what is written otherwise.
     """
-    checked(found.manifest, get_type_hints(Manifest), found.folder / MANIFEST)
+    checked(found.manifest, OF_MANIFEST, found.folder / MANIFEST)
     path, content = found.folder / STATE, content_of(found, manager.state.model, manager.task.ranks)
     kept = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
-    checked(content, get_type_hints(Beside), path)
+    checked(content, {"state": Mapping[str, Any], **OF_HOOKS}, path)
     loop = content["state"].get("loop")
     # An evaluation may return numbers of any kind.
     checked(loop if isinstance(loop, Mapping) else {}, kept | {"evaluation": dict}, path)
@@ -115,7 +93,7 @@ def refuse_another_run(where: Path, before: RunRecord, now: RunRecord, *, tell: 
         names = [", ".join(run.treatments) or "none" for run in (before, now)]
         raise UsageError(f"{where} was treated by other hooks: {names[0]}; now {names[1]}. They change the run.")
     if (others := differences(before.hooks, now.hooks)) and tell:
-        _notice(
+        notice(
             f"Hooks are not as they were in {where}: {listed(sorted(item.name for item in others), 5)}. The run is the "
             "same, what they report may not be."
         )
@@ -145,20 +123,11 @@ def tell_of_environment(found: Checkpoint | RunRecord, now: RunRecord, *, exact:
         before, where = found, "the run"
     else:
         before, where = RunRecord.of(found.manifest, found.folder / MANIFEST), str(found.folder)
-    changes = [
-        f"{name}: {old} before, {new} now"
-        for name, old, new in differences(before.surroundings, now.surroundings, {"command"})
-    ]
-    require(
-        not (exact and changes),
-        f"--exact: {where} was written in another environment: {listed(changes, 5)}. Go on as it was, or leave "
-        "--exact out.",
-    )
+    unlike = differences(before.surroundings, now.surroundings, {"command"})
+    changes = [f"{name}: {old} before, {new} now" for name, old, new in unlike]
+    if changes and exact:
+        told = f"{where} was written in another environment: {listed(changes, 5)}"
+        raise UsageError(f"--exact: {told}. Go on as it was, or leave --exact out.")
     if changes:
-        _notice(
-            f"The run goes on in another environment, so its numbers may differ in the last bits: {listed(changes, 5)}."
-        )
-
-
-def _notice(sentence: str) -> None:
-    warnings.warn(sentence, RunNotice, stacklevel=3)
+        told = listed(changes, 5)
+        notice(f"The run goes on in another environment, so its numbers may differ in the last bits: {told}.")

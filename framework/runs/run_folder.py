@@ -5,7 +5,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..checkpoints import DIGESTS, ROWS, checkpoints_in
+from ..checkpoints import DIGESTS, ROWS, checkpoints_in, run_lock
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
@@ -82,18 +82,22 @@ class RunFolder:
             self._found.update(self._lying())
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._not_writable(error.strerror) from error
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"The output directory {self.path} cannot be written: {existing} is not a writable folder."
-            )
+            raise self._not_writable(f"{existing} is not a writable folder")
 
-    def refuse_what_came_meanwhile(self) -> None:
+    def enter(self, held: ExitStack) -> None:
+        """Make the folder and lock it, as long as ``held`` is open; until then another process may have run here."""
+        self.make()
+        held.enter_context(run_lock(self.path))
+        self._refuse_what_came_meanwhile()
+
+    def _refuse_what_came_meanwhile(self) -> None:
         """Raise :class:`UsageError` if anything of a run lies here that did not when it was asked before."""
         try:
             came = [path.name for path, which in self._lying().items() if self._found.get(path) != which]
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._not_writable(error.strerror) from error
         if came:
             raise UsageError(
                 f"{self.path} was written by another process since this command began: {listed(came, 3)}. It holds "
@@ -114,7 +118,7 @@ class RunFolder:
                 self._made.append(path)
         except OSError as error:
             self.give_back()
-            raise self._not_writable(error) from error
+            raise self._not_writable(error.strerror) from error
 
     def give_back(self) -> None:
         """Remove the folders that were made, unless something lies in them by now."""
@@ -169,13 +173,8 @@ class RunFolder:
                 remedy = "leaves(cls, strategy) returns a list of names of files"
                 raise UsageError(f"{place_of(entry)} leaves {names!r}; {remedy}.")
             yield from (self.path / name for name in names)
-        yield self.weights
-        yield self.checkpoints
-        yield self.path / REWINDS
-        yield self.path / DIGESTS
-        yield self.path / ROWS
-        yield self.path / SUMMARY
-        yield self.path / CONFIG
+        yield from (self.weights, self.checkpoints)
+        yield from (self.path / name for name in (REWINDS, DIGESTS, ROWS, SUMMARY, CONFIG))
 
     def _earlier_run(self) -> str:
         """Say in a few words what lies here."""
@@ -187,8 +186,8 @@ class RunFolder:
             return "an unfinished run"
         return "a finished run" if status == "completed" else f"a run that ended as {status!r}"
 
-    def _not_writable(self, error: OSError) -> UsageError:
-        return UsageError(f"The output directory {self.path} cannot be written: {error.strerror}.")
+    def _not_writable(self, reason: str | None) -> UsageError:
+        return UsageError(f"The output directory {self.path} cannot be written: {reason}.")
 
 
 def weights_name(strategy: str) -> str:

@@ -175,10 +175,8 @@ class GrokkingConfig(ExperimentConfig):
         self.above(0, "lr")
         self.at_least(0, "weight_decay")
         require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must lie in 0..lr ({self.lr}).")
-        require(
-            0 < self.target_acc <= 1,
-            f"target_acc is {self.target_acc}; it must be a fraction in (0, 1]: 99.5 % is 0.995.",
-        )
+        wanted = "a fraction in (0, 1]: 99.5 % is 0.995"
+        require(0 < self.target_acc <= 1, f"target_acc is {self.target_acc}; it must be {wanted}.")
 
 
 Grokking = TypeVar("Grokking", bound=GrokkingConfig)

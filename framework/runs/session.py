@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,34 +11,31 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, Signals, is_locked, moments_of, open_checkpoint
-from ..durable_files import plain_json
-from ..errors import RunNotice, UsageError, require
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals, is_locked, open_checkpoint
+from ..errors import RunNotice, UsageError, notice, require
 from ..firing import HookManager
 from ..hooks import (
     ConfiguredHook,
     HookRegistry,
     MetricSink,
-    RunInfo,
     TrainingHook,
     always_on,
     build_hooks,
     refuse_idle_options,
     select_hooks,
-    treatments,
 )
 from ..state import deterministic, laid_out_like, seed_everything
 from ..training import Ranks, joined, quiet_graph_breaks
 from .building import build_run, chosen_strategies
 from .checks import asked, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
-from .records import RunRecord, environment, seed_name, versions
+from .records import RunRecord, environment, seed_name
 from .reference import Reference, find_reference, load_reference, unlike
-from .resuming import MAY_DIFFER, newest_of, refuse_another_run, tell_of_environment
+from .resuming import MAY_DIFFER, newest_of, tell_of_environment
 from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import Display, StrategyRun
-from .validating import Stretch, earlier_run, rewind, validate
+from .validating import Earlier, Stretch, rewind, validate
 
 OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or write over it: RunOptions(overwrite=True)"
 
@@ -76,11 +73,7 @@ class Session:
         Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
         been written.
         """
-        with ExitStack() as held:
-            held.enter_context(self._signals.around())
-            held.enter_context(deterministic(on=not self.options.no_determinism))
-            held.enter_context(quiet_graph_breaks())
-            held.enter_context(joined(self.options.parallel))
+        with self._signals.around(), self._surroundings() as held:
             session, ranks = self, Ranks.everyone(self.options.parallel)
             if not ranks.is_main:  # this process computes along; what it would write goes away with a folder of its own
                 folder = Path(held.enter_context(TemporaryDirectory()))
@@ -98,16 +91,21 @@ class Session:
         session.display.ended(summaries)
         return summaries
 
+    @contextmanager
+    def _surroundings(self) -> Iterator[ExitStack]:
+        """Set in the body what runs need of torch and of the other processes; the body may enter further contexts."""
+        determined = deterministic(on=not self.options.no_determinism)
+        with determined, quiet_graph_breaks(), joined(self.options.parallel), ExitStack() as held:
+            yield held
+
     def _decisive(self, setups: Sequence[Setup]) -> dict[str, Any]:
         """Return what decides the numbers of all runs, by names for a sentence."""
         found: dict[str, Any] = {"What is trained": [(setup.folder.strategy, setup.seed) for setup in setups]}
         for record in [setup.record for setup in setups]:
             entries = {**record.config, **record.versions, **record.run, "hooks": {**record.hooks}}
             found |= {name: value for name, value in entries.items() if name not in MAY_DIFFER}
-        checkpoints = {
-            name: getattr(self.options, name) for name in (*CHECKPOINTS, "digest_every", "parallel", "resume")
-        }
-        return found | checkpoints
+        names = (*CHECKPOINTS, "digest_every", "parallel", "resume")
+        return found | {name: getattr(self.options, name) for name in names}
 
     def planned(self) -> list[Setup]:
         """Check all that :meth:`run` checks before it writes, and return what it would do; notices are left to it."""
@@ -133,20 +131,14 @@ class Session:
         Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
         :class:`LoopscopeError` that names the first step and tensor where the runs part.
         """
-        with ExitStack() as held:
-            held.enter_context(deterministic(on=not self.options.no_determinism))
-            held.enter_context(quiet_graph_breaks())
-            held.enter_context(joined(self.options.parallel))
+        with self._surroundings() as held:
             elsewhere = held.enter_context(TemporaryDirectory())
             setups = self._setups()
-            earlier = [earlier_run(setup.folder, setup.record) for setup in setups]
-            setups = [
-                replace(
-                    setup,
-                    folder=replace(setup.folder, path=Path(elsewhere) / setup.folder.strategy / setup.folder.path.name),
-                )
-                for setup in self._with_references(setups)
-            ]
+            earlier = [Earlier.of(setup.folder, setup.record) for setup in setups]
+            folders = [setup.folder for setup in setups]
+            moved = [replace(each, path=Path(elsewhere, each.strategy, each.path.name)) for each in folders]
+            both = zip(self._with_references(setups), moved, strict=True)
+            setups = [replace(setup, folder=folder) for setup, folder in both]
             runs = replace(self, make_sinks=list)._runs(setups)
             return {run.folder.name: validate(run, found) for run, found in zip(runs, earlier, strict=True)}
 
@@ -158,24 +150,19 @@ class Session:
         the step after which the training began, and the steps at which it was compared, bit for bit. Raises
         :class:`UsageError` for what cannot be, :class:`LoopscopeError` where the run is not what it was.
         """
-        with ExitStack() as held:
-            held.enter_context(deterministic(on=not self.options.no_determinism))
-            held.enter_context(quiet_graph_breaks())
-            held.enter_context(joined(self.options.parallel))
+        with self._surroundings() as held:
             (setup,) = self._with_references(self._setups())
-            before = setup.folder.record()
-            require(before is not None, f"{setup.folder.path} holds no run.")
+            require(setup.folder.record() is not None, f"{setup.folder.path} holds no run.")
             locked = is_locked(setup.folder.path)
             require(not locked, f"{setup.folder.path} is still being trained; rewind it when it has ended.")
-            refuse_another_run(setup.folder.path, before, setup.record, tell=False)  # type: ignore[arg-type]
-            moments = moments_of(setup.folder.checkpoints)
+            earlier = Earlier.of(setup.folder, setup.record, is_whole=False)
             path = setup.folder.path / REWINDS / stretch.name
             if not (recorded and Ranks.everyone(self.options.parallel).is_main):
                 path = Path(held.enter_context(TemporaryDirectory())) / stretch.name
             folder = replace(setup.folder, path=path)
             folder.refuse_to_overwrite(allowed=True)  # an earlier one of the same steps
             (run,) = self._runs([replace(setup, folder=folder)])
-            compared = rewind(run, stretch, moments, before, setup.folder.path)  # type: ignore[arg-type]
+            compared = rewind(run, stretch, earlier)
             return path, run.resumed.step if run.resumed else 0, compared
 
     def _setups(self) -> list[Setup]:
@@ -185,37 +172,20 @@ class Session:
         strategies = chosen_strategies(self.runner, options.strategies)
         hooks = self._hooks(strategies)
         device = check_device(options.guardian_device) if options.guardian_device else None
-        return [
-            Setup(
-                config.seed,
-                RunFolder(self.directory(strategy, config.seed), strategy),
-                self._record(strategy, config, hooks[strategy]),
-                hooks[strategy],
-                device,
-            )
-            for config in [replace(self.runner.config, seed=seed) for seed in options.seeds] or [self.runner.config]
-            for strategy in strategies
-        ]
+        configs = [replace(self.runner.config, seed=seed) for seed in options.seeds] or [self.runner.config]
+        both = [(strategy, config) for config in configs for strategy in strategies]
+        return [self._setup(strategy, config, hooks[strategy], device) for strategy, config in both]
 
-    def _record(self, strategy: str, config: ExperimentConfig, hooks: Sequence[ConfiguredHook]) -> RunRecord:
-        """Say what is run, as far as it is known before the model is built."""
-        runner, options = self.runner, self.options
-        known = {
-            "experiment": runner.name,
-            "strategy": strategy,
-            "config": config.as_dict(),
-            "hooks": {item.hook.name: item.options for item in hooks},
-            "treatments": treatments(item.hook for item in hooks),
-            "run": {"on_hook_error": options.on_hook_error, "audit_hooks": options.audit_hooks, "reference": None},
-            "options": options.recorded,
-            "versions": versions(),
-        }
-        return RunRecord(**plain_json(known))
-
-    def directory(self, strategy: str, seed: int) -> Path:
-        """Return the folder of a run."""
-        folder = (self._elsewhere or Path(self.runner.config.output_dir)) / self.runner.name / strategy
-        return folder / seed_name(seed) if self.options.seeds else folder
+    def _setup(
+        self, strategy: str, config: ExperimentConfig, hooks: Sequence[ConfiguredHook], device: torch.device | None
+    ) -> Setup:
+        """Say what is run, as far as it is known before the model is built, and where."""
+        options, name = self.options, self.runner.name
+        known = {"experiment": name, "strategy": strategy, "config": config.as_dict(), "options": options.recorded}
+        record = RunRecord.planned(hooks, options.on_hook_error, options.audit_hooks, **known)
+        path = (self._elsewhere or Path(self.runner.config.output_dir)) / name / strategy
+        folder = RunFolder(path / seed_name(config.seed) if options.seeds else path, strategy)
+        return Setup(config.seed, folder, record, hooks, device)
 
     def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
         """Make the hooks of every strategy; strategies share a hook where its options are the same."""
@@ -227,11 +197,9 @@ class Session:
             strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name) or least
             for strategy in strategies
         }
-        refuse_idle_options(options.hook_options, {name for active in names.values() for name in active})
-        made: list[ConfiguredHook] = []
-        return {
-            strategy: build_hooks(names[strategy], options.hook_options, own[strategy], made) for strategy in strategies
-        }
+        given, made = options.hook_options, list[ConfiguredHook]()
+        refuse_idle_options(given, {name for active in names.values() for name in active})
+        return {strategy: build_hooks(names[strategy], given, own[strategy], made) for strategy in strategies}
 
     def _keeps(self) -> bool:
         """Return whether any sink keeps the metrics."""
@@ -264,14 +232,14 @@ class Session:
         except UsageError as error:
             if given is not None:
                 raise
-            _notice(f"Strategy {folder.strategy!r} has no reference solution: {error}")
+            notice(f"Strategy {folder.strategy!r} has no reference solution: {error}")
             return None
         said = f"The reference of strategy {folder.strategy!r}, {path}, comes from a run that"
         try:
             if differing := unlike(path, runner.config, model):
-                _notice(f"{said} differs: {'; '.join(differing)}.")
+                notice(f"{said} differs: {'; '.join(differing)}.")
         except UsageError as error:
-            _notice(f"{said} may differ: {error}")
+            notice(f"{said} may differ: {error}")
         return reference
 
     def _runs(self, setups: Sequence[Setup]) -> Iterator[StrategyRun]:
@@ -292,10 +260,9 @@ class Session:
         runner, options = self.runner, self.options
         digest_every = 0 if options.digest_every is None and not self._keeps() else options.digest_every
         task, state = build_run(runner, setup.folder.strategy, options.parallel)
-        reference = setup.reference
         weights, live = None, dict(state.model.named_parameters())
-        if reference is not None:  # whole, while ranks may hold parts
-            weights = {name: laid_out_like(value, live[name]) for name, value in reference.weights.items()}
+        if setup.reference is not None:  # whole, while ranks may hold parts
+            weights = {name: laid_out_like(value, live[name]) for name, value in setup.reference.weights.items()}
         manager = HookManager(
             [item.hook for item in setup.hooks],
             task,
@@ -313,40 +280,14 @@ class Session:
         record = replace(setup.record, environment=environment(task.model, task.ranks))
         if setup.resumed is not None:
             tell_of_environment(setup.resumed, record, exact=options.exact)
-        run = RunInfo(
-            experiment=runner.name,
-            strategy=setup.folder.strategy,
-            output_dir=setup.folder.path,
-            task=task,
-            loop=runner.loop,
-            seed=runner.config.seed,
-            optimizer_class=type(task.optimizer),
-            reference_weights=weights,
-            metric_infos=manager.hooks.metric_infos(),
-            treatments=treatments(manager.hooks),
-        )
-        return StrategyRun(
-            run,
-            runner,
-            task,
-            state,
-            manager,
-            setup.folder,
-            record,
-            self.display,
-            plan=CheckpointPlan(
-                options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints, digest_every
-            ),
-            resumed=setup.resumed,
-            reference=None if reference is None else reference.path,
-            signals=self._signals,
-        )
+        every, keep = options.save_checkpoints, options.keep_checkpoints
+        plan = CheckpointPlan(every, options.checkpoint_every_steps, keep, digest_every)
+        info = manager.run_info(runner.name, setup.folder.strategy, setup.folder.path)
+        run = StrategyRun(info, runner, manager, setup.folder, record, self.display, plan, self._signals, setup.resumed)
+        run.reference = None if setup.reference is None else setup.reference.path
+        return run
 
 
 def asks_for_reference(hook: TrainingHook | type[TrainingHook]) -> bool:
     """Return whether a hook measures against a reference solution."""
     return hook.needs_reference_weights or hook.uses_reference_weights
-
-
-def _notice(sentence: str) -> None:
-    warnings.warn(sentence, RunNotice, stacklevel=3)

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
-
-from torch import nn
+from typing import Any
 
 from ..checkpoints import (
     MANIFEST,
@@ -23,16 +21,15 @@ from ..checkpoints import (
     RunState,
     Signals,
     StoppedError,
-    run_lock,
 )
 from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, whole_batches
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
+from ..errors import HookError, LoopscopeError, StateMutationError, UsageError, notice, this_command, with_lines
 from ..firing import HookManager
 from ..hooks import RunInfo, TrainingHook
 from ..isolation import borrowed_extras
 from ..loops import NoProgress, Pauses, Progress, epoch_loop, step_loop
-from ..state import TrainingState, explained
+from ..state import explained
 from ..training import TrainingTask, check_metric
 from .checks import blamed, check_numbers
 from .records import RunRecord
@@ -40,8 +37,6 @@ from .resuming import first_step_after, go_on, refuse_other_data
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 from .summaries import summary_of
-
-Result = TypeVar("Result")
 
 
 class Display:
@@ -64,19 +59,17 @@ class StrategyRun:
 
     run_info: RunInfo
     runner: ExperimentRunner[Any]
-    task: TrainingTask
-    state: TrainingState
     manager: HookManager
     folder: RunFolder
     record: RunRecord
     display: Display
     plan: CheckpointPlan
+    signals: Signals
+    """What signals asked for since the session began."""
     resumed: Checkpoint | None = None
     """The checkpoint from which it goes on."""
     reference: Path | None = None
     """The weights that its hooks measure against."""
-    signals: Signals = field(default_factory=Signals)
-    """What signals asked for since the session began."""
     _begin: float = field(default_factory=perf_counter)
     _trained: float = 0.0
     _is_trained: bool = False
@@ -84,20 +77,16 @@ class StrategyRun:
 
     def __post_init__(self) -> None:
         """Make what writes the checkpoints: into the folder of the first of several processes."""
-        ranks = self.task.ranks
+        manager = self.manager
+        self.task, self.state, ranks = manager.task, manager.state, manager.task.ranks
         self._shared = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
         self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
         numbers = RowNumbers(whole_batches(self.task.loader))
-        self._digests = DigestLog(self.folder.path, self.manager, self.plan.digest_every, numbers)
-        self._rows = RowLog(self.folder.path, self.manager, numbers)
+        self._digests = DigestLog(self.folder.path, manager, self.plan.digest_every, numbers)
+        self._rows = RowLog(self.folder.path, manager, numbers)
+        writer = CheckpointWriter(folder if ranks.are_many else self.folder.checkpoints, self.plan.keep, ranks)
         self._checkpointing = Checkpointing(
-            self.manager,
-            CheckpointWriter(folder if ranks.are_many else self.folder.checkpoints, self.plan.keep, ranks),
-            self.plan,
-            self.signals,
-            describe=self._describe,
-            digests=self._digests,
-            rows=self._rows,
+            manager, writer, self.plan, self.signals, describe=self._describe, digests=self._digests, rows=self._rows
         )
 
     def run(self) -> dict[str, Any]:
@@ -135,18 +124,16 @@ class StrategyRun:
                 self._fail(_status_after(error), error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
                     sentence = f"Code of the experiment called sys.exit({error.code!r}) at step {self.state.loop.step}"
-                    raise LoopscopeError(
-                        f"{sentence} ({with_lines(error)}); to end a run early return True from should_stop."
-                    ) from error
+                    remedy = "to end a run early return True from should_stop"
+                    raise LoopscopeError(f"{sentence} ({with_lines(error)}); {remedy}.") from error
                 raise
             return self._summarise("completed", None, final, sample)
 
     def _start(self, held: ExitStack) -> None:
         """Lock the folder, and start the hooks or go on with them."""
         try:
-            self.task.ranks.together(partial(self._enter_folder, held))
-            self.task.ranks.together(self._refuse_unshared)
-            self.task.ranks.together(self._refuse_other_data)
+            for step in (partial(self.folder.enter, held), self._refuse_unshared, self._refuse_other_data):
+                self.task.ranks.together(step)
             with first_step_after(self.resumed, self.state.loop):
                 self._start_hooks()
         except BaseException:
@@ -160,13 +147,8 @@ class StrategyRun:
     def know_rows(self) -> RunRecord:
         """Note in the record what the data are, and return it."""
         loader = whole_batches(self.task.loader)
-
-        def first() -> Batch:
-            with borrowed_extras(self.state):  # to which an experiment's own loader may write
-                return first_batch(loader)
-
         with self.state.streams.isolated():
-            rows = fingerprint(loader, first) if isinstance(loader, Loader) else {}
+            rows = fingerprint(loader, partial(self._first_batch, loader)) if isinstance(loader, Loader) else {}
         self.record = replace(self.record, rows=rows)
         return self.record
 
@@ -179,7 +161,7 @@ class StrategyRun:
 
     def enter_anew(self, held: ExitStack) -> None:
         """Make and lock the folder, whatever checkpoint the run goes on from, and write there what is run."""
-        self._enter_folder(held)
+        self.folder.enter(held)
         self._claim()
 
     def again(self, pauses: Pauses, *, recorded: bool = False) -> None:
@@ -203,11 +185,6 @@ class StrategyRun:
             if recorded:
                 self._summarise(status, error, dict(self.state.loop.evaluation))
 
-    def _enter_folder(self, held: ExitStack) -> None:
-        self.folder.make()
-        held.enter_context(run_lock(self.folder.path))
-        self.folder.refuse_what_came_meanwhile()  # until now another process may have run here
-
     def _refuse_unshared(self) -> None:
         """Raise :class:`UsageError` where checkpoints are to be written into a folder that not all ranks can write."""
         folder = self._shared.parent
@@ -225,7 +202,8 @@ class StrategyRun:
         self._refuse_what_no_checkpoint_holds()
         check_metric(self.task, self._evaluate)
         if self.resumed is None and self.manager.hooks.acting:
-            self.manager.hooks.see_first(self.manager.in_eval_mode("first batch", self._first_batch))
+            loader = self.task.loader
+            self.manager.hooks.see_first(self.manager.in_eval_mode("first batch", lambda _: self._first_batch(loader)))
         self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
         if self.resumed is not None:
             self.manager.hooks.goes_on()
@@ -248,8 +226,7 @@ class StrategyRun:
         if sentences and self.plan.writes:
             raise UsageError(sentences[0])
         if sentences:
-            sentence = f"No checkpoint is written where a signal or a failing hook asks for one. {sentences[0]}"
-            warnings.warn(sentence, RunNotice, stacklevel=3)
+            notice(f"No checkpoint is written where a signal or a failing hook asks for one. {sentences[0]}")
 
     def _train(self) -> None:
         begin = perf_counter()
@@ -284,9 +261,9 @@ class StrategyRun:
     def _evaluate(self) -> dict[str, float]:
         return self.manager.in_eval_mode("evaluation", self.task.evaluate)
 
-    def _first_batch(self, _: nn.Module) -> Batch:
+    def _first_batch(self, loader: Loader) -> Batch:
         with borrowed_extras(self.state):  # to which an experiment's own loader may write
-            return first_batch(self.task.loader)
+            return first_batch(loader)
 
     def _is_unjudged(self) -> bool:
         """Return whether the run has just begun: without a checkpoint, and at most its first evaluation behind it."""
@@ -305,32 +282,24 @@ class StrategyRun:
         try:
             self.folder.write_weights(self.task.model)
         except LoopscopeError as error:
-            raise LoopscopeError(
-                f"{error} The run was trained to its end, but its final weights are not written. "
-                f"{self._last_checkpoint()} {self._way_on()}"
-            ) from error
+            lost = "The run was trained to its end, but its final weights are not written."
+            raise LoopscopeError(f"{error} {lost} {self._last_checkpoint()} {self._way_on()}") from error
 
     def _fail(self, status: str, error: BaseException) -> None:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
         _attempt(lambda: self._summarise(status, explained(error), dict(self.state.loop.evaluation)))
         if self.folder.newest_checkpoint() is not None:
-            warnings.warn(f"{self._last_checkpoint()} {self._way_on()}", RunNotice, stacklevel=2)
+            notice(f"{self._last_checkpoint()} {self._way_on()}")
 
     def _summarise(
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
     ) -> dict[str, Any]:
         """Write how it went, show it, and return it."""
+        seconds = {"total": perf_counter() - self._begin, "training": self._trained}
+        compared = self.runner.compared_metrics
         summary = summary_of(
-            self.manager,
-            self.record,
-            self.folder.path,
-            status=status,
-            error=error,
-            seconds={"total": perf_counter() - self._begin, "training": self._trained},
-            initial=self._initial,
-            final=final,
-            compared=self.runner.compared_metrics,
+            self.manager, self.record, self.folder.path, status, error, seconds, final, self._initial, compared
         )
         summary["sample"] = None if sample is None else str(sample)
         self.folder.write_summary(summary)

@@ -17,12 +17,11 @@ def summary_of(
     manager: HookManager,
     record: RunRecord,
     folder: Path,
-    *,
     status: str,
     error: BaseException | None,
     seconds: Mapping[str, float],
-    initial: Mapping[str, float],
     final: Mapping[str, float],
+    initial: Mapping[str, float] = {},
     compared: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Say how a run went, up to now or to its end; ``compared`` are metrics, by full name, in which runs compete."""

@@ -1,6 +1,5 @@
 """Runs trained again, whole or a stretch of them, and compared bit for bit with the checkpoints of the first time."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from ..checkpoints import (
 )
 from ..data import RowNumbers, whole_batches
 from ..digests import state_digests
-from ..errors import LoopscopeError, RunNotice, UsageError, listed, require
+from ..errors import LoopscopeError, UsageError, listed, notice, require
 from ..firing import HookManager
 from ..state import LoopState
 from .records import RunRecord, differences, read_ended
@@ -38,21 +37,37 @@ class PartedError(LoopscopeError):
     elsewhere = False
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier run left to compare with: its folder, what was run, its intact checkpoints and its digests."""
+
+    folder: Path
+    record: RunRecord
+    moments: Mapping[Moment, Path]
+    digests: Mapping[Moment, Digest]
+
+    @classmethod
+    def of(cls, folder: RunFolder, now: RunRecord, *, is_whole: bool = True) -> "Earlier":
+        """Return what lies in a folder to compare with a run ``now``, ``is_whole`` or a part of what it is then.
+
+        Raises :class:`UsageError` where that run is another one, or, for a whole one, where there is nothing.
+        """
+        moments, before, digests = moments_of(folder.checkpoints), folder.record(), read_digests(folder.path)
+        if before is None or (is_whole and not (moments or digests)):
+            raise UsageError(f"{folder.path} holds no intact checkpoints or digests to compare with.")
+        refuse_another_run(folder.path, before, now, tell=is_whole)
+        return cls(folder.path, before, moments, digests)
+
+
 @dataclass
 class Validation:
     """Compares at every moment of which there is a checkpoint, and ends the run after ``until``, or the last one."""
 
     manager: HookManager
-    moments: Mapping[Moment, Path]
-    before: RunRecord
-    """Of the first run."""
+    earlier: Earlier
     now: RunRecord
     until: int | None = None
     """The last step to train."""
-    digests: Mapping[Moment, Digest] = field(default_factory=dict)
-    """Of the first run, in its record."""
-    folder: Path | None = None
-    """Where that lies."""
     compared: list[int] = field(default_factory=list)
     digested: list[Moment] = field(default_factory=list)
 
@@ -62,34 +77,34 @@ class Validation:
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Compare; raises :class:`PartedError` that names the first step and tensor, and what else differs."""
-        if path := self.moments.get((loop.epoch, loop.step)):
+        if path := self.earlier.moments.get((loop.epoch, loop.step)):
             content = content_of(open_checkpoint(path), self.manager.state.model, self.manager.task.ranks)
             self._tell(path.parent.parent, differing(content, RunState(self.manager).take()), loop)
             self.compared.append(loop.step)
-        if digest := self.digests.get((loop.epoch, loop.step)):
+        if digest := self.earlier.digests.get((loop.epoch, loop.step)):
             found = state_digests(self.manager.state)
             found |= rows_entry(self.manager, self.numbers, digest.since, loop.step)
             names = digest.unlike(digest._replace(entries=found))
-            self._tell(self.folder, names if self.manager.task.ranks.is_main else [], loop)
+            self._tell(self.earlier.folder, names if self.manager.task.ranks.is_main else [], loop)
             self.digested.append((loop.epoch, loop.step))
         done = not self.missing() if self.until is None else loop.step >= self.until
         loop.stopped = loop.stopped or (done and unit_ended)  # before the end of an epoch it would be seen there
 
     def missing(self) -> list[Moment]:
         """Return the moments at which it has not been compared yet."""
-        of_digests = [moment for moment in self.digests if moment not in self.digested]
-        return [*sorted(self.moments)[len(self.compared) :], *of_digests]
+        of_digests = [moment for moment in self.earlier.digests if moment not in self.digested]
+        return [*sorted(self.earlier.moments)[len(self.compared) :], *of_digests]
 
     def steps(self) -> list[int]:
         """Return the steps at which it was compared."""
         return sorted({*self.compared, *(step for _, step in self.digested)})
 
-    def _tell(self, where: Path | None, names: Sequence[str], loop: LoopState) -> None:
+    def _tell(self, where: Path, names: Sequence[str], loop: LoopState) -> None:
         """Raise :class:`PartedError` if anything differs on any rank."""
         ranks = self.manager.task.ranks
         if every := [*dict.fromkeys(chain.from_iterable(ranks.gather([*names])))]:
-            hooks = [", ".join(sorted(run.hooks)) or "none" for run in (self.before, self.now)]
-            unlike = differences(self.before.surroundings, self.now.surroundings, {"command"})
+            hooks = [", ".join(sorted(run.hooks)) or "none" for run in (self.earlier.record, self.now)]
+            unlike = differences(self.earlier.record.surroundings, self.now.surroundings, {"command"})
             elsewhere = [f"{name}: {old} then, {new} now" for name, old, new in unlike]
             error = PartedError(
                 f"This run parts from the one in {where} {Parting(loop.epoch, loop.step, every)}. Its "
@@ -100,34 +115,9 @@ class Validation:
             raise error
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """What an earlier run left to compare with."""
-
-    moments: Mapping[Moment, Path]
-    """Its intact checkpoints."""
-    record: RunRecord
-    digests: Mapping[Moment, Digest]
-    folder: Path
-
-
-def earlier_run(folder: RunFolder, now: RunRecord) -> Earlier:
-    """Return the intact checkpoints and the digests of an earlier run, and what was run.
-
-    Raises :class:`UsageError` where there are none, or where the run that is compared with them is another one.
-    """
-    moments, before, digests = moments_of(folder.checkpoints), folder.record(), read_digests(folder.path)
-    if before is None or not (moments or digests):
-        raise UsageError(f"{folder.path} holds no intact checkpoints or digests to compare with.")
-    refuse_another_run(folder.path, before, now)
-    return Earlier(moments, before, digests, folder.path)
-
-
 def validate(run: StrategyRun, earlier: Earlier) -> Sequence[int]:
     """Train a strategy that was just prepared and return the steps at which it is the same as an earlier run."""
-    validation = Validation(
-        run.manager, earlier.moments, earlier.record, run.record, None, earlier.digests, earlier.folder
-    )
+    validation = Validation(run.manager, earlier, run.record)
     refuse_other_data(earlier.folder, earlier.record, run.know_rows())
     run.folder.make()
     run.again(validation)
@@ -167,15 +157,13 @@ class Stretch:
         return moments[max(between)] if between else None
 
 
-def rewind(
-    run: StrategyRun, stretch: Stretch, moments: Mapping[Moment, Path], before: RunRecord, folder: Path
-) -> Sequence[int]:
-    """Train a stretch of the run in ``folder`` again, and return at which steps it was compared.
+def rewind(run: StrategyRun, stretch: Stretch, earlier: Earlier) -> Sequence[int]:
+    """Train a stretch of an earlier run again, and return at which steps it was compared.
 
     Its metrics lie in the folder of the run; raises :class:`PartedError` where it is not the run that it was.
     """
+    folder, before, manager = earlier.folder, earlier.record, run.manager
     refuse_other_data(folder, before, run.know_rows())
-    manager, digests = run.manager, read_digests(folder)
     per_epoch = len(manager.task.loader) if manager.counts_epochs else 1
     ended, last = read_ended(folder), manager.task.length * per_epoch
     if ended is not None:  # a run that failed did so in the step after the last that ended
@@ -183,14 +171,14 @@ def rewind(
     for name, step in (("step", stretch.step), ("until", stretch.until)):
         require(step <= last, f"--{name} is {step:,}, and the last step of the run in {folder} is {last:,}.")
     others = {hook.name for hook in manager.hooks} - before.hooks.keys()
-    if start := stretch.beginning(moments, per_epoch if others and manager.counts_epochs else None):
+    if start := stretch.beginning(earlier.moments, per_epoch if others and manager.counts_epochs else None):
         run.resumed = open_checkpoint(start)
     elif stretch.step > 1 and not stretch.from_start:
         steps = min(last, ceil(stretch.until / per_epoch) * per_epoch)
-        on_the_way = any(step <= steps for _, step in (*moments, *digests))
-        warnings.warn(_cost(stretch, steps, ended, on_the_way=on_the_way), RunNotice, stacklevel=2)
+        on_the_way = any(step <= steps for _, step in (*earlier.moments, *earlier.digests))
+        notice(_cost(stretch, steps, ended, on_the_way=on_the_way))
     tell_of_environment(run.resumed or before, run.record)
-    validation = Validation(manager, moments, before, run.record, stretch.until, digests, folder)
+    validation = Validation(manager, earlier, run.record, stretch.until)
     with ExitStack() as held:
         run.enter_anew(held)
         run.again(validation, recorded=True)
@@ -203,10 +191,6 @@ def _cost(stretch: Stretch, steps: int, ended: Mapping[str, Any] | None, *, on_t
     """Say what it costs to begin at the start, and whether anything can show that the run is the same."""
     pace = ended["seconds"].get("training", 0) / ended["steps"] / 60 if ended and ended["steps"] else 0
     took = f", {steps * pace:.1f} minutes at the pace of its record" if pace else ""
-    unshown = (
-        "" if on_the_way else " No checkpoint or digest lies on the way: nothing can show that it is the same run."
-    )
-    return (
-        f"No checkpoint to begin from lies before step {stretch.step:,}: the run is trained again from its start, "
-        f"{steps:,} steps{took}.{unshown}"
-    )
+    begins = f"No checkpoint to begin from lies before step {stretch.step:,}: the run is trained again from its start"
+    unshown = " No checkpoint or digest lies on the way: nothing can show that it is the same run."
+    return f"{begins}, {steps:,} steps{took}.{'' if on_the_way else unshown}"
