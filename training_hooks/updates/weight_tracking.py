@@ -1,6 +1,5 @@
 """Norms of the weights, and what the spectrum of each weight matrix looks like: its ranks and its tail."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked
 
-BLOCK_ELEMENTS = 2**17
-"""Distances that are computed at once: few enough to stay in a processor's cache."""
+BLOCK_ELEMENTS = 2**17  # distances that are computed at once: few enough to stay in a processor's cache
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,8 @@ class WeightTracking(TrainingHook):
         spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
             | The most that the matrix stretches a vector. NaN here and below: an element is not finite.
         effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)
-            | [1, n], n = min(out, everything else)
-            | How many equally strong directions would have this entropy; falls as structure replaces noise. NaN: the
-            matrix is zero.
+            | [1, n], n = min(out, everything else) | How many equally strong directions would have this entropy; falls
+            as structure replaces noise. NaN: the matrix is zero.
         stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
             | How many directions are as strong as the strongest; unlike the effective rank blind to small values.
         mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | Whether the matrices grow.
@@ -186,14 +183,10 @@ class WeightTracking(TrainingHook):
                     column.update(zip(names, numbers.unbind(), strict=True))
         columns = {"spectral_norm": largest, "effective_rank": effective, "stable_rank": stable, **tails}
         metrics = {f"{column}/{name}": value for column, values in columns.items() for name, value in values.items()}
-        return metrics | _means(columns)
-
-
-def _means(columns: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the means over the matrices that have a number; none at all if there is no matrix for it."""
-    averaged = ("spectral_norm", "effective_rank", "stable_rank", "alpha")
-    means = {f"mean_{column}": stacked(columns[column].values()).nanmean() for column in averaged if columns[column]}
-    if alphas := columns["alpha"]:
-        largest = stacked(columns["spectral_norm"][name] for name in alphas)
-        means["weighted_alpha"] = (stacked(alphas.values()) * largest.square().log10()).nanmean()
-    return means
+        for column in ("spectral_norm", "effective_rank", "stable_rank", "alpha"):
+            if columns[column]:
+                metrics[f"mean_{column}"] = stacked(columns[column].values()).nanmean()
+        if alphas := tails["alpha"]:
+            tops = stacked(largest[name] for name in alphas).square().log10()
+            metrics["weighted_alpha"] = (stacked(alphas.values()) * tops).nanmean()
+        return metrics
