@@ -117,9 +117,7 @@ class AttentionLayer:
             last.reshape(-1, heads, value_dim).transpose(0, 1),
         )
 
-    def _matrices(
-        self, heads: int, output: Tensor | None, value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def _matrices(self, heads: int, output: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return the matrices of queries, keys, values and output, each (out, in), whole."""
         module = self.module
         if isinstance(module, nn.MultiheadAttention):
@@ -160,7 +158,13 @@ def find_attention(model: nn.Module, projections: str = "") -> dict[str, Attenti
     Raises:
         UnsuitableError: there is no such module.
     """
-    choices = [_named(projections)] if projections else []
+    names = tuple(name.strip().lower() for name in projections.split(","))
+    if projections and (len(names) not in (2, 4) or not all(names)):
+        raise UsageError(
+            f"attention.projections is {projections!r}; it must be four names (queries, keys, values, output) or two "
+            "(fused, output), with commas between them."
+        )
+    choices = [names] if projections else []
     modules = dict(model.named_modules())
     if layers := {name: found for name, module in modules.items() if (found := _layer_of(module, choices))}:
         return layers
@@ -169,16 +173,6 @@ def find_attention(model: nn.Module, projections: str = "") -> dict[str, Attenti
         "nn.MultiheadAttention, and no linear layers named like q_proj, k_proj, v_proj, o_proj or qkv, proj; name them "
         "with --hook-config attention.projections=QUERY,KEY,VALUE,OUTPUT (or FUSED,OUTPUT)."
     )
-
-
-def _named(projections: str) -> tuple[str, ...]:
-    names = tuple(name.strip().lower() for name in projections.split(","))
-    if len(names) not in (2, 4) or not all(names):
-        raise UsageError(
-            f"attention.projections is {projections!r}; it must be four names (queries, keys, values, output) or two "
-            "(fused, output), with commas between them."
-        )
-    return names
 
 
 def _layer_of(module: nn.Module, choices: list[tuple[str, ...]]) -> AttentionLayer | None:

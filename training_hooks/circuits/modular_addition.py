@@ -47,9 +47,8 @@ class StridedData(Protocol):
 
 def data_stride(config: Any, period: int) -> int:
     """Return the stride s of a configuration's data over ``period`` residues (⌊√p⌋ unless set), 0 if it has none."""
-    if isinstance(config, StridedData) and config.p == period:
-        return config.stride or math.isqrt(period)
-    return 0
+    fits = isinstance(config, StridedData) and config.p == period
+    return (config.stride or math.isqrt(period)) if fits else 0
 
 
 def stride_harmonics(period: int, stride: int) -> list[int]:
@@ -112,10 +111,8 @@ def ablated_losses(
     into them: those of the jackknife that leaves out a group at a time, times √(1 − R/p) and 1 − R/p, since the rows
     are drawn without replacement.
     """
-    member = torch.stack(
-        [torch.isin(torch.arange(p, device=a.device), a) for a in groups] or [torch.ones(p, dtype=torch.bool)]
-    )
-    member = member.to(frequencies.device)
+    marked = [torch.isin(torch.arange(p, device=a.device), a) for a in groups] or [torch.ones(p, dtype=torch.bool)]
+    member = torch.stack(marked).to(frequencies.device)
     taking = torch.cat([member.any(dim=0)[None], member.any(dim=0) & ~member]) if len(groups) > 1 else member
     means, inner, basis = _projections(sweep, p, waves(p, frequencies), member, taking)
     training_keys, totals = _keys(training_pairs, p), torch.zeros(5, len(taking), dtype=torch.float64).to(inner.device)
@@ -143,11 +140,11 @@ def _jackknifed(losses: Mapping[str, Tensor], unseen: Tensor) -> dict[str, Tenso
     """Return errors and biases of values (1 + G,): of everything, then without each group; none for fewer than two."""
     found: dict[str, Tensor] = {}
     for name, values in losses.items():
-        whole, left, count = values[0], values[1:], len(values) - 1
+        left, count = values[1:], len(values) - 1
         if count > 1:
             found[f"{name}_error"] = (jackknife_variance(left) * unseen).sqrt()
         if count > 1 and not name.startswith("full"):
-            found[f"{name}_bias"] = (left.mean() - whole) * (count - 1) * unseen
+            found[f"{name}_bias"] = (left.mean() - values[0]) * (count - 1) * unseen
     return found
 
 
