@@ -31,10 +31,7 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
     They are the batch itself if it is a tensor or an array, its first item if it is a tuple or list (several inputs if
     that is a tuple), its item or field ``entry`` if it is a mapping or a dataclass, by default ``input_ids``: with all
     others that the model takes by name, an attention mask among them, if that is one of the ``arguments`` of its
-    forward method.
-
-    Raises:
-        UnsuitableError: nothing of this is there.
+    forward method. Raises :class:`UnsuitableError` if nothing of this is there.
     """
     if isinstance(batch, (Tensor, np.ndarray)):
         return torch.as_tensor(batch)
@@ -87,12 +84,8 @@ def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
 
     With LᵀR = Q_L (R_L R_Rᵀ) Q_Rᵀ from the QR decompositions of Lᵀ and Rᵀ, they are those of a small matrix.
 
-    Args:
-        left: L, shape (heads, r, m).
-        right: R, shape (heads, r, n).
-
-    Returns:
-        float64, shape (heads, min(r, m, n)); NaN for a head with an element which is not finite.
+    ``left`` is L, shape (heads, r, m), ``right`` R, shape (heads, r, n). Returns float64, shape (heads, min(r, m, n));
+    NaN for a head with an element which is not finite.
     """
     finite = left.isfinite().all(dim=(1, 2)) & right.isfinite().all(dim=(1, 2))
     cleaned = (matrix.double().where(finite[:, None, None], 0) for matrix in (left, right))
@@ -106,12 +99,8 @@ def copying_score(output: Tensor, value: Tensor) -> Tensor:
 
     The eigenvalues that are not zero are those of the small W_V W_O, whose trace is Σλ (Elhage et al. 2021).
 
-    Args:
-        output: W_O, shape (heads, width, value_dim).
-        value: W_V, shape (heads, value_dim, width).
-
-    Returns:
-        float64, shape (heads,), in [−1, 1]; NaN where all eigenvalues are zero or an element is not finite.
+    ``output`` is W_O, shape (heads, width, value_dim), ``value`` W_V, shape (heads, value_dim, width). Returns float64,
+    shape (heads,), in [−1, 1]; NaN where all eigenvalues are zero or an element is not finite.
     """
     small = value.double() @ output.double()
     finite = small.isfinite().all(dim=(1, 2))
@@ -264,7 +253,7 @@ class Attention(TrainingHook):
         tables = {name: torch.cat([each.calls[name].statistics.table for each in passes], dim=1) for name in seen}
         if ctx.ranks.data:
             ctx.ranks.join()
-            of_ranks = ctx.ranks.gather({name: table.cpu() for name, table in tables.items()})
+            of_ranks = ctx.ranks.gather(_on_host(tables))
             tables = {name: torch.cat([each[name] for each in of_ranks], dim=1) for name in seen}
         self._calls = {name: replace(passes[0].calls[name], statistics=RowStatistics(tables[name])) for name in seen}
         self._read_at = ctx.step
@@ -284,6 +273,16 @@ class Attention(TrainingHook):
             self._missed |= names
             what = f"{', '.join(fresh)} {reason} that it can read."
             warnings.warn(f"Hook 'attention' leaves out what it cannot see: {what}", stacklevel=2)
+
+
+def _on_host(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring tensors to the host in one transfer."""
+    if not tables:
+        return {}
+    device = next(iter(tables.values())).device
+    flat = torch.cat([table.flatten().to(device) for table in tables.values()]).cpu()  # in the widest dtype
+    parts = torch.split(flat, [table.numel() for table in tables.values()])
+    return {name: part.view(tables[name].shape) for name, part in zip(tables, parts, strict=True)}
 
 
 def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:

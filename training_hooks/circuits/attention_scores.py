@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, starmap
 from types import MappingProxyType
 from typing import Any
 
@@ -81,11 +80,9 @@ def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
 def score_blocks(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Iterator[Tensor]:
     """Yield scale·q·k + bias in float32 or wider for a few samples at a time.
 
-    Args:
-        query: shape (batch, heads, queries, head_dim).
-        key: shape (batch, heads, keys, head_dim), or a divisor of as many heads, each shared by neighbouring ones.
-        bias: broadcasts to (batch, heads, queries, keys); −∞ where a key is hidden.
-        scale: usually 1/√head_dim.
+    Queries have shape (batch, heads, queries, head_dim), keys (batch, heads, keys, head_dim), or a divisor of as many
+    heads, each shared by neighbouring ones. The bias broadcasts to (batch, heads, queries, keys), −∞ where a key is
+    hidden; the scale is usually 1/√head_dim.
     """
     query, key = _wide(query), _wide(key)
     if key.shape[1] < query.shape[1]:
@@ -115,8 +112,7 @@ class AttentionCall:
     """One call of attention: how many heads of which width it has, and what their rows look like."""
 
     heads: int
-    head_dim: int | None
-    """``None`` where only the scores are seen."""
+    head_dim: int | None  # none where only the scores are seen
     statistics: RowStatistics
     value: Tensor | None = None
     """The values of the first sample, shape (heads, keys, value_dim) or fewer heads that are shared, where seen."""
@@ -174,9 +170,9 @@ def read_multi_head(*args: Any, **kwargs: Any) -> AttentionCall | None:
     if given["add_zero_attn"]:
         keys = torch.cat([keys, torch.zeros_like(keys[:1])])
     bias = _merged_bias(given, queries.shape[1], heads, extra=len(keys) - len(key))
-    by_head = [tensor.reshape(*tensor.shape[:2], heads, -1).permute(1, 2, 0, 3) for tensor in (queries, keys)]
-    head_dim = by_head[0].shape[-1]
-    return AttentionCall(heads, head_dim, row_statistics(score_blocks(*by_head, bias, head_dim**-0.5)))
+    query, key = (tensor.reshape(*tensor.shape[:2], heads, -1).permute(1, 2, 0, 3) for tensor in (queries, keys))
+    head_dim = query.shape[-1]
+    return AttentionCall(heads, head_dim, row_statistics(score_blocks(query, key, bias, head_dim**-0.5)))
 
 
 def _merged_bias(given: Mapping[str, Any], batch: int, heads: int, extra: int) -> Tensor | None:
@@ -211,31 +207,30 @@ class AttentionReader(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, AttentionCall] = {}
-        """By name of the module."""
+        self.calls: dict[str, AttentionCall] = {}  # by name of the module
         self.outputs: dict[str, Tensor] = {}
         """Of the fused projections, by name of the module: what they made of the first sample."""
         self._inside: list[str] = []
         self._scores: dict[str, torch.Size] = {}
 
-    def listen(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        """Take what functions compute for calls of a module while it runs; yield the handles that end this."""
+    def listen(self, name: str, module: nn.Module, fused: nn.Module | None) -> Iterator[RemovableHandle]:
+        """Take what functions compute for calls of a module while it runs, and keep what its fused projection makes.
+
+        Yields the handles that end this.
+        """
 
         # no lambda: what a forward hook returns, unless it is None, replaces the output
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self._inside.pop()
 
-        yield module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
-        yield module.register_forward_hook(leave, always_call=True)
-
-    def keep(self, name: str, fused: nn.Module) -> RemovableHandle:
-        """Keep what a fused projection of a module makes; return the handle that ends this."""
-
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.ndim == 3:
                 self.outputs[name] = output[0].clone()
 
-        return fused.register_forward_hook(keep)
+        yield module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
+        yield module.register_forward_hook(leave, always_call=True)
+        if fused is not None:
+            yield fused.register_forward_hook(keep)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -270,8 +265,7 @@ def reading(
     with ExitStack() as undoing:
         if "torch._dynamo" in sys.modules:  # compiled code passes by the functions and hooks of Python
             undoing.enter_context(torch.compiler.set_stance("force_eager"))
-        for handle in chain.from_iterable(starmap(reader.listen, modules.items())):
-            undoing.callback(handle.remove)
-        for handle in starmap(reader.keep, fused.items()):
-            undoing.callback(handle.remove)
+        for name, module in modules.items():
+            for handle in reader.listen(name, module, fused.get(name)):
+                undoing.callback(handle.remove)
         yield undoing.enter_context(reader)

@@ -112,10 +112,8 @@ class Fourier(TrainingHook):
     name = "fourier"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     needs_loader = True
-    _since = Remembered[Tensor | None](lambda: None)
-    """The epoch since which each frequency is a key frequency, NaN for the others."""
-    _adds = Remembered[bool | None](lambda: None)
-    """Whether the training targets are sums; found out at the first SNAPSHOT."""
+    _since = Remembered[Tensor | None](lambda: None)  # since which epoch each frequency is a key one; NaN: it is none
+    _adds = Remembered[bool | None](lambda: None)  # whether the targets are sums; found out at the first SNAPSHOT
     metrics = """
         total_power | ΣP, P_k = 2|X_k|²/n summed over the embedding's dimensions (|X_k|²/n at k = n/2), k = 1..F, F =
             ⌊n/2⌋ | [0, ∞) | Squared distance of the embedding's rows from their mean; 0: all tokens are embedded alike,
@@ -194,10 +192,9 @@ class Fourier(TrainingHook):
         require(period == 0 or period >= 2, f"fourier.period is {period}; it must be 0 (all rows) or at least 2.")
         require(self.key_factor > 0, f"fourier.key_factor is {self.key_factor}; it must be positive.")
         differ = not isinstance(frequencies, str) and len(set(frequencies)) == len(frequencies) > 0
-        require(
-            differ or frequencies in ("now", "reference"),
-            f"fourier.frequencies is {frequencies!r}; it must be now, reference or a list of different frequencies.",
-        )
+        kinds = "now, reference or a list of different frequencies"
+        known = differ or frequencies in ("now", "reference")
+        require(known, f"fourier.frequencies is {frequencies!r}; it must be {kinds}.")
         self.uses_reference_weights = frequencies == "reference"
         self._loop = "epoch"
 
@@ -250,8 +247,13 @@ class Fourier(TrainingHook):
         power = one_sided_power(table)
         metrics: dict[str, Any] = {}
         if ctx.hook_point is HookPoint.POST_EPOCH or self._loop == "step":
-            metrics |= self._of_the_embedding(power, ctx.epoch) | self._of_the_decoder(ctx.model, name, len(table))
-            metrics |= self._of_the_stride(power, self.stride or data_stride(ctx.config, len(table)), len(table))
+            metrics |= self._of_the_embedding(power, ctx.epoch)
+            if decoder := self.decoder or output_projection(ctx.model, name):
+                rows = whole(ctx.model.get_parameter(decoder))[: len(table)]
+                metrics |= spectrum(one_sided_power(rows), self.top_k, "decoder_")
+            if harmonics := stride_harmonics(len(table), self.stride or data_stride(ctx.config, len(table))):
+                share = power[[frequency - 1 for frequency in harmonics]].sum() / power.sum()
+                metrics |= {"stride_share": share, "stride_excess": share * (len(power) / len(harmonics))}
         if ctx.hook_point is HookPoint.SNAPSHOT:
             metrics |= self._of_pairs(ctx, power, len(table))
         return metrics
@@ -270,18 +272,6 @@ class Fourier(TrainingHook):
             "acquired_epochs": list(self._since[keys]),
             "acquired_count": (~self._since.isnan()).sum(),
         }
-
-    def _of_the_decoder(self, model: nn.Module, embedding: str, length: int) -> dict[str, Any]:
-        name = self.decoder or output_projection(model, embedding)
-        if not name:
-            return {}
-        return spectrum(one_sided_power(whole(model.get_parameter(name))[:length]), self.top_k, "decoder_")
-
-    def _of_the_stride(self, power: Tensor, stride: int, length: int) -> dict[str, Any]:
-        if not (harmonics := stride_harmonics(length, stride)):
-            return {}
-        share = power[[frequency - 1 for frequency in harmonics]].sum() / power.sum()
-        return {"stride_share": share, "stride_excess": share * (len(power) / len(harmonics))}
 
     def _of_pairs(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
         """Return what is measured on pairs of tokens, nothing if the training inputs are none."""

@@ -10,6 +10,9 @@ from torch.nn import functional
 
 from ..measures import jackknife_variance
 
+Sweep = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+"""Goes once through pairs of shape (n, 2) with their logits of shape (n, p)."""
+
 
 def power_of_columns(signal: Tensor) -> Tensor:
     """Return the power of each column of a real signal at the frequencies 1..n//2; shape (n // 2, columns), float64.
@@ -61,10 +64,6 @@ def stride_harmonics(period: int, stride: int) -> list[int]:
     [11, 22, 32, 43]
     """
     return sorted({min(round(j * period / stride), period // 2) for j in range(1, stride // 2 + 1)})
-
-
-Sweep = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""Goes once through pairs of shape (n, 2) with their logits of shape (n, p)."""
 
 
 def token_pairs(batch: Any) -> tuple[Tensor, Tensor] | None:
