@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -107,8 +108,7 @@ class WeightUpdateMonitor(Remembering):
     frozen_patience_steps: int = 3
     _before = Remembered(lambda new: WatchedElements(None if new.exact else new.sample_size), by_options=True)
     _frozen = Remembered(dict[str, int])  # checks in a row without movement
-    _rates = Remembered[dict[str, tuple[float, float]]](dict)
-    """Those of the step that is made: afterwards a scheduler may have set others."""
+    _rates = Remembered[dict[str, tuple[float, float]]](dict)  # of the step that is made: a scheduler may set others
     _missed = Remembered(list[str])  # parameters with a gradient of which the sample has seen nothing
 
     def __post_init__(self) -> None:
@@ -129,13 +129,12 @@ class WeightUpdateMonitor(Remembering):
     def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
         """Measure the gradients by parameter name, and keep the weights they belong to; before the step."""
         parameters = trainable(model)
-        rates = {
-            id(value): step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
-            for group in optimizer.param_groups
-            for value in group["params"]
-        }
-        named = {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
-        return self.gradients(parameters, named, extremes=True)
+        rates: dict[str, tuple[float, float]] = {}
+        names = {id(value): name for name, value in parameters.items()}
+        for group in optimizer.param_groups:
+            rate = step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
+            rates |= {names[id(value)]: rate for value in group["params"] if id(value) in names}
+        return self.gradients(parameters, rates, extremes=True)
 
     def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
         """Measure what the step did to the weights that :meth:`check_gradients` kept; empty if it kept none.
@@ -270,11 +269,10 @@ def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
     {'x_median': 2.5, 'x_p95': 10.0, 'x_min': 1.0, 'x_max': 10.0}
     """
     ordered = sorted(map(_rank, values))
-    if not (count := len(ordered)):
+    if not ordered:
         return {}
-    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-    p95 = ordered[-(-95 * count // 100) - 1]
-    return {f"{name}_median": median, f"{name}_p95": p95, f"{name}_min": ordered[0], f"{name}_max": ordered[-1]}
+    middle, p95 = median(ordered), ordered[-(-95 * len(ordered) // 100) - 1]
+    return {f"{name}_median": middle, f"{name}_p95": p95, f"{name}_min": ordered[0], f"{name}_max": ordered[-1]}
 
 
 def _rank(value: float) -> float:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import Any
@@ -16,10 +16,8 @@ from .element_samples import held_here, sample_indices
 
 AT_ONCE = 2**17  # elements that are copied or compared together: what a cache holds
 SAMPLED_AT_ONCE = 2**15  # sampled ones: they take as much memory again meanwhile
-ROW = 1024
-"""Elements that are added up in one go: of a million, rounding would leave an error of 1e-5, of these one of 1e-7."""
-WHOLE = 2 * ROW
-"""Elements up to which a tensor is added up in one go all the same: below, rows are not worth their calls."""
+ROW = 1024  # elements that are added up in one go: of a million, rounding leaves an error of 1e-5, of these of 1e-7
+WHOLE = 2 * ROW  # elements up to which a tensor is added up in one go all the same: rows are not worth their calls
 KIND = attrgetter("shape", "dtype", "device")
 Named = Mapping[str, nn.Parameter]
 
@@ -28,25 +26,16 @@ Named = Mapping[str, nn.Parameter]
 class Choice:
     """What is looked at of one parameter."""
 
-    shard: torch.Size
-    """The shape of the part of the parameter that lies on this rank."""
+    shard: torch.Size  # the shape of the part of the parameter that lies on this rank
     dtype: torch.dtype
-    indices: Tensor | None
-    """Places in that part, flattened; ``None``: all of it."""
-    looked_at: int
-    """How many elements are looked at, on all ranks together."""
-    elements: int
-    """How many the whole parameter has."""
+    indices: Tensor | None  # places in that part, flattened; None: all of it
+    looked_at: int  # how many elements are looked at, on all ranks together
+    elements: int  # how many the whole parameter has
 
     @property
     def share(self) -> float:
         """How many elements stand behind each one that is looked at."""
         return self.elements / self.looked_at
-
-    def suits(self, shard: Tensor) -> bool:
-        """Return whether it was made for a tensor of this shape and dtype on this device."""
-        here = self.indices is None or self.indices.device == shard.device
-        return here and (self.shard, self.dtype) == (shard.shape, shard.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -77,14 +66,12 @@ class Block:
         self._row_counts = [max(1, -(-size // width)) for size in sizes]
         self._lengths = torch.tensor(self._row_counts, device=device)
         dtype = choices[0].dtype
-        self.is_wide = dtype in WIDE
-        """Whether the elements are in float32 or wider."""
+        self.is_wide = dtype in WIDE  # whether the elements are in float32 or wider
         self._wide = dtype if self.is_wide else torch.float32
         self.rows = torch.zeros(sum(self._row_counts), width, dtype=dtype, device=device)
         parts = torch.split(self.rows, self._row_counts)
-        self.views = [
-            part.view(-1)[:size].view(choice.shape) for part, size, choice in zip(parts, sizes, choices, strict=True)
-        ]
+        places = zip(parts, sizes, choices, strict=True)
+        self.views = [part.view(-1)[:size].view(choice.shape) for part, size, choice in places]
         self._all = all(choice.indices is None for choice in choices)
         self._pieces = pieces(self._row_counts, (AT_ONCE if self._all else SAMPLED_AT_ONCE) // width)
 
@@ -165,8 +152,7 @@ class WatchedElements(Remembering):
 
     def __init__(self, sample_size: int | None) -> None:
         self._sample_size = sample_size
-        self.choices: dict[str, Choice] = {}
-        """By name of the parameter."""
+        self.choices: dict[str, Choice] = {}  # by name of the parameter
         self._blocks: list[Block] = []
         self._planned_for: dict[str, Any] = {}
         self._norms: list[Tensor] = []
@@ -258,8 +244,8 @@ class WatchedElements(Remembering):
     def _choice(self, name: str, parameter: nn.Parameter, shard: Tensor) -> Choice:
         """Return what is looked at of a parameter, chosen anew only if it is not what it was."""
         known = self.choices.get(name)
-        if known is not None and known.suits(shard):
-            return known
+        if known is not None and (known.shard, known.dtype) == (shard.shape, shard.dtype):
+            return replace(known, indices=None if known.indices is None else known.indices.to(shard.device))
         whole = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
         elements = math.prod(whole)
         indices = None if self._sample_size is None else sample_indices(name, whole, self._sample_size)
