@@ -5,7 +5,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +22,7 @@ from ..measures import drawn_loader, effective_rank, leading_share, notice
 from .attention_layers import AttentionLayer, HeadWeights, find_attention
 from .attention_scores import AttentionCall, RowStatistics, reading, sampling_error
 
-PIECE = 16
-"""Samples in a forward pass: the logits of a language model take much memory."""
+PIECE = 16  # samples in a forward pass: the logits of a language model take much memory
 
 
 def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Parameter] = MappingProxyType({})) -> Any:
@@ -33,10 +31,7 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
     They are the batch itself if it is a tensor or an array, its first item if it is a tuple or list (several inputs if
     that is a tuple), its item or field ``entry`` if it is a mapping or a dataclass, by default ``input_ids``: with all
     others that the model takes by name, an attention mask among them, if that is one of the ``arguments`` of its
-    forward method.
-
-    Raises:
-        UnsuitableError: nothing of this is there.
+    forward method. Raises :class:`UnsuitableError` if nothing of this is there.
     """
     if isinstance(batch, (Tensor, np.ndarray)):
         return torch.as_tensor(batch)
@@ -77,15 +72,11 @@ def pieces_of(batches: Iterable[Any], most: int) -> Iterator[Any]:
         count = rows(inputs)
         for first in range(0, min(count, most), PIECE):
             part = slice(first, min(first + PIECE, most))
-            yield tree_map_only(Tensor, partial(_cut, part=part, count=count), inputs)
+            cut = lambda each, count=count, part=part: each[part] if each.ndim and len(each) == count else each
+            yield tree_map_only(Tensor, cut, inputs)  # a tensor of other length has no samples
         most -= count
         if most <= 0:
             return
-
-
-def _cut(tensor: Tensor, part: slice, count: int) -> Tensor:
-    """Take a part of the samples, unless the tensor has none."""
-    return tensor[part] if tensor.ndim and len(tensor) == count else tensor
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
@@ -93,18 +84,13 @@ def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
 
     With LᵀR = Q_L (R_L R_Rᵀ) Q_Rᵀ from the QR decompositions of Lᵀ and Rᵀ, they are those of a small matrix.
 
-    Args:
-        left: L, shape (heads, r, m).
-        right: R, shape (heads, r, n).
-
-    Returns:
-        float64, shape (heads, min(r, m, n)); NaN for a head with an element which is not finite.
+    ``left`` is L, shape (heads, r, m), ``right`` R, shape (heads, r, n). Returns float64, shape (heads, min(r, m, n));
+    NaN for a head with an element which is not finite.
     """
     finite = left.isfinite().all(dim=(1, 2)) & right.isfinite().all(dim=(1, 2))
-    factors = [
-        torch.linalg.qr(matrix.double().where(finite[:, None, None], 0).mT, mode="r").R for matrix in (left, right)
-    ]
-    values: Tensor = torch.linalg.svdvals(factors[0] @ factors[1].mT)
+    cleaned = (matrix.double().where(finite[:, None, None], 0) for matrix in (left, right))
+    one, other = (torch.linalg.qr(matrix.mT, mode="r").R for matrix in cleaned)
+    values: Tensor = torch.linalg.svdvals(one @ other.mT)
     return values.where(finite[:, None], torch.nan)
 
 
@@ -113,12 +99,8 @@ def copying_score(output: Tensor, value: Tensor) -> Tensor:
 
     The eigenvalues that are not zero are those of the small W_V W_O, whose trace is Σλ (Elhage et al. 2021).
 
-    Args:
-        output: W_O, shape (heads, width, value_dim).
-        value: W_V, shape (heads, value_dim, width).
-
-    Returns:
-        float64, shape (heads,), in [−1, 1]; NaN where all eigenvalues are zero or an element is not finite.
+    ``output`` is W_O, shape (heads, width, value_dim), ``value`` W_V, shape (heads, value_dim, width). Returns float64,
+    shape (heads,), in [−1, 1]; NaN where all eigenvalues are zero or an element is not finite.
     """
     small = value.double() @ output.double()
     finite = small.isfinite().all(dim=(1, 2))
@@ -129,15 +111,13 @@ def copying_score(output: Tensor, value: Tensor) -> Tensor:
 
 ROWS = """
     entropy/<parameter> | mean over samples and queries of −Σ p ln p, p the attention of one head (named layer.head)
-        over its keys; rows that see no key left out | [0, ln keys] nats
-        | 0: the head looks at one key; ln of the visible keys: it averages over all. A collapse towards 0 goes before
-        instability (Zhai et al. 2023).
+        over its keys; rows that see no key left out | [0, ln keys] nats | 0: the head looks at one key; ln of the
+        visible keys: it averages over all. A collapse towards 0 goes before instability (Zhai et al. 2023).
     normalised_entropy/<parameter> | mean over rows that see n ≥ 2 keys of (−Σ p ln p)/ln n | [0, 1]
         | The same, comparable between lengths and under a causal mask. NaN: no row has a choice.
     max_logit/<parameter> | max over samples, queries and visible keys of the score before the softmax, scale and biases
-        included | (−∞, ∞)
-        | Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023). More
-        samples only raise a maximum: compare it at equal rows.
+        included | (−∞, ∞) | Growth without end saturates the softmax, and in low precision breaks training (Dehghani et
+        al. 2023). More samples only raise a maximum: compare it at equal rows.
     entropy_error/<parameter> | √(K/(K−1)·Σ(sₖ − mean·cₖ)²)/Σc over K samples, s and c a sample's sum and number of rows
         (Cochran 1977, section 6.4) | [0, ∞) nats
         | The standard error of entropy over samples, s/√K for equally long ones: of 100 draws of 64 samples 95 lie
@@ -153,8 +133,7 @@ ROWS = """
 """
 CIRCUIT = """
     {kind}_spectrum/<parameter> | the largest singular values σ of {product} of one head (named layer.head), descending
-        (SNAPSHOT) | [0, ∞)
-        | A gap after the k-th: the head works in k directions.
+        (SNAPSHOT) | [0, ∞) | A gap after the k-th: the head works in k directions.
     {kind}_norm/<parameter> | ‖{product}‖_F (SNAPSHOT) | [0, ∞) | How strong the circuit is.
     {kind}_effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ of {product} over its head_dim singular values
         (SNAPSHOT) | [1, head_dim]
@@ -167,9 +146,8 @@ CIRCUIT = """
 """What is told of a circuit of kind qk or ov, a product of projections."""
 COPYING = """
     ov_copying/<parameter> | Σλ/Σ|λ| over the eigenvalues λ of W_O W_V of one head (Elhage et al. 2021; SNAPSHOT)
-        | [−1, 1]
-        | 1: it adds what it attends to (copying); near 0: it maps to something else; −1: it takes it away. In the
-        residual stream, not in tokens. Left out where W_O W_V is not square.
+        | [−1, 1] | 1: it adds what it attends to (copying); near 0: it maps to something else; −1: it takes it away. In
+        the residual stream, not in tokens. Left out where W_O W_V is not square.
     mean_ov_copying | mean over all heads, NaNs left out, of ov_copying (SNAPSHOT) | [−1, 1]
         | Whether the model's attention mostly copies.
 """
@@ -224,11 +202,8 @@ class Attention(TrainingHook):
     ) -> None:
         for option, value in (("rows", rows), ("every", every), ("spectrum", spectrum)):
             require(value >= 1, f"attention.{option} is {value}; it must be at least 1.")
-        self._rows = rows
-        self._every = every
-        self._projections = projections
-        self._entry = entry
-        self._spectrum = spectrum
+        self._rows, self._every, self._spectrum = rows, every, spectrum
+        self._projections, self._entry = projections, entry
 
     def start(self, run: RunInfo) -> None:
         """Find the layers and draw the samples; raises :class:`UnsuitableError` where either cannot be."""
@@ -251,9 +226,7 @@ class Attention(TrainingHook):
         if self._read_at != ctx.step:
             self._read(ctx)
             metrics |= _row_metrics(self._calls)
-        if ctx.hook_point is HookPoint.SNAPSHOT:
-            metrics |= self._circuits()
-        return metrics
+        return metrics | (self._circuits() if ctx.hook_point is HookPoint.SNAPSHOT else {})
 
     def _draw(self, model: nn.Module, loader: Loader, ranks: Ranks) -> None:
         # A function of the loader's data alone, so it is kept without being part of the hook's state.
@@ -276,17 +249,13 @@ class Attention(TrainingHook):
                 ctx.forward(inputs)
             passes.append(reader)
         self._outputs = passes[0].outputs
-        found = {
-            name: RowStatistics.joined([each.calls[name].statistics for each in passes])
-            for name in passes[0].calls
-            if all(name in each.calls for each in passes)
-        }
+        seen = [name for name in passes[0].calls if all(name in each.calls for each in passes)]
+        tables = {name: torch.cat([each.calls[name].statistics.table for each in passes], dim=1) for name in seen}
         if ctx.ranks.data:
             ctx.ranks.join()
-            of_ranks = ctx.ranks.gather(_on_host({name: each.table for name, each in found.items()}))
-            tables = {name: torch.cat([each[name] for each in of_ranks], dim=1) for name in found}
-            found = {name: RowStatistics(table[:-1], table[-1]) for name, table in tables.items()}
-        self._calls = {name: replace(passes[0].calls[name], statistics=each) for name, each in found.items()}
+            of_ranks = ctx.ranks.gather(_on_host(tables))
+            tables = {name: torch.cat([each[name] for each in of_ranks], dim=1) for name in seen}
+        self._calls = {name: replace(passes[0].calls[name], statistics=RowStatistics(tables[name])) for name in seen}
         self._read_at = ctx.step
         self._miss({name for name in self._layers if name not in self._calls}, "make no call of attention")
 
@@ -300,13 +269,10 @@ class Attention(TrainingHook):
         return _circuit_metrics(weights, self._spectrum)
 
     def _miss(self, names: set[str], reason: str) -> None:
-        fresh = sorted(names - self._missed)
-        if fresh:
+        if fresh := sorted(names - self._missed):
             self._missed |= names
-            warnings.warn(
-                f"Hook 'attention' leaves out what it cannot see: {', '.join(fresh)} {reason} that it can read.",
-                stacklevel=2,
-            )
+            what = f"{', '.join(fresh)} {reason} that it can read."
+            warnings.warn(f"Hook 'attention' leaves out what it cannot see: {what}", stacklevel=2)
 
 
 def _on_host(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -321,8 +287,7 @@ def _on_host(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:
     """Name the values of a layer's heads; a value of several numbers is a list."""
-    each = [list(value) if value.ndim else value for value in values]
-    return {f"{column}/{layer}.{head}": value for head, value in enumerate(each)}
+    return {f"{column}/{layer}.{head}": list(value) if value.ndim else value for head, value in enumerate(values)}
 
 
 def _row_metrics(calls: Mapping[str, AttentionCall]) -> dict[str, Any]:
@@ -330,14 +295,14 @@ def _row_metrics(calls: Mapping[str, AttentionCall]) -> dict[str, Any]:
     found = {layer: call.statistics for layer, call in calls.items()}
     for layer, each in found.items():
         columns = {"entropy": each.entropy, "normalised_entropy": each.normalised_entropy, "max_logit": each.largest}
-        if len(each.maxima) > 1:
+        if each.table.shape[1] > 1:
             columns["entropy_error"] = sampling_error(each.influence())
             columns["normalised_entropy_error"] = sampling_error(each.influence(normalised=True))
         for column, values in columns.items():
             metrics |= _by_head(column, layer, values)
     if not found:
-        return metrics
-    samples = {len(each.maxima) for each in found.values()}
+        return {}
+    samples = {each.table.shape[1] for each in found.values()}
     if len(samples) == 1 and min(samples) > 1:
         influence = _joined([each.influence().T for each in found.values()])
         metrics["mean_entropy_error"] = sampling_error(influence.mean(dim=0))

@@ -65,14 +65,10 @@ def fused_rows(total: int, queries: int, heads: int, *, grouped: bool) -> tuple[
 class HeadWeights:
     """The projections of one layer by head; rows of queries, keys and values, columns of outputs belong to a head."""
 
-    query: Tensor
-    """Shape (heads, head_dim, width of the queries' input)."""
-    key: Tensor
-    """Shape (heads, head_dim, width of the keys' input); a head that shares its keys has a copy."""
-    value: Tensor
-    """Shape (heads, value_dim, width of the values' input)."""
-    output: Tensor
-    """Shape (heads, width of the output, value_dim)."""
+    query: Tensor  # (heads, head_dim, width of the queries' input)
+    key: Tensor  # (heads, head_dim, width of the keys' input); a head that shares its keys has a copy
+    value: Tensor  # (heads, value_dim, width of the values' input)
+    output: Tensor  # (heads, width of the output, value_dim)
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,7 @@ class AttentionLayer:
     module: nn.Module
     projections: tuple[nn.Module, ...] = ()
     """Queries, keys, values and output, or some of the three fused, and output; none for ``nn.MultiheadAttention``."""
-    grouped: bool = False
-    """Whether the name of a fused projection stands for rows by heads of keys."""
+    grouped: bool = False  # whether the name of a fused projection stands for rows by heads of keys
 
     @property
     def fused(self) -> nn.Module | None:
@@ -93,22 +88,19 @@ class AttentionLayer:
     def weights(self, heads: int, output: Tensor | None = None, value: Tensor | None = None) -> HeadWeights | None:
         """Return the weights by head, or ``None`` if their rows do not divide into so many heads.
 
-        Args:
-            heads: how many there are.
-            output: what a fused projection made of a sample, shape (tokens, rows).
-            value: the values of that sample, shape (heads, tokens, value_dim). If both are given, the rows of a fused
-                projection are taken in the order which these values confirm, whatever its name; ``None`` if none does.
+        ``output`` is what a fused projection made of a sample, shape (tokens, rows), ``value`` the values of that
+        sample, shape (heads, tokens, value_dim). If both are given, the rows of a fused projection are taken in the
+        order which these values confirm, whatever its name; ``None`` if none does.
         """
         matrices = self._matrices(heads, output, value)
         if matrices is None:
             return None
         query, key, values, last = matrices
-        head_dim = len(query) // heads
-        if head_dim * heads != len(query) or len(key) % head_dim or heads % max(1, len(key) // head_dim):
+        head_dim, value_dim = len(query) // heads, last.shape[1] // heads
+        shared = max(1, len(query) // max(1, len(key)))
+        if heads % shared or (heads * head_dim, heads * value_dim) != (len(query), last.shape[1]):
             return None
-        shared = heads // max(1, len(key) // head_dim)
-        value_dim = last.shape[1] // heads
-        if value_dim * heads != last.shape[1] or len(values) * shared != last.shape[1]:
+        if (shared * len(key), shared * len(values)) != (len(query), last.shape[1]):
             return None
         return HeadWeights(
             query.reshape(heads, head_dim, -1),
@@ -117,9 +109,7 @@ class AttentionLayer:
             last.reshape(-1, heads, value_dim).transpose(0, 1),
         )
 
-    def _matrices(
-        self, heads: int, output: Tensor | None, value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def _matrices(self, heads: int, output: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return the matrices of queries, keys, values and output, each (out, in), whole."""
         module = self.module
         if isinstance(module, nn.MultiheadAttention):
@@ -157,10 +147,15 @@ def find_attention(model: nn.Module, projections: str = "") -> dict[str, Attenti
         projections: the names to look for instead of the known ones: of queries, keys, values and output, or of the
             fused projection and output, with commas between them; a name may lead further down, as ``to_out.0`` does.
 
-    Raises:
-        UnsuitableError: there is no such module.
+    Raises :class:`UnsuitableError` if there is no such module.
     """
-    choices = [_named(projections)] if projections else []
+    names = tuple(name.strip().lower() for name in projections.split(","))
+    if projections and (len(names) not in (2, 4) or not all(names)):
+        raise UsageError(
+            f"attention.projections is {projections!r}; it must be four names (queries, keys, values, output) or two "
+            "(fused, output), with commas between them."
+        )
+    choices = [names] if projections else []
     modules = dict(model.named_modules())
     if layers := {name: found for name, module in modules.items() if (found := _layer_of(module, choices))}:
         return layers
@@ -169,16 +164,6 @@ def find_attention(model: nn.Module, projections: str = "") -> dict[str, Attenti
         "nn.MultiheadAttention, and no linear layers named like q_proj, k_proj, v_proj, o_proj or qkv, proj; name them "
         "with --hook-config attention.projections=QUERY,KEY,VALUE,OUTPUT (or FUSED,OUTPUT)."
     )
-
-
-def _named(projections: str) -> tuple[str, ...]:
-    names = tuple(name.strip().lower() for name in projections.split(","))
-    if len(names) not in (2, 4) or not all(names):
-        raise UsageError(
-            f"attention.projections is {projections!r}; it must be four names (queries, keys, values, output) or two "
-            "(fused, output), with commas between them."
-        )
-    return names
 
 
 def _layer_of(module: nn.Module, choices: list[tuple[str, ...]]) -> AttentionLayer | None:

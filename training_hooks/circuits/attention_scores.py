@@ -2,10 +2,9 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, starmap
 from types import MappingProxyType
 from typing import Any
 
@@ -15,54 +14,39 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-HIDDEN = -5e3
-"""A score at or below this belongs to a hidden key: additive masks are made of −∞, or of −10⁴ and less."""
-BLOCK_ELEMENTS = 2**22
-"""Scores that are held at once."""
+HIDDEN = -5e3  # a score at or below this belongs to a hidden key: additive masks are made of −∞, or of −10⁴ and less
+BLOCK_ELEMENTS = 2**22  # scores that are held at once
 
 
 @dataclass(frozen=True)
 class RowStatistics:
     """What the rows of a softmax look like, for each head; float32 or wider."""
 
-    sums: Tensor
-    """Sums over each sample's rows, shape (4, samples, heads): of −Σ p ln p, of rows that see a key, of −Σ p ln p over
-    ln(visible keys), of rows that see two keys or more."""
-    maxima: Tensor
-    """The largest score of a visible key of each sample, shape (samples, heads); −∞ if there is none."""
-
-    @classmethod
-    def joined(cls, parts: Sequence["RowStatistics"]) -> "RowStatistics":
-        """Join the samples of several forward passes."""
-        return cls(torch.cat([part.sums for part in parts], dim=1), torch.cat([part.maxima for part in parts]))
-
-    @property
-    def table(self) -> Tensor:
-        """The sums, and below them the largest scores, shape (5, samples, heads)."""
-        return torch.cat([self.sums, self.maxima[None]])
+    table: Tensor
+    """Of each sample, shape (5, samples, heads): sums over its rows of −Σ p ln p, of rows that see a key, of −Σ p ln p
+    over ln(visible keys), of rows that see two keys or more; then the largest score of a visible key, −∞ for none."""
 
     @property
     def entropy(self) -> Tensor:
         """Mean over the rows of −Σ p ln p, in nats, shape (heads,)."""
-        return _ratio(*self.sums[:2])
+        return _ratio(*self.table[:2])
 
     @property
     def normalised_entropy(self) -> Tensor:
         """Mean of the same over ln(visible keys), over the rows that see two keys or more; NaN if there is none."""
-        return _ratio(*self.sums[2:])
+        return _ratio(*self.table[2:4])
 
     @property
     def largest(self) -> Tensor:
         """The largest score of a visible key, shape (heads,)."""
-        largest = self.maxima.amax(dim=0)
-        return largest.masked_fill(self.sums[1].sum(dim=0) == 0, torch.nan)
+        return self.table[4].amax(dim=0).masked_fill(self.table[1].sum(dim=0) == 0, torch.nan)
 
     def influence(self, *, normalised: bool = False) -> Tensor:
         """Return by how much each sample moves the mean of its head to first order, shape (samples, heads).
 
         (sₖ − mean·cₖ)/Σc, s and c the sample's sum and count of rows.
         """
-        values, counts = self.sums[2:] if normalised else self.sums[:2]
+        values, counts = self.table[2:4] if normalised else self.table[:2]
         return torch.div(values - _ratio(values, counts) * counts, counts.sum(dim=0))
 
 
@@ -81,7 +65,7 @@ def sampling_error(influence: Tensor) -> Tensor:
 
 def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
     """Sum up scores, in blocks of shape (batch, heads, queries, keys); rows that see no key are left out."""
-    sums, maxima = [], []
+    tables = []
     for scores in blocks:
         hidden = scores <= HIDDEN
         visible = scores.masked_fill(hidden, -torch.inf)
@@ -89,19 +73,16 @@ def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
         entropy = torch.special.entr(visible.softmax(dim=-1)).sum(dim=-1).where(keys > 0, 0)
         share = (entropy / keys.to(entropy.dtype).log()).where(keys > 1, 0)
         parts = [entropy, (keys > 0).to(entropy.dtype), share, (keys > 1).to(entropy.dtype)]
-        sums.append(torch.stack([part.sum(dim=2) for part in parts]))
-        maxima.append(visible.amax(dim=(2, 3)))
-    return RowStatistics(torch.cat(sums, dim=1), torch.cat(maxima))
+        tables.append(torch.stack([*(part.sum(dim=2) for part in parts), visible.amax(dim=(2, 3))]))
+    return RowStatistics(torch.cat(tables, dim=1))
 
 
 def score_blocks(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Iterator[Tensor]:
     """Yield scale·q·k + bias in float32 or wider for a few samples at a time.
 
-    Args:
-        query: shape (batch, heads, queries, head_dim).
-        key: shape (batch, heads, keys, head_dim), or a divisor of as many heads, each shared by neighbouring ones.
-        bias: broadcasts to (batch, heads, queries, keys); −∞ where a key is hidden.
-        scale: usually 1/√head_dim.
+    Queries have shape (batch, heads, queries, head_dim), keys (batch, heads, keys, head_dim), or a divisor of as many
+    heads, each shared by neighbouring ones. The bias broadcasts to (batch, heads, queries, keys), −∞ where a key is
+    hidden; the scale is usually 1/√head_dim.
     """
     query, key = _wide(query), _wide(key)
     if key.shape[1] < query.shape[1]:
@@ -131,8 +112,7 @@ class AttentionCall:
     """One call of attention: how many heads of which width it has, and what their rows look like."""
 
     heads: int
-    head_dim: int | None
-    """``None`` where only the scores are seen."""
+    head_dim: int | None  # none where only the scores are seen
     statistics: RowStatistics
     value: Tensor | None = None
     """The values of the first sample, shape (heads, keys, value_dim) or fewer heads that are shared, where seen."""
@@ -181,27 +161,18 @@ def read_multi_head(*args: Any, **kwargs: Any) -> AttentionCall | None:
         return None
     if query.ndim == 2:
         query, key = query.unsqueeze(1), key.unsqueeze(1)
-    queries, keys = _projected(query, key, given)
+    apart = given["use_separate_proj_weight"]
+    weights = (given["q_proj_weight"], given["k_proj_weight"]) if apart else given["in_proj_weight"].chunk(3)
+    biases = (None, None) if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    queries, keys = map(functional.linear, (query, key), weights, biases)  # (tokens, batch, heads · head_dim)
     if given["bias_k"] is not None:
         keys = torch.cat([keys, given["bias_k"].expand(1, keys.shape[1], -1)])
     if given["add_zero_attn"]:
         keys = torch.cat([keys, torch.zeros_like(keys[:1])])
     bias = _merged_bias(given, queries.shape[1], heads, extra=len(keys) - len(key))
-    by_head = [tensor.reshape(*tensor.shape[:2], heads, -1).permute(1, 2, 0, 3) for tensor in (queries, keys)]
-    head_dim = by_head[0].shape[-1]
-    blocks = score_blocks(by_head[0], by_head[1], bias, head_dim**-0.5)
-    return AttentionCall(heads, head_dim, row_statistics(blocks))
-
-
-def _projected(query: Tensor, key: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return queries and keys of shape (tokens, batch, heads · head_dim)."""
-    if given["use_separate_proj_weight"]:
-        weights = given["q_proj_weight"], given["k_proj_weight"]
-    else:
-        weights = given["in_proj_weight"].chunk(3)[:2]
-    biases = (None, None) if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)[:2]
-    queries, keys = map(functional.linear, (query, key), weights, biases)
-    return queries, keys
+    query, key = (tensor.reshape(*tensor.shape[:2], heads, -1).permute(1, 2, 0, 3) for tensor in (queries, keys))
+    head_dim = query.shape[-1]
+    return AttentionCall(heads, head_dim, row_statistics(score_blocks(query, key, bias, head_dim**-0.5)))
 
 
 def _merged_bias(given: Mapping[str, Any], batch: int, heads: int, extra: int) -> Tensor | None:
@@ -223,8 +194,7 @@ READERS: dict[Callable[..., Any], Callable[..., AttentionCall | None]] = {
     torch.softmax: read_softmax,
     Tensor.softmax: read_softmax,
 }
-PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
-"""What mixes the values where attention is written out."""
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}  # what mixes the values where attention is written out
 
 
 class AttentionReader(TorchFunctionMode):
@@ -237,31 +207,30 @@ class AttentionReader(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, AttentionCall] = {}
-        """By name of the module."""
+        self.calls: dict[str, AttentionCall] = {}  # by name of the module
         self.outputs: dict[str, Tensor] = {}
         """Of the fused projections, by name of the module: what they made of the first sample."""
         self._inside: list[str] = []
         self._scores: dict[str, torch.Size] = {}
 
-    def listen(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        """Take what functions compute for calls of a module while it runs; yield the handles that end this."""
+    def listen(self, name: str, module: nn.Module, fused: nn.Module | None) -> Iterator[RemovableHandle]:
+        """Take what functions compute for calls of a module while it runs, and keep what its fused projection makes.
+
+        Yields the handles that end this.
+        """
 
         # no lambda: what a forward hook returns, unless it is None, replaces the output
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self._inside.pop()
 
-        yield module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
-        yield module.register_forward_hook(leave, always_call=True)
-
-    def keep(self, name: str, fused: nn.Module) -> RemovableHandle:
-        """Keep what a fused projection of a module makes; return the handle that ends this."""
-
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.ndim == 3:
                 self.outputs[name] = output[0].clone()
 
-        return fused.register_forward_hook(keep)
+        yield module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
+        yield module.register_forward_hook(leave, always_call=True)
+        if fused is not None:
+            yield fused.register_forward_hook(keep)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -296,8 +265,7 @@ def reading(
     with ExitStack() as undoing:
         if "torch._dynamo" in sys.modules:  # compiled code passes by the functions and hooks of Python
             undoing.enter_context(torch.compiler.set_stance("force_eager"))
-        for handle in chain.from_iterable(starmap(reader.listen, modules.items())):
-            undoing.callback(handle.remove)
-        for handle in starmap(reader.keep, fused.items()):
-            undoing.callback(handle.remove)
+        for name, module in modules.items():
+            for handle in reader.listen(name, module, fused.get(name)):
+                undoing.callback(handle.remove)
         yield undoing.enter_context(reader)

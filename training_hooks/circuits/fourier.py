@@ -34,15 +34,15 @@ LOGITS_AT_ONCE = 2**24
 PAIRS_AT_ONCE = 4096
 
 
-def spectrum(power: Tensor, top_k: int) -> dict[str, Any]:
+def spectrum(power: Tensor, top_k: int, prefix: str = "") -> dict[str, Any]:
     """Return the ``top_k`` strongest frequencies of a one-sided spectrum, fewer if it has fewer, and their shares."""
     fractions = power / power.sum()
     top = fractions.topk(min(top_k, len(power)))
     return {
-        "key_frequencies": list(top.indices + 1),
-        "key_fractions": list(top.values),
-        "top_k_fraction": top.values.sum(),
-        "gini": gini(power),
+        f"{prefix}key_frequencies": list(top.indices + 1),
+        f"{prefix}key_fractions": list(top.values),
+        f"{prefix}top_k_fraction": top.values.sum(),
+        f"{prefix}gini": gini(power),
     }
 
 
@@ -112,15 +112,12 @@ class Fourier(TrainingHook):
     name = "fourier"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     needs_loader = True
-    _since = Remembered[Tensor | None](lambda: None)
-    """The epoch since which each frequency is a key frequency, NaN for the others."""
-    _adds = Remembered[bool | None](lambda: None)
-    """Whether the training targets are sums; found out at the first SNAPSHOT."""
+    _since = Remembered[Tensor | None](lambda: None)  # since which epoch each frequency is a key one; NaN: it is none
+    _adds = Remembered[bool | None](lambda: None)  # whether the targets are sums; found out at the first SNAPSHOT
     metrics = """
         total_power | ΣP, P_k = 2|X_k|²/n summed over the embedding's dimensions (|X_k|²/n at k = n/2), k = 1..F, F =
-            ⌊n/2⌋ | [0, ∞)
-            | Squared distance of the embedding's rows from their mean; 0: all tokens are embedded alike, and the other
-            metrics are NaN.
+            ⌊n/2⌋ | [0, ∞) | Squared distance of the embedding's rows from their mean; 0: all tokens are embedded alike,
+            and the other metrics are NaN.
         key_frequencies | the top_k frequencies k with the largest P_k (all, if F is smaller), largest first | 1..F
             | In cycles per n tokens; a model that has generalised keeps the same few of them.
         key_fractions | f_k = P_k / ΣP of the key frequencies | [0, 1], descending
@@ -149,19 +146,16 @@ class Fourier(TrainingHook):
         decoder_gini | gini of the output projection's spectrum | [0, 1 − 1/F] | Often rises before the embedding's.
         neuron_key_frequencies | key_frequencies of the outputs of the feed-forward layers' first linear maps (before
             the nonlinearity), on the pairs (a, b) of 4 random a with all b; spectrum along b, summed over a, token
-            positions, neurons, layers | 1..F
-            | At SNAPSHOT, in eval mode. The frequencies that the neurons respond to.
+            positions, neurons, layers | 1..F | At SNAPSHOT, in eval mode. The frequencies that the neurons respond to.
         neuron_key_fractions | f_k of this spectrum at these | [0, 1], descending | Their shares.
         neuron_top_k_fraction | Σ of neuron_key_fractions | [top_k/F, 1] | Near 1: no others are used.
         neuron_gini | gini of this spectrum | [0, 1 − 1/F] | Rises as the neurons specialise together.
         neuron_purity | mean over neurons of max_k P_k / ΣP, P the neuron's own spectrum; neurons that do not vary are
-            left out | [1/F, 1]
-            | Near 1: each neuron serves a single frequency.
-        restricted_loss | mean cross-entropy of L̄ + Π(L) over pairs (a, b) of `rows` a with all b; L the logits in
-            eval mode, L̄ their mean, Π the projection onto cos and sin(2πk(a + b)/p) of the frequencies k in
-            loss_frequencies (2 dimensions each; arXiv 2301.05217) | [0, ∞)
-            | How well the model does with these frequencies alone: falls while the circuit forms, long before
-            full_loss.
+            left out | [1/F, 1] | Near 1: each neuron serves a single frequency.
+        restricted_loss | mean cross-entropy of L̄ + Π(L) over pairs (a, b) of `rows` a with all b; L the logits in eval
+            mode, L̄ their mean, Π the projection onto cos and sin(2πk(a + b)/p) of the frequencies k in
+            loss_frequencies (2 dimensions each; arXiv 2301.05217) | [0, ∞) | How well the model does with these
+            frequencies alone: falls while the circuit forms, long before full_loss.
         excluded_loss | mean cross-entropy of L − Π(L) over those of these pairs that are training pairs | [0, ∞), NaN
             | How well the training data are known without them: low while memorised, rises while the circuit takes
             over. NaN: no training pair among those drawn.
@@ -198,10 +192,9 @@ class Fourier(TrainingHook):
         require(period == 0 or period >= 2, f"fourier.period is {period}; it must be 0 (all rows) or at least 2.")
         require(self.key_factor > 0, f"fourier.key_factor is {self.key_factor}; it must be positive.")
         differ = not isinstance(frequencies, str) and len(set(frequencies)) == len(frequencies) > 0
-        require(
-            differ or frequencies in ("now", "reference"),
-            f"fourier.frequencies is {frequencies!r}; it must be now, reference or a list of different frequencies.",
-        )
+        kinds = "now, reference or a list of different frequencies"
+        known = differ or frequencies in ("now", "reference")
+        require(known, f"fourier.frequencies is {frequencies!r}; it must be {kinds}.")
         self.uses_reference_weights = frequencies == "reference"
         self._loop = "epoch"
 
@@ -254,8 +247,13 @@ class Fourier(TrainingHook):
         power = one_sided_power(table)
         metrics: dict[str, Any] = {}
         if ctx.hook_point is HookPoint.POST_EPOCH or self._loop == "step":
-            metrics |= self._of_the_embedding(power, ctx.epoch) | self._of_the_decoder(ctx.model, name, len(table))
-            metrics |= self._of_the_stride(power, self.stride or data_stride(ctx.config, len(table)), len(table))
+            metrics |= self._of_the_embedding(power, ctx.epoch)
+            if decoder := self.decoder or output_projection(ctx.model, name):
+                rows = whole(ctx.model.get_parameter(decoder))[: len(table)]
+                metrics |= spectrum(one_sided_power(rows), self.top_k, "decoder_")
+            if harmonics := stride_harmonics(len(table), self.stride or data_stride(ctx.config, len(table))):
+                share = power[[frequency - 1 for frequency in harmonics]].sum() / power.sum()
+                metrics |= {"stride_share": share, "stride_excess": share * (len(power) / len(harmonics))}
         if ctx.hook_point is HookPoint.SNAPSHOT:
             metrics |= self._of_pairs(ctx, power, len(table))
         return metrics
@@ -274,21 +272,6 @@ class Fourier(TrainingHook):
             "acquired_epochs": list(self._since[keys]),
             "acquired_count": (~self._since.isnan()).sum(),
         }
-
-    def _of_the_decoder(self, model: nn.Module, embedding: str, length: int) -> dict[str, Any]:
-        name = self.decoder or output_projection(model, embedding)
-        if not name:
-            return {}
-        matrix = whole(model.get_parameter(name))[:length]
-        found = spectrum(one_sided_power(matrix), self.top_k)
-        return {f"decoder_{key}": value for key, value in found.items()}
-
-    def _of_the_stride(self, power: Tensor, stride: int, length: int) -> dict[str, Any]:
-        harmonics = stride_harmonics(length, stride) if stride else []
-        if not harmonics:
-            return {}
-        share = power[[frequency - 1 for frequency in harmonics]].sum() / power.sum()
-        return {"stride_share": share, "stride_excess": share * (len(power) / len(harmonics))}
 
     def _of_pairs(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
         """Return what is measured on pairs of tokens, nothing if the training inputs are none."""
@@ -317,8 +300,7 @@ class Fourier(TrainingHook):
         captured = ctx.forward(pairs, capture=layers).captured
         power = neuron_spectra([captured[layer] for layer in layers], p)
         purity = (power.max(dim=0).values / power.sum(dim=0)).nanmean()
-        found = spectrum(power.sum(dim=1), self.top_k) | {"purity": purity}
-        return {f"neuron_{key}": value for key, value in found.items()}
+        return spectrum(power.sum(dim=1), self.top_k, "neuron_") | {"neuron_purity": purity}
 
     def _losses(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
         """Return the losses with frequencies kept and removed, if the model has p classes."""

@@ -10,6 +10,9 @@ from torch.nn import functional
 
 from ..measures import jackknife_variance
 
+Sweep = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+"""Goes once through pairs of shape (n, 2) with their logits of shape (n, p)."""
+
 
 def power_of_columns(signal: Tensor) -> Tensor:
     """Return the power of each column of a real signal at the frequencies 1..n//2; shape (n // 2, columns), float64.
@@ -47,9 +50,8 @@ class StridedData(Protocol):
 
 def data_stride(config: Any, period: int) -> int:
     """Return the stride s of a configuration's data over ``period`` residues (⌊√p⌋ unless set), 0 if it has none."""
-    if isinstance(config, StridedData) and config.p == period:
-        return config.stride or math.isqrt(period)
-    return 0
+    fits = isinstance(config, StridedData) and config.p == period
+    return (config.stride or math.isqrt(period)) if fits else 0
 
 
 def stride_harmonics(period: int, stride: int) -> list[int]:
@@ -62,10 +64,6 @@ def stride_harmonics(period: int, stride: int) -> list[int]:
     [11, 22, 32, 43]
     """
     return sorted({min(round(j * period / stride), period // 2) for j in range(1, stride // 2 + 1)})
-
-
-Sweep = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""Goes once through pairs of shape (n, 2) with their logits of shape (n, p)."""
 
 
 def token_pairs(batch: Any) -> tuple[Tensor, Tensor] | None:
@@ -112,10 +110,8 @@ def ablated_losses(
     into them: those of the jackknife that leaves out a group at a time, times √(1 − R/p) and 1 − R/p, since the rows
     are drawn without replacement.
     """
-    member = torch.stack(
-        [torch.isin(torch.arange(p, device=a.device), a) for a in groups] or [torch.ones(p, dtype=torch.bool)]
-    )
-    member = member.to(frequencies.device)
+    marked = [torch.isin(torch.arange(p, device=a.device), a) for a in groups] or [torch.ones(p, dtype=torch.bool)]
+    member = torch.stack(marked).to(frequencies.device)
     taking = torch.cat([member.any(dim=0)[None], member.any(dim=0) & ~member]) if len(groups) > 1 else member
     means, inner, basis = _projections(sweep, p, waves(p, frequencies), member, taking)
     training_keys, totals = _keys(training_pairs, p), torch.zeros(5, len(taking), dtype=torch.float64).to(inner.device)
@@ -143,11 +139,11 @@ def _jackknifed(losses: Mapping[str, Tensor], unseen: Tensor) -> dict[str, Tenso
     """Return errors and biases of values (1 + G,): of everything, then without each group; none for fewer than two."""
     found: dict[str, Tensor] = {}
     for name, values in losses.items():
-        whole, left, count = values[0], values[1:], len(values) - 1
+        left, count = values[1:], len(values) - 1
         if count > 1:
             found[f"{name}_error"] = (jackknife_variance(left) * unseen).sqrt()
         if count > 1 and not name.startswith("full"):
-            found[f"{name}_bias"] = (left.mean() - whole) * (count - 1) * unseen
+            found[f"{name}_bias"] = (left.mean() - values[0]) * (count - 1) * unseen
     return found
 
 

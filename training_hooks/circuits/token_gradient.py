@@ -54,8 +54,7 @@ class TokenGradient(TrainingHook):
     needs_grads = True
     metrics = """
         mean_norm | mean over all V tokens of ‖gᵢ‖₂, gᵢ row i of the embedding's gradient, mean over the epoch's steps
-            | [0, ∞)
-            | The pull on a token of average standing, untouched ones included.
+            | [0, ∞) | The pull on a token of average standing, untouched ones included.
         max_norm | maxᵢ ‖gᵢ‖₂ | [0, ∞) | Far above mean_norm: few tokens learn at a time.
         gini | Σᵢ (2i − V − 1)·‖g₍ᵢ₎‖ / (V·Σ‖gᵢ‖), ‖g₍ᵢ₎‖ ascending | [0, 1 − 1/V], NaN
             | 0: all tokens are pulled alike; near 1: one token is. Rises with the skew of the token frequencies.
@@ -67,17 +66,14 @@ class TokenGradient(TrainingHook):
         untouched_fraction | tokens with gᵢ = 0 exactly / V | [0, 1]
             | Tokens that no step of the epoch contained; 0 if the embedding is also the output projection.
         mean_cosine | mean over all pairs i ≠ j of the cosine between gᵢ and gⱼ, tokens with gᵢ = 0 left out
-            | [−1, 1], NaN
-            | 0: every token goes its own way; near 1: the update moves all tokens alike.
-        shared_fraction | V·‖mean of the gᵢ‖² / Σ‖gᵢ‖² | [0, 1], NaN
-            | Energy of the gradient that moves all tokens by one vector, which leaves their differences as they are;
-            about 1/V for rows without relation.
+            | [−1, 1], NaN | 0: every token goes its own way; near 1: the update moves all tokens alike.
+        shared_fraction | V·‖mean of the gᵢ‖² / Σ‖gᵢ‖² | [0, 1], NaN | Energy of the gradient that moves all tokens by
+            one vector, which leaves their differences as they are; about 1/V for rows without relation.
     """
 
     def __init__(self, *, top_k: int = 5, embedding: str = "") -> None:
         require(top_k >= 1, f"token_gradient.top_k is {top_k}; it must be at least 1.")
-        self._top_k = top_k
-        self._embedding = embedding
+        self._top_k, self._embedding = top_k, embedding
 
     def start(self, run: RunInfo) -> None:
         """Find the embedding; raises :class:`UnsuitableError` if there is none, or none that is trained."""

@@ -1,7 +1,7 @@
 """How the gradients of consecutive steps relate: autocorrelation, accumulation efficiency, rank."""
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError, require
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 
@@ -47,16 +47,17 @@ AUTOCORRELATION = """
 """
 FIRST_LAG = "Negative: each step overshoots, and the next one pulls back."
 LATER_LAG = "Below lag 1: the gradient turns within {} steps. Negative: it swings back after so many."
+LAG_ROWS = [AUTOCORRELATION.format(lag=lag, contrast=LATER_LAG.format(lag) if lag > 1 else FIRST_LAG) for lag in LAGS]
 EFFICIENCY = """
     accumulation_efficiency_{window} | ‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients | [0, 1]
         | 1: all point one way. 1/√{window} = {orthogonal:.2f}: they are orthogonal, as noise is, and accumulating
         them averages it out. Below that: they cancel.
 """
+WINDOW_ROWS = [EFFICIENCY.format(window=window, orthogonal=window**-0.5) for window in WINDOWS]
 RANK = """
     effective_rank | exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts
-        as 0, ε the rounding error of their dtype | [1, k]
-        | How many directions the gradients of successive batches have. Near k: each batch pulls its own way; far below:
-        they share a few directions. Compare at equal k.
+        as 0, ε the rounding error of their dtype | [1, k] | How many directions the gradients of successive batches
+        have. Near k: each batch pulls its own way; far below: they share a few directions. Compare at equal k.
     leading_share | max σ² / Σσ² | [1/k, 1]
         | The share of the gradients' energy along one direction. Near 1: every batch says the same.
     gradients | k | [2, history] | How many consecutive gradients the numbers of this step rest on.
@@ -92,25 +93,15 @@ class BatchDynamics(TrainingHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _history = Remembered(lambda hook: GradientHistory(hook.history, hook.projection), by_options=True)
     _step = Remembered(int)
-    metrics = (
-        "".join(
-            AUTOCORRELATION.format(lag=lag, contrast=LATER_LAG.format(lag) if lag > 1 else FIRST_LAG) for lag in LAGS
-        )
-        + "".join(EFFICIENCY.format(window=window, orthogonal=window**-0.5) for window in WINDOWS)
-        + RANK
-    )
+    metrics = "".join(LAG_ROWS + WINDOW_ROWS) + RANK
 
     def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:
         require(history >= 2, f"batch_dynamics.history is {history}; lag 1 needs at least 2 gradients.")
-        if every <= history:
-            raise UsageError(
-                f"batch_dynamics.every is {every}; it must be more than batch_dynamics.history, the steps of one burst "
-                f"({history}), or no burst would ever end."
-            )
+        burst = f"batch_dynamics.history, the steps of one burst ({history})"
+        more = f"batch_dynamics.every is {every}; it must be more than {burst}, or no burst would ever end."
+        require(every > history, more)
         check_dimensions("batch_dynamics.projection", projection)
-        self.history = history
-        self.projection = projection
-        self.memory = memory
+        self.history, self.projection, self.memory = history, projection, memory
         self.step_schedule = StepSchedule(mode="burst", every_n_steps=every, burst_length=history)
 
     def start(self, run: RunInfo) -> None:
@@ -139,11 +130,7 @@ class BatchDynamics(TrainingHook):
     def _measured(self) -> Metrics:
         gram = self._history.gram()
         values = spectrum(gram, self._history.resolution)[0].sqrt()
-        lags = {f"autocorrelation_lag_{lag}": autocorrelation(gram, lag) for lag in LAGS if lag < len(gram)}
-        windows = {
-            f"accumulation_efficiency_{window}": accumulation_efficiency(gram, window)
-            for window in WINDOWS
-            if window <= len(gram)
-        }
+        lags = {f"autocorrelation_lag_{n}": autocorrelation(gram, n) for n in LAGS if n < len(gram)}
+        windows = {f"accumulation_efficiency_{n}": accumulation_efficiency(gram, n) for n in WINDOWS if n <= len(gram)}
         ranks = {"effective_rank": effective_rank(values), "leading_share": leading_share(values)}
         return {**lags, **windows, **ranks, "gradients": len(gram)}

@@ -49,20 +49,17 @@ class Consecutive(TrainingHook):
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.POST_BACKWARD})}
     needs_grads = True
     _memory = Remembered(FlatMemory)
-    _owners = Remembered(dict[str, list[str]])
-    """By vector of the memory: the parameters that had a gradient."""
+    _owners = Remembered(dict[str, list[str]])  # by vector of the memory: the parameters that had a gradient
     _summed = Remembered(int)
     metrics = """
         cosine | ḡ·ḡ' / (‖ḡ‖₂ ‖ḡ'‖₂), ḡ the mean over the epoch's steps of the gradient, ḡ' that of the epoch before
-            | [−1, 1]
-            | Near 1: epochs push in one direction; 0: what one epoch asks for, the next has forgotten; below 0: they
-            contradict each other, as when overshooting a valley. NaN: one of the two is zero.
+            | [−1, 1] | Near 1: epochs push in one direction; 0: what one epoch asks for, the next has forgotten; below
+            0: they contradict each other, as when overshooting a valley. NaN: one of the two is zero.
         norm_ratio | ‖ḡ‖₂ / ‖ḡ'‖₂ | [0, ∞] | Above 1: the gradient grows from epoch to epoch.
         relative_change | ‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂ | [0, ∞]
             | 0: the same gradient; √2 at equal norms: at a right angle. Unlike the cosine it sees the length.
         parameter_cosine/<parameter> | ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both epochs
-            | [−1, 1]
-            | Which layers still have a steady direction.
+            | [−1, 1] | Which layers still have a steady direction.
     """
 
     def __init__(self, *, interval: int = 0) -> None:

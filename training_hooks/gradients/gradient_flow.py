@@ -3,10 +3,9 @@
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -20,18 +19,14 @@ from torch import Tensor, nn
 from ..measures import stacked
 
 SMALLEST_STACK = 2
+HYSTERESIS = 2.0  # a warned condition ends where the gain is back within its threshold by this factor
+LISTED = 5
+Chains = Mapping[str, Sequence[str]]
+"""Modules that run one after another, by their names in the model, first to last: by the name of the container in the
+model (``model`` if it is the model itself), or by the pattern that found them."""
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Modules that run one after another, by their names in the model, first to last."""
-
-    name: str
-    """The container's name in the model (``model`` if it is the model itself), or the pattern that found them."""
-    blocks: tuple[str, ...]
-
-
-def find_chains(model: nn.Module, patterns: str = "") -> list[Chain]:
+def find_chains(model: nn.Module, patterns: str = "") -> Chains:
     """Return the chains of blocks of a model, none if it has none.
 
     Without patterns: every ``nn.ModuleList`` and ``nn.Sequential`` with at least two members of one class that have
@@ -44,23 +39,21 @@ def find_chains(model: nn.Module, patterns: str = "") -> list[Chain]:
             of the model. ``*`` and ``?`` stop at dots: ``blocks.*`` fits ``blocks.0`` but not ``blocks.0.attention``.
     """
     if patterns.strip():
-        found = [Chain(glob, tuple(_fitting(model, glob))) for glob in map(str.strip, patterns.split(",")) if glob]
-        return [chain for chain in found if len(chain.blocks) >= SMALLEST_STACK]
-    return list(_stacks(model, ""))
+        names = [name for name, _ in model.named_modules() if name]
+        globs = filter(None, map(str.strip, patterns.split(",")))
+        found = {glob: [name for name in names if _fits(name.split("."), glob.split("."))] for glob in globs}
+        return {glob: blocks for glob, blocks in found.items() if len(blocks) >= SMALLEST_STACK}
+    return dict(_stacks(model, ""))
 
 
-def _fitting(model: nn.Module, glob: str) -> Iterator[str]:
-    wanted = glob.split(".")
-    for name, _ in model.named_modules():
-        parts = name.split(".")
-        if name and len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
-            yield name
+def _fits(parts: Sequence[str], globs: Sequence[str]) -> bool:
+    return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
-def _stacks(module: nn.Module, name: str) -> Iterator[Chain]:
+def _stacks(module: nn.Module, name: str) -> Iterator[tuple[str, list[str]]]:
     blocks = _blocks(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
     if blocks:
-        yield Chain(name or "model", tuple(f"{name}.{block}".lstrip(".") for block in blocks))
+        yield name or "model", [f"{name}.{block}".lstrip(".") for block in blocks]
     for child_name, child in module.named_children():
         if child_name not in blocks:
             yield from _stacks(child, f"{name}.{child_name}".lstrip("."))
@@ -79,25 +72,11 @@ def _blocks(container: nn.Module) -> list[str]:
     return most if len(most) >= SMALLEST_STACK else []
 
 
-HYSTERESIS = 2.0
-"""A warned condition ends where the gain is back within its threshold by this factor."""
-LISTED = 5
-
-
 def square_norm(gradient: Tensor) -> Tensor:
     """Return ‖g‖₂² as a zero-dimensional float64 tensor, whose range also holds the squares of vanishing gradients."""
     if is_sharded(gradient):
         return joint_norm([gradient]).double().square()
     return torch.square(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
-
-
-def gains(chain: Chain, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂ by the name of block i + 1, h the outputs of a chain's blocks.
-
-    Where one of the two has no norm there is no gain.
-    """
-    pairs = [pair for pair in pairwise(chain.blocks) if norms.keys() >= set(pair)]
-    return {after: norms[before] / norms[after] for before, after in pairs}
 
 
 @HookRegistry.register
@@ -134,20 +113,17 @@ class GradientFlow(TrainingHook):
     name = "gradient_flow"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _squares = Remembered(dict[str, Tensor], saved=False)
-    _vanishing = Remembered(list[str])
+    _vanishing = Remembered(list[str])  # blocks that were warned of and are not over it
     _amplifying = Remembered(list[str])
-    """Blocks that were warned of and are not over it."""
     metrics = """
         norm/<parameter> | ‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss | [0, ∞)
             | How much of the gradient reaches the block. Compare between blocks and steps of equal batches only.
         gain/<parameter> | ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before it
-            | [0, ∞]
-            | What the block multiplies the gradient by. Far from 1 in one block: look at its norms and the scale of its
-            weights. NaN: no gradient on either side.
+            | [0, ∞] | What the block multiplies the gradient by. Far from 1 in one block: look at its norms and the
+            scale of its weights. NaN: no gradient on either side.
         total_gain/<parameter> | ‖∂L/∂h_1‖₂ / ‖∂L/∂h_n‖₂, h_1 and h_n the outputs of the first and the last block of the
-            chain that had a gradient | [0, ∞]
-            | The product of the gains, if all blocks had a gradient. Far below 1 the first blocks hardly learn; far
-            above, they set the norm that clipping sees.
+            chain that had a gradient | [0, ∞] | The product of the gains, if all blocks had a gradient. Far below 1 the
+            first blocks hardly learn; far above, they set the norm that clipping sees.
         smallest_gain | min over all blocks of gain/<block> | [0, ∞] | The narrowest place.
         largest_gain | max over all blocks of gain/<block> | [0, ∞] | Where gradients explode first.
         vanishing_count | number of blocks with gain ≤ vanishing_gain | 0, 1, 2, …
@@ -165,15 +141,14 @@ class GradientFlow(TrainingHook):
         require(1 < high < math.inf, f"gradient_flow.amplifying_gain is {high}; it must be a number above 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
         self._pattern = pattern
-        self._vanishing_gain = vanishing_gain
-        self._amplifying_gain = amplifying_gain
-        self._chains: list[Chain] = []
+        self._vanishing_gain, self._amplifying_gain = low, high
+        self._chains: Chains = {}
 
     def start(self, run: RunInfo) -> None:
         """Find the blocks; raises :class:`UnsuitableError` if there are none, or none for one of several patterns."""
         self._chains = find_chains(run.model, self._pattern)
         globs = [glob.strip() for glob in self._pattern.split(",") if glob.strip()]
-        misfits = [glob for glob in globs if glob not in {chain.name for chain in self._chains}]
+        misfits = [glob for glob in globs if glob not in self._chains]
         if misfits or not self._chains:
             raise UnsuitableError(_no_blocks(run.model, ", ".join(misfits) or self._pattern))
         own = {block: run.model.get_submodule(block).parameters(recurse=False) for block in self._blocks()}
@@ -189,13 +164,12 @@ class GradientFlow(TrainingHook):
         """Tap the output of every block, once if it is in several chains."""
         return [GradientTap(block, "output", partial(self._see, block)) for block in dict.fromkeys(self._blocks())]
 
-    def _blocks(self) -> Iterator[str]:
-        return (block for chain in self._chains for block in chain.blocks)
+    def _blocks(self) -> Iterable[str]:
+        return chain.from_iterable(self._chains.values())
 
     def _see(self, block: str, gradient: Tensor) -> None:
         square = square_norm(gradient)
-        seen = self._squares.get(block)
-        self._squares[block] = square if seen is None else seen + square
+        self._squares[block] = self._squares[block] + square if block in self._squares else square
 
     def _on_all_ranks(self, ctx: RunDataContext) -> dict[str, Tensor]:
         """Return the squared norms over the rows of all ranks, of whose losses the step's is the mean."""
@@ -216,12 +190,13 @@ class GradientFlow(TrainingHook):
         norms = {block: square.sqrt() / scale for block, square in squares.items()}
         metrics: dict[str, Tensor] = {}
         found: dict[str, Tensor] = {}
-        for chain in self._chains:
-            metrics |= {f"norm/{block}": norms[block] for block in chain.blocks if block in norms}
-            found |= gains(chain, norms)
-            ends = [block for block in chain.blocks if block in norms]
-            if len(ends) > 1:
-                metrics[f"total_gain/{chain.name}"] = norms[ends[0]] / norms[ends[-1]]
+        for name, blocks in self._chains.items():
+            reached = [block for block in blocks if block in norms]
+            metrics |= {f"norm/{block}": norms[block] for block in reached}
+            pairs = [pair for pair in pairwise(blocks) if norms.keys() >= set(pair)]
+            found |= {after: norms[before] / norms[after] for before, after in pairs}
+            if len(reached) > 1:
+                metrics[f"total_gain/{name}"] = norms[reached[0]] / norms[reached[-1]]
         if not found:
             return metrics
         together = stacked(found.values())
@@ -278,10 +253,8 @@ def _no_blocks(model: nn.Module, pattern: str) -> str:
         f"the model are {listed([name for name, _ in model.named_modules() if name], 10) or 'none'}"
     )
     if pattern.strip():
-        return (
-            f"Hook 'gradient_flow' needs at least two blocks, and the pattern {pattern!r} fits fewer modules; {remedy}."
-        )
-    return (
-        "Hook 'gradient_flow' needs an nn.ModuleList or nn.Sequential with at least two members of one class that have "
-        f"parameters, and the model has none; {remedy}."
-    )
+        lack = f"at least two blocks, and the pattern {pattern!r} fits fewer modules"
+    else:
+        stack = "an nn.ModuleList or nn.Sequential with at least two members of one class that have parameters"
+        lack = f"{stack}, and the model has none"
+    return f"Hook 'gradient_flow' needs {lack}; {remedy}."

@@ -10,6 +10,8 @@ from ..measures import FlatSpace, splitmix64
 
 CHUNK = 2**18
 SMALLEST = 64
+COLUMNS = 8192
+MIB = 2**20
 
 
 def check_dimensions(option: str, dimensions: int) -> None:
@@ -29,12 +31,8 @@ def count_sketch(vector: Tensor, dimensions: int, key: int = 0) -> Tensor:
     machine. Inner products are kept in expectation, with variance at most (‖x‖²‖y‖² + (x·y)²)/d (Charikar, Chen and
     Farach-Colton 2002). Besides y it takes memory for a few chunks of 2¹⁸ elements, and time linear in the elements,
     whatever d is. On CUDA the elements of a bucket are added in no fixed order unless torch is told to be
-    deterministic.
-
-    Args:
-        vector: shape (n,).
-        dimensions: d, a power of two.
-        key: below 2²³; chooses one projection of the family.
+    deterministic. ``vector`` has shape (n,), d is a power of two; the key, below 2²³, chooses one projection of the
+    family.
     """
     sketch = torch.zeros(dimensions, device=vector.device)
     places = torch.arange(min(CHUNK, len(vector)), dtype=torch.int32, device=vector.device)
@@ -66,10 +64,6 @@ def chunk_keys(key: int, chunks: int) -> list[list[int]]:
     return numbers.tolist()  # type: ignore[no-any-return]
 
 
-COLUMNS = 8192
-MIB = 2**20
-
-
 @torch.no_grad()
 def row_products(some: Tensor, rows: Tensor) -> Tensor:
     """Return the inner products of ``some`` (m, n) with ``rows`` (k, n): shape (m, k), float64.
@@ -95,8 +89,7 @@ class GradientHistory(Remembering):
 
     _rows = Remembered[Tensor | None](lambda: None)
     _gram = Remembered(lambda new: torch.zeros(new.capacity, new.capacity, dtype=torch.float64), by_options=True)
-    count = Remembered(int)
-    """Gradients taken since the last :meth:`reset`, those overwritten since included."""
+    count = Remembered(int)  # gradients taken since the last reset, those overwritten since included
     _waiting = Remembered(int)
 
     def __init__(self, capacity: int, projection: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from ..measures import notice
 
-ROWS_SEEN = 256
-"""Rows whose order is looked at before the run."""
-NO_CHANCE = 4.0
-"""Standard errors beyond which neighbouring rows are alike, or unlike, for another reason than chance."""
+ROWS_SEEN = 256  # rows whose order is looked at before the run
+NO_CHANCE = 4.0  # standard errors beyond which neighbouring rows are alike, or unlike, for another reason than chance
 
 
 def signal_and_noise(norms: tuple[Tensor, Tensor], small: float, big: float) -> tuple[Tensor, Tensor]:
@@ -33,30 +31,20 @@ def signal_and_noise(norms: tuple[Tensor, Tensor], small: float, big: float) -> 
     return signal, noise
 
 
-class PartNorms:
-    """Gathers the gradients of the parts of one batch, holding their sum only.
+def part_norms(gradients: Iterable[Vector], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return |G_small|² and |G_big|² from the mean gradients of parts of a batch, ``counts`` their numbers of rows.
 
     G_big is the mean of the parts' gradients weighted by rows, |G_small|² the mean of their squared norms weighted the
     same. With b_i of B rows in part i, E|G_small|² = |G|² + S·Σ(b_i/B)/b_i = |G|² + S·n/B, so that B_small = B/n holds
-    exactly, however uneven the n parts are.
+    exactly, however uneven the n parts are. Both are zero-dimensional, float64; only the gradients' sum is held.
     """
-
-    def __init__(self) -> None:
-        self.rows = self.parts = 0
-        self._sum: dict[str, Tensor] = {}
-        self._squares: list[Tensor] = []
-
-    def add(self, gradient: Vector, count: int) -> None:
-        """Include the mean gradient of ``count`` rows."""
-        self._sum = accumulate(self._sum, gradient, count)
-        self._squares.append(count * dot(gradient, gradient).double())
-        self.rows += count
-        self.parts += 1
-
-    def squared_norms(self) -> tuple[Tensor, Tensor]:
-        """Return |G_small|² at ``rows / parts`` rows and |G_big|² at ``rows``, zero-dimensional, float64."""
-        small = torch.stack(self._squares).sum() / self.rows
-        return small, dot(self._sum, self._sum).double() / self.rows**2
+    total: dict[str, Tensor] = {}
+    squares = []
+    for gradient, count in zip(gradients, counts, strict=True):
+        total = accumulate(total, gradient, count)
+        squares.append(count * dot(gradient, gradient).double())
+        del gradient  # before the next one is made
+    return torch.stack(squares).sum() / sum(counts), dot(total, total).double() / sum(counts) ** 2
 
 
 def standard_errors(sums: Tensor, moments: Tensor, cubes: float) -> dict[str, Tensor]:
@@ -143,12 +131,9 @@ class GradientNoiseScale(TrainingHook):
     needs_loss = True
     needs_loader = True
     needs_next_batch = True
-    _sums = Remembered(lambda: torch.zeros(3, dtype=torch.float64))
-    """Of 1, signal and noise, weighted."""
-    _moments = Remembered(lambda: torch.zeros(3, 3, dtype=torch.float64))
-    """Of their products, by the squared weights."""
-    _cubes = Remembered(float)
-    """Of the cubed weights."""
+    _sums = Remembered(lambda: torch.zeros(3, dtype=torch.float64))  # of 1, signal and noise, weighted
+    _moments = Remembered(lambda: torch.zeros(3, 3, dtype=torch.float64))  # of their products, by the squared weights
+    _cubes = Remembered(float)  # of the cubed weights
     metrics = """
         noise_scale | S / |G|², each averaged by itself over the measurements so far | (−∞, ∞)
             | In rows. Batches far below it: doubling them nearly halves the steps needed; far above: it saves almost
@@ -175,8 +160,7 @@ class GradientNoiseScale(TrainingHook):
         require(parts >= 2, f"gradient_noise_scale.parts is {parts}; two sizes of batch need at least 2.")
         require(0 <= decay <= 1, f"gradient_noise_scale.decay is {decay}; it must lie in 0..1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
-        self.parts = parts
-        self.decay = decay
+        self.parts, self.decay = parts, decay
 
     def start(self, run: RunInfo) -> None:
         """Say where rows are not exchangeable, and where there will be no error."""
@@ -199,12 +183,11 @@ class GradientNoiseScale(TrainingHook):
         parts, ranks = micro_batches(ctx.batch_data, self.parts), ctx.ranks
         ranks.join()
         of_ranks = ranks.gather([rows(part) for part in parts])
-        if len(parts) < 2 or any(len(counts) != len(parts) for counts in of_ranks):
+        if len(parts) < 2 or any(len(each) != len(parts) for each in of_ranks):
             return {}
-        gathered = PartNorms()
-        for part, *counts in zip(parts, *of_ranks, strict=True):
-            gathered.add(ctx.compute_batch_gradients(part), sum(counts) * ranks.size // len(of_ranks))
-        estimates = signal_and_noise(gathered.squared_norms(), gathered.rows / gathered.parts, gathered.rows)
+        counts = [sum(of_part) * ranks.size // len(of_ranks) for of_part in zip(*of_ranks, strict=True)]
+        norms = part_norms(map(ctx.compute_batch_gradients, parts), counts)
+        estimates = signal_and_noise(norms, sum(counts) / len(parts), sum(counts))
         newest = torch.stack([torch.ones_like(estimates[0]), *estimates])
         self._sums = self.decay * self._sums.to(newest.device) + newest
         self._moments = self.decay**2 * self._moments.to(newest.device) + torch.outer(newest, newest)
@@ -218,5 +201,5 @@ class GradientNoiseScale(TrainingHook):
             "noise": noise,
             "signal_estimate": estimates[0],
             "noise_estimate": estimates[1],
-            "batch_rows": gathered.rows,
+            "batch_rows": sum(counts),
         }

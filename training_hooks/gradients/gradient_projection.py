@@ -48,12 +48,10 @@ class GradientProjection(TrainingHook):
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
     needs_reference_weights = True
-    _memory = Remembered(FlatMemory, merged=True)
-    """The parameters that the strategy began with."""
+    _memory = Remembered(FlatMemory, merged=True)  # the parameters that the strategy began with
     metrics = """
-        gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1]
-            | Positive: descent along ḡ comes nearer to the reference. In n dimensions a direction without any relation
-            to d has a cosine of about 1/√n.
+        gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1] | Positive: descent along ḡ comes nearer to the reference.
+            In n dimensions a direction without any relation to d has a cosine of about 1/√n.
         gradient_projection | −ḡ·d / ‖d‖ | (−∞, ∞)
             | The slope of the loss, downhill, along the way to the reference: what a step of one unit would gain.
         distance | ‖d‖₂ | [0, ∞) | What remains, in a straight line.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
@@ -81,18 +81,16 @@ class SubspaceGradientInfo(TrainingHook):
     _history = Remembered(lambda hook: GradientHistory(hook.window + 1, hook.projection), by_options=True, merged=True)
     metrics = """
         participation_ratio | (Σλ)²/Σλ², λ the eigenvalues of XXᵀ, the rows of X the newest k gradients; λ ≤ k·ε·max λ
-            counts as 0, ε the rounding error of their dtype | [1, k]
-            | How many dimensions the gradients fill evenly. 1: one direction; k: gradients of equal norm that are
-            orthogonal, as isotropic noise is.
+            counts as 0, ε the rounding error of their dtype | [1, k] | How many dimensions the gradients fill evenly.
+            1: one direction; k: gradients of equal norm that are orthogonal, as isotropic noise is.
         participation_ratio_centred | the same of the gradients minus their mean: of their covariance; from k = 3 on
             | [1, k − 1]
             | The dimensions of the noise alone. Far above participation_ratio: the mean gradient dominates.
         dimension_90 | the smallest m with λ₁ + … + λ_m ≥ 0.9·Σλ | 1..k
             | How many directions hold 90 % of the gradients' energy.
         subspace_share | ‖VVᵀg‖²/‖g‖², g the present gradient, V the top leading right singular vectors of the up to
-            window gradients before it; once top of them are there | [0, 1]
-            | How much of a gradient is foreseen by the earlier ones. Near null_share: nothing; near 1: training moves
-            in a tiny subspace.
+            window gradients before it; once top of them are there | [0, 1] | How much of a gradient is foreseen by the
+            earlier ones. Near null_share: nothing; near 1: training moves in a tiny subspace.
         null_share | subspace_dimension / n, n the number of trainable elements (projection, if that is set) | [0, 1)
             | The expectation of subspace_share for a gradient of random direction.
         subspace_dimension | columns of V: the smaller of top and the numerical rank of the earlier gradients | 0..top
@@ -103,16 +101,12 @@ class SubspaceGradientInfo(TrainingHook):
     def __init__(
         self, *, window: int = 20, top: int = 10, every: int = 100, projection: int = 0, memory: int = 1024
     ) -> None:
-        if not 1 <= top <= window or window < 2:
-            raise UsageError(
-                f"subspace_gradient_info.top is {top} and window is {window}; the window must hold at least 2 "
-                "gradients, and top must lie in 1..window."
-            )
+        given = f"subspace_gradient_info.top is {top} and window is {window}"
+        limits = "the window must hold at least 2 gradients, and top must lie in 1..window"
+        require(1 <= top <= window and window >= 2, f"{given}; {limits}.")
         check_dimensions("subspace_gradient_info.projection", projection)
-        self.window = window
-        self.top = top
-        self.projection = projection
-        self.memory = memory
+        self.window, self.top = window, top
+        self.projection, self.memory = projection, memory
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def start(self, run: RunInfo) -> None:

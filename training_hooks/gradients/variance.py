@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError, require
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
@@ -132,16 +132,14 @@ class Variance(TrainingHook):
         parameter_variance/<parameter> | tr Σ̂ of one parameter that had a gradient in the window | [0, ∞)
             | Which layers' gradients are noisy. They add up to total_variance.
         parameter_signal_to_noise/<parameter> | ‖ḡ_p‖² / tr Σ̂_p of one parameter; NaN if its gradients are all zero
-            | [0, ∞]
-            | Which layers still have a signal; noise alone gives about 1/W.
+            | [0, ∞] | Which layers still have a signal; noise alone gives about 1/W.
     """
 
     def __init__(self, *, window: int = 20, every: int = 200) -> None:
         require(window >= 2, f"variance.window is {window}; it must be at least 2.")
-        if every < 1 or (every < window and window % every):
-            raise UsageError(
-                f"variance.every is {every}; it must be a divisor of variance.window ({window}), or at least as long."
-            )
+        fits = every >= window or (every >= 1 and window % every == 0)
+        limits = f"a divisor of variance.window ({window}), or at least as long"
+        require(fits, f"variance.every is {every}; it must be {limits}.")
         self._window = window
         self._length = min(window, every)
         apart = StepSchedule(mode="burst", every_n_steps=every, burst_length=window) if every > window else None

@@ -8,8 +8,7 @@ from typing import Any
 from loopscope.errors import RunNotice, listed
 from loopscope.hooks import Alert, Recovery, Remembered, Remembering
 
-NAMED = 5
-"""Parameters that a warning names."""
+NAMED = 5  # parameters that a warning names
 
 
 def notice(sentence: str) -> None:
@@ -28,8 +27,9 @@ class Alerts(Remembering):
     counts = Remembered[dict[str, int]](lambda alerts: dict.fromkeys(alerts.phrases, 0), by_options=True)
     """How many parameters were in each condition when it was last looked at."""
     _told = Remembered[dict[str, list[str]]](lambda alerts: {name: [] for name in alerts.phrases}, by_options=True)
-    _news = Remembered(list[tuple[Any, ...]])
-    """Step, whether it is trouble, sentence, condition, the worst value and its limit."""
+    _news = Remembered(
+        list[tuple[Any, ...]]
+    )  # step, whether it is trouble, sentence, condition, worst value, its limit
 
     def __init__(self, phrases: Mapping[str, tuple[str, str]], *, noun: str = "parameter") -> None:
         self.phrases = dict(phrases)
@@ -52,8 +52,7 @@ class Alerts(Remembering):
         ``lingering`` are those that are out of it, but not far enough for it to be over. ``worst`` is the value of the
         first of ``found``, ``limit`` what it was compared with.
         """
-        told = self._told[condition]
-        one, several = self.phrases[condition]
+        told, (one, several) = self._told[condition], self.phrases[condition]
         if found.keys() - told:
             named = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
             says = f"{len(found):,} of {checked:,} {self._noun}s {one if len(found) == 1 else several}"

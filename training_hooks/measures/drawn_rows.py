@@ -5,8 +5,7 @@ from loopscope.errors import LoopscopeError, shortened
 
 from .alerts import notice
 
-ROWS_SEED = 0
-"""Of the draw; the same in every run, so that equal weights have equal numbers."""
+ROWS_SEED = 0  # of the draw; the same in every run, so that equal weights have equal numbers
 
 
 def drawn_loader(hook: str, loader: Loader) -> Loader:

@@ -12,6 +12,8 @@ from loopscope.state import WIDE, Vector, groups_of, is_sharded, laid_out_like, 
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+LONGEST_DOT = 2**31 - 1  # of BLAS, which counts in 32 bits
+
 
 @dataclass(frozen=True)
 class FlatSpace:
@@ -44,19 +46,14 @@ class FlatSpace:
     def vector(self, flat: Tensor) -> dict[str, Tensor]:
         """Return a flat tensor as a vector: views of it for plain parameters, shards for sharded ones."""
         pieces = torch.split(flat, [value.numel() for value in self.parameters.values()])
-        return {
-            name: laid_out_like(piece.view(value.shape), value)
-            for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
-        }
+        pairs = zip(self.parameters.items(), pieces, strict=True)
+        return {name: laid_out_like(piece.view(value.shape), value) for (name, value), piece in pairs}
 
 
 def stacked(parts: Iterable[Tensor]) -> Tensor:
     """Stack tensors of one shape, which may lie on several devices, on the first one's."""
     first, *others = parts
     return torch.stack([first, *(part.to(first.device) for part in others)])
-
-
-LONGEST_DOT = 2**31 - 1  # of BLAS, which counts in 32 bits
 
 
 @dataclass
@@ -138,8 +135,6 @@ class FlatLayout:
 
     def nonzeros(self, a: Tensor) -> Tensor:
         """Return how many elements of a vector are not zero; zero-dimensional, int64."""
-        if not self._groups:
-            return torch.count_nonzero(a)
         counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
         return over_shards(counts, self._groups).sum()
 
@@ -209,9 +204,7 @@ class FlatMemory(Remembering):
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the parameters, and the vectors by parameter name."""
         flat = {name: vector.data for name, vector in self.vectors.items()}
-        return super().state_dict() | {
-            "vectors": {name: self.named(each) for name, each in (flat or self._loaded).items()}
-        }
+        return super().state_dict() | {"vectors": {name: self.named(v) for name, v in (flat or self._loaded).items()}}
 
     def named(self, vector: Tensor | Vector) -> dict[str, Tensor]:
         """Return a vector by parameter name, DTensors where the parameters are: a flat one, or one that was loaded."""

@@ -1,8 +1,9 @@
 """What Adam makes of the gradients: moments, the update they give, effective learning rates, weight decay."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from loopscope.state import live_gradients, trainable, whole
 from torch import Tensor
 
 Reading = tuple["Sums", Tensor]
-PIECE = 2**17
-"""Elements that are worked on at once: small parameters together, in what a cache holds."""
+PIECE = 2**17  # elements that are worked on at once: small parameters together, in what a cache holds
 OPTIONS = ("betas", "eps", "decoupled_weight_decay", "amsgrad", "maximize")
 """What a step of Adam depends on beside learning rate and decay; other options of a group may not be plain values."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -180,26 +180,24 @@ def effective_rates(root: Tensor, group: OptimizerGroup, share: float) -> Tensor
     return group.lr / (root + float(group.options["eps"]))
 
 
-def pieces(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def pieces(parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Part parameters into runs of one device with at most ``PIECE`` elements together, or a single larger one."""
-    piece: list[str] = []
+    runs: list[list[str]] = []
     size, device = 0, None
     for name, parameter in parameters.items():
-        if piece and (size + parameter.numel() > PIECE or parameter.device != device):
-            yield piece
-            piece, size = [], 0
-        piece.append(name)
+        if parameter.device != device or size + parameter.numel() > PIECE:
+            runs.append([])
+            size = 0
+        runs[-1].append(name)
         size, device = size + parameter.numel(), parameter.device
-    if piece:
-        yield piece
+    return runs
 
 
 MOMENTS = """
     first_moment_norm | ‖m̂‖₂ | [0, ∞) | The gradient that persists over about 1/(1−β₁) steps.
     second_moment_norm | ‖√v̂‖₂ | [0, ∞) | The root mean square gradient of about the last 1/(1−β₂) steps.
-    moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞)
-        | Near 1: gradients agree from step to step (always so at the first step). Near √((1−β₁)/(1+β₁)), 0.23 at β₁ =
-        0.9: they are noise. Above 1: the gradients have just grown.
+    moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞) | Near 1: gradients agree from step to step (always so at the first step).
+        Near √((1−β₁)/(1+β₁)), 0.23 at β₁ = 0.9: they are noise. Above 1: the gradients have just grown.
     update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, weight decay included.
     update_gradient_cosine | cos(Δθ, −g) | [−1, 1]
         | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn it far away.
@@ -214,18 +212,16 @@ MOMENTS = """
         | How much of what enters the moments is weight decay. Left out unless a group has such decay.
 """
 RATE = """
-    {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞)
-        | The learning rate that an element of m̂ is given. p90/p10 is the spread of the preconditioner: 1 would be SGD
-        with momentum.
+    {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞) | The learning rate that an element of m̂ is
+        given. p90/p10 is the spread of the preconditioner: 1 would be SGD with momentum.
 """
 SOLUTION = """
     update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
         | Only with a reference solution. Positive: the step goes towards it.
     gradient_solution_cosine | cos(−g, d) | [−1, 1]
         | Positive: plain gradient descent would go towards it; below update_solution_cosine: Adam finds the better way.
-    solution_gain | Δθ·d / ‖d‖² | (−∞, ∞)
-        | The share of the distance to the reference that the step covers; its inverse counts the steps that remain at
-        this pace.
+    solution_gain | Δθ·d / ‖d‖² | (−∞, ∞) | The share of the distance to the reference that the step covers; its inverse
+        counts the steps that remain at this pace.
 """
 
 
@@ -255,8 +251,7 @@ class AdamDynamics(InterventionHook):
     mutates = False
     uses_reference_weights = True
     _step = Remembered(int)
-    _groups = Remembered(list[dict[str, Any]])
-    """The optimizer's groups at that step, as plain values."""
+    _groups = Remembered(list[dict[str, Any]])  # the optimizer's groups at that step, as plain values
     metrics = MOMENTS + "".join(RATE.format(name=name, level=level) for name, level in PERCENTILES.items()) + SOLUTION
 
     def __init__(self, *, every_n_steps: int = 100, sample: int = 8192) -> None:
@@ -274,26 +269,22 @@ class AdamDynamics(InterventionHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Note the settings with which the optimizer is about to make its step."""
-        self._step, self._groups = ctx.step, []
-        for group in ctx.optimizer_groups:
-            self._groups.append(asdict(replace(group, options={name: group.options[name] for name in OPTIONS})))
+        noted = [replace(each, options={name: each.options[name] for name in OPTIONS}) for each in ctx.optimizer_groups]
+        self._step, self._groups = ctx.step, [asdict(group) for group in noted]
         return {}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the metrics of the step just made; nothing if no parameter had a gradient."""
         if self._step != run_ctx.step:
             return {}
-        made = [OptimizerGroup(**group) for group in self._groups]
-        groups = {str(index): self._read(each, run_ctx, model_ctx) for index, each in enumerate(made)}
-        groups = {index: readings for index, readings in groups.items() if readings}
-        if not groups:
+        made = [self._read(OptimizerGroup(**group), run_ctx, model_ctx) for group in self._groups]
+        if not any(made):
             return {}
         solution = run_ctx.reference_weights is not None
-        everything = [reading for readings in groups.values() for reading in readings]
-        metrics: dict[str, Any] = self._metrics(everything, solution=solution)
-        if len(self._groups) > 1:
-            of_groups = {index: self._metrics(readings, solution=solution) for index, readings in groups.items()}
-            metrics |= {f"group_{name}": {index: of_groups[index][name] for index in groups} for name in list(metrics)}
+        metrics: dict[str, Any] = self._metrics([*chain.from_iterable(made)], solution=solution)
+        if len(made) > 1:
+            groups = {str(n): self._metrics(each, solution=solution) for n, each in enumerate(made) if each}
+            metrics |= {f"group_{name}": {n: of[name] for n, of in groups.items()} for name in list(metrics)}
         return metrics
 
     def _read(self, group: OptimizerGroup, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> list[Reading]:
@@ -302,13 +293,12 @@ class AdamDynamics(InterventionHook):
         every = trainable(run_ctx.model)
         share = self.sample / sum(parameter.numel() for parameter in every.values())
         trained = [name for name in group.names if name in every and states.get(name)]
-        moved = {name: every[name] for name in trained if every[name].grad is not None}
         readings = []
-        for names in pieces(moved):
-            update = adam_update([moved[name] for name in names], [states[name] for name in names], group)
-            gradient = flat(live_gradients([every[name] for name in names]))
+        for names in pieces({name: every[name] for name in trained if every[name].grad is not None}):
+            moved = [every[name] for name in names]
+            update = adam_update(moved, [states[name] for name in names], group)
             way_point = None if reference is None else flat([reference[name] for name in names])
-            sums = sums_of(update, gradient, group, way_point)
+            sums = sums_of(update, flat(live_gradients(moved)), group, way_point)
             readings.append((sums, effective_rates(update.root, group, share)))
         return readings
 
@@ -324,14 +314,9 @@ class AdamDynamics(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics over all parameters, then those of each group, reported if there are several."""
-        whole_model = super().describe_metrics()
-        groups = [
-            replace(
-                info,
-                name=f"group_{info.name}",
-                formula=f"by number of the parameter group, over its parameters: {info.formula}",
-                reading=f"As {info.name}; only with several parameter groups.",
-            )
-            for info in whole_model
-        ]
-        return [*whole_model, *groups]
+        infos = [*super().describe_metrics()]
+        for info in infos[:]:
+            formula = f"by number of the parameter group, over its parameters: {info.formula}"
+            reading = f"As {info.name}; only with several parameter groups."
+            infos.append(replace(info, name=f"group_{info.name}", formula=formula, reading=reading))
+        return infos

@@ -42,19 +42,16 @@ class ParameterDelta(TrainingHook):
 
     name = "parameter_delta"
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
-    _memory = Remembered(FlatMemory, merged=True)
-    """The parameters at the last report."""
+    _memory = Remembered(FlatMemory, merged=True)  # the parameters at the last report
     metrics = """
         total_delta | ‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one SNAPSHOT)
-            | [0, ∞)
-            | The net movement. Far below the sum of the steps (path_length): the steps cancel.
+            | [0, ∞) | The net movement. Far below the sum of the steps (path_length): the steps cancel.
         total_relative_delta | ‖Δ‖₂ / ‖θ'‖₂ | [0, ∞]
             | Movement relative to the weights; near 0: training has settled or the learning rate has run out.
         max_abs_delta | max |Δᵢ| over all elements | [0, ∞)
             | Near total_delta: one element does the moving. Under Adam about the learning rate × steps at most.
-        changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1]
-            | Below 1: rows of tokens that never occur, parameters without gradient, or updates rounded away in low
-            precision.
+        changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1] | Below 1: rows of tokens that never occur,
+            parameters without gradient, or updates rounded away in low precision.
         delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Which layers move; 0: it stands still.
         relative_delta/<parameter> | ‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter | [0, ∞]
             | Comparable between layers. ∞: it was zero before, as biases are at first; NaN: and still is.

@@ -1,7 +1,5 @@
 """The path that the parameters take: its length, how far it leads, and how straight it is."""
 
-from typing import Any
-
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import require
@@ -39,8 +37,7 @@ class PathLength(TrainingHook):
         "step": frozenset({HookPoint.POST_BACKWARD, HookPoint.SNAPSHOT}),
     }
     _memory = Remembered(FlatMemory)
-    _squares = Remembered(list[Tensor])
-    """Of the legs that are not yet added up."""
+    _squares = Remembered(list[Tensor])  # of the legs that are not yet added up
     _path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
     _interval_path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
     _steps = Remembered(int)
@@ -51,13 +48,11 @@ class PathLength(TrainingHook):
             | How far the parameters have gone, there and back included.
         displacement | ‖θ_t − θ_0‖₂, θ_0 the parameters as the strategy began | [0, path_length]
             | How far they have got; small against ‖θ_0‖: the lazy regime.
-        efficiency | displacement / path_length; NaN before anything has moved | [0, 1]
-            | 1: a straight line; n independent legs of equal length give 1/√n; falling while the path grows: wandering
-            or oscillating.
+        efficiency | displacement / path_length; NaN before anything has moved | [0, 1] | 1: a straight line; n
+            independent legs of equal length give 1/√n; falling while the path grows: wandering or oscillating.
         steps | the optimizer steps on the path | 1, 2, … | n = steps / every, for 1/√n.
         interval_path | Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT
-            | [0, ∞)
-            | Follows the learning rate; rises without it: the steps grow.
+            | [0, ∞) | Follows the learning rate; rises without it: the steps grow.
         interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
             | What remains of the interval's legs.
         interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1]
@@ -82,11 +77,9 @@ class PathLength(TrainingHook):
         between_steps = ctx.hook_point not in STEP_POINTS
         done = ctx.step if between_steps else ctx.step - 1
         layout = self._memory.layout(ctx.model)
-        if self._done is None:
-            self._done = done
-        if done > self._done:
+        if self._done is not None and done > self._done:
             self._measure(layout, done - self._done)
-            self._done = done
+        self._done = done
         return self._report(layout) if between_steps and self._interval_steps else {}
 
     def _measure(self, layout: FlatLayout, steps: int) -> None:
@@ -115,7 +108,9 @@ class PathLength(TrainingHook):
         newest = vectors["newest"].data
         displacement = layout.norm(newest - vectors["start"].data)
         moved = layout.norm(newest - vectors["interval"].data)
-        metrics: dict[str, Any] = {
+        vectors["interval"].data.copy_(newest)
+        steps, self._interval_path, self._interval_steps = self._interval_steps, torch.zeros_like(path), 0
+        return {
             "path_length": self._path,
             "displacement": displacement,
             "efficiency": displacement / self._path,
@@ -123,8 +118,5 @@ class PathLength(TrainingHook):
             "interval_path": path,
             "interval_displacement": moved,
             "interval_efficiency": moved / path,
-            "path_per_step": path / self._interval_steps,
+            "path_per_step": path / steps,
         }
-        vectors["interval"].data.copy_(newest)
-        self._interval_path, self._interval_steps = torch.zeros_like(path), 0
-        return metrics

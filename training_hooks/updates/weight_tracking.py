@@ -1,6 +1,5 @@
 """Norms of the weights, and what the spectrum of each weight matrix looks like: its ranks and its tail."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,20 +11,16 @@ from torch import Tensor
 
 from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked
 
-BLOCK_ELEMENTS = 2**17
-"""Distances that are computed at once: few enough to stay in a processor's cache."""
+BLOCK_ELEMENTS = 2**17  # distances that are computed at once: few enough to stay in a processor's cache
 
 
 @dataclass(frozen=True)
 class PowerLawFit:
     """What describes the tail of each sample, float64; NaN where no tail can be fitted."""
 
-    exponent: Tensor
-    """α of the density p(x) ∝ x^−α; its standard error is (α − 1)/√count."""
-    distance: Tensor
-    """The Kolmogorov-Smirnov distance between the tail and the fitted law."""
-    count: Tensor
-    """How many values the tail has."""
+    exponent: Tensor  # α of the density p(x) ∝ x^−α; its standard error is (α − 1)/√count
+    distance: Tensor  # the Kolmogorov-Smirnov distance between the tail and the fitted law
+    count: Tensor  # how many values the tail has
 
 
 def fit_power_law(values: Tensor, min_tail: int) -> PowerLawFit:
@@ -35,14 +30,8 @@ def fit_power_law(values: Tensor, min_tail: int) -> PowerLawFit:
     α = 1 + n/Σ ln(xᵢ/x_min) over the n values of the tail; the x_min is taken whose law lies nearest to its tail in
     D = sup |S(x) − P(x)|, S and P the distribution functions of tail and law (Clauset, Shalizi and Newman 2009, eq.
     3.1 and 3.9); the smallest one if several do. Values below n·ε of the largest one, ε that of float64, are zeros of
-    rounding and never start a tail.
-
-    Args:
-        values: shape (samples, n), each sample in descending order.
-        min_tail: the least number of values in a tail.
-
-    Returns:
-        tensors of shape (samples,).
+    rounding and never start a tail. ``values`` has shape (samples, n), each sample in descending order; what is
+    returned has shape (samples,).
 
     >>> x = torch.arange(1, 1001, dtype=torch.float64) / 1001
     >>> round(fit_power_law(x[None] ** -0.5, 10).exponent.item(), 1)
@@ -92,9 +81,8 @@ def _distances(logs: Tensor, excess: Tensor, counts: Tensor, candidates: int) ->
 def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
     """Return the singular values of matrices, decomposed together for all that have equally many.
 
-    Returns:
-        for each number n = min(rows, columns): the names, and a float64 tensor (names, n), descending; NaN for a
-        matrix that has an element which is not finite.
+    For each number n = min(rows, columns): the names, and a float64 tensor (names, n), descending; NaN for a matrix
+    that has an element which is not finite.
     """
     grams: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
     for name, matrix in matrices.items():
@@ -133,9 +121,8 @@ class WeightTracking(TrainingHook):
         spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
             | The most that the matrix stretches a vector. NaN here and below: an element is not finite.
         effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)
-            | [1, n], n = min(out, everything else)
-            | How many equally strong directions would have this entropy; falls as structure replaces noise. NaN: the
-            matrix is zero.
+            | [1, n], n = min(out, everything else) | How many equally strong directions would have this entropy; falls
+            as structure replaces noise. NaN: the matrix is zero.
         stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
             | How many directions are as strong as the strongest; unlike the effective rank blind to small values.
         mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | Whether the matrices grow.
@@ -186,14 +173,10 @@ class WeightTracking(TrainingHook):
                     column.update(zip(names, numbers.unbind(), strict=True))
         columns = {"spectral_norm": largest, "effective_rank": effective, "stable_rank": stable, **tails}
         metrics = {f"{column}/{name}": value for column, values in columns.items() for name, value in values.items()}
-        return metrics | _means(columns)
-
-
-def _means(columns: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the means over the matrices that have a number; none at all if there is no matrix for it."""
-    averaged = ("spectral_norm", "effective_rank", "stable_rank", "alpha")
-    means = {f"mean_{column}": stacked(columns[column].values()).nanmean() for column in averaged if columns[column]}
-    if alphas := columns["alpha"]:
-        largest = stacked(columns["spectral_norm"][name] for name in alphas)
-        means["weighted_alpha"] = (stacked(alphas.values()) * largest.square().log10()).nanmean()
-    return means
+        for averaged in ("spectral_norm", "effective_rank", "stable_rank", "alpha"):
+            if columns[averaged]:
+                metrics[f"mean_{averaged}"] = stacked(columns[averaged].values()).nanmean()
+        if alphas := tails["alpha"]:
+            tops = stacked(largest[name] for name in alphas).square().log10()
+            metrics["weighted_alpha"] = (stacked(alphas.values()) * tops).nanmean()
+        return metrics

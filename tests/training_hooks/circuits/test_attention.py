@@ -406,7 +406,7 @@ def test_means_lie_within_two_errors_of_what_all_data_would_give_as_often_as_sta
     counts = torch.randint(1, 9, (count, 64, 1)).double()
     values = counts * (1 + 0.5 * torch.rand(count, 64, 1, dtype=torch.float64) + 0.05 * counts)
     truth = 1.25 + 0.05 * (torch.arange(1, 9).double().square().mean() / 4.5)
-    found = [RowStatistics(torch.stack([v, c, v, c]), v) for v, c in zip(values, counts, strict=True)]
+    found = [RowStatistics(torch.stack([v, c, v, c, v])) for v, c in zip(values, counts, strict=True)]
     missed = torch.stack([each.entropy for each in found]) - truth
     errors = torch.stack([sampling_error(each.influence()) for each in found])
     assert missed.mean().abs() < errors.mean()

@@ -1,4 +1,4 @@
-from loopscope.training_hooks.gradients.gradient_flow import Chain, find_chains
+from loopscope.training_hooks.gradients.gradient_flow import find_chains
 from torch import nn
 
 
@@ -27,47 +27,43 @@ def stack(count: int, kind: type[nn.Module] = Block) -> nn.ModuleList:
 
 def test_a_stack_of_one_class_is_a_chain_and_what_lies_inside_its_blocks_is_not():
     found = find_chains(model(embedding=nn.Embedding(3, 2), blocks=stack(3), head=nn.Linear(2, 3)))
-    assert found == [Chain("blocks", ("blocks.0", "blocks.1", "blocks.2"))]
+    assert found == {"blocks": ["blocks.0", "blocks.1", "blocks.2"]}
 
 
 def test_several_stacks_are_chains_of_their_own_in_the_order_of_the_model():
     whole = model(encoder=model(layers=stack(2)), decoder=model(layers=stack(3, Other)))
-    assert [(chain.name, len(chain.blocks)) for chain in find_chains(whole)] == [
-        ("encoder.layers", 2),
-        ("decoder.layers", 3),
-    ]
+    found = find_chains(whole)
+    assert [(name, len(blocks)) for name, blocks in found.items()] == [("encoder.layers", 2), ("decoder.layers", 3)]
 
 
 def test_of_a_mixed_stack_the_most_frequent_class_with_parameters_makes_the_blocks():
     mlp = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.Linear(8, 3))
-    assert find_chains(mlp) == [Chain("model", ("0", "5"))]
-    assert find_chains(nn.Sequential(nn.Embedding(3, 2), nn.Sequential(Block(), Block()))) == [
-        Chain("1", ("1.0", "1.1"))
-    ]
+    assert find_chains(mlp) == {"model": ["0", "5"]}
+    assert find_chains(nn.Sequential(nn.Embedding(3, 2), nn.Sequential(Block(), Block()))) == {"1": ["1.0", "1.1"]}
 
 
 def test_a_stack_of_one_block_is_none_and_the_stack_inside_it_is_found():
-    assert find_chains(model(blocks=stack(1))) == [
-        Chain("blocks.0.inner", ("blocks.0.inner.0", "blocks.0.inner.2", "blocks.0.inner.4"))
-    ]
-    assert find_chains(model(a=nn.Linear(2, 2), b=nn.Linear(2, 2))) == []
+    inner = ["blocks.0.inner.0", "blocks.0.inner.2", "blocks.0.inner.4"]
+    assert find_chains(model(blocks=stack(1))) == {"blocks.0.inner": inner}
+    assert find_chains(model(a=nn.Linear(2, 2), b=nn.Linear(2, 2))) == {}
 
 
 def test_a_module_that_is_in_a_stack_twice_is_one_block():
     shared = Block()
-    assert find_chains(model(blocks=nn.ModuleList([shared, Block(), shared])))[0].blocks == ("blocks.0", "blocks.1")
+    found = find_chains(model(blocks=nn.ModuleList([shared, Block(), shared])))
+    assert found == {"blocks": ["blocks.0", "blocks.1"]}
 
 
 def test_patterns_stop_at_dots_and_each_makes_a_chain():
     whole = model(layer1=stack(2), layer2=stack(1), rest=nn.Linear(2, 2))
-    assert find_chains(whole, "layer?.*") == [Chain("layer?.*", ("layer1.0", "layer1.1", "layer2.0"))]
-    assert [chain.blocks for chain in find_chains(whole, "layer1.*.inner, *")] == [
-        ("layer1.0.inner", "layer1.1.inner"),
-        ("layer1", "layer2", "rest"),
+    assert find_chains(whole, "layer?.*") == {"layer?.*": ["layer1.0", "layer1.1", "layer2.0"]}
+    assert list(find_chains(whole, "layer1.*.inner, *").values()) == [
+        ["layer1.0.inner", "layer1.1.inner"],
+        ["layer1", "layer2", "rest"],
     ]
-    assert find_chains(whole, "layer2.*") == find_chains(whole, "nothing") == []
+    assert find_chains(whole, "layer2.*") == find_chains(whole, "nothing") == {}
 
 
 def test_blocks_are_found_in_the_containers_of_torch():
     transformer = nn.Transformer(4, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=4, batch_first=True)
-    assert [chain.name for chain in find_chains(transformer)] == ["encoder.layers", "decoder.layers"]
+    assert list(find_chains(transformer)) == ["encoder.layers", "decoder.layers"]

@@ -16,8 +16,8 @@ from loopscope.state.digest import described
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradients import GradientNoiseScale
 from loopscope.training_hooks.gradients.gradient_noise_scale import (
-    PartNorms,
     order_shown,
+    part_norms,
     signal_and_noise,
     standard_errors,
 )
@@ -28,10 +28,8 @@ from tests.support import BATCH, Case, RecordingSink, run_info, train
 
 def estimates(gradients: Tensor, sizes: list[int]) -> tuple[float, float]:
     """Return signal and noise from row gradients, shape (rows, dimensions), split into parts of these sizes."""
-    gathered = PartNorms()
-    for part in gradients.split(sizes):
-        gathered.add({"w": part.mean(dim=0)}, len(part))
-    signal, noise = signal_and_noise(gathered.squared_norms(), gathered.rows / gathered.parts, gathered.rows)
+    means = [{"w": part.mean(dim=0)} for part in gradients.split(sizes)]
+    signal, noise = signal_and_noise(part_norms(means, sizes), sum(sizes) / len(sizes), sum(sizes))
     return signal.item(), noise.item()
 
 
