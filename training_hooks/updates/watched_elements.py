@@ -106,23 +106,20 @@ class Block:
         Driven are those whose gradient is not zero, stuck those of them that are where the decay alone takes them.
         Decayed are those that are not zero where there is a decay, undecayed those of them that the decay alone leaves
         as they are. ``decays`` holds the share that a step's decay takes of a weight, ``None`` where no step is made:
-        there nothing is driven. Overwrites the copies.
+        there nothing is driven.
         """
-        if self.is_wide:
-            none = torch.zeros(len(self.names), device=self.rows.device)
-            found = []
-            for these, rows in self._pieces:
-                torch._foreach_sub_(self.views[these], self._looked_at(these, shards))
-                found.append(torch.linalg.vector_norm(self.rows[rows], dim=1))
-            return [self._for_each(torch.cat(found), 2), none, none, none, none]
         changes, counts = [], []
         for these, _ in self._pieces:
             before, now = self.views[these], self._looked_at(these, shards)
-            changes.append(norms([one.float() - other.float() for one, other in zip(before, now, strict=True)]))
-            looked_at = zip(self._choices[these], gradients[these], before, now, decays[these], strict=True)
-            for choice, gradient, old, new, decay in looked_at:
-                counts.append(_counts(None if gradient is None else choice.of(gradient) != 0, old, new, decay))
-        return [torch.cat(changes), *torch.stack(counts).unbind(1)]
+            # not in place: differences that stay in the cache are quicker than copies written over
+            pairs = zip(before, now, strict=True)
+            changes.append(norms([one.to(self._wide) - other.to(self._wide) for one, other in pairs]))
+            if not self.is_wide:
+                looked_at = zip(self._choices[these], gradients[these], before, now, decays[these], strict=True)
+                for choice, gradient, old, new, decay in looked_at:
+                    counts.append(_counts(None if gradient is None else choice.of(gradient) != 0, old, new, decay))
+        none = torch.zeros(len(self.names), device=self.rows.device)
+        return [torch.cat(changes), *(torch.stack(counts).unbind(1) if counts else 4 * [none])]
 
     def _looked_at(self, these: slice, shards: Sequence[Tensor]) -> list[Tensor]:
         if self._all:
