@@ -99,8 +99,7 @@ class GradClip(InterventionHook):
             | Its trend shows whether max_norm fits; a spike far above max_norm is a bad batch or a beginning
             divergence. Infinite or NaN: the gradients held such values, and clipping does not mend them.
         norm_after | ‖g'‖₂ of all gradients together, g' as clipped: c·‖g‖₂ with one coefficient c, √Σ_p (c_p·‖g_p‖₂)²
-            with one for each parameter | [0, ∞); method norm: [0, max_norm]
-            | What the optimizer is given.
+            with one for each parameter | [0, ∞); method norm: [0, max_norm] | What the optimizer is given.
         coefficient | norm: c = min(1, max_norm / (‖g‖₂ + 1e-6)); parameter: min over p of c_p = min(1, max_norm /
             (‖g_p‖₂ + 1e-6)); norm_sum: c = min(1, max_norm / Σ_p ‖g_p‖₂);
             zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for z > z_threshold, else 1; adagc: min over p

@@ -212,16 +212,13 @@ class OutputProjectionClip(InterventionHook):
         embedding_grad_l2_norm | ‖g_in‖₂ of the step, under the scope in use | [0, ∞)
             | The gradient through the input embedding, by which the other one is measured.
         output_proj_grad_l2_norm | ‖g_out‖₂ before clipping; scope logits: root of the sum over backward passes of ‖d
-            loss/d logits‖₂² | [0, ∞)
-            | Far above the threshold throughout: the clip, not the loss, sets its size.
+            loss/d logits‖₂² | [0, ∞) | Far above the threshold throughout: the clip, not the loss, sets its size.
         embedding_grad_rolling_avg | mean of embedding_grad_l2_norm over the last window_size steps before this one,
-            those there are | [0, ∞)
-            | From the second step on; infinite and NaN norms are left out.
+            those there are | [0, ∞) | From the second step on; infinite and NaN norms are left out.
         output_proj_clip_threshold | scale_factor · embedding_grad_rolling_avg | [0, ∞)
             | The largest norm that is let through; from the second step on.
         clipped_fraction | share of this step's decisions with threshold < norm: of one, or of one for each backward
-            pass | [0, 1]
-            | Its mean over steps is how often the clip acts.
+            pass | [0, 1] | Its mean over steps is how often the clip acts.
     """
 
     window_size: int = 5

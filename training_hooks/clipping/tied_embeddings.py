@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
@@ -183,9 +183,9 @@ class EmbeddingPair:
 
     def taps(self, gradients: "TiedGradients", *, replaces: bool = False) -> list[GradientTap]:
         """Return the taps that hear the gradients through the output projection and through the embedding."""
-        output = (self.projection, "weight") if self.projection else (self.embedding, "elsewhere")
+        use: Literal["weight", "elsewhere"] = "weight" if self.projection else "elsewhere"
         return [
-            GradientTap(*output, gradients.see_output, replaces=replaces),
+            GradientTap(self.projection or self.embedding, use, gradients.see_output, replaces=replaces),
             GradientTap(self.embedding, "weight", gradients.see_input, replaces=replaces),
         ]
 
