@@ -87,7 +87,7 @@ def scores(values: np.ndarray, *, both: np.ndarray) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=1)[:, :-1]
     with np.errstate(invalid="ignore"):
         finite = np.where(np.isfinite(windows), windows, np.nan)
-        empty = ~np.isfinite(finite).any(-1)
+        empty = np.isnan(finite).all(-1)
         finite[empty] = 0.0
         middle = np.nanmedian(finite, -1)
         spread = 1.4826 * np.nanmedian(np.abs(finite - middle[..., None]), -1)
@@ -137,28 +137,21 @@ def _is_of_the_step_after(found: Sequence[Departure]) -> bool:
     """Return whether only the loss of the step after shows the first one, and that step has more."""
     if len(found) < 2 or found[1].step != found[0].step + 1:
         return False
-    first, second = found[:2]
-    return (first.quantity, *first.others) == ("effect",) and bool(
-        {second.quantity, *second.others} - {"loss", "effect"}
-    )
+    first, second = ({each.quantity, *each.others} for each in found[:2])
+    return first == {"effect"} and not second <= {"loss", "effect"}
 
 
 def _departure(
     history: History, names: Sequence[str], now: np.ndarray, far: Sequence[int], step: int, p: float
 ) -> Departure:
     """Return the earliest of what left its history, in the order in which a step computes it."""
-    ordered = sorted(far, key=lambda index: (_order(names[index]) or 0, _place(names, index, now)))
-    quantity, _, name = names[ordered[0]].partition("/")
-    series = history[names[ordered[0]]]
+    # Layers stand in the order of the pass, quantities of another kind by how far they left.
+    places = {index: index if names[index].startswith("output/") else -float(now[index]) for index in far}
+    first, *others = (names[index] for index in sorted(far, key=lambda each: (_order(names[each]) or 0, places[each])))
+    quantity, _, name = first.partition("/")
+    series = history[first]
     usual = float(np.median([series[each] for each in sorted(series) if step - WINDOW <= each < step] or [np.nan]))
-    return Departure(
-        step, quantity, name, series[step], usual, min(p, 1.0), len(names), [names[index] for index in ordered[1:10]]
-    )
-
-
-def _place(names: Sequence[str], index: int, now: np.ndarray) -> float:
-    """Return what orders quantities of one kind: layers stand in the order of the pass, others by how far they left."""
-    return float(index) if names[index].startswith("output/") else -float(now[index])
+    return Departure(step, quantity, name, series[step], usual, min(p, 1.0), len(names), others[:9])
 
 
 def _order(name: str) -> int | None:
@@ -168,9 +161,8 @@ def _order(name: str) -> int | None:
 
 def _unbroken(losses: Mapping[int, float], step: int) -> list[int]:
     """Return the steps up to ``step`` that were recorded without a gap, at most as many as are looked at."""
-    runs = [
-        [number for _, number in each] for _, each in groupby(enumerate(sorted(losses)), lambda item: item[1] - item[0])
-    ]
+    groups = groupby(enumerate(sorted(losses)), lambda item: item[1] - item[0])
+    runs = ([number for _, number in each] for _, each in groups)
     found = next((run for run in runs if step in run), [])
     return [each for each in found if step - HISTORY - WINDOW - LOOKED_AT < each <= step]
 

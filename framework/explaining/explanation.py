@@ -11,7 +11,7 @@ from ..durable_files import plain_json, write_json
 from ..errors import UsageError
 from ..report import look_at
 from ..runs import EXPLANATION, REWINDS, PartedError, Stretch
-from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, departures, read_history
+from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
 from .verdict import Harm, harms, verdict
 
@@ -60,9 +60,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the folder as plain values."""
-        told = asdict(self)
-        del told["folder"]
-        return dict(plain_json(told))
+        return dict(plain_json({name: value for name, value in asdict(self).items() if name != "folder"}))
 
     @property
     def standing_out(self) -> list[ExplainedRow]:
@@ -94,9 +92,9 @@ def explain(
     try:
         explanation = _explained(train_again, label, step, describe_row, left_out, last or step + 1)
     except PartedError as error:
-        sentence = f"the run is not repeated by the same program on the same data. {error}"
-        cause = None if error.elsewhere else "fault"
-        explanation = Explanation(step, cause, f"{'Fault' if cause else 'It cannot be told'}: {sentence}")
+        cause, word = (None, "It cannot be told") if error.elsewhere else ("fault", "Fault")
+        sentence = f"{word}: the run is not repeated by the same program on the same data. {error}"
+        explanation = Explanation(step, cause, sentence)
     place = folder / REWINDS / label
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / EXPLANATION, explanation.as_dict())
@@ -114,28 +112,19 @@ def _explained(
     if not found:
         return Explanation(step, None, f"It cannot be told: nothing to explain was found. {why_not}", left_out=left_out)
     for where in found[:MOST_TRIED]:
-        explanation = replace(
-            _judged(train_again, label, where, history, describe_row, last), step=step, left_out=left_out
-        )
+        judged = _judged(train_again, label, where, history, describe_row, last)
+        explanation = replace(judged, step=step, left_out=left_out)
         if explanation.cause is not None:
             break
     return explanation
 
 
 def _judged(
-    train_again: TrainAgain,
-    label: str,
-    where: Departure,
-    history: Mapping[str, Mapping[int, float]],
-    describe_row: Describe,
-    last: int,
+    train_again: TrainAgain, label: str, where: Departure, history: History, describe_row: Describe, last: int
 ) -> Explanation:
     """Take a step in branches, and judge by them."""
-    tried = train_again(
-        Stretch(where.step, min(where.step + 1, last), label=f"{label}/branches"),
-        BRANCHES_HOOK,
-        _options(history, where),
-    )
+    stretch = Stretch(where.step, min(where.step + 1, last), label=f"{label}/branches")
+    tried = train_again(stretch, BRANCHES_HOOK, _options(history, where))
     found = read_branches(look_at(tried).points, where.step)
     rows = measured_rows(found["rows"], describe_row, found["standing_out"])
     bad = harms(found, *_runs_own(history, where), WATCHED.get(where.quantity, "").format(where.name))
@@ -148,7 +137,7 @@ def _watched(where: Departure) -> str:
     return f"{where.quantity}/{where.name}".rstrip("/")
 
 
-def _runs_own(history: Mapping[str, Mapping[int, float]], where: Departure) -> tuple[dict[str, float], dict[str, Any]]:
+def _runs_own(history: History, where: Departure) -> tuple[dict[str, float], dict[str, Any]]:
     """Return what the run had at the step, and at the steps before it, of what harm can be seen in."""
     names = {"loss": "loss", "effect": "effect", "size": _watched(where)}
     own, usual = {}, {}
@@ -160,14 +149,12 @@ def _runs_own(history: Mapping[str, Mapping[int, float]], where: Departure) -> t
     return own, usual
 
 
-def _options(history: Mapping[str, Mapping[int, float]], where: Departure) -> dict[str, Any]:
+def _options(history: History, where: Departure) -> dict[str, Any]:
     """Return the options of the branches: the usual norm, rate and layer that the history tells."""
     before = range(where.step - WINDOW, where.step)
-    squares = {
-        step: sum(each.get(step, np.nan) ** 2 for name, each in history.items() if name.startswith("gradient/"))
-        for step in before
-    }
-    norms = [value**0.5 for value in squares.values() if np.isfinite(value)]
+    gradients = [each for name, each in history.items() if name.startswith("gradient/")]
+    squares = [sum(each.get(step, np.nan) ** 2 for each in gradients) for step in before]
+    norms = [value**0.5 for value in squares if np.isfinite(value)]
     rates = [history["lr"][step] for step in before if step in history["lr"]]
     options: dict[str, Any] = {"step": where.step}
     if norms and np.median(norms) > 0:
@@ -197,10 +184,7 @@ def read_branches(points: Sequence[Any], step: int) -> dict[str, Any]:
 
 
 def _branch(name: str, found: Mapping[str, Any], bad: Sequence[Harm]) -> Branch:
-    medians = {
-        metric: float(np.median(found[metric][name])) if name in found[metric] else None
-        for metric in ("loss", "effect", "later")
-    }
+    numbers = [found[metric].get(name) for metric in ("loss", "effect", "later")]
+    loss, effect, later = [None if each is None else float(np.median(each)) for each in numbers]
     removed = bad[0].removed(name) if bad and name != "run" else None
-    times = len(found["loss"].get(name, [0]))
-    return Branch(name, times, medians["loss"], medians["effect"] or 0.0, medians["later"], removed)
+    return Branch(name, len(found["loss"].get(name, [0])), loss, effect or 0.0, later, removed)

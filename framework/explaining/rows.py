@@ -38,11 +38,10 @@ def measured_rows(
     """
     losses, norms = measured["loss"], measured["gradient_norm"]
     indices = [int(index) for index in measured["index"]] if "index" in measured else [None] * len(losses)
+    said = [None if index is None else described(describe, index) for index in indices]
     return [
-        ExplainedRow(
-            index, place, loss, norm, place in standing_out, None if index is None else described(describe, index)
-        )
-        for place, (index, loss, norm) in enumerate(zip(indices, losses, norms, strict=True))
+        ExplainedRow(index, place, loss, norm, place in standing_out, text)
+        for place, (index, loss, norm, text) in enumerate(zip(indices, losses, norms, said, strict=True))
     ]
 
 

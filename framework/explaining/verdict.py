@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-CAUSES = ("data", "step size", "optimizer state", "precision", "fault", "chance")
 LEVEL = 0.05
 REMOVES = 0.5
 """The share of the harm that a branch must remove to show its cause."""
@@ -97,15 +96,10 @@ def harms(
         watched: what the size is of, in words.
     """
     own = {**own, "effect": found["effect"].get("run", np.median(found["effect"]["as_it_was"]))}
-    words = {
-        "effect": "the losses of the next batches rise by",
-        "loss": "the loss of the step is",
-        "size": f"the {watched} is",
-    }
+    words = {"effect": "the losses of the next batches rise by", "loss": "the loss of the step is"}
+    words["size"] = f"the {watched} is"
     result = []
-    for metric, text in words.items():
-        if metric not in own or metric not in found:
-            continue
+    for metric in [each for each in words if each in own and each in found]:
         run = np.inf if np.isnan(own[metric]) else float(own[metric])
         before, fresh = usual[metric], found[metric].get("fresh", [])
         middle, spread = middle_and_spread(before)
@@ -115,9 +109,8 @@ def harms(
             is_bad = is_beyond(run, before) or (is_beyond(run, fresh) and run > middle + FAR * spread)
         if is_bad:
             medians = {name: float(np.median(value)) for name, value in found[metric].items()}
-            above = sum(not each < run for each in fresh)
-            by_chance = (above + 1) / (len(fresh) + 1)
-            result.append(Harm(text, run, middle, medians, by_chance, spread or abs(middle) or 1.0))
+            by_chance = (sum(not each < run for each in fresh) + 1) / (len(fresh) + 1)
+            result.append(Harm(words[metric], run, middle, medians, by_chance, spread or abs(middle) or 1.0))
     return sorted(result, key=lambda harm: (harm.usual - harm.run) / harm.spread)
 
 
@@ -134,9 +127,8 @@ def verdict(found: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) 
         return next((verdict for verdict in told if verdict.cause is not None), told[0])
     harm = bad[0]
     tried = ", ".join(f"{name.replace('_', ' ')} {harm.told(name)}" for name in harm.branches if name != "run")
-    return Verdict(
-        None, f"It cannot be told: {harm.words} {harm.run:.3g}, and no branch removes half of that ({tried})."
-    )
+    sentence = f"It cannot be told: {harm.words} {harm.run:.3g}, and no branch removes half of that ({tried})."
+    return Verdict(None, sentence)
 
 
 def _fault(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
@@ -158,21 +150,18 @@ def _not_again(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Ver
     numbers = f"{harm.words} {harm.run:.3g}, and {harm.told('as_it_was')} (the median of {len(again)}) where the step"
     if max(again) > min(again):
         return Verdict("chance", f"Chance: {numbers} is taken again with other dropout masks.")
-    return Verdict(
-        None, f"It cannot be told: {numbers} is taken again from the same state, so the step itself is sound."
-    )
+    sentence = f"It cannot be told: {numbers} is taken again from the same state, so the step itself is sound."
+    return Verdict(None, sentence)
 
 
 def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     names = ("float32", "float64") if found["low_precision"] else ("float64",)
     if (name := next((name for name in names if harm.gained(name) >= REMOVES), None)) is None:
         return None
-    where = (
-        f", and {harm.told('layer_in_float32')} with that layer alone" if "layer_in_float32" in harm.branches else ""
-    )
-    return Verdict(
-        "precision", f"Precision: {harm.words} {harm.run:.3g}, {harm.told(name)} with everything in {name}{where}."
-    )
+    layer = "layer_in_float32"
+    where = f", and {harm.told(layer)} with that layer alone" if layer in harm.branches else ""
+    sentence = f"Precision: {harm.words} {harm.run:.3g}, {harm.told(name)} with everything in {name}{where}."
+    return Verdict("precision", sentence)
 
 
 def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:

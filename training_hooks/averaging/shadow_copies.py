@@ -30,21 +30,17 @@ def step_markers(tensors: Iterable[Tensor]) -> Iterator[None]:
 
     The training step then compiles to one graph, whether or not the body ran after it.
     """
-    if not on_xla(tensors):
-        yield
-        return
-    xla: Any = import_module("torch_xla")
-    xla.sync()
+    sync: Any = import_module("torch_xla").sync if on_xla(tensors) else lambda: None
+    sync()
     yield
-    xla.sync()
+    sync()
 
 
 def shard_alike(copy: Tensor, original: Tensor) -> None:
     """Give a copy on an XLA device the sharding annotation (SPMD) of its original, if that has one."""
     if on_xla([original]):
         bindings: Any = import_module("torch_xla")._XLAC
-        sharding = bindings._get_xla_op_sharding(original)
-        if sharding:
+        if sharding := bindings._get_xla_op_sharding(original):
             bindings._xla_mark_sharding(copy, sharding)
 
 

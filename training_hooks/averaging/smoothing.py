@@ -127,8 +127,7 @@ class ModelSmoother:
 
     def maybe_smooth(self, step: int) -> bool:
         """Smooth if ``step`` is a multiple of the interval (0 is none), and return whether it was."""
-        due = step > 0 and step % self.config.update_interval == 0
-        if due:
+        if due := step > 0 and step % self.config.update_interval == 0:
             self.smooth()
         return due
 
@@ -217,11 +216,8 @@ class ModelSmoothing(InterventionHook):
         blend_buffers(smoothed, buffers, self.config.alpha, write_back=False)
         model_ctx.blend_parameters(buffers, 1.0)
         self._smoothings += 1
-        return {
-            "distance": before,
-            "relative_jump": self.config.alpha * before / norm(smoothed),
-            "smoothings": self._smoothings,
-        }
+        jump = self.config.alpha * before / norm(smoothed)
+        return {"distance": before, "relative_jump": jump, "smoothings": self._smoothings}
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Warn, once, of parameters that are trained but were frozen when the buffer was made."""

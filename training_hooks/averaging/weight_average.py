@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -114,9 +115,8 @@ def averaged_state_dict(model: nn.Module, averages: Mapping[str, Tensor]) -> dic
 KINDS = {"ema": "the exponential moving average", "swa": "the equal average (SWA)"}
 AVERAGE = """
     {kind} | the numbers of the experiment's evaluation, by name, with {label} in the place of the weights
-        | those of the evaluation
-        | Compare with the evaluation of the same step. Better: the run oscillates around a better point than it is at;
-        worse early on: the average lags behind.
+        | those of the evaluation | Compare with the evaluation of the same step. Better: the run oscillates around a
+        better point than it is at; worse early on: the average lags behind.
     {kind}_distance | ‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update | [0, ∞)
         | How far the average lies from the live weights: lag plus oscillation. Shrinks as the learning rate does.
     {kind}_relative_distance | ‖θ̄ − θ‖₂ / ‖θ‖₂ | [0, ∞]
@@ -127,6 +127,7 @@ AVERAGE = """
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class WeightAverage(TrainingHook):
     """Average the weights over the steps, exponentially (EMA) and over the last part of the run (SWA), beside the run.
 
@@ -159,31 +160,26 @@ class WeightAverage(TrainingHook):
         lambda hook: {kind: Average(decay) for kind, decay in hook.decays.items()}, by_options=True, saved=False
     )
 
-    def __init__(
-        self,
-        *,
-        decay: float = 0.999,
-        interval: int = 10,
-        swa_start: float = 0.75,
-        swa_interval: int = 10,
-        averages: Literal["ema", "swa", "both"] = "both",
-        evaluate: bool = True,
-        evaluate_every: int = 5,
-    ) -> None:
-        require(0 < decay < 1, f"weight_average.decay is {decay}; it must lie between 0 and 1.")
-        for option, value in (("interval", interval), ("swa_interval", swa_interval)):
+    decay: float = 0.999
+    interval: int = 10
+    swa_start: float = 0.75
+    swa_interval: int = 10
+    averages: Literal["ema", "swa", "both"] = "both"
+    evaluate: bool = True
+    evaluate_every: int = 5
+
+    def __post_init__(self) -> None:
+        interval, start, every = self.interval, self.swa_start, self.evaluate_every
+        require(0 < self.decay < 1, f"weight_average.decay is {self.decay}; it must lie between 0 and 1.")
+        for option, value in {"interval": interval, "swa_interval": self.swa_interval}.items():
             require(value >= 1, f"weight_average.{option} is {value}; it must be at least 1 step.")
-        require(evaluate_every >= 1, f"weight_average.evaluate_every is {evaluate_every}; it must be at least 1.")
-        if not (0 <= swa_start < 1 or (swa_start >= 1 and float(swa_start).is_integer())):
-            raise UsageError(
-                f"weight_average.swa_start is {swa_start}; it must be a share of the steps in [0, 1) or a whole step."
-            )
-        if averages not in (*KINDS, "both"):
-            raise unknown("choice of weight_average.averages:", averages, [*KINDS, "both"])
-        self.swa_start, self.swa_interval = swa_start, swa_interval
-        self.evaluate, self.evaluate_every = evaluate, evaluate_every
-        decays = {"ema": decay, "swa": 1.0}
-        self.decays = decays if averages == "both" else {averages: decays[averages]}
+        require(every >= 1, f"weight_average.evaluate_every is {every}; it must be at least 1.")
+        sentence = f"weight_average.swa_start is {start}; it must be a share of the steps in [0, 1) or a whole step."
+        require(0 <= start < 1 or (start >= 1 and float(start).is_integer()), sentence)
+        decays = {"ema": self.decay, "swa": 1.0}
+        if self.averages not in (*decays, "both"):
+            raise unknown("choice of weight_average.averages:", self.averages, [*decays, "both"])
+        self.decays = decays if self.averages == "both" else {self.averages: decays[self.averages]}
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, warmup=interval - 1)
         self._run: RunInfo | None = None
 

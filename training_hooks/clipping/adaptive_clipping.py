@@ -118,20 +118,18 @@ class Gammas(Remembering):
         """Return γ of these parameters, infinite for new ones, and keep everything on ``device``."""
         self.values, self.taken = self.values.to(device), self.taken.to(device)
         known = set(self.names)
-        new = [name for name in names if name not in known]
-        if new:
+        if new := [name for name in names if name not in known]:
             self.names += new
             self.values = torch.cat([self.values, self.values.new_full((len(new),), torch.inf)])
-        return self.values if self._all(names) else self.values[self._places(names)]
+        return self.values[self._places(names)]
 
     def put(self, names: Sequence[str], step: AdaGCStep) -> None:
         """Keep what a step made of the γ of these parameters, which :meth:`take` returned."""
-        self.taken = step.taken
-        self.values = step.gammas if self._all(names) else self.values.index_copy(0, self._places(names), step.gammas)
+        self.taken, self.values = step.taken, self.values.clone()
+        self.values[self._places(names)] = step.gammas
 
-    def _all(self, names: Sequence[str]) -> bool:
-        return self.names == list(names)
-
-    def _places(self, names: Sequence[str]) -> Tensor:
+    def _places(self, names: Sequence[str]) -> Tensor | slice:
+        if self.names == list(names):
+            return slice(None)
         places = {name: place for place, name in enumerate(self.names)}
         return torch.tensor([places[name] for name in names], device=self.values.device)

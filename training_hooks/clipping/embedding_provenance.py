@@ -1,10 +1,11 @@
 """The two gradients that meet in a tied embedding matrix: through the input embedding, and through the output."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UsageError
+from loopscope.errors import require
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ BOTH_PATHS = """
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class EmbeddingProvenance(TrainingHook):
     """Measure the gradient through the input embedding and the one through the output projection, apart.
 
@@ -83,21 +85,21 @@ class EmbeddingProvenance(TrainingHook):
         ),
     )
 
-    def __init__(
-        self, *, interval: int | None = None, embedding: str | None = None, projection: str | None = None
-    ) -> None:
-        if interval is not None and interval < 1:
-            raise UsageError(f"embedding_provenance.interval is {interval}; it must be at least 1.")
-        self._interval = interval
-        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval or 1)
-        self._wanted = embedding, projection
+    interval: int | None = None
+    embedding: str | None = None
+    projection: str | None = None
+
+    def __post_init__(self) -> None:
+        every = 1 if self.interval is None else self.interval
+        require(every >= 1, f"embedding_provenance.interval is {every}; it must be at least 1.")
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
         self._pair: EmbeddingPair | None = None
 
     def start(self, run: RunInfo) -> None:
         """Find the two modules; refuse a model without them."""
-        self._pair = pair_of(run, self.name, *self._wanted)
+        self._pair = pair_of(run, self.name, self.embedding, self.projection)
         self._gradients.forget()
-        if self._interval is None:
+        if self.interval is None:
             every = 1 if self._pair.tied else INTERVAL_APART
             self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
@@ -105,22 +107,19 @@ class EmbeddingProvenance(TrainingHook):
         """Watch both uses of a tied matrix; two matrices have gradients of their own."""
         if self._pair is None or not self._pair.tied:
             return []
-        return [
-            self._pair.output_tap(self._gradients.see_output),
-            GradientTap(self._pair.embedding, "weight", self._gradients.see_input),
-        ]
+        return self._pair.taps(self._gradients)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return norms and means of both gradients, their ratio and their cosine."""
         if self._pair is None:
             return {}
-        weight = ctx.model.get_submodule(self._pair.embedding).get_parameter("weight")
+        weight = ctx.model.get_parameter(f"{self._pair.embedding}.weight")
         scale = ctx.loss_scale or 1.0
         if self._pair.tied:
             sums = self._gradients.measure(weight.grad, scale, ctx.ranks)
             self._gradients.forget()
             return {} if sums is None else named(sums, weight.numel(), scale, tied=True)
-        other = ctx.model.get_submodule(self._pair.projection).get_parameter("weight")
+        other = ctx.model.get_parameter(f"{self._pair.projection}.weight")
         if weight.grad is None or other.grad is None:
             return {}
         return named(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
@@ -128,8 +127,7 @@ class EmbeddingProvenance(TrainingHook):
 
 def named(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:
     """Name what follows from :func:`all_sums` of gradients of ``count`` elements, scaled by ``scale``."""
-    norms = sums[:2].sqrt()
-    means = sums[3:] / (count * scale)
+    norms, means = sums[:2].sqrt(), sums[3:] / (count * scale)
     values = {
         "embedding_grad_l2_norm": norms[0] / scale,
         "embedding_grad_mean": means[0],

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
@@ -99,8 +99,7 @@ class GradClip(InterventionHook):
             | Its trend shows whether max_norm fits; a spike far above max_norm is a bad batch or a beginning
             divergence. Infinite or NaN: the gradients held such values, and clipping does not mend them.
         norm_after | ‖g'‖₂ of all gradients together, g' as clipped: c·‖g‖₂ with one coefficient c, √Σ_p (c_p·‖g_p‖₂)²
-            with one for each parameter | [0, ∞); method norm: [0, max_norm]
-            | What the optimizer is given.
+            with one for each parameter | [0, ∞); method norm: [0, max_norm] | What the optimizer is given.
         coefficient | norm: c = min(1, max_norm / (‖g‖₂ + 1e-6)); parameter: min over p of c_p = min(1, max_norm /
             (‖g_p‖₂ + 1e-6)); norm_sum: c = min(1, max_norm / Σ_p ‖g_p‖₂);
             zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for z > z_threshold, else 1; adagc: min over p
@@ -136,13 +135,12 @@ class GradClip(InterventionHook):
     lambda_abs: float = 1.0
 
     def __post_init__(self) -> None:
-        method = self.method
-        if method not in get_args(Rule):
-            raise unknown("grad_clip.method", method, get_args(Rule))
+        if self.method not in OPTIONS:
+            raise unknown("grad_clip.method", self.method, OPTIONS)
         given = {name: value for name, value in vars(self).items() if name != "method"}
         _check_ranges(given)
-        _refuse_options_of_other_rules(method, given)
-        warmup = self.warmup or PUBLISHED_WARMUP.get(method, 0)
+        _refuse_options_of_other_rules(self.method, given)
+        warmup = self.warmup or PUBLISHED_WARMUP.get(self.method, 0)
         self._zclip = ZClip(alpha=self.alpha, z_threshold=self.z_threshold, warmup=warmup)
         self._adagc = AdaGC(beta=self.beta, lambda_rel=self.lambda_rel, lambda_abs=self.lambda_abs, warmup=warmup)
         self._act: Mapping[Rule, Callable[[Vector, ModelDataContext], Metrics]] = {
@@ -225,25 +223,22 @@ class GradClip(InterventionHook):
 
 def _check_ranges(options: Mapping[str, float]) -> None:
     for name in ("max_norm", "max_value", "z_threshold", "lambda_abs"):
-        if not (options[name] > 0 and math.isfinite(options[name])):
-            raise UsageError(f"grad_clip.{name} is {options[name]}; it must be a positive number.")
+        require(0 < options[name] < math.inf, f"grad_clip.{name} is {options[name]}; it must be a positive number.")
     for name in ("alpha", "beta"):
         require(0 <= options[name] < 1, f"grad_clip.{name} is {options[name]}; a share of the past lies in [0, 1).")
-    if not (options["lambda_rel"] >= 1 and math.isfinite(options["lambda_rel"])):
+    if not 1 <= options["lambda_rel"] < math.inf:
         raise UsageError(
             f"grad_clip.lambda_rel is {options['lambda_rel']}; it must be a number of at least 1, or every step would "
             "shrink the gradient further."
         )
-    if options["warmup"] < 0 or options["warmup"] == 1:
-        raise UsageError(
-            f"grad_clip.warmup is {options['warmup']}; it must be at least 2 steps, or 0 for the published number."
-        )
+    warmup = options["warmup"]
+    sentence = f"grad_clip.warmup is {warmup}; it must be at least 2 steps, or 0 for the published number."
+    require(warmup == 0 or warmup >= 2, sentence)
 
 
 def _refuse_options_of_other_rules(method: Rule, options: Mapping[str, float]) -> None:
-    defaults = {each.name: each.default for each in fields(GradClip)}
     for name, value in options.items():
-        if value != defaults[name] and name not in OPTIONS[method]:
+        if value != vars(GradClip)[name] and name not in OPTIONS[method]:
             owners = " and ".join(f"'{rule}'" for rule, own in OPTIONS.items() if name in own)
             known = ", ".join(OPTIONS[method])
             raise UsageError(
@@ -254,12 +249,8 @@ def _refuse_options_of_other_rules(method: Rule, options: Mapping[str, float]) -
 
 def _scaled(norm: Tensor, factor: Tensor) -> dict[str, Tensor]:
     """Describe gradients that are all scaled by one factor."""
-    return {
-        "norm_before": norm,
-        "norm_after": norm * factor,
-        "coefficient": factor,
-        "clipped": (factor < 1).to(norm.dtype),
-    }
+    clipped = (factor < 1).to(norm.dtype)
+    return {"norm_before": norm, "norm_after": norm * factor, "coefficient": factor, "clipped": clipped}
 
 
 def _scaled_each(norms: Tensor, factors: Tensor) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, Pass, TiedGradients,
 
 Scope = Literal["weight", "logits"]
 NAME = "output_projection_clip"
+Decision = tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]
+"""What was measured of a step, and what is added to its gradient: g_out, scaled like the loss, and (c − 1) / scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,7 @@ class OutputProjectionClipper:
                 f"{NAME}.scope is 'logits', but the head is functional and has no output to tap; choose scope=weight, "
                 "or make the head an nn.Linear that is given the embedding's weight."
             )
-        self.pair = pair
-        self.options = options
+        self.pair, self.options = pair, options
         self.history = NormHistory(options.window_size)
         self._gradients = TiedGradients(squares)
         self._logits: list[tuple[Tensor, Tensor]] = []
@@ -96,10 +97,7 @@ class OutputProjectionClipper:
 
         All say that they replace: as parts of a treatment they may end the graphs of a compiled model.
         """
-        watched = [
-            self.pair.output_tap(self._gradients.see_output, replaces=True),
-            GradientTap(self.pair.embedding, "weight", self._gradients.see_input, replaces=True),
-        ]
+        watched = self.pair.taps(self._gradients, replaces=True)
         if self.options.scope == "logits":
             watched.append(GradientTap(self.pair.projection, "output", self._scaled_logits, replaces=True))
         return watched
@@ -114,35 +112,34 @@ class OutputProjectionClipper:
         mean = self.history.mean
         return None if mean is None else self.options.scale_factor * mean
 
-    def _scaled_logits(self, gradient: Tensor) -> Tensor | None:
+    def _scaled_logits(self, gradient: Tensor) -> Tensor:
         """Scale d loss/d logits of one backward pass; its norm is remembered."""
         norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        threshold = self.threshold()
-        factor = None if threshold is None else clip_factor(norm, threshold)
-        self._logits.append((norm, torch.ones_like(norm) if factor is None else factor))
-        return None if factor is None else gradient * factor.to(gradient.dtype)
+        factor = clip_factor(norm, self.threshold())
+        self._logits.append((norm, factor))
+        return gradient * factor.to(gradient.dtype)
 
-    def decide(self, gradient: Tensor | None, loss_scale: float, ranks: Ranks | None = None) -> "Decision | None":
-        """Return what becomes of the step's gradients and take their norm into the history.
+    def decide(self, gradient: Tensor | None, loss_scale: float, ranks: Ranks | None = None) -> Decision:
+        """Decide what becomes of the step's gradients and take their norm into the history.
 
-        ``gradient`` is the whole gradient of the tied matrix, unscaled, a mean over the ``ranks``. ``None``: nothing
-        flowed through both uses.
+        ``gradient`` is the whole gradient of the tied matrix, unscaled, a mean over the ``ranks``. Nothing is returned
+        where nothing flowed through both uses.
         """
         sums = self._gradients.measure(gradient, loss_scale, ranks)
-        output, threshold = self._gradients.output, self.threshold()
+        output, mean, threshold = self._gradients.output, self.history.mean, self.threshold()
         logits = self._logits
         self.forget()
         if sums is None or output is None:
-            return None
+            return {}, None
         if logits and loss_scale != 1.0:
             raise UnsuitableError(
-                "output_projection_clip.scope is 'logits', whose gradients are multiplied by the loss scale of float16 "
-                "while they are clipped; choose scope=weight, or --amp bf16."
+                f"{NAME}.scope is 'logits', whose gradients are multiplied by the loss scale of float16 while they are "
+                "clipped; choose scope=weight, or --amp bf16."
             )
         input_norm, output_norm = (sums.sqrt() / loss_scale).unbind()
         factors = [factor for _, factor in logits]
         if self.options.scope == "weight":
-            factors = [torch.ones_like(output_norm) if threshold is None else clip_factor(output_norm, threshold)]
+            factors = [clip_factor(output_norm, threshold)]
         else:
             output_norm = torch.stack([norm for norm, _ in logits]).square().sum().sqrt() / loss_scale
         metrics = {
@@ -151,26 +148,17 @@ class OutputProjectionClipper:
             "clipped_fraction": (torch.stack(factors) < 1).to(input_norm.dtype).mean(),
         }
         change = None
-        if threshold is not None and (mean := self.history.mean) is not None:
+        if mean is not None and threshold is not None:
             metrics |= {"embedding_grad_rolling_avg": mean, "output_proj_clip_threshold": threshold}
-            change = (factors[0] - 1) / loss_scale if self.options.scope == "weight" else None
+            change = (output, (factors[0] - 1) / loss_scale) if self.options.scope == "weight" else None
         self.history.add(input_norm)
-        return Decision(metrics, output, change)
+        return metrics, change
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What was measured of one step, and how the gradient through the output projection is to be changed after it."""
-
-    metrics: dict[str, Tensor]
-    output: Tensor
-    """The sum of g_out, scaled like the loss."""
-    change: Tensor | None
-    """What that is multiplied by and added to the gradient: (c − 1) / loss scale; ``None``: it stays as it is."""
-
-
-def clip_factor(norm: Tensor, threshold: Tensor) -> Tensor:
+def clip_factor(norm: Tensor, threshold: Tensor | None) -> Tensor:
     """Return min(1, threshold / norm); 1 where either is undefined."""
+    if threshold is None:
+        return torch.ones_like(norm)
     return torch.nan_to_num((threshold / norm).clamp(max=1.0), nan=1.0)
 
 
@@ -224,16 +212,13 @@ class OutputProjectionClip(InterventionHook):
         embedding_grad_l2_norm | ‖g_in‖₂ of the step, under the scope in use | [0, ∞)
             | The gradient through the input embedding, by which the other one is measured.
         output_proj_grad_l2_norm | ‖g_out‖₂ before clipping; scope logits: root of the sum over backward passes of ‖d
-            loss/d logits‖₂² | [0, ∞)
-            | Far above the threshold throughout: the clip, not the loss, sets its size.
+            loss/d logits‖₂² | [0, ∞) | Far above the threshold throughout: the clip, not the loss, sets its size.
         embedding_grad_rolling_avg | mean of embedding_grad_l2_norm over the last window_size steps before this one,
-            those there are | [0, ∞)
-            | From the second step on; infinite and NaN norms are left out.
+            those there are | [0, ∞) | From the second step on; infinite and NaN norms are left out.
         output_proj_clip_threshold | scale_factor · embedding_grad_rolling_avg | [0, ∞)
             | The largest norm that is let through; from the second step on.
         clipped_fraction | share of this step's decisions with threshold < norm: of one, or of one for each backward
-            pass | [0, 1]
-            | Its mean over steps is how often the clip acts.
+            pass | [0, 1] | Its mean over steps is how often the clip acts.
     """
 
     window_size: int = 5
@@ -265,12 +250,10 @@ class OutputProjectionClip(InterventionHook):
             return {}
         name = f"{self._clipper.pair.embedding}.weight"
         weight = run_ctx.model.get_parameter(name)
-        decision = self._clipper.decide(weight.grad, run_ctx.loss_scale or 1.0, run_ctx.ranks)
-        if decision is None:
-            return {}
-        if decision.change is not None:
-            model_ctx.add_to_gradients({name: decision.output}, decision.change)
-        return decision.metrics
+        metrics, change = self._clipper.decide(weight.grad, run_ctx.loss_scale or 1.0, run_ctx.ranks)
+        if change is not None:
+            model_ctx.add_to_gradients({name: change[0]}, change[1])
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of norms."""
@@ -304,14 +287,13 @@ class TiedGradientClipping:
         self._model, self._wanted = model, (embedding, projection)
         pair = EmbeddingPair.tied_in(model, NAME, embedding, projection)
         self.clipper = OutputProjectionClipper(pair, options or ClipOptions())
-        self._weight = model.get_submodule(self.clipper.pair.embedding).get_parameter("weight")
-        self._taps = TapSet(model)
-        self._watch = ExitStack()
+        self._weight = model.get_parameter(f"{pair.embedding}.weight")
+        self._taps, self._watch = TapSet(model), ExitStack()
 
     def enable(self) -> None:
         """Follow the two gradients from the next backward pass on."""
         self.disable()
-        owner = TapOwner("output_projection_clip", lambda: True, lambda target, function: function(), may_replace=True)
+        owner = TapOwner(NAME, lambda: True, lambda target, function: function(), may_replace=True)
         self._taps.attach(owner, self.clipper.taps())
         seen = Pass()
         self._watch = watch(self._model, seen, lambda: self._verify(seen))
@@ -335,13 +317,11 @@ class TiedGradientClipping:
 
         Gradients are unscaled, and ``loss_scale`` is what the loss was multiplied by.
         """
-        decision = self.clipper.decide(self._weight.grad, loss_scale)
-        if decision is None:
-            return {}
         gradient = self._weight.grad
-        if decision.change is not None and gradient is not None:
-            gradient.addcmul_(decision.output.to(gradient.dtype), decision.change.to(gradient))
-        return decision.metrics
+        metrics, change = self.clipper.decide(gradient, loss_scale)
+        if change is not None and gradient is not None:
+            gradient.addcmul_(*(each.to(gradient) for each in change))
+        return metrics
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the history of norms."""

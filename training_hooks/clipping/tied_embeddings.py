@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
@@ -113,9 +113,8 @@ class EmbeddingPair:
             )
         modules = dict(model.named_modules())
         pairs = cls._candidates(modules, seen)
-        chosen = [
-            pair for pair in pairs if embedding in (None, pair.embedding) and projection in (None, pair.projection)
-        ]
+        chosen = [each for each in pairs if embedding in (None, each.embedding)]
+        chosen = [each for each in chosen if projection in (None, each.projection)]
         if len(chosen) != 1 and embedding is not None and projection is not None:
             chosen = [cls._named(modules, hook, embedding, projection, seen)]
         if len(chosen) == 1:
@@ -131,9 +130,8 @@ class EmbeddingPair:
     def tied_in(cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None) -> "EmbeddingPair":
         """Find a pair before any pass: modules that share a weight, else a functional head on the only embedding."""
         modules = dict(model.named_modules())
-        tables = [
-            name for name, each in modules.items() if isinstance(each, nn.Embedding) and embedding in (None, name)
-        ]
+        tables = [name for name, each in modules.items() if isinstance(each, nn.Embedding)]
+        tables = [name for name in tables if embedding in (None, name)]
         shared = any(pair.tied for pair in cls._candidates(modules, None))
         if shared or projection is not None or len(tables) != 1:
             return cls.of(model, hook, embedding, projection)
@@ -183,11 +181,13 @@ class EmbeddingPair:
         head = f"output projection {self.projection!r}" if self.projection else "a functional head"
         return f"embedding {self.embedding!r} and {head}, {'one matrix' if self.tied else 'a matrix each'}"
 
-    def output_tap(self, function: Callable[[Tensor], None], *, replaces: bool = False) -> GradientTap:
-        """Return the tap that hears g_out, the gradient through the output projection."""
-        if self.projection:
-            return GradientTap(self.projection, "weight", function, replaces=replaces)
-        return GradientTap(self.embedding, "elsewhere", function, replaces=replaces)
+    def taps(self, gradients: "TiedGradients", *, replaces: bool = False) -> list[GradientTap]:
+        """Return the taps that hear the gradients through the output projection and through the embedding."""
+        use: Literal["weight", "elsewhere"] = "weight" if self.projection else "elsewhere"
+        return [
+            GradientTap(self.projection or self.embedding, use, gradients.see_output, replaces=replaces),
+            GradientTap(self.embedding, "weight", gradients.see_input, replaces=replaces),
+        ]
 
     def must_be_tied(self, hook: str) -> None:
         """Raise :class:`UnsuitableError` for two matrices."""
@@ -259,8 +259,7 @@ def _sum_of_sizes(values: Tensor) -> Tensor:
 
 
 def _flat(gradient: Tensor) -> Tensor:
-    wide = gradient if gradient.dtype in WIDE else gradient.float()
-    return wide.reshape(-1)
+    return (gradient if gradient.dtype in WIDE else gradient.float()).reshape(-1)
 
 
 class TiedGradients:

@@ -154,9 +154,8 @@ class Counterfactual(InterventionHook):
     uses_reference_weights = True
     metrics = f"""
         ordering_fraction | 1 − max(0, cos(g, c̄))²: the share of ‖g‖² that is not along c̄ | [0, 1]
-            | 1 for an epoch against its content (content_cosine below 0).
-            Says nothing without the null: with noise of r times the signal's energy and no effect of the order it is
-            about 1 − 1/((1+r)(1+r/K)).
+            | 1 for an epoch against its content (content_cosine below 0). Says nothing without the null: with noise of
+            r times the signal's energy and no effect of the order it is about 1 − 1/((1+r)(1+r/K)).
         ordering_fraction_error | √((K−1)/K Σᵢ (x₋ᵢ − mean x₋)²), x₋ᵢ without shuffle i | [0, ∞)
             | The standard error that the choice of the shuffles gives to it, for this g (jackknife). From K = 3 on.
         ordering_fraction_matched | mean over k of 1 − max(0, cos(g, mean of the c_j, j ≠ k))² | [0, 1]
@@ -213,11 +212,11 @@ class Counterfactual(InterventionHook):
         if not run_ctx.accumulated_grads:
             return {}
         vectors = [run_ctx.accumulated_grads, *shuffled_epochs(model_ctx, self.k)]
-        if run_ctx.reference_weights is None:
-            gram = inner_products(vectors)
-            return ordering_split(gram) | split_errors(gram)
-        model_ctx.restore_pre_epoch()
-        here = trainable(model_ctx.model)
-        goal = {name: run_ctx.reference_weights[name] for name in here}
-        gram = inner_products([*vectors, minus(goal, here)])
-        return ordering_split(gram[:-1, :-1]) | split_errors(gram[:-1, :-1]) | solution_alignment(gram)
+        if run_ctx.reference_weights is not None:
+            model_ctx.restore_pre_epoch()
+            here = trainable(model_ctx.model)
+            vectors.append(minus({name: run_ctx.reference_weights[name] for name in here}, here))
+        gram = inner_products(vectors)
+        among = gram[: self.k + 1, : self.k + 1]
+        aligned = {} if run_ctx.reference_weights is None else solution_alignment(gram)
+        return ordering_split(among) | split_errors(among) | aligned

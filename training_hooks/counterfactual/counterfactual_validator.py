@@ -35,8 +35,7 @@ def by_count(gram: Tensor) -> tuple[dict[int, Splits], dict[int, Splits]]:
 
 def smallest_within(half_widths: dict[int, Tensor], tolerance: float) -> Tensor:
     """Return the smallest K from which on all half-widths are at most ``tolerance``; NaN if there is none."""
-    last = torch.full((), torch.nan, dtype=torch.float64)
-    found = last.to(next(iter(half_widths.values())).device)
+    found = next(iter(half_widths.values())).new_full((), torch.nan, dtype=torch.float64)
     unbroken = torch.ones_like(found, dtype=torch.bool)
     for count in sorted(half_widths, reverse=True):
         unbroken = unbroken & (half_widths[count] <= tolerance)
@@ -78,11 +77,9 @@ class CounterfactualValidator(DebugInterventionHook):
         ordering_fraction | by K: mean over sets of K shuffles of 1 − max(0, cos(g, c̄))² | [0, 1]
             | Falls with K where shuffles are noisy: c̄ is then the better known, the more there are.
         ordering_fraction_error | by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²
-            | [0, ∞)
-            | The standard error that the choice of K shuffles gives to ordering_fraction.
-        null_fraction | by K: mean over sets of the mean over k of 1 −
-            max(0, cos(c_k, mean of the c_j, j ≠ k))² | [0, 1]
-            | What chance alone gives with K shuffles.
+            | [0, ∞) | The standard error that the choice of K shuffles gives to ordering_fraction.
+        null_fraction | by K: mean over sets of the mean over k of 1 − max(0, cos(c_k, mean of the c_j, j ≠ k))²
+            | [0, 1] | What chance alone gives with K shuffles.
         null_fraction_error | as ordering_fraction_error | [0, ∞) | Its standard error.
         excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
             | The effect of the order. Should not depend much on K; if it does, small K are biased here.
@@ -98,12 +95,9 @@ class CounterfactualValidator(DebugInterventionHook):
 
     def __init__(self, *, k_max: int = 8, confidence: float = 0.95, tolerance: float = 0.1) -> None:
         require(FEWEST <= k_max <= MOST, f"counterfactual_validator.k_max is {k_max}; it must lie in {FEWEST}..{MOST}.")
-        hook = "counterfactual_validator"
-        require(0 < confidence < 1, f"{hook}.confidence is {confidence}; it must lie between 0 and 1.")
-        require(tolerance > 0, f"{hook}.tolerance is {tolerance}; it must be a positive number.")
-        self.k_max = k_max
-        self.confidence = confidence
-        self.tolerance = tolerance
+        require(0 < confidence < 1, f"{self.name}.confidence is {confidence}; it must lie between 0 and 1.")
+        require(tolerance > 0, f"{self.name}.tolerance is {tolerance}; it must be a positive number.")
+        self.k_max, self.confidence, self.tolerance = k_max, confidence, tolerance
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Run the shuffled epochs and return estimates and errors; nothing for an epoch without gradients."""

@@ -77,9 +77,9 @@ ENTANGLEMENT = """
     update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step on A, as the optimizer made it.
 """
 APPROXIMATION = """
-    {label}_norm | ‖{formula}‖₂ | [0, ∞) | Size of {reading}.
-    {label}_error | ‖{formula} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: it is E; 1: as bad as predicting 0.
-    {label}_cosine | cos({formula}, E) | [−1, 1] | Whether the direction is right, apart from size.
+    {0}_norm | ‖{1}‖₂ | [0, ∞) | Size of {2}.
+    {0}_error | ‖{1} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: it is E; 1: as bad as predicting 0.
+    {0}_cosine | cos({1}, E) | [−1, 1] | Whether the direction is right, apart from size.
 """
 CURVATURE_AND_OWN_STEP = """
     update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞) | Curvature of B's loss along the step on A.
@@ -160,13 +160,9 @@ class Hessian(InterventionHook):
     _trail = Remembered(Trail, saved=False)
     metrics = (
         ENTANGLEMENT
+        + APPROXIMATION.format("first_order", "H_B Δθ", "the part of E that is linear in the update")
         + APPROXIMATION.format(
-            label="first_order", formula="H_B Δθ", reading="the part of E that is linear in the update"
-        )
-        + APPROXIMATION.format(
-            label="sgd",
-            formula="−η·H_B g_A",
-            reading="what E would be to first order under plain SGD; under AdamW it is far too small",
+            "sgd", "−η·H_B g_A", "what E would be to first order under plain SGD; under AdamW it is far too small"
         )
         + CURVATURE_AND_OWN_STEP
     )
@@ -221,7 +217,7 @@ class Hessian(InterventionHook):
         before = model_ctx.compute_batch_gradients()
         change = minus(after, before)
         size = norm(change)
-        metrics: dict[str, Tensor] = {
+        metrics = {
             "entanglement_norm": size,
             "entanglement_ratio": size / norm(before),
             "entanglement_cosine": cosine(change, before),
@@ -232,7 +228,7 @@ class Hessian(InterventionHook):
         sgd_update = {name: -rates[name] * value for name, value in gradient.items() if name in rates}
         times, products = model_ctx.hessian_operator(method=self.method, epsilon=self.epsilon), {}
         for label, step, kind in (("first_order", update, "update"), ("sgd", sgd_update, "gradient")):
-            product = products[kind] = times(step)
+            products[kind] = product = times(step)
             metrics |= {
                 f"{label}_norm": norm(product),
                 f"{label}_error": norm(minus(product, change)) / size,

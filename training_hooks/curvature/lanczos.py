@@ -124,10 +124,6 @@ class Density:
         """Return Σ w·node^power, an estimate of tr(A^power)/n."""
         return (self.weights * self.nodes.pow(power)).sum()
 
-    def mean_size(self) -> Tensor:
-        """Return Σ w·|node|, an estimate of the mean absolute eigenvalue."""
-        return (self.weights * self.nodes.abs()).sum()
-
     def negative_energy(self) -> Tensor:
         """Return the share of tr(A²) that belongs to negative eigenvalues."""
         return (self.weights * self.nodes.clamp(max=0).square()).sum() / self.moment(2)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext
@@ -31,8 +31,7 @@ def exponential_mean(values: Tensor, decay: float) -> Tensor:
     >>> exponential_mean(torch.tensor([4.0, 1.0]), 0.5).tolist()
     [4.0, 2.0]
     """
-    total, weight = torch.zeros_like(values[0]), 0.0
-    means = []
+    total, weight, means = torch.zeros_like(values[0]), 0.0, []
     for value in values:
         total, weight = decay * total + value, decay * weight + 1
         means.append(total / weight)
@@ -125,10 +124,8 @@ class LrProbe(InterventionHook):
 
     def __post_init__(self) -> None:
         lr_min, lr_max, smoothing, steps = self.lr_min, self.lr_max, self.smoothing, self.steps
-        if not 0 < lr_min < lr_max < math.inf:
-            raise UsageError(
-                f"lr_probe.lr_min is {lr_min} and lr_probe.lr_max is {lr_max}; they must be positive and ascending."
-            )
+        sentence = f"lr_probe.lr_min is {lr_min} and lr_probe.lr_max is {lr_max}; they must be positive and ascending."
+        require(0 < lr_min < lr_max < math.inf, sentence)
         require(0 <= smoothing < 1, f"lr_probe.smoothing is {smoothing}; it must be at least 0 and below 1.")
         self._skip = math.ceil(round(1 / (1 - smoothing), 6))  # 1 / (1 − 0.8) is 5 and a bit
         if steps < self._skip + 3:
@@ -148,11 +145,8 @@ class LrProbe(InterventionHook):
         own_rates = [group.lr for group in run_ctx.optimizer_groups]
         largest = max(own_rates)
         ratios = [rate / largest if largest else 1.0 for rate in own_rates]
-        batches = islice(coming_batches(model_ctx.loader, run_ctx.step), len(self.rates))
-        taken = [
-            model_ctx.take_step(batch, learning_rates=[rate * ratio for ratio in ratios])
-            for rate, batch in zip(self.rates, batches, strict=True)
-        ]
+        pairs = zip(self.rates, coming_batches(model_ctx.loader, run_ctx.step), strict=False)
+        taken = [model_ctx.take_step(batch, learning_rates=[rate * each for each in ratios]) for rate, batch in pairs]
         losses = torch.stack(taken)
         means = exponential_mean(losses.to(torch.promote_types(losses.dtype, torch.float32)), self.smoothing)
         rates = torch.tensor(self.rates, device=means.device)

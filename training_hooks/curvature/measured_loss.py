@@ -58,11 +58,10 @@ class MeasuredLoss:
         """Return the gradient, flat."""
         return self._mean(lambda batch: self.space.flat(self.model_ctx.compute_batch_gradients(batch)))
 
-    def hessians(self, method: Method = "exact", epsilon: float = 1e-2) -> list[Part]:
+    def hessians(self, method: Method, epsilon: float) -> list[Part]:
         """Return the Hessian of each batch; exact ones keep the graphs of all batches."""
-        operator = self.model_ctx.hessian_operator
-        pairs = zip(self.rows, self.batches, strict=True)
-        return [Part(rows, operator(batch, method=method, epsilon=epsilon)) for rows, batch in pairs]
+        products = [self.model_ctx.hessian_operator(each, method=method, epsilon=epsilon) for each in self.batches]
+        return [Part(*pair) for pair in zip(self.rows, products, strict=True)]
 
     def product(self, parts: Sequence[Part]) -> Product:
         """Return the product of the Hessian of the mean loss over the rows of ``parts`` with flat vectors."""
@@ -93,18 +92,16 @@ class MeasuredLoss:
 
     def _mean(self, measure: Callable[[Batch], Tensor]) -> Tensor:
         pairs = zip(self.rows, self.batches, strict=True)
-        parts = (measure(batch).mul_(rows / sum(self.rows)) for rows, batch in pairs)
-        return reduce(Tensor.add_, parts)
+        return reduce(Tensor.add_, (measure(batch).mul_(rows / sum(self.rows)) for rows, batch in pairs))
 
 
 def gradient_metrics(loss: MeasuredLoss, preconditioner: Tensor | None, first: float, passes: int) -> dict[str, Tensor]:
     """Search for the critical step from the learning rate ``first`` along −g, and −P⁻¹g for a flat preconditioner P."""
-    gradient = loss.gradient()
-    found = {"critical_sharpness": 2 / critical_along(loss, loss.space.vector(-gradient), first, passes)}
+    downhill = -loss.gradient()
+    flat = {"critical_sharpness": downhill}
     if preconditioner is not None:
-        direction = loss.space.vector(-gradient / preconditioner)
-        found["preconditioned_critical_sharpness"] = 2 / critical_along(loss, direction, first, passes)
-    return found
+        flat["preconditioned_critical_sharpness"] = downhill / preconditioner
+    return {name: 2 / critical_along(loss, loss.space.vector(each), first, passes) for name, each in flat.items()}
 
 
 def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes: int) -> dict[str, Tensor]:
@@ -163,8 +160,7 @@ CRITICAL_SHARPNESS = """
         | η/η_c. 1/2: the step leads to the minimum along its line; above 1: it raises the loss of the batch it is made
         from. Infinite: the step goes uphill from its start.
     update_critical_lr | η_c = c·η, η the present learning rate of all parameter groups (left out if they differ)
-        | [0, ∞)
-        | The learning rate above which the next step raises the loss of its batch.
+        | [0, ∞) | The learning rate above which the next step raises the loss of its batch.
     update_critical_sharpness | 2/η_c = 2/(c·η) | (0, ∞]
         | The critical sharpness of arXiv 2601.16979; rises with training until it hovers near 2/η, or above under
         momentum.

@@ -44,8 +44,7 @@ def rows_metrics(
     batch belongs to none.
     """
     even = [part for part in parts if part.rows == parts[0].rows]
-    bias, spread = {}, {}
-    size = 1
+    bias, spread, size = {}, {}, 1
     while 2 * size <= len(even):
         groups = [even[first : first + size] for first in range(0, len(even) - size + 1, size)]
         values = torch.stack([lanczos(loss.product(group), start, iterations).largest(1)[0][0] for group in groups])
@@ -61,8 +60,8 @@ def density_metrics(runs: Sequence[Tridiagonal], points: int) -> dict[str, Metri
 
     def estimate(some: Sequence[Tridiagonal]) -> Tensor:
         density = Density.of(some)
-        square = density.moment(2)
-        moments = [square.sqrt(), size * density.mean_size().square() / square, density.negative_energy()]
+        square, mean_size = density.moment(2), (density.weights * density.nodes.abs()).sum()
+        moments = [square.sqrt(), size * mean_size.square() / square, density.negative_energy()]
         return torch.cat([torch.stack(moments), density.smoothed(grid)])
 
     names = ("eigenvalue_rms", "effective_directions", "negative_energy")
@@ -106,11 +105,9 @@ MOMENTS = """
     effective_directions_error | {jackknife}, e = effective_directions | [0, ∞) | {error}
     negative_energy_error | {jackknife}, e = negative_energy | [0, ∞) | {error}
     density_grid | density_points even steps over the quadrature nodes and three steps beyond on either side
-        | (−∞, ∞), ascending
-        | The eigenvalues at which density is given.
+        | (−∞, ∞), ascending | The eigenvalues at which density is given.
     density | Σ w·N(grid; node, step²) over nodes and weights of stochastic Lanczos quadrature (arXiv 1901.10159)
-        | [0, ∞)
-        | The share of eigenvalues per unit of λ, smoothed by one grid step; look at it on a logarithmic axis.
+        | [0, ∞) | The share of eigenvalues per unit of λ, smoothed by one grid step; look at it on a logarithmic axis.
     density_error | {jackknife}, e = density, at each λ of density_grid | [0, ∞) | {error}
 """.format(
     jackknife="√((K−1)/K·Σ(e₋ᵢ − ē)²), e₋ᵢ from all K density probes but the i-th, ē their mean (jackknife)",
@@ -273,10 +270,7 @@ class Sharpness(InterventionHook):
         metrics |= rows_metrics(loss, parts, probes[0], self.iterations, metrics["sharpness"])
         if preconditioner is not None:
             root = preconditioner.rsqrt()
-
-            def preconditioned(flat: Tensor) -> Tensor:
-                return root * product(root * flat)
-
+            preconditioned: Product = lambda flat: root * product(root * flat)
             run = lanczos(preconditioned, root.sign() * probes[0], self.iterations)
             found = top_metrics(preconditioned, run, self.k)
             metrics |= {f"preconditioned_{name}": value for name, value in found.items()}

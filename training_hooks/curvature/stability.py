@@ -26,9 +26,9 @@ def stability_threshold(
     decay is left out. Unknown for other optimizers, for parameter groups that differ in these numbers, at η = 0, and
     where weight decay alone diverges.
     """
-    known = issubclass(optimizer_class, (SGD, Adam))
-    adam = issubclass(optimizer_class, Adam)
-    thresholds = {_threshold_of(group, steps, adam=adam) for group in groups} if known else set()
+    if not issubclass(optimizer_class, (SGD, Adam)):
+        return None
+    thresholds = {_threshold_of(group, steps, adam=issubclass(optimizer_class, Adam)) for group in groups}
     found = thresholds.pop() if len(thresholds) == 1 else math.inf
     return found if 0 < found < math.inf else None
 
@@ -61,8 +61,7 @@ def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequenc
     for group in groups:
         beta = float(group.options["betas"][1])
         for name in group.names:
-            if name in states:
-                state = states[name]
+            if state := states.get(name):
                 moment = state["max_exp_avg_sq" if group.options["amsgrad"] else "exp_avg_sq"]
                 steps = torch.as_tensor(state["step"], dtype=torch.float64)
                 wide = moment.to(torch.promote_types(moment.dtype, torch.float32))

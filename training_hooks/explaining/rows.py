@@ -37,33 +37,25 @@ def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
     most = max(map(copies, others), default=1)
     contents = contents_of(batch)
     counts = Counter(contents)
-    seen = Counter[bytes]()
-    places = []
-    for place, content in enumerate(contents):
-        seen[content] += 1
-        if seen[content] > 1 and counts[content] > 2 * most:
-            places.append(place)
-    return places
+    firsts = {content: place for place, content in reversed([*enumerate(contents)])}
+    return [place for place, each in enumerate(contents) if place != firsts[each] and counts[each] > 2 * most]
 
 
 def contents_of(batch: Batch) -> list[bytes]:
     """Return the bytes of each row."""
-    tensors = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    plain = [
-        tensor.contiguous().view(torch.uint8).view(len(tensor), -1).numpy() for tensor in tensors if tensor.numel()
-    ]
+    leaves = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    plain = [leaf.contiguous().view(torch.uint8).view(len(leaf), -1).numpy() for leaf in leaves if leaf.numel()]
     return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
 
 
 def without_rows_of(batch: Batch, others: Sequence[Batch]) -> list[Batch]:
     """Return the other batches without rows that ``batch`` has, too; those that keep less than half are left out."""
-    own = {*contents_of(batch)}
-    kept = [[place for place, row in enumerate(contents_of(other)) if row not in own] for other in others]
-    return [
-        other if len(places) == rows(other) else part_of(other, places)
-        for other, places in zip(others, kept, strict=True)
-        if 2 * len(places) >= rows(other)
-    ]
+    own, found = {*contents_of(batch)}, []
+    for other in others:
+        places = [place for place, row in enumerate(contents_of(other)) if row not in own]
+        if 2 * len(places) >= rows(other):
+            found.append(other if len(places) == rows(other) else part_of(other, places))
+    return found
 
 
 def copies(batch: Batch) -> int:

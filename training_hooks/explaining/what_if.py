@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -29,6 +30,7 @@ ALONE = 8.0
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class WhatIf(DebugInterventionHook):
     """Take one step of the run again and again from the state before it, each time with one thing changed.
 
@@ -77,37 +79,31 @@ class WhatIf(DebugInterventionHook):
             | The batch's own doing, where that of fresh ones is small.
         low_precision | tensors and casts of float16 or bfloat16 in the step and the losses after it | 0, 1, 2, …
             | 0: precision is no explanation.
-        rows | of each row of the batch alone, in its order: `loss`, `gradient_norm`, `size` where an output is
-            watched, and `index` in the data set where that is known | (−∞, ∞)
-            | The rows behind a spike.
+        rows | of each row of the batch alone, in its order: `loss`, `gradient_norm`, `size` where an output is watched,
+            and `index` in the data set where that is known | (−∞, ∞) | The rows behind a spike.
         standing_out | places in the batch of rows with any of these above those of all fresh rows and more than 6
             spreads above their middle, and of the copies of a row that fresh batches do not have
             | a list | What without_rows leaves out.
-        element | of the parameter with an element that changed 8 times as much as any other: the number of
-            that element, its value before and after the step | (−∞, ∞)
-            | A flipped bit looks like that.
+        element | of the parameter with an element that changed 8 times as much as any other: the number of that
+            element, its value before and after the step | (−∞, ∞) | A flipped bit looks like that.
     """
     _before = Remembered(dict[str, Tensor])
 
-    def __init__(
-        self,
-        *,
-        follow: int = 4,
-        fresh: int = 39,
-        layer: str = "",
-        step: int = 1,
-        usual_norm: float = 0.0,
-        usual_rate: float = 1.0,
-        watch: str = "",
-    ) -> None:
-        require(step >= 1, f"what_if.step is {step}; steps are counted from 1.")
-        require(follow >= 1, f"what_if.follow is {follow}; it must be at least 1.")
-        require(fresh >= 2, f"what_if.fresh is {fresh}; a spread needs at least 2.")
-        require(usual_norm >= 0, f"what_if.usual_norm is {usual_norm}; it must be at least 0.")
-        require(usual_rate > 0, f"what_if.usual_rate is {usual_rate}; it must be positive.")
-        self.follow, self.fresh, self.layer, self.step = follow, fresh, layer, step
-        self.usual_norm, self.usual_rate, self.watch = usual_norm, usual_rate, watch
-        self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=2, warmup=step - 1)
+    follow: int = 4
+    fresh: int = 39
+    layer: str = ""
+    step: int = 1
+    usual_norm: float = 0.0
+    usual_rate: float = 1.0
+    watch: str = ""
+
+    def __post_init__(self) -> None:
+        require(self.step >= 1, f"what_if.step is {self.step}; steps are counted from 1.")
+        require(self.follow >= 1, f"what_if.follow is {self.follow}; it must be at least 1.")
+        require(self.fresh >= 2, f"what_if.fresh is {self.fresh}; a spread needs at least 2.")
+        require(self.usual_norm >= 0, f"what_if.usual_norm is {self.usual_norm}; it must be at least 0.")
+        require(self.usual_rate > 0, f"what_if.usual_rate is {self.usual_rate}; it must be positive.")
+        self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=2, warmup=self.step - 1)
 
     def start(self, run: RunInfo) -> None:
         """Refuse several processes, and a layer that is not there."""
@@ -118,9 +114,8 @@ class WhatIf(DebugInterventionHook):
         known = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}, "copies": {""}}
         known["update"] = known["gradient"]
         if self.watch and name not in known.get(kind, ()):
-            raise unknown(
-                "thing to watch", self.watch, [f"{each}/{one}" for each, names in known.items() for one in names]
-            )
+            choices = [f"{each}/{one}" for each, names in known.items() for one in names]
+            raise unknown("thing to watch", self.watch, choices)
         if self.layer and self.layer not in layers:
             raise unknown("layer", self.layer, layers)
 
@@ -165,16 +160,14 @@ class WhatIf(DebugInterventionHook):
             for place, name in enumerate(("loss", "effect", "later"))
         }
         if self.watch and not self.watch.startswith("update"):
-            own = {"as_it_was": [batch], "fresh": fresh} | (
-                {"without_rows": [part_of(batch, rest)]} if out and rest else {}
-            )
+            own = {"as_it_was": [batch], "fresh": fresh}
+            own |= {"without_rows": [part_of(batch, rest)]} if out and rest else {}
             numbers["size"] = {name: [self._size(model_ctx, each) for each in given] for name, given in own.items()}
             with mode:
                 numbers["size"]["float32"] = [self._size(model_ctx, batch)]
         return {**numbers, "low_precision": mode.met, "rows": found_rows, "standing_out": out}
 
     def _size(self, model_ctx: ModelDataContext, batch: Batch) -> float:
-        """Return what is watched."""
         kind, _, name = self.watch.partition("/")
         if kind == "copies":
             return float(copies(batch))
@@ -218,9 +211,8 @@ class WhatIf(DebugInterventionHook):
             overwrite(parameters, self._before)
             before = branches.losses()
         found: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
-        alone = [
-            (name, *_lonely(self._before[name], leaf)) for name, leaf in parameters.items() if name in self._before
-        ]
+        known = {name: leaf for name, leaf in parameters.items() if name in self._before}
+        alone = [(name, *_lonely(self._before[name], leaf)) for name, leaf in known.items()]
         name, place, size = max(alone, key=lambda each: each[2], default=("", 0, 0.0))
         if size >= ALONE:
             was, now = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
@@ -236,17 +228,10 @@ class WhatIf(DebugInterventionHook):
 
 
 class Branches:
-    """Steps from the present state, each rolled back.
-
-    Args:
-        model_ctx: of the call.
-        ahead: the batches that come next.
-        follow: how many steps to train on them.
-    """
+    """Steps from the present state, each rolled back: what they do to the batches ahead, and ``follow`` steps later."""
 
     def __init__(self, model_ctx: ModelDataContext, ahead: Sequence[Batch], follow: int) -> None:
-        self.model_ctx, self._ahead = model_ctx, ahead
-        self._follow = ahead[:follow]
+        self.model_ctx, self._ahead, self._follow = model_ctx, ahead, ahead[:follow]
         self._before = self.losses()
 
     def losses(self, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:

@@ -100,18 +100,15 @@ class _Group:
 
     def __init__(self, tensors: list[Tensor], casts: Sequence[Cast], room: _Room) -> None:
         self.casts, self.room, self.dtype = casts, room, tensors[0].dtype
-        widths = {cast.blocks() for cast in casts} - {None}
-        self.width = math.lcm(*(width for width in widths if width)) if widths else FLAT
+        widths = {width for cast in casts if (width := cast.blocks())}
+        self.width, self._smallest = math.lcm(*widths or {FLAT}), math.gcd(*widths or {FLAT})
         layouts = [Layout.of(each if widths else each.reshape(-1), self.width).blocks for each in tensors]
         self.rows = layouts[0] if len(layouts) == 1 else torch.cat(layouts)
         self.rows_of_each = [len(each) for each in layouts]
         self.sizes = torch.tensor([each.numel() for each in tensors], dtype=torch.float64)
         self._length = max(1, PIECE // self.width)
-        self._smallest = math.gcd(*(width for width in widths if width)) if widths else FLAT
-        parts = [
-            room.magnitudes(part).view(-1, self._smallest).amax(1) for part in torch.split(self.rows, self._length)
-        ]
-        self._largest = torch.cat(parts)
+        pieces = torch.split(self.rows, self._length)
+        self._largest = torch.cat([room.magnitudes(each).view(-1, self._smallest).amax(1) for each in pieces])
         self.largest = torch.stack([part.amax() for part in self.largest_in(self._smallest)])
 
     def largest_in(self, block: int) -> Sequence[Tensor]:
@@ -139,12 +136,11 @@ class _Group:
             for number, cast in enumerate(self.casts):
                 rows = magnitude.view(-1, cast.blocks() or self.width)
                 piece = slice(begin * self.width // rows.shape[1], (begin + len(part)) * self.width // rows.shape[1])
-                scale, *ends = (each[number][piece].unsqueeze(1) for each in (columns, limits, halves))
-                sums[1 + number].append(self._lost(rows, scale, ends, units, lengths, cast.number_format))
+                ends = [each[number][piece].unsqueeze(1) for each in (columns, limits, halves)]
+                sums[1 + number].append(self._lost(rows, ends, units, lengths, cast.number_format))
         of_all = torch.stack(sums[0]).double().sum(0)
-        by_cast = [
-            self._counts(of_all, torch.stack(each), unit, scale) for each, scale in zip(sums[1:], scales, strict=True)
-        ]
+        pairs = zip(sums[1:], scales, strict=True)
+        by_cast = [self._counts(of_all, torch.stack(each), unit, scale) for each, scale in pairs]
         return [list(counts) for counts in zip(*by_cast, strict=True)]
 
     def _lengths(self, cast: Cast) -> list[int]:
@@ -171,13 +167,7 @@ class _Group:
         return torch.stack([*non_finite, *above_zero, *norms]).view(3, -1)
 
     def _lost(
-        self,
-        magnitude: Tensor,
-        scale: Tensor,
-        limits: Sequence[Tensor],
-        units: Tensor,
-        lengths: list[int],
-        number_format: type[FloatFormat],
+        self, magnitude: Tensor, ends: list[Tensor], units: Tensor, lengths: list[int], number_format: type[FloatFormat]
     ) -> Tensor:
         """Return what a cast loses in a piece, (6, tensors).
 
@@ -185,14 +175,17 @@ class _Group:
         Flags are signs of differences, added up: exact, and several times faster than comparisons.
         """
         two, three = self.room.like(magnitude, 1), self.room.like(magnitude, 2)
-        limit, half = limits
+        scale, limit, half = ends
         overflowing = _sums_of(torch.sub(magnitude, limit, out=two).sign_().relu_(), lengths)
         upper_half = _sums_of(torch.sub(half, magnitude, out=two).sign_().clamp_max_(0.0), lengths)
         maximum = number_format.maximum
         scaled = torch.div(magnitude, torch.where(scale > 0, scale, torch.inf), out=two)
         excess = torch.sub(scaled, maximum, out=three).relu_()
         excesses, worst = _sums_of(excess, lengths), [each.amax() for each in _parts(excess, lengths)]
-        rounded = _to_grid(scaled.clamp_max_(maximum), number_format, three).mul_(scale)
+        # rounded to the format's numbers in place, with the operations of the cast itself
+        torch.bitwise_and(scaled.clamp_max_(maximum).view(torch.int32), EXPONENT, out=three.view(torch.int32))
+        spacing = three.clamp_min_(number_format.smallest_normal()).mul_(2.0**-number_format.mantissa_bits)
+        rounded = scaled.div_(spacing).round_().mul_(spacing).mul_(scale)
         rounded.clamp_max_(torch.finfo(self.dtype).max)
         if self.dtype != torch.float32:
             rounded.copy_(rounded.to(self.dtype))
@@ -217,13 +210,6 @@ class _Group:
         smallest = torch.stack([torch.where(scale > 0, scale, torch.inf).amin() for scale in scales]).double()
         maxima = torch.stack([worst, largest, 1 / smallest], 1)
         return [Counts(*pair) for pair in zip(torch.stack(sums, 1), maxima, strict=True)]
-
-
-def _to_grid(clamped: Tensor, number_format: type[FloatFormat], spare: Tensor) -> Tensor:
-    """Round magnitudes in the range to the format's numbers, in place, with the operations of the cast itself."""
-    torch.bitwise_and(clamped.view(torch.int32), EXPONENT, out=spare.view(torch.int32))
-    spacing = spare.clamp_min_(number_format.smallest_normal()).mul_(2.0**-number_format.mantissa_bits)
-    return clamped.div_(spacing).round_().mul_(spacing)
 
 
 def _column(numbers: list[Tensor], lengths: list[int]) -> Tensor:

@@ -28,9 +28,8 @@ SUBJECTS = (OUTPUT, "gradients", "weights", "activations")
 
 def quantizing(model: nn.Module) -> list[str]:
     """Return the modules that quantise; low-bit layers whose recipe leaves everything in full precision do not."""
-    modules = dict(model.named_modules())
-    plain_ones = {name for name, module in modules.items() if isinstance(module, BitLinear) and not module.recipe.casts}
-    return [name for name in quantized_modules(model) if name not in plain_ones]
+    found = {name: model.get_submodule(name) for name in quantized_modules(model)}
+    return [name for name, each in found.items() if not isinstance(each, BitLinear) or each.recipe.casts]
 
 
 @HookRegistry.register
@@ -101,18 +100,12 @@ class GradientOverflow(TrainingHook):
             in_range = least <= value < math.inf
             require(in_range, f"gradient_overflow.{option} is {value}; it must be a number of at least {least}.")
         share = self.overflow_threshold
-        sentence = f"gradient_overflow.overflow_threshold is {share}; it is a share above 0 and up to 1."
-        require(0 < share <= 1, sentence)
-        formats = self.formats.strip()
-        self._asks_always = bool(formats)
-        self._casts = HypotheticalCasts(
-            [
-                Cast(format_name, rule)
-                for format_name in _several("formats", formats or "e2m1", "format", FormatRegistry.names())
-                for rule in _several("rules", self.rules, "scaling rule", RuleRegistry.names())
-            ],
-            _several("of", self.of, "subject", SUBJECTS),
-        )
+        require(0 < share <= 1, f"gradient_overflow.overflow_threshold is {share}; it is a share above 0 and up to 1.")
+        self._asks_always = bool(self.formats.strip())
+        formats = _several("formats", self.formats.strip() or "e2m1", "format", FormatRegistry.names())
+        rules = _several("rules", self.rules, "scaling rule", RuleRegistry.names())
+        subjects = _several("of", self.of, "subject", SUBJECTS)
+        self._casts = HypotheticalCasts([Cast(each, rule) for each in formats for rule in rules], subjects)
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=self.interval)
         self._plain_schedule: StepSchedule | None = None
         self.reset()
@@ -122,7 +115,6 @@ class GradientOverflow(TrainingHook):
         self._counts = self._asks = False
         self._step = 0
         self._casts.reset()
-        self._casts.clear()
         self._inputs: dict[str, list[Tensor]] = {}
         self._seen: list[tuple[str, Mapping[str, Tensor]]] = []
         self._layers: dict[str, tuple[nn.Module, bool]] = {}
@@ -156,8 +148,7 @@ class GradientOverflow(TrainingHook):
         if self._counts:
             self._fit_schedule()
             layers = counted(len(ledgers[QUANTIZERS].layers), "quantised layer")
-            often = _often(self.step_schedule.every_n_steps)
-            notice(f"gradient_overflow counts the casts of {layers}, {often}.")
+            notice(f"gradient_overflow counts the casts of {layers}, {_often(self.step_schedule.every_n_steps)}.")
         if self._asks:
             ways = ", ".join(map(label, self._casts.casts))
             subjects = ", ".join(self._casts.subjects).replace("_", " ")
@@ -291,8 +282,7 @@ class GradientOverflow(TrainingHook):
 def _several(option: str, text: str, kind: str, known: Sequence[str]) -> list[str]:
     """Return the names in a text, each once; raises :class:`UsageError` for an unknown one, and for none."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise UsageError(f"gradient_overflow.{option} names nothing; known: {', '.join(known)}.")
+    require(bool(names), f"gradient_overflow.{option} names nothing; known: {', '.join(known)}.")
     for name in names:
         if name not in known:
             raise UsageError(f"gradient_overflow.{option}: {unknown(kind, name, known)}")

@@ -28,12 +28,8 @@ def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
 
 def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
     """Return the gradients or weights of the trained parameters by name, each a real and whole tensor."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in trainable(model).items():
-        tensor = parameter.grad if subject == "gradients" else parameter
-        if tensor is not None and tensor.is_floating_point():
-            found[name] = whole(tensor.detach())
-    return found
+    found = {name: each.grad if subject == "gradients" else each for name, each in trainable(model).items()}
+    return {name: whole(each.detach()) for name, each in found.items() if each is not None and each.is_floating_point()}
 
 
 class HypotheticalCasts(Remembering):
@@ -44,12 +40,11 @@ class HypotheticalCasts(Remembering):
 
     _histories = Remembered(dict[str, Tensor])
     """The largest magnitudes of the last steps, for the rules with a history; of a rank's rows they are its own."""
+    _beside = Remembered(dict[str, Tensor], saved=False)
 
     def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
-        self.casts = list(casts)
-        self.subjects = list(subjects)
+        self.casts, self.subjects = list(casts), list(subjects)
         self._delay = max(cast.scaling_rule.history for cast in casts)
-        self._beside: dict[str, Tensor] = {}
 
     def roles(self, subject: str) -> list[str]:
         """Return what is asked about a subject: ``<subject>/<format>/<rule>``, of output gradients by product."""

@@ -1,7 +1,5 @@
 """The split of low-bit weights into trained factors and a residual (Metis), as a declared change of the run."""
 
-from collections.abc import Mapping
-
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext, StatePart, StepSchedule
 from loopscope.data import derived_seed
@@ -59,8 +57,7 @@ class MetisSplit(InterventionHook):
                 "metis and its forward part; each an nn.Linear with a weight of its own, no Conv1D and no tied head); "
                 "the model has none that is trained."
             )
-        sharded = [name for name, layer in layers.items() if is_sharded(layer.weight)]
-        if sharded:
+        if sharded := [name for name, layer in layers.items() if is_sharded(layer.weight)]:
             raise UnsuitableError(
                 f"Hook {self.name!r} needs whole matrices, and FSDP2 (fully_shard) or tensor parallelism has shards of "
                 f"{listed(sharded, 3)}; train by one process."
@@ -81,7 +78,12 @@ class MetisSplit(InterventionHook):
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Ask for the split of every layer and return what it does to the weights."""
         layers = splittable(run_ctx.model)
-        self._refuse_forgotten(layers, run_ctx)
+        known = {name for group in run_ctx.optimizer_groups for name in group.names}
+        if missing := [name for name in layers if f"{name}.factors.s".lstrip(".") not in known]:
+            raise UsageError(
+                f"Hook {self.name!r} needs an optimizer that trains the factors of {listed(missing, 3)}; give it "
+                "model.parameters() after quantize_model, the frozen ones included."
+            )
         targets: dict[str, Tensor] = {}
         measured = []
         for name, layer in layers.items():
@@ -104,15 +106,6 @@ class MetisSplit(InterventionHook):
             "range_ratio": (largest_residual / largest).mean(),
             "reconstruction_error": (lost.square().sum() / energy).sqrt(),
         }
-
-    def _refuse_forgotten(self, layers: Mapping[str, BitLinear], ctx: RunDataContext) -> None:
-        known = {name for group in ctx.optimizer_groups for name in group.names}
-        missing = [name for name in layers if f"{name}.factors.s".lstrip(".") not in known]
-        if missing:
-            raise UsageError(
-                f"Hook {self.name!r} needs an optimizer that trains the factors of {listed(missing, 3)}; give it "
-                "model.parameters() after quantize_model, the frozen ones included."
-            )
 
 
 def splittable(model: nn.Module) -> dict[str, BitLinear]:

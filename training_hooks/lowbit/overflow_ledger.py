@@ -62,13 +62,11 @@ def plain(name: str, value: Any) -> float | int:
 
 _TABLE = metric_table("""
     element_overflow_rate | elements with |x| > s·M / all elements, s the scale, M the largest number of the format
-        | [0, 1], NaN
-        | What saturates. By construction 2.3 % of a Gaussian under mx_floor and 3.5 % under nvfp4 (by at most 1/16), 0
-        under tensor, current, row, block, mx_ceil, mx_rceil and Metis' two. Above that: outliers under a delayed
-        scale, or a q_scalar below 1.
+        | [0, 1], NaN | What saturates. By construction 2.3 % of a Gaussian under mx_floor and 3.5 % under nvfp4 (by at
+        most 1/16), 0 under tensor, current, row, block, mx_ceil, mx_rceil and Metis' two. Above that: outliers under a
+        delayed scale, or a q_scalar below 1.
     batch_overflow_rate | quantisations (of a whole tensor each) in which any element overflows / all quantisations
-        | [0, 1], NaN
-        | Near 1 with a small element_overflow_rate: every tensor has a few outliers.
+        | [0, 1], NaN | Near 1 with a small element_overflow_rate: every tensor has a few outliers.
     total_elements | elements that were quantised | 0, 1, 2, … | What the rates are shares of.
     total_overflow_elements | elements with |x| > s·M | 0, 1, 2, … | The numerator of element_overflow_rate.
     total_quantizations | tensors that were quantised, each use and each micro-batch by itself | 0, 1, 2, …
@@ -81,8 +79,7 @@ _TABLE = metric_table("""
         | What is lost at the other end: a share of any Gaussian in few bits (7 % in e2m1 with a scale for 16). Rising:
         one outlier sets the scale of many; take smaller blocks or a format with more exponent bits.
     non_finite_count | elements that are inf or NaN before the cast; they count as elements, but not as overflowing
-        | 0, 1, 2, …
-        | Above 0: the run is broken, or a float16 loss scaler has gone too far for a step.
+        | 0, 1, 2, … | Above 0: the run is broken, or a float16 loss scaler has gone too far for a step.
     quantization_error | mean over the finite elements of (q(x) − x)², q(x) after scaling back | [0, ∞), NaN
         | In the square of the tensor's own unit: compare between formats, not between tensors.
     gradient_to_noise_ratio | ‖x‖₂ / ‖q(x) − x‖₂ over the finite elements of all tensors together | [0, ∞], NaN
@@ -98,9 +95,8 @@ _TABLE = metric_table("""
 """)
 _OF_WHAT_IF = metric_table("""
     scale_exponents_of/<parameter> | by hypothetical role: scales s > 0 (of blocks, or tensors) by floor(log2 s)
-        | exponent → 0, 1, 2, …
-        | How wide the scales lie: those in E4M3 span 17 exponents below the largest, those in E8M0 254. Two humps:
-        layers that need rules of their own.
+        | exponent → 0, 1, 2, … | How wide the scales lie: those in E4M3 span 17 exponents below the largest, those in
+        E8M0 254. Two humps: layers that need rules of their own.
     product_error_of/<parameter> | by product/format/rule: mean of ‖P̂ − P‖ / ‖P‖, P̂ from operands that are cast along
         the dimension that it sums over; of at most 8 layers, and 64 rows and columns of each P | [0, ∞), NaN
         | What a cast does to what training uses: y (forward), dx (dgrad), dW (wgrad). Above 0.5 little is left.
@@ -180,8 +176,7 @@ class Ledger:
     """
 
     def __init__(self, layers: Sequence[str] = (), roles: Sequence[str] = (), *, shared: bool = False) -> None:
-        self.layers = list(layers)
-        self.roles = list(roles)
+        self.layers, self.roles = list(layers), list(roles)
         self.steps = 0
         """Pages so far."""
         self.open: dict[str, dict[str, Counts]] = {layer: {} for layer in self.layers}
@@ -214,8 +209,8 @@ class Ledger:
         Numbers of the step ``beside`` the counts, float64, go along. Among ranks it is one reduction of the sums and
         these, and one of the maxima.
         """
-        extra = torch.zeros(0, dtype=torch.float64) if beside is None else beside
-        step, extra = self._gathered(device), extra.to(device)
+        step = self._gathered(device)
+        extra = step.sums.new_zeros(0) if beside is None else beside.to(device)
         if self._shared and ranks is not None and ranks.data:
             ranks.join()
             added, extra = ranks.sums([step.sums, extra])
@@ -230,10 +225,8 @@ class Ledger:
         """Return the step's counts, of shape (layers, roles)."""
         nothing = Counts.zeros(device=device)
         grid = [self.open[layer].get(role, nothing) for layer in self.layers for role in self.roles]
-        shape = len(self.layers), len(self.roles)
-        sums = torch.stack([counts.sums.to(device) for counts in grid]).view(*shape, len(SUMS))
-        maxima = torch.stack([counts.maxima.to(device) for counts in grid]).view(*shape, len(MAXIMA))
-        return Counts(sums, maxima)
+        tables = [each.sums.to(device) for each in grid], [each.maxima.to(device) for each in grid]
+        return Counts(*(torch.stack(table).view(len(self.layers), len(self.roles), -1) for table in tables))
 
     def table(self, *, together: bool) -> dict[str, Values]:
         """Return a row for each role in which anything was quantised so far, and one for all of them ``together``."""
@@ -342,8 +335,7 @@ class Alarm(Remembering):
     alerts = Remembered(lambda alarm: Alerts(alarm.phrases, noun="cast"), by_options=True, merged=True)
 
     def __init__(self, most_overflow: float, least_ratio: float) -> None:
-        self._most_overflow = most_overflow
-        self._least_ratio = least_ratio
+        self._most_overflow, self._least_ratio = most_overflow, least_ratio
         above, below = f"in more than {most_overflow:.3g} of", f"a gradient-to-noise ratio below {least_ratio:.3g}"
         self.phrases = {
             OVERFLOW: (f"overflows {above} its elements", f"overflow {above} their elements"),

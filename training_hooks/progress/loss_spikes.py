@@ -82,8 +82,7 @@ class LossSpikes(TrainingHook):
     def __init__(self, *, window: int = 128, threshold: float = 6.0) -> None:
         require(window >= 2, f"loss_spikes.window is {window}; a standard deviation needs at least 2 steps.")
         require(0 < threshold < float("inf"), f"loss_spikes.threshold is {threshold}; it must be a positive number.")
-        self.window = window
-        self.threshold = threshold
+        self.window, self.threshold = window, threshold
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run that ends before the window is full."""
@@ -112,14 +111,13 @@ class LossSpikes(TrainingHook):
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Warn of every spike by its step; ``step`` is the last of those judged."""
         for prefix, label in SIGNALS.items():
-            sizes = values[f"{prefix}_deviation"]
+            metric = f"{prefix}_deviation"
+            sizes = values[metric]
             for at, size in enumerate(sizes, step - len(sizes) + 1):
                 if size > self.threshold:
                     sentence = (
                         f"The {label} spiked at step {at:,}: it was {size:.1f} standard deviations above its mean over "
                         f"the {self.window} steps before (the threshold is {self.threshold:g})."
                     )
-                    metric = f"{prefix}_deviation"
-                    warnings.warn(
-                        Alert(sentence, metric=metric, step=at, value=size, limit=self.threshold), stacklevel=2
-                    )
+                    alert = Alert(sentence, metric=metric, step=at, value=size, limit=self.threshold)
+                    warnings.warn(alert, stacklevel=2)

@@ -1,5 +1,7 @@
 """The phases of grokking (memorisation, circuit formation, clean-up) from the train/test gap and the weight norm."""
 
+from dataclasses import dataclass
+
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
@@ -11,6 +13,7 @@ MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class Phases(TrainingHook):
     """Tell the phases of grokking apart, and date the transitions between them.
 
@@ -52,21 +55,19 @@ class Phases(TrainingHook):
             | When clean-up began; NaN: not yet, or never. Left out if there was no gap when the training set was
             memorised.
         generalised_epoch | the first epoch, from memorised_epoch on, with train_acc ≥ memorised and gap ≤ closed
-            | 0, 1, 2, ...
-            | When the model generalised; left out until then.
+            | 0, 1, 2, ... | When the model generalised; left out until then.
     """
 
-    def __init__(
-        self, *, memorised: float = 0.95, closed: float = 0.05, gap_share: float = 0.5, norm_drop: float = 0.005
-    ) -> None:
-        for option, value in (("memorised", memorised), ("gap_share", gap_share)):
+    memorised: float = 0.95
+    closed: float = 0.05
+    gap_share: float = 0.5
+    norm_drop: float = 0.005
+
+    def __post_init__(self) -> None:
+        for option, value in {"memorised": self.memorised, "gap_share": self.gap_share}.items():
             require(0 < value <= 1, f"phases.{option} is {value}; it must lie in (0, 1].")
-        for option, value in (("closed", closed), ("norm_drop", norm_drop)):
+        for option, value in {"closed": self.closed, "norm_drop": self.norm_drop}.items():
             require(0 <= value < 1, f"phases.{option} is {value}; it must lie in [0, 1).")
-        self._memorised = memorised
-        self._closed = closed
-        self._gap_share = gap_share
-        self._norm_drop = norm_drop
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the phase, the gap, the weight norm and the dates so far; nothing without an evaluation.
@@ -93,9 +94,9 @@ class Phases(TrainingHook):
         """Date the transitions of this evaluation and return the phase it is in."""
         if "generalised_epoch" in self._epochs:
             return GENERALISED
-        closed = train_acc >= self._memorised and gap <= self._closed
+        closed = train_acc >= self.memorised and gap <= self.closed
         if "memorised_epoch" not in self._epochs:
-            if train_acc < self._memorised:
+            if train_acc < self.memorised:
                 return MEMORISATION
             self._epochs["memorised_epoch"] = epoch
             if not closed:
@@ -103,7 +104,7 @@ class Phases(TrainingHook):
         self._widest_gap = max(self._widest_gap, gap)
         if self._cleanup_epoch is not None:
             moment = self._cleanup_epoch.to(drop.device)
-            begins = (drop >= self._norm_drop) & (gap <= self._gap_share * self._widest_gap)
+            begins = (drop >= self.norm_drop) & (gap <= self.gap_share * self._widest_gap)
             self._cleanup_epoch = torch.where(moment.isnan() & begins, float(epoch), moment)
         if closed:
             self._epochs["generalised_epoch"] = epoch

@@ -10,8 +10,9 @@ from loopscope.hooks import MetricInfo, Metrics, RunInfo, metric_table
 from loopscope.state import Vector, accumulate, norm, trainable
 from torch import Tensor
 
-AROUND_THE_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
-EPSILON = 1e-12
+from ..measures import stacked
+
+AROUND_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 VALUES_PER_LAG = 4
 
 
@@ -38,7 +39,7 @@ def autocorrelation(series: Tensor, lag: int) -> Tensor:
 def update_ratio(before: dict[str, Tensor], after: Vector) -> Tensor:
     """Return ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12), zero-dimensional; writes the difference to ``before``."""
     size = norm(before)
-    return norm(accumulate(before, after, -1)) / (size + EPSILON)
+    return norm(accumulate(before, after, -1)) / (size + 1e-12)
 
 
 LOSS = """
@@ -59,8 +60,7 @@ GRADIENTS_AND_UPDATES = """
     grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)]
         | The coefficient of variation. Above about 1 a few steps have most of the gradient. NaN: no gradient.
     update_ratio | ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters
-        | [0, ∞)
-        | About 1e-3 is healthy, 1e-2 normal for AdamW at the start; above 1e-1 a step overwrites the weights.
+        | [0, ∞) | About 1e-3 is healthy, 1e-2 normal for AdamW at the start; above 1e-1 a step overwrites the weights.
     update_ratio_mean | mean of the newest ⌈window / update_every⌉ values of update_ratio | [0, ∞)
         | The same over the window.
     window_steps | n, the steps in the window | 2..window
@@ -87,10 +87,7 @@ class TrainingDiagnostics(TrainingHook):
     """
 
     name = "training_diagnostics"
-    loop_points = {
-        "epoch": AROUND_THE_UPDATE | {HookPoint.POST_EPOCH},
-        "step": AROUND_THE_UPDATE | {HookPoint.SNAPSHOT},
-    }
+    loop_points = {"epoch": AROUND_UPDATE | {HookPoint.POST_EPOCH}, "step": AROUND_UPDATE | {HookPoint.SNAPSHOT}}
     needs_step_series = True
     _steps = Remembered(lambda: torch.zeros(2, 0, dtype=torch.float64))
     """Losses and gradient norms of the window, shape (2, n)."""
@@ -106,11 +103,10 @@ class TrainingDiagnostics(TrainingHook):
                 "window: fewer values say nothing about a correlation."
             )
         require(update_every >= 1, f"training_diagnostics.update_every is {update_every}; it must be at least 1.")
-        self.window = window
-        self.lags = lags
+        self.window, self.lags = window, lags
         self._most_ratios = -(-window // update_every)
         self._updates = StepSchedule(mode="stride", every_n_steps=update_every)
-        self.point_schedules = dict.fromkeys(AROUND_THE_UPDATE, self._updates)
+        self.point_schedules = dict.fromkeys(AROUND_UPDATE, self._updates)
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run of one step."""
@@ -126,19 +122,17 @@ class TrainingDiagnostics(TrainingHook):
             self._before = accumulate(None, trainable(ctx.model))
             return {}
         if ctx.hook_point is HookPoint.POST_STEP:
-            return self._finish_update(ctx)
+            return self._updated(trainable(ctx.model))
         if ctx.step_losses is not None and ctx.step_grad_norms is not None:
             new = torch.stack([ctx.step_losses, ctx.step_grad_norms])
             self._steps = torch.cat([self._steps.to(new.device), new], dim=1)[:, -self.window :]
         return self._reduced()
 
-    def _finish_update(self, ctx: RunDataContext) -> Metrics:
+    def _updated(self, after: Vector) -> Metrics:
         if not self._before:
             return {}
-        after = trainable(ctx.model)
-        before = {name: value.to(after[name].device) for name, value in self._before.items()}
+        ratio = update_ratio({name: value.to(after[name].device) for name, value in self._before.items()}, after)
         self._before = {}
-        ratio = update_ratio(before, after)
         self._ratios = [*self._ratios, ratio][-self._most_ratios :]
         return {"update_ratio": ratio}
 
@@ -155,9 +149,7 @@ class TrainingDiagnostics(TrainingHook):
         for lag in range(1, min(self.lags, len(losses) // VALUES_PER_LAG) + 1):
             metrics[f"loss_autocorrelation_lag_{lag}"] = autocorrelation(losses, lag)
         if self._ratios:
-            metrics["update_ratio_mean"] = torch.stack(
-                [ratio.to(self._ratios[-1].device) for ratio in self._ratios]
-            ).mean()
+            metrics["update_ratio_mean"] = stacked(self._ratios).mean()
         return metrics
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -29,10 +29,7 @@ class TrainingMetrics(TrainingHook):
 
     name = "training_metrics"
     always = True
-    loop_points = {
-        "epoch": frozenset({HookPoint.POST_EPOCH}),
-        "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT}),
-    }
+    loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.POST_STEP, HookPoint.SNAPSHOT}}
     metrics = """
         loss | loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)
             | [0, ∞) for cross-entropy
@@ -49,14 +46,13 @@ class TrainingMetrics(TrainingHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return those of the metrics that exist at this point."""
+        step = present(loss=ctx.loss, lr=ctx.step_lr)
         if ctx.hook_point in STEP_POINTS:
-            return present(loss=ctx.loss, lr=ctx.step_lr)
+            return step
         others = {
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in ctx.evaluation.items()
             if name not in ("train_acc", "val_acc") and isinstance(value, (int, float, np.generic, Tensor))
         }
         evaluation = present(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
-        if ctx.hook_point is HookPoint.SNAPSHOT:
-            return evaluation
-        return {**present(loss=ctx.loss, lr=ctx.step_lr), **evaluation}
+        return evaluation if ctx.hook_point is HookPoint.SNAPSHOT else step | evaluation
