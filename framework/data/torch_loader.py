@@ -9,25 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    MapDataPipe,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import Draw, EpochSampler, draws_by_function, indices_of_epoch, on_streams, samplers_of
+from .batch_indices import Draw, EpochSampler, batch_indices, draws_by_function, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 from .lending import held
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
@@ -93,7 +80,7 @@ def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
 
     They know nothing of :class:`SeededBatches`.
     """
-    info = get_worker_info()
+    info = data.get_worker_info()
     assert info is not None
     assert isinstance(info.dataset, SeededBatches)
     object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
@@ -112,7 +99,7 @@ def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         if isinstance(sampler, BatchSampler):
             sampler = copy(sampler)
             sampler.sampler = own(sampler.sampler)
-        elif isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+        elif isinstance(sampler, (RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)):
             sampler = copy(sampler)
             sampler.generator = None
         elif isinstance(sampler, EpochSampler):  # which is told epochs that its owner has not reached
@@ -150,7 +137,7 @@ class TorchLoader(Loader):
         self._streams = RandomStreams(seed)
         self._samplers = samplers_of(self._dataloader)
         self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not isinstance(
-            dataloader.dataset, (IterableDataset, MapDataPipe)
+            dataloader.dataset, (data.IterableDataset, data.MapDataPipe)
         )
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -198,7 +185,7 @@ class TorchLoader(Loader):
     def source_of_rows(self) -> SourceOfRows:
         """Return the length of the dataset, and what it holds if it is one of tensors."""
         dataset: Any = self._dataloader.dataset
-        plain = type(dataset) is TensorDataset and self._skips and type(self).batches is TorchLoader.batches
+        plain = type(dataset) is data.TensorDataset and self._skips and type(self).batches is TorchLoader.batches
         tensors = dataset.tensors if plain else ()
         rows = len(dataset) if isinstance(dataset, Sized) and self._skips else None
         return SourceOfRows(rows, tensors, draws_by_function(self._dataloader))
@@ -207,7 +194,7 @@ class TorchLoader(Loader):
     def copies(self) -> bool:
         """Whether every batch lies in memory of its own: rows that torch stacks do."""
         source = self._dataloader
-        stacks = source.batch_sampler is not None and source.collate_fn is default_collate
+        stacks = source.batch_sampler is not None and source.collate_fn is data.default_collate
         return stacks and type(source).__iter__ is DataLoader.__iter__ and type(self).batches is TorchLoader.batches
 
     def __len__(self) -> int:
@@ -254,11 +241,17 @@ class TorchLoader(Loader):
         else:
             every = list(self._indices(source, 0))
             visited, size = sorted(set(chain.from_iterable(every))), max(map(len, every))
-        return self._in_random_order(Subset(dataset, visited), size, seed)
+        return self._in_random_order(data.Subset(dataset, visited), size, seed)
 
     def _indices(self, dataloader: "DataLoader[Any]", epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yield the indices of each batch from batch ``start`` on, single ones where there is no batching."""
-        return indices_of_epoch(dataloader, self._streams, epoch, start, self._draw(epoch))
+        """Yield the indices of each batch from batch ``start`` on, single ones where there is no batching.
+
+        Samplers that are iterated over draw on the loader's streams, those that are not from generators of the epoch.
+        """
+        indices = partial(batch_indices, dataloader, start, self._draw(epoch))
+        if draws_by_function(dataloader):
+            return indices()
+        return on_streams(self._streams, epoch, samplers_of(dataloader), (), indices)
 
     def _draw(self, epoch: int) -> Draw:
         return lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
