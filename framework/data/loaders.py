@@ -140,7 +140,6 @@ class TensorLoader(Loader):
         return type(self).batches is TensorLoader.batches
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return -(-len(self._tensors[0]) // self._batch_size)
 
     def shuffled(self, seed: int) -> "TensorLoader":
@@ -155,8 +154,12 @@ def fixed_order(permutation: Tensor) -> Order:
 
 def random_order(rows: int, seed: int) -> Order:
     """Draw a new permutation for every epoch from (seed, epoch) alone."""
-    source = lambda epoch: torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
-    return lambda epoch: torch.randperm(rows, generator=source(epoch))
+
+    def order(epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
+        return torch.randperm(rows, generator=generator)
+
+    return order
 
 
 def derived_seed(*parts: object) -> int:

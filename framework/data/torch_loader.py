@@ -55,7 +55,6 @@ class SeededBatches(Dataset[Any]):
         self._fetches_at_once = self.batched and isinstance(self.dataset, BatchedDataset)
 
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
-        """Return the batch with this number and these indices."""
         number, index = numbered
         self.streams.derive(f"loader/{self.epoch}", "batch", number)
         generators = dataset_generators(self.dataset)
@@ -136,9 +135,8 @@ class TorchLoader(Loader):
         self._dataloader = without_generators(dataloader)
         self._streams = RandomStreams(seed)
         self._samplers = samplers_of(self._dataloader)
-        self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not isinstance(
-            dataloader.dataset, (data.IterableDataset, data.MapDataPipe)
-        )
+        streams = isinstance(dataloader.dataset, (data.IterableDataset, data.MapDataPipe))
+        self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not streams
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield what the DataLoader yields."""
@@ -198,7 +196,6 @@ class TorchLoader(Loader):
         return stacks and type(source).__iter__ is DataLoader.__iter__ and type(self).batches is TorchLoader.batches
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return len(self._dataloader)
 
     def shuffled(self, seed: int) -> "TorchLoader":
@@ -207,18 +204,12 @@ class TorchLoader(Loader):
         Raises :class:`UsageError` for a sampler that does more than order the dataset: what it would do to another
         order is its own affair.
         """
-        source = self._dataloader
-        batches: Any = source.batch_sampler
-        sampler: Any = batches.sampler if type(batches) is BatchSampler else source.sampler
-        dataset: Any = source.dataset
-        if (
-            type(batches) not in (BatchSampler, type(None))
-            or type(sampler) not in (SequentialSampler, RandomSampler)
-            or len(sampler) != len(dataset)
-        ):
-            kinds = " and ".join(type(part).__name__ for part in (sampler, batches) if part is not None)
+        sampler, size, is_whole = self._order()
+        if not is_whole:
+            parts = (sampler, self._dataloader.batch_sampler)
+            kinds = " and ".join(type(part).__name__ for part in parts if part is not None)
             raise UsageError(f"A DataLoader with {kinds} cannot be reshuffled; only an order of the whole dataset can.")
-        return self._in_random_order(dataset, source.batch_size if batches is None else batches.batch_size, seed)
+        return self._in_random_order(self._dataloader.dataset, size, seed)
 
     def drawn(self, seed: int) -> "TorchLoader":
         """Return a loader of the rows that epoch 0 visits, reshuffled every epoch from (seed, epoch).
@@ -226,22 +217,27 @@ class TorchLoader(Loader):
         Samplers that visit the same rows of one dataset, in whatever order, draw the same batches. Raises
         :class:`UsageError` for a stream, whose rows have no numbers.
         """
-        source = self._dataloader
-        batches: Any = source.batch_sampler
-        dataset: Any = source.dataset
+        dataset: Any = self._dataloader.dataset
         if not self._skips:
             raise UsageError(f"A DataLoader of {type(dataset).__name__} streams rows, which cannot be drawn.")
-        if type(batches) in (BatchSampler, type(None)):
-            sampler: Any = source.sampler if batches is None else batches.sampler
-            if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(dataset):
-                visited: Any = range(len(dataset))
-            else:  # row by row, since what drop_last leaves out depends on the order
-                visited = sorted(set(self._indices(DataLoader(dataset, batch_size=None, sampler=sampler), 0)))
-            size = source.batch_size if batches is None else batches.batch_size
+        sampler, size, is_whole = self._order()
+        if is_whole:
+            visited: Any = range(len(dataset))
+        elif type(self._dataloader.batch_sampler) in (BatchSampler, type(None)):
+            # Row by row, since what drop_last leaves out depends on the order.
+            visited = sorted(set(self._indices(DataLoader(dataset, batch_size=None, sampler=sampler), 0)))
         else:
-            every = list(self._indices(source, 0))
+            every = list(self._indices(self._dataloader, 0))
             visited, size = sorted(set(chain.from_iterable(every))), max(map(len, every))
         return self._in_random_order(data.Subset(dataset, visited), size, seed)
+
+    def _order(self) -> tuple[Any, int | None, bool]:
+        """Return the sampler of rows, the size of a batch, and whether it is torch's own order of the whole dataset."""
+        batches: Any = self._dataloader.batch_sampler
+        holder: Any = batches if type(batches) is BatchSampler else self._dataloader
+        is_known = type(holder.sampler) in (SequentialSampler, RandomSampler) and (batches is None or batches is holder)
+        rows: Any = self._dataloader.dataset
+        return holder.sampler, holder.batch_size, is_known and len(holder.sampler) == len(rows)
 
     def _indices(self, dataloader: "DataLoader[Any]", epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield the indices of each batch from batch ``start`` on, single ones where there is no batching.
