@@ -88,7 +88,6 @@ class CSVSink(FileSink):
 
     name: ClassVar[str] = "csv"
     flag: ClassVar[str | None] = "--hook-csv"
-
     notation: ClassVar[Mapping[str, str]] = {"cells": "json"}
 
     def __init__(self) -> None:
@@ -120,35 +119,33 @@ class CSVSink(FileSink):
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Record]:
-        """Yield the emit of each row; a family of per-parameter metrics is a dict."""
-        return read_csv(path)
+        """Yield the rows that a :class:`CSVSink` wrote, as emits; a last line cut off by a crash is left out.
+
+        What comes back differs from what was emitted in this: a per-parameter family is one dict under its column's
+        name; an emit whose series differ in their steps is one record for each set of steps, and a record of series has
+        the last of them as its ``step``; a value at a step-level point is a series of one; keys of nested dicts are
+        text, tuples lists, and an object that is no number, text, list or dict is its text.
+        """
+        rows = _rows(path)
+        columns = next(rows, [])
+        for row in rows:
+            cells = dict(zip(columns, row, strict=True))
+            epoch, step, point = (cells.pop(field) for field in POSITION)
+            values = {name: _value(cell) for name, cell in cells.items() if cell}
+            metrics = values.pop(OTHER, {}) | values
+            at = _value(step)
+            steps = at if isinstance(at, list) else [at]
+            if HookPoint[point] in STEP_POINTS:
+                metrics = {name: _series(value, steps) for name, value in metrics.items()}
+            yield Record(int(epoch), steps[-1], HookPoint[point], metrics)
+
+
+read_csv = CSVSink.read
 
 
 def _shown(values: Sequence[Any]) -> Any:
     """Return what stands in a cell of a series: its values, or a single number alone."""
     return values[0] if len(values) == 1 and type(values[0]) in NUMBERS else values
-
-
-def read_csv(path: Path) -> Iterator[Record]:
-    """Yield the rows that a :class:`CSVSink` wrote, as emits; a last line cut off by a crash is left out.
-
-    What comes back differs from what was emitted in this: a per-parameter family is one dict under its column's
-    name; an emit whose series differ in their steps is one record for each set of steps, and a record of series has
-    the last of them as its ``step``; a value at a step-level point is a series of one; keys of nested dicts are
-    text, tuples lists, and an object that is no number, text, list or dict is its text.
-    """
-    rows = _rows(path)
-    columns = next(rows, [])
-    for row in rows:
-        cells = dict(zip(columns, row, strict=True))
-        epoch, step, point = (cells.pop(field) for field in POSITION)
-        values = {name: _value(cell) for name, cell in cells.items() if cell}
-        metrics = values.pop(OTHER, {}) | values
-        at = _value(step)
-        steps = at if isinstance(at, list) else [at]
-        if HookPoint[point] in STEP_POINTS:
-            metrics = {name: _series(value, steps) for name, value in metrics.items()}
-        yield Record(int(epoch), steps[-1], HookPoint[point], metrics)
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
@@ -175,9 +172,8 @@ def _value(cell: str) -> Any:
     try:
         return json.loads(cell)
     except ValueError as error:
-        raise ValueError(
-            f"{cell[:40]!r} is neither a number nor JSON; older versions wrote lists and dicts so"
-        ) from error
+        sentence = f"{cell[:40]!r} is neither a number nor JSON; older versions wrote lists and dicts so"
+        raise ValueError(sentence) from error
 
 
 def _series(value: Any, steps: list[int]) -> Series | dict[str, Any]:

@@ -100,9 +100,7 @@ class EventFile:
 
     def write(self, by_step: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
         """Write names and values at their steps."""
-        found: dict[int, list[Any]] = {}
-        for step, items in by_step.items():
-            found[step] = [message for name, value in items for message in messages(name, value)]
+        found = {step: [each for item in items for each in messages(*item)] for step, items in by_step.items()}
         self._write(found)
 
     def end(self, status: str, step: int) -> None:

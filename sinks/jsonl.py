@@ -54,8 +54,21 @@ class JSONLSink(FileSink):
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Record]:
-        """Yield the emit of each line."""
-        return read_jsonl(path)
+        """Yield the emits that a :class:`JSONLSink` wrote, in order; a last line cut off by a crash is left out.
+
+        At step-level points an object with just ``steps`` and ``values`` comes back as a :class:`Series`.
+        """
+        for line in complete_lines(path):
+            fields = json.loads(line)
+            epoch, step, point = fields.pop("epoch"), fields.pop("step"), HookPoint[fields.pop("hook_point")]
+            if point in STEP_POINTS:
+                for name, value in fields.items():
+                    if isinstance(value, dict) and value.keys() == {"steps", "values"}:
+                        fields[name] = Series(**value)
+            yield Record(epoch, step, point, fields)
+
+
+read_jsonl = JSONLSink.read
 
 
 def _of_one_step(metrics: Mapping[str, Any]) -> str | None:
@@ -76,22 +89,6 @@ def _of_one_step(metrics: Mapping[str, Any]) -> str | None:
 @lru_cache(LAYOUTS)
 def _keys(names: tuple[str, ...]) -> list[str]:
     return [f"{json_text(name)}:" for name in names]
-
-
-def read_jsonl(path: Path) -> Iterator[Record]:
-    """Yield the emits that a :class:`JSONLSink` wrote, in order; a last line cut off by a crash is left out.
-
-    At step-level points an object with just ``steps`` and ``values`` comes back as a :class:`Series`.
-    """
-    for line in complete_lines(path):
-        fields = json.loads(line)
-        epoch, step, name = (fields.pop(field) for field in POSITION)
-        point = HookPoint[name]
-        if point in STEP_POINTS:
-            for name, value in fields.items():
-                if isinstance(value, dict) and value.keys() == {"steps", "values"}:
-                    fields[name] = Series(**value)
-        yield Record(epoch, step, point, fields)
 
 
 def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:

@@ -148,8 +148,7 @@ class FileSink(RecordSink):
         The operating system has all of it. Raises ``FileNotFoundError`` if another file, or none, has its name by now.
         """
         first, *others = self._opened()
-        beside = {file.path.name: file.position() for file in others}
-        return {**first.position(), **beside, **self.notation}
+        return {**first.position(), **{file.path.name: file.position() for file in others}, **self.notation}
 
     def files(self) -> Sequence[Path]:
         """Name the strategy's files, if they are open."""
@@ -195,6 +194,4 @@ def size_at(position: Any) -> int:
 def complete_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their ends; a last line that a crash cut off is left out."""
     with path.open(encoding="utf-8", newline="\n") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield line
+        yield from (line for line in file if line.endswith("\n"))

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 PAUSE = 0.3  # seconds between two looks at the record
-NICENESS = 10
 GAVE_UP = 3
 LONGEST_TAG = 64
 LOG_BEGIN = 7  # bytes before the first block's first chunk of a log
@@ -73,23 +72,18 @@ class Listener:
     def __init__(self, stdin: Any, patience: float | None) -> None:
         self.ending = Ending("killed")
         self._over = threading.Event()
-        self._stdin = stdin
-        self._patience = patience
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.wait = self._over.wait  # so many seconds for the end of the run, and tell whether it has come
+        threading.Thread(target=self._listen, args=(stdin, patience), daemon=True).start()
 
-    def _listen(self) -> None:
-        line = self._stdin.readline()
+    def _listen(self, stdin: Any, patience: float | None) -> None:
+        line = stdin.readline()
         if line.endswith("\n"):
             self.ending = Ending(**json.loads(line))
         self._over.set()
-        if self._patience is not None:
-            time.sleep(self._patience)
-            _report(f"W&B took more than {self._patience:g} s after the end of the run.")
+        if patience is not None:
+            time.sleep(patience)
+            _report(f"W&B took more than {patience:g} s after the end of the run.")
             os._exit(GAVE_UP)  # past W&B's own threads, for which a normal exit would wait
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end of the run, and return whether it has come."""
-        return self._over.wait(seconds)
 
 
 def records(path: Path, listener: Listener) -> Iterator[dict[str, Any]]:
@@ -141,14 +135,11 @@ def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dic
     """
     if isinstance(value, int):  # a boolean, too
         return {name: int(value) if -(2**63) <= value < 2**63 else as_float(value)}
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        if all(isinstance(item, (int, float)) for item in value):
-            return distribution(name, value, histogram)
-        items = dict(enumerate(value)).items()
-    else:
+    if not isinstance(value, (dict, list)):
         return {} if value is None else {name: value}
+    if isinstance(value, list) and all(isinstance(item, (int, float)) for item in value):
+        return distribution(name, value, histogram)
+    items = value.items() if isinstance(value, dict) else enumerate(value)
     return {key: cell for part, item in items for key, cell in cells(f"{name}/{part}", item, histogram).items()}
 
 
@@ -318,7 +309,7 @@ def main() -> int:
     listener = Listener(sys.stdin, job.patience)
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     with suppress(OSError):
-        os.nice(NICENESS)  # the run that trains goes first
+        os.nice(10)  # the run that trains goes first
     try:
         with alone(job) as note:
             outcome = send(job, listener, note)

@@ -6,27 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from loopscope import lowbit
 from loopscope.data import derived_seed
 from loopscope.hooks import ExperimentRegistry
-from loopscope.lowbit import (
-    RECIPES,
-    ROLES,
-    Gains,
-    MetisOptions,
-    RangePenalty,
-    Recipe,
-    find_recipe,
-    layers_to_quantize,
-    penalised,
-    quantize_model,
-    quantized_modules,
-)
+from loopscope.lowbit import RECIPES, ROLES, Gains, MetisOptions, RangePenalty, Recipe
 from loopscope.runs import OptionsByHook, require
 from torch import Tensor, nn
 
 from ..tied_lm import QUICK, LanguageModelConfig, LanguageModelRunner
 
-BASELINE = "fp32"
 PENALISED = "blocks.*"  # pattern of the decoder's matrices; its norms are no matrices
 COUNT_INTERVAL = 4  # steps from one step whose casts are counted to the next: counting costs a tenth of a step
 
@@ -108,7 +96,7 @@ class LowbitLMConfig(LanguageModelConfig):
 
     def recipe_of(self, strategy: str) -> Recipe:
         """Return the casts of one strategy under these options; raises :class:`UsageError` for bad ones."""
-        recipe = replace(find_recipe(self.own_recipes().get(strategy, strategy)), name=strategy)
+        recipe = replace(lowbit.find_recipe(self.own_recipes().get(strategy, strategy)), name=strategy)
         if recipe.casts:
             recipe = recipe.with_every(q_scalar=self.q_scalar)
         if recipe.output_grad is not None and self.stochastic_output_grad:
@@ -159,7 +147,7 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
     config_class = LowbitLMConfig
     strategies = tuple(RECIPES)
     """To which an instance adds those of its option ``recipe``."""
-    compared_to = {"val_loss": BASELINE}
+    compared_to = {"val_loss": "fp32"}
     compared_metrics = (
         "gradient_overflow/cumulative_element_overflow_rate",
         "gradient_overflow/cumulative_batch_overflow_rate",
@@ -196,19 +184,19 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
         config = self.config
         include, exclude = patterns(config.include), patterns(config.exclude)
         for recipe in map(config.recipe_of, self.strategies):
-            layers_to_quantize(model, recipe, include=include, exclude=exclude)
+            lowbit.layers_to_quantize(model, recipe, include=include, exclude=exclude)
         if config.recipe_of(strategy).casts:
             seed = derived_seed(config.seed, self.name)
-            quantize_model(model, config.recipe_of(strategy), include=include, exclude=exclude, seed=seed)
+            lowbit.quantize_model(model, config.recipe_of(strategy), include=include, exclude=exclude, seed=seed)
         return model
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
         """Return the language model's plan where layers are plain; those that cast are not cut up."""
-        return {} if quantized_modules(model) else super().tensor_parallel_plan(model)
+        return {} if lowbit.quantized_modules(model) else super().tensor_parallel_plan(model)
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return the regulariser of the decoder's matrices, if it is on."""
-        return self.config.range_penalty(penalised(model, PENALISED)) if self.config.reg_lambda else None
+        return self.config.range_penalty(lowbit.penalised(model, PENALISED)) if self.config.reg_lambda else None
 
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
         """Clip and penalise under every strategy, count what the quantisers lose, split weights under Metis."""

@@ -11,7 +11,6 @@ from loopscope.errors import UsageError
 
 END_OF_DOCUMENT = "<|end|>"
 SMALLEST_VOCABULARY = 257  # one token for each byte, and one for the end of a document
-DOCUMENT_BREAK = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ def _text(path: Path) -> str:
 def _parts(text: str, most: int = 200) -> dict[str, str]:
     """Cut a text at empty lines into at most ``most`` documents of about the same length."""
     least, documents, gathered = len(text) / most, [], ""
-    for paragraph in text.split(DOCUMENT_BREAK):
-        gathered += paragraph + DOCUMENT_BREAK
+    for paragraph in text.split("\n\n"):
+        gathered += paragraph + "\n\n"
         if len(gathered) >= least:
             documents.append(gathered)
             gathered = ""

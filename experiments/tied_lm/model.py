@@ -7,9 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-INITIAL_STD = 0.02
-LONGEST_WAVE = 10_000.0  # the longest wavelength of the rotary positions, over 2π
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
@@ -36,8 +33,8 @@ class DecoderShape:
     qk_norm: bool = False
 
 
-def rotary_angles(context: int, head_width: int, base: float = LONGEST_WAVE) -> Tensor:
-    """Return the angles of rotary positions (arXiv 2104.09864), of shape (context, head_width / 2)."""
+def rotary_angles(context: int, head_width: int, base: float = 10_000.0) -> Tensor:
+    """Return the angles of rotary positions (arXiv 2104.09864), (context, head_width / 2); waves reach 2π·base."""
     frequencies = base ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     return torch.outer(torch.arange(context, dtype=torch.float64), frequencies).float()
 
@@ -130,7 +127,7 @@ class Decoder(nn.Module):
             # Matrices come from N(0, 0.02²), those that end a residual branch from one that is 1/√(2·layers) as wide.
             if parameter.ndim == 2:
                 ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=INITIAL_STD / (2 * shape.layers) ** (0.5 if ends_branch else 0))
+                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** (0.5 if ends_branch else 0))
         if shape.weight_tying:
             self.head.weight = self.embedding.weight
 

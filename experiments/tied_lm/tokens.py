@@ -28,10 +28,8 @@ def open_tokens(path: Path) -> np.ndarray:
             kind = np.dtype(RAW[path.suffix]).newbyteorder("<")
             size = path.stat().st_size
             require(size > 0, f"{path} is empty; it holds no tokens.")
-            require(
-                size % kind.itemsize == 0,
-                f"{path} has {size} bytes, no whole number of tokens of {kind.itemsize} bytes ({kind.name}).",
-            )
+            uneven = f"{path} has {size} bytes, no whole number of tokens of {kind.itemsize} bytes ({kind.name})."
+            require(size % kind.itemsize == 0, uneven)
             mapped = np.memmap(path, dtype=kind, mode="r")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error

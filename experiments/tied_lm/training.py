@@ -86,8 +86,7 @@ class LanguageModelConfig(DecoderShape, ExperimentConfig):
         )
         require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must lie in 0..lr ({self.lr}).")
         require(self.hidden is None or self.hidden >= 1, f"hidden is {self.hidden}; it must be at least 1.")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
+        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= value < 1, f"{name} is {value}; it must lie in [0, 1).")
 
     @property
@@ -214,9 +213,8 @@ class LanguageModelRunner(ExperimentRunner[Config]):
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         """Return a linear warm-up followed by a cosine decay to ``min_lr``."""
         config = self.config
-        share = partial(
-            learning_rate_share, warmup=config.warmup_steps, steps=config.steps, least=config.min_lr / config.lr
-        )
+        least = config.min_lr / config.lr
+        share = partial(learning_rate_share, warmup=config.warmup_steps, steps=config.steps, least=least)
         return LambdaLR(optimizer, share)
 
     def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -1,7 +1,6 @@
 """Which rows each batch of an epoch has: read off a DataLoader's samplers from any batch on, without loading a row."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import count, islice
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -33,12 +32,9 @@ class EpochSampler(Protocol):
 
 def samplers_of(dataloader: "DataLoader[Any]") -> list[Any]:
     """List the DataLoader's samplers: its own, its batch sampler, and the one in that."""
-    samplers: list[Any] = [dataloader.sampler]
-    if dataloader.batch_sampler is not None:
-        samplers.append(dataloader.batch_sampler)
-    if isinstance(dataloader.batch_sampler, BatchSampler):
-        samplers.append(dataloader.batch_sampler.sampler)
-    return samplers
+    batches: Any = dataloader.batch_sampler
+    within = [batches.sampler] if isinstance(batches, BatchSampler) else []
+    return [sampler for sampler in (dataloader.sampler, batches, *within) if sampler is not None]
 
 
 def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: Draw) -> Iterator[Any]:
@@ -90,25 +86,9 @@ def random_blocks(rows: int, total: int, start: int, draw: Draw, *, replacement:
         first, stop = max(0, start - block * size), min(size, total - block * size)
         if first >= stop:
             return
-        generator = draw(block)
-        if replacement:
-            order = torch.randint(rows, (BLOCK,), generator=generator)
-        else:
-            order = torch.randperm(rows, generator=generator)
+        drawn = draw(block)
+        order = torch.randint(rows, (BLOCK,), generator=drawn) if replacement else torch.randperm(rows, generator=drawn)
         yield order[first:stop]
-
-
-def indices_of_epoch(
-    dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: Draw
-) -> Iterator[Any]:
-    """Yield the indices of each batch of ``epoch`` from batch ``start`` on.
-
-    Samplers that are iterated over draw on the ``streams``, those that are not from the generators of ``draw``.
-    """
-    indices = partial(batch_indices, dataloader, start, draw)
-    return (
-        indices() if draws_by_function(dataloader) else on_streams(streams, epoch, samplers_of(dataloader), (), indices)
-    )
 
 
 def draws_by_function(dataloader: "DataLoader[Any]") -> bool:

@@ -29,9 +29,8 @@ def rows(batch: Any) -> int:
         return sum(map(rows, batch))
     for tensor in _tensors(batch):
         return len(tensor)
-    raise LoopscopeError(
-        f"A batch of type {type(batch).__name__} has no samples: there is no tensor or array with rows in it."
-    )
+    kind = type(batch).__name__
+    raise LoopscopeError(f"A batch of type {kind} has no samples: there is no tensor or array with rows in it.")
 
 
 def micro_batches(batch: Any, pieces: int) -> list[Any]:

@@ -38,7 +38,6 @@ class LentLoader(Loader):
         return True
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return len(self._loader)
 
     def shuffled(self, seed: int) -> Loader:

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..errors import UnfitError, UsageError
+from ..errors import UnfitError, UsageError, require
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
@@ -98,8 +98,7 @@ class TensorLoader(Loader):
         lengths = [len(tensor) for tensor in self._tensors]
         if not lengths or min(lengths) != max(lengths) or not lengths[0]:
             raise UsageError(f"The tensors of a loader have {lengths} rows; they need equally many, and at least one.")
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}; it must be at least 1.")
+        require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1.")
         if not callable(order):
             kind = type(order).__name__
             raise UsageError(f"The order is a {kind}, not a function of the epoch; give fixed_order(permutation), say.")
@@ -141,7 +140,6 @@ class TensorLoader(Loader):
         return type(self).batches is TensorLoader.batches
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return -(-len(self._tensors[0]) // self._batch_size)
 
     def shuffled(self, seed: int) -> "TensorLoader":

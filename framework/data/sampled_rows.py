@@ -23,17 +23,16 @@ def known_batches(batches: BatchSampler, start: int, draw: Draw) -> Iterator[Ten
     size, first = batches.batch_size, start * batches.batch_size
     if type(sampler) is SequentialSampler:
         rows = len(sampler.data_source)
-        blocks = (torch.arange(at, min(at + BLOCK, rows)) for at in range(first, rows, BLOCK))
-        return _in_batches(blocks, size, drop_last=batches.drop_last)
-    if type(sampler) is RandomSampler:
+        blocks: Iterator[Tensor] = (torch.arange(at, min(at + BLOCK, rows)) for at in range(first, rows, BLOCK))
+    elif type(sampler) is RandomSampler:
         rows, total = len(sampler.data_source), sampler.num_samples
-        found = random_blocks(rows, total, first, draw, replacement=sampler.replacement)
-        return _in_batches(found, size, drop_last=batches.drop_last)
-    subset = as_numbers(sampler.indices)
-    if subset is None:
+        blocks = random_blocks(rows, total, first, draw, replacement=sampler.replacement)
+    elif (subset := as_numbers(sampler.indices)) is None:
         return None
-    found = random_blocks(len(subset), len(subset), first, draw, replacement=False)
-    return _in_batches((subset[block] for block in found), size, drop_last=batches.drop_last)
+    else:
+        order = random_blocks(len(subset), len(subset), first, draw, replacement=False)
+        blocks = (subset[block] for block in order)
+    return _in_batches(blocks, size, drop_last=batches.drop_last)
 
 
 def _in_batches(blocks: Iterator[Tensor], size: int, *, drop_last: bool) -> Iterator[Tensor]:

@@ -9,25 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    MapDataPipe,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import Draw, EpochSampler, draws_by_function, indices_of_epoch, on_streams, samplers_of
+from .batch_indices import Draw, EpochSampler, batch_indices, draws_by_function, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 from .lending import held
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
@@ -68,7 +55,6 @@ class SeededBatches(Dataset[Any]):
         self._fetches_at_once = self.batched and isinstance(self.dataset, BatchedDataset)
 
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
-        """Return the batch with this number and these indices."""
         number, index = numbered
         self.streams.derive(f"loader/{self.epoch}", "batch", number)
         generators = dataset_generators(self.dataset)
@@ -93,7 +79,7 @@ def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
 
     They know nothing of :class:`SeededBatches`.
     """
-    info = get_worker_info()
+    info = data.get_worker_info()
     assert info is not None
     assert isinstance(info.dataset, SeededBatches)
     object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
@@ -112,7 +98,7 @@ def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         if isinstance(sampler, BatchSampler):
             sampler = copy(sampler)
             sampler.sampler = own(sampler.sampler)
-        elif isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+        elif isinstance(sampler, (RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)):
             sampler = copy(sampler)
             sampler.generator = None
         elif isinstance(sampler, EpochSampler):  # which is told epochs that its owner has not reached
@@ -149,9 +135,8 @@ class TorchLoader(Loader):
         self._dataloader = without_generators(dataloader)
         self._streams = RandomStreams(seed)
         self._samplers = samplers_of(self._dataloader)
-        self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not isinstance(
-            dataloader.dataset, (IterableDataset, MapDataPipe)
-        )
+        streams = isinstance(dataloader.dataset, (data.IterableDataset, data.MapDataPipe))
+        self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not streams
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield what the DataLoader yields."""
@@ -198,7 +183,7 @@ class TorchLoader(Loader):
     def source_of_rows(self) -> SourceOfRows:
         """Return the length of the dataset, and what it holds if it is one of tensors."""
         dataset: Any = self._dataloader.dataset
-        plain = type(dataset) is TensorDataset and self._skips and type(self).batches is TorchLoader.batches
+        plain = type(dataset) is data.TensorDataset and self._skips and type(self).batches is TorchLoader.batches
         tensors = dataset.tensors if plain else ()
         rows = len(dataset) if isinstance(dataset, Sized) and self._skips else None
         return SourceOfRows(rows, tensors, draws_by_function(self._dataloader))
@@ -207,11 +192,10 @@ class TorchLoader(Loader):
     def copies(self) -> bool:
         """Whether every batch lies in memory of its own: rows that torch stacks do."""
         source = self._dataloader
-        stacks = source.batch_sampler is not None and source.collate_fn is default_collate
+        stacks = source.batch_sampler is not None and source.collate_fn is data.default_collate
         return stacks and type(source).__iter__ is DataLoader.__iter__ and type(self).batches is TorchLoader.batches
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return len(self._dataloader)
 
     def shuffled(self, seed: int) -> "TorchLoader":
@@ -220,18 +204,12 @@ class TorchLoader(Loader):
         Raises :class:`UsageError` for a sampler that does more than order the dataset: what it would do to another
         order is its own affair.
         """
-        source = self._dataloader
-        batches: Any = source.batch_sampler
-        sampler: Any = batches.sampler if type(batches) is BatchSampler else source.sampler
-        dataset: Any = source.dataset
-        if (
-            type(batches) not in (BatchSampler, type(None))
-            or type(sampler) not in (SequentialSampler, RandomSampler)
-            or len(sampler) != len(dataset)
-        ):
-            kinds = " and ".join(type(part).__name__ for part in (sampler, batches) if part is not None)
+        sampler, size, is_whole = self._order()
+        if not is_whole:
+            parts = (sampler, self._dataloader.batch_sampler)
+            kinds = " and ".join(type(part).__name__ for part in parts if part is not None)
             raise UsageError(f"A DataLoader with {kinds} cannot be reshuffled; only an order of the whole dataset can.")
-        return self._in_random_order(dataset, source.batch_size if batches is None else batches.batch_size, seed)
+        return self._in_random_order(self._dataloader.dataset, size, seed)
 
     def drawn(self, seed: int) -> "TorchLoader":
         """Return a loader of the rows that epoch 0 visits, reshuffled every epoch from (seed, epoch).
@@ -239,26 +217,37 @@ class TorchLoader(Loader):
         Samplers that visit the same rows of one dataset, in whatever order, draw the same batches. Raises
         :class:`UsageError` for a stream, whose rows have no numbers.
         """
-        source = self._dataloader
-        batches: Any = source.batch_sampler
-        dataset: Any = source.dataset
+        dataset: Any = self._dataloader.dataset
         if not self._skips:
             raise UsageError(f"A DataLoader of {type(dataset).__name__} streams rows, which cannot be drawn.")
-        if type(batches) in (BatchSampler, type(None)):
-            sampler: Any = source.sampler if batches is None else batches.sampler
-            if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(dataset):
-                visited: Any = range(len(dataset))
-            else:  # row by row, since what drop_last leaves out depends on the order
-                visited = sorted(set(self._indices(DataLoader(dataset, batch_size=None, sampler=sampler), 0)))
-            size = source.batch_size if batches is None else batches.batch_size
+        sampler, size, is_whole = self._order()
+        if is_whole:
+            visited: Any = range(len(dataset))
+        elif type(self._dataloader.batch_sampler) in (BatchSampler, type(None)):
+            # Row by row, since what drop_last leaves out depends on the order.
+            visited = sorted(set(self._indices(DataLoader(dataset, batch_size=None, sampler=sampler), 0)))
         else:
-            every = list(self._indices(source, 0))
+            every = list(self._indices(self._dataloader, 0))
             visited, size = sorted(set(chain.from_iterable(every))), max(map(len, every))
-        return self._in_random_order(Subset(dataset, visited), size, seed)
+        return self._in_random_order(data.Subset(dataset, visited), size, seed)
+
+    def _order(self) -> tuple[Any, int | None, bool]:
+        """Return the sampler of rows, the size of a batch, and whether it is torch's own order of the whole dataset."""
+        batches: Any = self._dataloader.batch_sampler
+        holder: Any = batches if type(batches) is BatchSampler else self._dataloader
+        is_known = type(holder.sampler) in (SequentialSampler, RandomSampler) and (batches is None or batches is holder)
+        rows: Any = self._dataloader.dataset
+        return holder.sampler, holder.batch_size, is_known and len(holder.sampler) == len(rows)
 
     def _indices(self, dataloader: "DataLoader[Any]", epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yield the indices of each batch from batch ``start`` on, single ones where there is no batching."""
-        return indices_of_epoch(dataloader, self._streams, epoch, start, self._draw(epoch))
+        """Yield the indices of each batch from batch ``start`` on, single ones where there is no batching.
+
+        Samplers that are iterated over draw on the loader's streams, those that are not from generators of the epoch.
+        """
+        indices = partial(batch_indices, dataloader, start, self._draw(epoch))
+        if draws_by_function(dataloader):
+            return indices()
+        return on_streams(self._streams, epoch, samplers_of(dataloader), (), indices)
 
     def _draw(self, epoch: int) -> Draw:
         return lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))

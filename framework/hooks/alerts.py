@@ -50,11 +50,9 @@ class Alert(UserWarning):
 
     def record(self) -> dict[str, Any]:
         """Return what it says, by the names that it has in ``alerts.jsonl``."""
-        return {
-            **{name: getattr(self, name) for name in ("epoch", "step", "hook", "metric", "value", "limit", "rows")},
-            "is_over": isinstance(self, Recovery),
-            "sentence": str(self),
-        }
+        names = ("epoch", "step", "hook", "metric", "value", "limit", "rows")
+        found = {name: getattr(self, name) for name in names}
+        return found | {"is_over": isinstance(self, Recovery), "sentence": str(self)}
 
 
 class Recovery(Alert, RunNotice):

@@ -43,7 +43,6 @@ class Remembered(Generic[Value]):
         self.merged = merged
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Learn the name of the attribute, and with it the key."""
         self.name, self.key = name, name.lstrip("_")
 
     @overload

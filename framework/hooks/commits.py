@@ -81,10 +81,8 @@ class Memory:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor shares a storage with it, or its bytes by way of an array; wrappers may, always."""
-        spans = _spans([tensor])
-        before = [bisect_left(self._begins, end) for _, end in spans]
-        pairs = zip(spans, before, strict=True)
-        return not spans or any(count and self._reaches[count - 1] > begin for (begin, _), count in pairs)
+        pairs = [(begin, bisect_left(self._begins, end)) for begin, end in _spans([tensor])]
+        return not pairs or any(count and self._reaches[count - 1] > begin for begin, count in pairs)
 
 
 def _spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -151,10 +149,8 @@ def add_scaled(model: nn.Module, values: Vector, factor: Tensor) -> None:
     """Add ``factor`` times the values to the gradients of their names, in place; a parameter without one gets none."""
     live = gradients(model)
     names = [name for name in values if name in live]
-    pairs = zip(
-        local_shards([live[name] for name in names]), local_shards([values[name] for name in names]), strict=True
-    )
-    for gradient, value in pairs:
+    own, others = ([vector[name] for name in names] for vector in (live, values))
+    for gradient, value in zip(local_shards(own), local_shards(others), strict=True):
         # One kernel, and the factor stays on its device: as a Python number it would have to be waited for.
         gradient.addcmul_(value.to(gradient.dtype), factor.to(gradient))
 

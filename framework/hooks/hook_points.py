@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from ..errors import UsageError
+from ..errors import UsageError, require
 
 LoopType = Literal["epoch", "step"]
 EpochWindow = tuple[int | None, int | None]
@@ -102,14 +102,12 @@ class StepSchedule:
             raise UsageError(f"{odd[0]} is {numbers[odd[0]]!r}; it must be an integer.")
         if self.mode not in ("continual", "stride", "burst"):
             raise UsageError(f"Unknown step schedule {self.mode!r}. Known: continual, stride, burst.")
-        if self.every_n_steps < 1:
-            raise UsageError(f"every_n_steps is {self.every_n_steps}; it must be at least 1.")
+        require(self.every_n_steps >= 1, f"every_n_steps is {self.every_n_steps}; it must be at least 1.")
         if not 1 <= self.burst_length <= self.every_n_steps and self.mode == "burst":
             raise UsageError(
                 f"burst_length is {self.burst_length}; it must lie in 1..every_n_steps ({self.every_n_steps})."
             )
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}; it must be at least 0.")
+        require(self.warmup >= 0, f"warmup is {self.warmup}; it must be at least 0.")
 
     def is_due(self, step: int) -> bool:
         """Return whether the hook fires at ``step``, counted from 1."""

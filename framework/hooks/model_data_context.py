@@ -61,7 +61,6 @@ class ModelDataContext(Experimenting):
         self._checkpoints = {}
 
     def __enter__(self) -> Self:
-        """Return the context, for the call within the body."""
         return self
 
     def __exit__(self, *error: object) -> None:

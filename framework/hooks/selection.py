@@ -93,11 +93,9 @@ def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
 def options_of(hook: TrainingHook) -> str:
     """Return the options that a hook was made with, as far as its attributes have their names, and its schedule."""
     held = {name.lstrip("_"): value for name, value in vars(hook).items()}
-    names = [
-        name for name in inspect.signature(type(hook)).parameters if isinstance(held.get(name, ()), (str, float, int))
-    ]
+    own = [key for key in inspect.signature(type(hook)).parameters if isinstance(held.get(key, ()), (str, float, int))]
     schedule = [] if hook.step_schedule == StepSchedule() else [str(hook.step_schedule)]
-    return ", ".join([f"{name}={held[name]}" for name in names] + schedule)
+    return ", ".join([f"{name}={held[name]}" for name in own] + schedule)
 
 
 def _points(hook: type[TrainingHook]) -> set[HookPoint]:
@@ -135,8 +133,7 @@ def _check_intervention_class(hook: type[InterventionHook], points: set[HookPoin
     where = points if named is None else _members("intervention_points", named, HookPoint)
     stray = ", ".join(sorted(str(getattr(point, "name", point)) for point in where - points))
     require(not stray, f"intervenes at {stray}, which is not among its hook_points.")
-    forbidden = HookPoint.PRE_UPDATE in where
-    require(not forbidden, "intervenes at PRE_UPDATE, which is for observers; use POST_BACKWARD.")
+    require(HookPoint.PRE_UPDATE not in where, "intervenes at PRE_UPDATE, which is for observers; use POST_BACKWARD.")
     observes = where != points and hook.compute is InterventionHook.compute
     require(not observes, "observes outside its intervention_points, so it must define compute().")
     for part in _members("commits", hook.commits, StatePart):
@@ -207,9 +204,8 @@ def select_hooks(
     chosen: list[str] = []
     if group is not None:
         if group not in hook_sets:
-            raise UsageError(
-                f"Experiment {owner!r} has no hook group of that name: {unknown('group', group, hook_sets)}"
-            )
+            known = unknown("group", group, hook_sets)
+            raise UsageError(f"Experiment {owner!r} has no hook group of that name: {known}")
         chosen += _checked_group(group, hook_sets[group], owner)
     for name in named:
         if name in ("all", "observers"):
@@ -287,9 +283,8 @@ def refuse_idle_options(given: OptionsByHook, active: Collection[str]) -> None:
     for name in given:
         if name not in active:
             HookRegistry.get(name)
-            raise UsageError(
-                f"Options are given for hook {name!r}, which is not on; add --hooks {name} (attach: hooks=[{name!r}])."
-            )
+            remedy = f"add --hooks {name} (attach: hooks=[{name!r}])"
+            raise UsageError(f"Options are given for hook {name!r}, which is not on; {remedy}.")
 
 
 def _configured(
