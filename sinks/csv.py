@@ -166,7 +166,6 @@ def _rows(path: Path) -> Iterator[list[str]]:
 
 
 def _value(cell: str) -> Any:
-    """Return the value of a cell."""
     if cell in WORDS:
         return WORDS[cell]
     try:

@@ -64,7 +64,6 @@ class LowbitLMConfig(LanguageModelConfig):
     reg_alpha2: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check every value and how they fit together."""
         super().__post_init__()
         self.at_least(0, "max_norm", "reg_lambda", "reg_alpha1", "reg_alpha2")
         require(bool(patterns(self.include)), "include is empty; name layers by patterns, such as blocks.*.")

@@ -77,7 +77,6 @@ class ModArithmeticConfig(GrokkingConfig):
     seed: int = 199
 
     def __post_init__(self) -> None:
-        """Check every value and how they fit together."""
         super().__post_init__()
         require(self.p > 1, f"p is {self.p}; it must be an integer above 1.")
         self.at_least(1, "train_size", "test_size", "embed_dim", "num_heads", "layers", "ff_dim")

@@ -36,9 +36,8 @@ def open_tokens(path: Path) -> np.ndarray:
     except ValueError as error:
         raise UsageError(f"{path} is not a file of tokens: {error}.") from error
     if mapped.ndim != 1 or mapped.dtype.kind not in "ui":
-        raise UsageError(
-            f"{path} holds {mapped.dtype} of shape {mapped.shape}; a file of tokens holds integers in one dimension."
-        )
+        found = f"{mapped.dtype} of shape {mapped.shape}"
+        raise UsageError(f"{path} holds {found}; a file of tokens holds integers in one dimension.")
     return mapped
 
 

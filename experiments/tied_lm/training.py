@@ -66,7 +66,6 @@ class LanguageModelConfig(DecoderShape, ExperimentConfig):
     snapshot_every: int = 100
 
     def __post_init__(self) -> None:
-        """Check every value and how they fit together."""
         super().__post_init__()
         self.at_least(1, "steps", "context", "width", "layers", "heads", "evaluation_windows")
         self.at_least(0, "warmup_steps", "weight_decay", "z_loss", "sample_tokens")

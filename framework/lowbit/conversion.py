@@ -14,14 +14,11 @@ from .matrices import CastNames, Matrix, cast_names, known_matrices
 from .products import CastsProducts, cast_products, leave_products
 from .recipes import Recipe, find_recipe
 
+Patterns = Sequence[str]
+
 
 def quantize_model(
-    model: nn.Module,
-    recipe: Recipe | str,
-    *,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
-    seed: int = 0,
+    model: nn.Module, recipe: Recipe | str, *, include: Patterns = ("*",), exclude: Patterns = (), seed: int = 0
 ) -> CastNames:
     """Have the products of a model's matrices cast, in place, and return the names of the matrices.
 
@@ -64,7 +61,7 @@ def quantize_model(
 
 
 def layers_to_quantize(
-    model: nn.Module, recipe: Recipe, *, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+    model: nn.Module, recipe: Recipe, *, include: Patterns = ("*",), exclude: Patterns = ()
 ) -> list[str]:
     """Return the names of the matrices that :func:`quantize_model` would cast, or raise what it would raise."""
     layers = known_matrices(model)
@@ -124,7 +121,7 @@ def _with_a_weight_of_their_own(model: nn.Module) -> set[str]:
     return {name for name, weight in named if weight is not None and uses[id(weight)] == 1}
 
 
-def _chosen(layers: Mapping[str, Matrix], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+def _chosen(layers: Mapping[str, Matrix], include: Patterns, exclude: Patterns) -> list[str]:
     """Return the names of the matrices to cast; raises :class:`UsageError` where the patterns do not suit."""
     if not layers:
         raise UsageError(
@@ -147,5 +144,5 @@ def _chosen(layers: Mapping[str, Matrix], include: Sequence[str], exclude: Seque
     return chosen
 
 
-def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+def _matching(names: Iterable[str], patterns: Patterns) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -223,8 +223,7 @@ def _products_along_sum(
         rounded = gradient if second_pass else _through(ctx, "output_grad", gradient)
         dx = rounded.mm(_through(ctx, "backward_weight", weight.t(), ctx.call.turned()).t())
     if x is not None:
-        size = ctx.call.hadamard
-        left, right = (transformed(each.reshape(-1, each.shape[-1]).t(), size) for each in (gradient, x))
+        left, right = (transformed(each.reshape(-1, each.shape[-1]).t(), ctx.call.hadamard) for each in (gradient, x))
         left = left if second_pass else _through(ctx, "output_grad", left, ctx.call.turned())
         dw = left.mm(_through(ctx, "backward_input", right, ctx.call.turned()).t())
     return dx, dw

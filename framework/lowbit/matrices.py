@@ -11,7 +11,6 @@ from .products import SUFFIX, ProductCasts, matrix_of, plain_class
 
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj")
 """The projections of ``nn.MultiheadAttention``, which multiplies by them itself."""
-LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 SMALL = 0.5  # a share of the multiplications below which a user is told
 
 
@@ -120,7 +119,7 @@ def cast_names(model: nn.Module, names: list[str]) -> CastNames:
             if parameter is None or parameter.ndim < 2 or isinstance(module, LowRankFactors):
                 continue  # factors begin as zeros, and stand for what is counted as the weight
             elements[id(parameter)] = parameter.numel()
-            if isinstance(module, LOOKED_UP):
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 embeddings.setdefault(id(parameter), name)
             elif not isinstance(module, nn.modules.conv._ConvNd):
                 work += parameter.numel()

@@ -48,7 +48,6 @@ class MetisOptions:
     merge_steps: int = 1000
 
     def __post_init__(self) -> None:
-        """Check every value; raises :class:`UsageError`."""
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
         if not (self.rank >= 1 if whole else isinstance(self.rank, float) and 0 < self.rank < 1):
             raise UsageError(

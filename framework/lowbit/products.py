@@ -62,18 +62,6 @@ class ProductCasts(BitLinear):
         return f"recipe={self.recipe.name!r}"
 
 
-def casts_of(matrix: Tensor, recipe: Recipe, generator: torch.Generator) -> ProductCasts:
-    """Return the casts of products by a matrix, or by each of several below each other."""
-    layer = nn.Linear(1, 1, bias=False, device="meta")  # which draws nothing
-    layer.weight = nn.Parameter(matrix.detach().new_empty(0, 0))
-    equip(layer, recipe, generator, may_split=False)
-    layer.register_parameter("weight", None)
-    layer.__class__ = ProductCasts
-    assert isinstance(layer, ProductCasts)
-    layer.told = Told()
-    return layer
-
-
 class CastsProducts(nn.Module):
     """A module whose products by parameters of its own are cast; a base of the class that it is given.
 
@@ -118,7 +106,14 @@ def cast_products(module: nn.Module, key: str, recipe: Recipe, generator: torch.
     """Cast the products of a module by one of its parameters, from now on."""
     if not isinstance(module, CastsProducts):
         module.__class__ = casting(type(module))  # type: ignore[arg-type]  # optimizers, ties and hooks go on holding the same object
-    module.add_module(key + SUFFIX, casts_of(matrix_of(module, key), recipe, generator).train(module.training))
+    layer = nn.Linear(1, 1, bias=False, device="meta")  # which draws nothing
+    layer.weight = nn.Parameter(matrix_of(module, key).detach().new_empty(0, 0))
+    equip(layer, recipe, generator, may_split=False)
+    layer.register_parameter("weight", None)
+    layer.__class__ = ProductCasts
+    assert isinstance(layer, ProductCasts)
+    layer.told = Told()
+    module.add_module(key + SUFFIX, layer.train(module.training))
 
 
 def products_of(module: nn.Module) -> dict[str, ProductCasts]:
@@ -148,7 +143,6 @@ class Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, or make its product in its stead."""
         options, name = options or {}, getattr(function, "__name__", "")
         if function is functional.multi_head_attention_forward:
             with self:

@@ -31,7 +31,6 @@ class RangePenalty:
     small: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check every value; raises :class:`UsageError`."""
         for name, value in (("weight", self.weight), ("large", self.large), ("small", self.small)):
             if not 0 <= value < float("inf"):
                 raise UsageError(f"The {name} of the range penalty is {value}; it must be a number of at least 0.")

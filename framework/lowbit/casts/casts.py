@@ -16,11 +16,8 @@ from .kernels import Layout, Scaling
 from .scaling import ROW, RuleRegistry, ScalingRule
 
 Rounding = Literal["nearest", "stochastic", "soft"]
-ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 ScaleType = Literal["float32", "e8m0"]
-SCALE_TYPES: tuple[ScaleType, ...] = get_args(ScaleType)
 Algorithm = Literal["max", "most_recent"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 MARGIN = 64  # largest exponent of a margin; beyond it a scale soon leaves float32
 
 
@@ -59,16 +56,11 @@ class Cast:
     amax: Algorithm = "max"
 
     def __post_init__(self) -> None:
-        """Check every value; raises :class:`UsageError`."""
         FormatRegistry.get(self.format)
         rule = RuleRegistry.get(self.rule)
-        for what, value, known in (
-            ("rounding", self.rounding, ROUNDINGS),
-            ("scale_dtype", self.scale_dtype, SCALE_TYPES),
-            ("amax", self.amax, ALGORITHMS),
-        ):
-            if value not in known:
-                raise unknown(what, str(value), known)
+        for name, choices in {"rounding": Rounding, "scale_dtype": ScaleType, "amax": Algorithm}.items():
+            if vars(self)[name] not in get_args(choices):
+                raise unknown(name, str(vars(self)[name]), get_args(choices))
         refuse_fractions("a cast", rows=self.rows, margin=self.margin, block=self.block, history=self.history)
         if self.block is not None and (not rule.any_block or self.block < 1):
             own = {None: "whole tensors", ROW: "whole rows"}.get(rule.block, f"blocks of {rule.block}")
@@ -147,18 +139,15 @@ class Cast:
         """Return what calling the cast returns, and counts of what was lost."""
         layout = self._laid_out(refuse_other_types(values))
         draws = self._draws(layout, generator)
-        scales = None
-        if earlier is not None and self.scaling_rule.history:
-            scales = self._scales_of(layout, earlier)
+        is_delayed = earlier is not None and self.scaling_rule.history
+        scales = self._scales_of(layout, earlier) if is_delayed else None
         fast = self._counted_in_one(layout, draws, scales)
         if fast is not None:
             return fast
-        if scales is None:
-            scales = self._scales_of(layout, None)
+        scales = self._scales_of(layout, None) if scales is None else scales
         rounded = self._cast(layout, scales, draws)
         limits = self.limits(scales).reshape(scales.numel(), 1) if scales.ndim else self.limits(scales)
-        of_blocks = self._laid_out(rounded)
-        return rounded, count(layout.blocks, of_blocks.blocks, limits, scales, values.numel())
+        return rounded, count(layout.blocks, self._laid_out(rounded).blocks, limits, scales, values.numel())
 
     def limits(self, scales: Tensor) -> Tensor:
         """Return the largest magnitudes that do not overflow, exact in float64.
@@ -193,15 +182,9 @@ class Cast:
         shape = layout.in_chunks(kernels.CHUNK)
         if shape is None or not kernels.can_count(self.number_format):
             return None
-        found = COMPILER.attempt(
-            kernels.cast_and_count,
-            layout.blocks.view(shape),
-            layout.blocks.new_zeros(shape[0], 1, 1, dtype=torch.float32),
-            scale,
-            draws if draws is None else draws.view(shape),
-            self.scaling,
-            self.rounding,
-        )
+        chunks, zeros = layout.blocks.view(shape), layout.blocks.new_zeros(shape[0], 1, 1, dtype=torch.float32)
+        draws = None if draws is None else draws.view(shape)
+        found = COMPILER.attempt(kernels.cast_and_count, chunks, zeros, scale, draws, self.scaling, self.rounding)
         if found is None or not kernels.was_counted(found[1], found[2], layout.shape.numel()):
             return None
         rounded, sums, maxima = found

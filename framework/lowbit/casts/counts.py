@@ -38,10 +38,7 @@ class Counts:
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Counts":
         """Return counts of nothing."""
-        return cls(
-            torch.zeros(*shape, len(SUMS), dtype=torch.float64, device=device),
-            torch.zeros(*shape, len(MAXIMA), dtype=torch.float64, device=device),
-        )
+        return cls(*(torch.zeros(*shape, len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA)))
 
     def add(self, other: "Counts") -> None:
         """Add other counts to these, in place."""

@@ -157,8 +157,7 @@ def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tenso
     9.5 becomes 10 where e2m1 ends at 6. No hardware does that.
     """
     top = max(number_format.top_exponent(), 1 - number_format.bias())
-    exponent = _exponent_below(values, number_format, top)
-    return _round_to_spacing(values, exponent, number_format, torch.round)
+    return _round_to_spacing(values, _exponent_below(values, number_format, top), number_format, torch.round)
 
 
 def by_draws(draws: Tensor) -> Round:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import UsageError, require
+from ...errors import require
 from ...registry import Registry
 from .formats import E4M3, FloatFormat, to_grid
 
@@ -43,17 +43,12 @@ class ScalingRule(ABC):
 def check_rule(found: type[ScalingRule]) -> None:
     """Refuse a class that describes no rule; raises :class:`UsageError` that says what to change."""
     require(bool(found.name), f"Scaling rule class {found.__qualname__} needs a name.")
-    if found.block is not None and found.block < 1:
-        raise UsageError(
-            f"Scaling rule {found.name!r} has blocks of {found.block} elements; there must be one or more."
-        )
-    if found.history and (found.block is not None or found.any_block):
-        raise UsageError(f"Scaling rule {found.name!r} has blocks and a history; a history is of whole tensors.")
-    if found.history and not found.overflows:
-        raise UsageError(
-            f"Scaling rule {found.name!r} scales by earlier tensors, so that values may leave the range; "
-            "set overflows = True."
-        )
+    rule, block = f"Scaling rule {found.name!r}", found.block
+    require(block is None or block >= 1, f"{rule} has blocks of {block} elements; there must be one or more.")
+    in_blocks = block is not None or found.any_block
+    require(not (found.history and in_blocks), f"{rule} has blocks and a history; a history is of whole tensors.")
+    reason = f"{rule} scales by earlier tensors, so that values may leave the range; set overflows = True."
+    require(found.overflows or not found.history, reason)
 
 
 RuleRegistry: Registry[type[ScalingRule]] = Registry("scaling rule", "loopscope.scaling_rules", check_rule)

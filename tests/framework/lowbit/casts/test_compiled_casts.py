@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -181,7 +181,7 @@ def test_every_format_and_rule_compiled_has_the_bits_and_counts_of_uncompiled_on
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-@pytest.mark.parametrize("rounding", casts.ROUNDINGS)
+@pytest.mark.parametrize("rounding", get_args(casts.Rounding))
 @pytest.mark.parametrize("name", FormatRegistry.names())
 def test_every_rounding_and_type_compiled_has_the_bits_and_counts_of_uncompiled_ones(
     name, rounding, dtype, monkeypatch
@@ -200,7 +200,7 @@ def test_ordinary_numbers_are_counted_in_the_loop_that_casts_them(rule, rounding
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("dtype", "rounding"), [*zip(INTEGERS, casts.ROUNDINGS, strict=True)])
+@pytest.mark.parametrize(("dtype", "rounding"), [*zip(INTEGERS, get_args(casts.Rounding), strict=True)])
 @pytest.mark.parametrize("rule", RuleRegistry.names())
 def test_ordinary_numbers_of_every_type_are_counted_so_under_every_rule(rule, rounding, dtype, monkeypatch):
     values = [gaussian(64, 64), gaussian(4, 8, 128)]

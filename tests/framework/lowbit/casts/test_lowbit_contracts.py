@@ -2,11 +2,12 @@
 
 import math
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
 from loopscope.lowbit.casts import Cast, Counts, FloatFormat, FormatRegistry, RuleRegistry
-from loopscope.lowbit.casts.casts import ROUNDINGS
+from loopscope.lowbit.casts.casts import Rounding
 from loopscope.lowbit.casts.scaling import Current, ScalingRule
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def test_every_shape_is_cast_and_counted_as_by_brute_force(cast):
 def test_layout_in_memory_changes_nothing(cast):
     wide = torch.randn(40, 2, 37, generator=torch.Generator().manual_seed(7))
     layouts = [wide.transpose(0, 2), wide[:, 0, ::2], wide[:, :1].expand(40, 3, 37), wide.permute(2, 0, 1)[1:]]
-    for values, rounding in product(layouts, ROUNDINGS):
+    for values, rounding in product(layouts, get_args(Rounding)):
         same = Cast(cast.format, cast.rule, rounding)
         found, dense = (same(x, generator=torch.Generator().manual_seed(8)) for x in (values, values.contiguous()))
         assert torch.equal(found, dense)
@@ -145,7 +146,7 @@ def test_the_cast_of_the_negated_tensor_is_the_negated_cast(cast):
 
 @every_cast
 def test_the_given_tensor_is_left_alone_and_not_returned(cast):
-    for rounding in ROUNDINGS:
+    for rounding in get_args(Rounding):
         values = INPUTS["gaussian"].clone()
         found = Cast(cast.format, cast.rule, rounding)(values, generator=torch.Generator())
         assert torch.equal(values, INPUTS["gaussian"])
