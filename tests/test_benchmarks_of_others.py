@@ -14,7 +14,7 @@ from tests.benchmarks.others.extras import as_they_do_them
 from tests.benchmarks.others.frameworks import BARE, FRAMEWORKS, Framework, installed
 from tests.benchmarks.others.prices import KINDS, Side
 from tests.benchmarks.others.work import THREE_VALUES, Asked, Data, Seen, TurnsOfData, Work, bare_steps, batches_of
-from tests.benchmarks.report import page
+from tests.benchmarks.report import page, renewed
 from tests.benchmarks.rows import MICROSECONDS, Effort, Row
 from tests.benchmarks.subjects import small_mlp
 from tests.benchmarks.timing import Spread
@@ -117,6 +117,17 @@ def test_the_page_begins_with_the_frameworks_side_by_side_then_what_more_costs()
     assert text.index("| Ignite") < text.index("| Clipping") < text.index("## The loop")
     assert "300.0 µs ± 5.0" in text[first : text.index("## The loop")]
     assert "Not run: the machine has no GPU." in text[text.index("## On a GPU") :]
+
+
+def test_a_section_that_is_measured_anew_takes_the_place_of_the_old_one_and_no_other():
+    row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
+    before = page({"Clipping": [row], "Sinks": [row], "Memory": [row]})
+    now = {"Sinks": [Row("Sinking", "nothing", MICROSECONDS, Spread(3e-6, 1e-6, 5e-7))]}
+    assert renewed(before, now) == page({"Clipping": [row], **now, "Memory": [row]})
+    with pytest.raises(ValueError, match="no section 'Displays'"):
+        renewed(before, {"Displays": [row]})
+    with pytest.raises(ValueError, match="another machine"):
+        renewed(before.replace("cores", "boxes"), now)
 
 
 def test_rows_for_a_gpu_are_measured_on_a_cpu_too():

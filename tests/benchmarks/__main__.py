@@ -1,4 +1,4 @@
-"""Measures everything and writes docs/benchmarks.md; ``--only NAME`` measures a part and writes nothing."""
+"""Measures everything and writes docs/benchmarks.md; ``--only NAME`` measures a part, ``--write`` renews it there."""
 
 import argparse
 import sys
@@ -32,7 +32,7 @@ from tests.benchmarks.others.cost import side_by_side
 from tests.benchmarks.others.extras import as_they_do_them, watch
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
 from tests.benchmarks.ranks_cost import agreements_and_copies
-from tests.benchmarks.report import environment, misses, page, table
+from tests.benchmarks.report import environment, misses, page, renewed, table
 from tests.benchmarks.rewind_cost import rewinds
 from tests.benchmarks.row_cost import bytes_of_rows, known_data, recorded_rows
 from tests.benchmarks.rows import Effort, Shown
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
     parser.add_argument("--share", type=float, default=1.0, help="part of the repetitions, for a quick look")
+    parser.add_argument("--write", action="store_true", help="put what was measured in its place on the page")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     say(environment())
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str]) -> None:
     if set(options.only) == set(BENCHMARKS) and options.share >= 1:
         PAGE.write_text(page(rows), encoding="utf-8")
         say(f"Written to {PAGE}.")
+    elif options.write and options.share >= 1:
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        say(f"Renewed in {PAGE}.")
 
 
 def measured(title: str, parts: Sequence[Callable[[Effort], Iterator[Shown]]], share: float) -> list[Shown]:

@@ -130,11 +130,30 @@ METHOD = """
 
 def page(rows: Mapping[str, Sequence[Shown]]) -> str:
     """Return the text of docs/benchmarks.md."""
-    tables = [
-        f"## {title}\n\n{INTRODUCTIONS.get(title, '')}{table(part) or WITHOUT_ROWS[title]}\n"
-        for title, part in rows.items()
-    ]
+    tables = [section(title, part) for title, part in rows.items()]
     return HEADING + environment() + "\n\n" + "\n".join(tables) + METHOD
+
+
+def section(title: str, part: Sequence[Shown]) -> str:
+    """Return the text of one section of the page."""
+    return f"## {title}\n\n{INTRODUCTIONS.get(title, '')}{table(part) or WITHOUT_ROWS[title]}\n"
+
+
+def renewed(text: str, rows: Mapping[str, Sequence[Shown]]) -> str:
+    """Return the page with some of its sections measured anew, and the method as it is told now.
+
+    Raises ``ValueError`` for a page that was measured elsewhere, or lacks one of them: then all must be measured.
+    """
+    if environment() not in text:
+        raise ValueError("The page was measured on another machine, or with another torch: measure all of it.")
+    begin = text.index("## ")
+    parts = [f"## {part}" for part in text[begin : text.index(METHOD[:30])].split("## ")[1:]]
+    places = {part.partition("\n")[0].removeprefix("## "): place for place, part in enumerate(parts)}
+    if missing := [title for title in rows if title not in places]:
+        raise ValueError(f"The page has no section {missing[0]!r}: measure all of it.")
+    for title, part in rows.items():
+        parts[places[title]] = section(title, part) + "\n"
+    return text[:begin] + "".join(parts) + METHOD
 
 
 def environment() -> str:

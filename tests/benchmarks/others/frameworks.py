@@ -1,5 +1,6 @@
 """The frameworks that are compared, each in a file of its own, which is imported only where it is installed."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,9 @@ class Framework:
     @cached_property
     def module(self) -> ModuleType:
         """The file that trains; raises ``ImportError`` where the framework is not installed."""
-        return import_module(f"tests.benchmarks.others.{self.file}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what frameworks import: it is not theirs that is measured or tested
+            return import_module(f"tests.benchmarks.others.{self.file}")
 
     @property
     def name(self) -> str:
