@@ -52,8 +52,7 @@ class Driver:
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
-        if self._hooks.listeners.at[HookPoint.PRE_STEP] or not self.manager.has_started:
-            self.manager.fire(HookPoint.PRE_STEP)
+        self.manager.fire(HookPoint.PRE_STEP)
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
 

@@ -61,7 +61,7 @@ class HookManager:
         reference_weights: the weights of a reference solution by parameter name, placed like the model's.
     """
 
-    has_started = _ended = False
+    _started = _ended = False
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HookManager:
         self._reference_weights = reference_weights
 
     def __del__(self) -> None:
-        if self.has_started and not self._ended and self.dispatch.waits:
+        if self._started and not self._ended and self.dispatch.waits:
             sentence = "A hook manager was not ended: metrics of its last steps are lost, and files may be incomplete."
             warnings.warn(f"{sentence} Call manager.end('completed') after the loop.", RunNotice, stacklevel=2)
 
@@ -145,9 +145,9 @@ class HookManager:
         ``first`` is the first batch, where the loader is not to be asked for it. Raises :class:`UsageError` where an
         intervention could change what cannot be rolled back.
         """
-        if self.has_started:
+        if self._started:
             raise UsageError("This hook manager has started already; make a new one for another run.")
-        self.has_started = True
+        self._started = True
         if any(True for _ in self.hooks) and (sentence := self.state.out_of_reach()):
             if any(isinstance(hook, InterventionHook) and hook.mutates for hook in self.hooks):
                 raise UsageError(sentence)
@@ -163,7 +163,7 @@ class HookManager:
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; a manager that was not started starts itself at the first."""
-        if not self.has_started:
+        if not self._started:
             self._start_itself()
         if point is HookPoint.POST_BACKWARD and self._taps.need_a_pass:
             self._hear_taps()

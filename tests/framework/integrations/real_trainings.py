@@ -34,6 +34,7 @@ def bare(name: str) -> Trained:
 
 
 @cache
+@torch.enable_grad()
 def watched(name: str) -> Trained:
     return trained(name, **EVERYTHING, out=Path(mkdtemp(), "run"))
 

@@ -37,7 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=slow_unless(name in ("GPT-2", "ResNet"))) for name in MODELS]
 )
-LANGUAGE = pytest.mark.parametrize("name", [name for name in MODELS if name != "ResNet"])
+LANGUAGE = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow_unless(name == "GPT-2")) for name in MODELS if name != "ResNet"]
+)
 
 
 @EVERY
