@@ -101,17 +101,18 @@ class Alternating(Loader):
         pairs: list[tuple[Step, Step]] = []
         self.pairs.append(pairs)
         while True:
-            begin = self._now()
+            begin = self.now()
             next(self._other)
-            middle = self._now()
+            middle = self.now()
             batch = next(batches, None)
             if batch is None:
                 self.left = middle[0]
                 return
             yield batch
-            pairs.append((_step(begin, middle), _step(middle, self._now())))
+            pairs.append((_step(begin, middle), _step(middle, self.now())))
 
-    def _now(self) -> tuple[float, float]:
+    def now(self) -> tuple[float, float]:
+        """Return the seconds so far, without those of the sweeps, and those of the heavy work among them."""
         apart = 0.0 if self._sweeps is None else self._sweeps.total
         return clock() - apart, self._work.seconds
 
@@ -142,7 +143,7 @@ class Comparison:
         with work.of(subject):
             for task.length in range(1, epochs + 2):
                 epoch_loop(task, manager)
-                epoch_ends.append((clock() - loader.left) / len(loader))
+                epoch_ends.append((loader.now()[0] - loader.left) / len(loader))
         self._epoch_end = median(epoch_ends[1:])
         self._epochs = loader.pairs[1:]
         self.step = median(bare.total for pairs in self._epochs for bare, _ in pairs)
