@@ -111,7 +111,6 @@ class Block:
         changes, counts = [], []
         for these, _ in self._pieces:
             before, now = self.views[these], self._looked_at(these, shards)
-            # not in place: differences that stay in the cache are quicker than copies written over
             pairs = zip(before, now, strict=True)
             changes.append(norms([one.to(self._wide) - other.to(self._wide) for one, other in pairs]))
             if not self.is_wide:
