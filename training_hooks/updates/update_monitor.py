@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
-from loopscope.errors import require
+from loopscope.errors import UsageError, require
 from loopscope.hooks import Remembered, Remembering
 from loopscope.state import groups_of, over_shards, trainable
 from torch import Tensor, nn
@@ -15,10 +14,12 @@ from torch.optim import Optimizer
 
 from .watched_elements import Named, WatchedElements, gradient_shards, norms
 
-EPSILON = 1e-12  # added to the norm of the weights, so that the update ratio of weights that are all zero is finite
+EPSILON = 1e-12
+"""Added to the norm of the weights, so that the update ratio of weights that are all zero is finite."""
 Rates = Mapping[str, tuple[float, float]]
 """By parameter, of a step: the learning rate, and the share of a weight that decoupled decay takes (0 without any)."""
-UNKNOWN = (math.nan, 0.0)  # the rates of a parameter that no group has
+UNKNOWN = (math.nan, 0.0)
+"""The rates of a parameter that no group has."""
 
 
 @dataclass(slots=True)
@@ -106,35 +107,44 @@ class WeightUpdateMonitor(Remembering):
     exploding_grad_threshold: float = 1e2
     frozen_update_ratio_threshold: float = 1e-12
     frozen_patience_steps: int = 3
-    _before = Remembered(lambda new: WatchedElements(None if new.exact else new.sample_size), by_options=True)
-    _frozen = Remembered(dict[str, int])  # checks in a row without movement
-    _rates = Remembered[dict[str, tuple[float, float]]](dict)  # of the step that is made: a scheduler may set others
-    _missed = Remembered(list[str])  # parameters with a gradient of which the sample has seen nothing
+    _watched = Remembered(
+        lambda new: WatchedElements(None if new.exact else new.sample_size), by_options=True, saved=False
+    )
+    _frozen = Remembered(dict[str, int])
+    """Checks in a row without movement."""
+    _checked = Remembered[Named](dict, saved=False)
+    _rates = Remembered[dict[str, tuple[float, float]]](dict)
+    """Those of the step that is made: afterwards a scheduler may have set others."""
+    _missed = Remembered(list[str])
+    """Parameters with a gradient of which the sample has seen nothing."""
 
     def __post_init__(self) -> None:
         for option in ("sample_size", "frozen_patience_steps"):
             require(vars(self)[option] >= 1, f"{option} is {vars(self)[option]}; it must be at least 1.")
         for option in ("vanishing_grad_threshold", "exploding_grad_threshold", "frozen_update_ratio_threshold"):
-            value = vars(self)[option]
-            require(0 <= value < math.inf, f"{option} is {value}; it must be a number of at least 0.")
-        low, high = self.vanishing_grad_threshold, self.exploding_grad_threshold
-        thresholds = f"vanishing_grad_threshold is {low} and exploding_grad_threshold {high}"
-        require(low < high, f"{thresholds}; the first must be the smaller one.")
+            if not 0 <= vars(self)[option] < math.inf:
+                raise UsageError(f"{option} is {vars(self)[option]}; it must be a number of at least 0.")
+        if self.vanishing_grad_threshold >= self.exploding_grad_threshold:
+            raise UsageError(
+                f"vanishing_grad_threshold is {self.vanishing_grad_threshold} and exploding_grad_threshold "
+                f"{self.exploding_grad_threshold}; the first must be the smaller one."
+            )
 
     @property
     def bytes(self) -> int:
         """The memory that is kept from check to check."""
-        return self._before.bytes
+        return self._watched.bytes
 
     def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
         """Measure the gradients by parameter name, and keep the weights they belong to; before the step."""
         parameters = trainable(model)
-        rates: dict[str, tuple[float, float]] = {}
-        names = {id(value): name for name, value in parameters.items()}
-        for group in optimizer.param_groups:
-            rate = step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
-            rates |= {names[id(value)]: rate for value in group["params"] if id(value) in names}
-        return self.gradients(parameters, rates, extremes=True)
+        rates = {
+            id(value): step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
+            for group in optimizer.param_groups
+            for value in group["params"]
+        }
+        named = {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
+        return self.gradients(parameters, named, extremes=True)
 
     def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
         """Measure what the step did to the weights that :meth:`check_gradients` kept; empty if it kept none.
@@ -148,21 +158,25 @@ class WeightUpdateMonitor(Remembering):
     def gradients(self, parameters: Named, rates: Rates, *, extremes: bool) -> dict[str, GradientDiagnostics]:
         """Measure the gradients of parameters, keep their weights and rates; ``extremes``: maximum and mean, too."""
         chosen = {name: value for name, value in parameters.items() if value.grad is not None and value.numel()}
-        tables = self._before.measure(chosen, extremes=extremes)
-        checked = {name: chosen[name] for name in self._before.names}
-        self._rates = {name: rates[name] for name in checked if name in rates}
-        kinds, choices = ("norm", "largest", "sum"), self._before.choices
-        found = {name: self._gradient(name, column) for name, *column in _on_host(tables, kinds, checked)}
-        doubtful = {n: checked[n] for n, each in found.items() if each.is_vanishing and choices[n].share > 1}
+        tables = self._watched.measure(chosen, extremes=extremes)
+        self._checked = {name: chosen[name] for name in self._watched.names}
+        self._rates = {name: rates[name] for name in self._checked if name in rates}
+        kinds = ("norm", "largest", "sum")
+        columns = _on_host(tables, kinds, self._checked)
+        found = {name: self._gradient(name, column) for name, *column in columns}
+        doubtful = {
+            n: self._checked[n] for n, each in found.items() if each.is_vanishing and self._watched[n].share > 1
+        }
         orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
         whole = [[norms(gradient_shards([value]), order) for order in orders] for value in doubtful.values()]
-        columns = _on_host(whole, kinds, doubtful)
-        looked_at = {name: self._gradient(name, column, whole=True) for name, *column in columns}
+        looked_at = {
+            name: self._gradient(name, column, whole=True) for name, *column in _on_host(whole, kinds, doubtful)
+        }
         self._missed = [name for name, each in looked_at.items() if not each.is_vanishing]
         return found | looked_at
 
     def _gradient(self, name: str, column: Sequence[float], *, whole: bool = False) -> GradientDiagnostics:
-        choice = self._before.choices[name]
+        choice = self._watched[name]
         norm = column[0] * (1.0 if whole else math.sqrt(choice.share))
         return GradientDiagnostics(
             l2_norm=norm,
@@ -175,17 +189,18 @@ class WeightUpdateMonitor(Remembering):
 
     def updates(self, model: nn.Module) -> dict[str, UpdateDiagnostics]:
         """Measure what has become of the weights that :meth:`gradients` kept; they are not kept any longer."""
-        if not self._before.keeps:
+        if not self._watched.keeps:
             return {}
-        parameters = dict(model.named_parameters())
-        chosen = {name: parameters[name] for name in self._before.names}
+        names, chosen, self._checked = self._watched.names, self._checked, {}
+        if list(chosen) != names:
+            chosen = {name: model.get_parameter(name) for name in names}
         decays = {name: decay for name, (rate, decay) in self._rates.items() if rate > 0}
-        columns = _on_host(self._before.compare(chosen, decays), ("norm", "norm", "sum", "sum", "sum", "sum"), chosen)
+        columns = _on_host(self._watched.compare(chosen, decays), ("norm", "norm", "sum", "sum", "sum", "sum"), chosen)
         silent = {name for name, _, change, *_ in columns if not change and name in self._missed}
         return {name: self._update(name, column) for name, *column in columns if name not in silent}
 
     def _update(self, name: str, column: Sequence[float]) -> UpdateDiagnostics:
-        share = self._before.choices[name].share
+        share = self._watched[name].share
         weight_norm, update_norm = column[0] * math.sqrt(share), column[1] * math.sqrt(share)
         driven, stuck, decayed, undecayed = (count * share for count in column[2:])
         ratio = update_norm / (weight_norm + EPSILON)
@@ -253,6 +268,19 @@ class WeightUpdateMonitor(Remembering):
         pairs = [(name, each.update_ratio) for name, each in updates.items()]
         return sorted(pairs, key=lambda pair: _rank(pair[1]))[:k]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return how long parameters have not moved and, between the two checks of a step, the weights kept.
+
+        Of sharded parameters these are a rank's own, and no other number of ranks can compare with them.
+        """
+        return super().state_dict() | {"before": self._watched.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self._checked = {}
+        self._watched.load_state_dict(state["before"])
+
 
 def step_rate(rate: float, weight_decay: float, options: Mapping[str, Any]) -> tuple[float, float]:
     """Return a group's rates as :data:`Rates` has them; ``options``: those of the group."""
@@ -269,10 +297,12 @@ def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
     {'x_median': 2.5, 'x_p95': 10.0, 'x_min': 1.0, 'x_max': 10.0}
     """
     ordered = sorted(map(_rank, values))
-    if not ordered:
+    count = len(ordered)
+    if not count:
         return {}
-    middle, p95 = median(ordered), ordered[-(-95 * len(ordered) // 100) - 1]
-    return {f"{name}_median": middle, f"{name}_p95": p95, f"{name}_min": ordered[0], f"{name}_max": ordered[-1]}
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    p95 = ordered[-(-95 * count // 100) - 1]
+    return {f"{name}_median": median, f"{name}_p95": p95, f"{name}_min": ordered[0], f"{name}_max": ordered[-1]}
 
 
 def _rank(value: float) -> float:

@@ -2,22 +2,25 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
 import torch
-from loopscope.hooks import Remembering
 from loopscope.state import WIDE, is_sharded, laid_out_like, local_shards
 from torch import Tensor, nn
 
 from .element_samples import held_here, sample_indices
 
-AT_ONCE = 2**17  # elements that are copied or compared together: what a cache holds
-SAMPLED_AT_ONCE = 2**15  # sampled ones: they take as much memory again meanwhile
-ROW = 1024  # elements that are added up in one go: of a million, rounding leaves an error of 1e-5, of these of 1e-7
-WHOLE = 2 * ROW  # elements up to which a tensor is added up in one go all the same: rows are not worth their calls
+AT_ONCE = 2**17
+"""Elements that are copied or compared together: what a cache holds."""
+SAMPLED_AT_ONCE = 2**15
+"""Sampled elements that are compared together: they take as much memory again meanwhile."""
+ROW = 1024
+"""Elements that are added up in one go: of a million, rounding would leave an error of 1e-5, of these one of 1e-7."""
+WHOLE = 2 * ROW
+"""Elements up to which a tensor is added up in one go all the same: below, rows are not worth their calls."""
 KIND = attrgetter("shape", "dtype", "device")
 Named = Mapping[str, nn.Parameter]
 
@@ -26,16 +29,25 @@ Named = Mapping[str, nn.Parameter]
 class Choice:
     """What is looked at of one parameter."""
 
-    shard: torch.Size  # the shape of the part of the parameter that lies on this rank
+    shard: torch.Size
+    """The shape of the part of the parameter that lies on this rank."""
     dtype: torch.dtype
-    indices: Tensor | None  # places in that part, flattened; None: all of it
-    looked_at: int  # how many elements are looked at, on all ranks together
-    elements: int  # how many the whole parameter has
+    indices: Tensor | None
+    """Places in that part, flattened; ``None``: all of it."""
+    looked_at: int
+    """How many elements are looked at, on all ranks together."""
+    elements: int
+    """How many the whole parameter has."""
 
     @property
     def share(self) -> float:
         """How many elements stand behind each one that is looked at."""
         return self.elements / self.looked_at
+
+    def suits(self, shard: Tensor) -> bool:
+        """Return whether it was made for a tensor of this shape and dtype on this device."""
+        here = self.indices is None or self.indices.device == shard.device
+        return here and (self.shard, self.dtype) == (shard.shape, shard.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -66,12 +78,14 @@ class Block:
         self._row_counts = [max(1, -(-size // width)) for size in sizes]
         self._lengths = torch.tensor(self._row_counts, device=device)
         dtype = choices[0].dtype
-        self.is_wide = dtype in WIDE  # whether the elements are in float32 or wider
+        self.is_wide = dtype in WIDE
+        """Whether the elements are in float32 or wider."""
         self._wide = dtype if self.is_wide else torch.float32
         self.rows = torch.zeros(sum(self._row_counts), width, dtype=dtype, device=device)
         parts = torch.split(self.rows, self._row_counts)
-        places = zip(parts, sizes, choices, strict=True)
-        self.views = [part.view(-1)[:size].view(choice.shape) for part, size, choice in places]
+        self.views = [
+            part.view(-1)[:size].view(choice.shape) for part, size, choice in zip(parts, sizes, choices, strict=True)
+        ]
         self._all = all(choice.indices is None for choice in choices)
         self._pieces = pieces(self._row_counts, (AT_ONCE if self._all else SAMPLED_AT_ONCE) // width)
 
@@ -79,9 +93,23 @@ class Block:
         """Copy what is looked at of the tensors, and return its norms."""
         found = []
         for these, rows in self._pieces:
-            torch._foreach_copy_(self.views[these], self._looked_at(these, shards))
+            self._copy(these, shards)
             found.append(torch.linalg.vector_norm(self.rows[rows], dim=1, dtype=self._wide))
         return self._for_each(torch.cat(found), 2)
+
+    def _copy(self, these: slice, shards: Sequence[Tensor]) -> None:
+        if self._all:
+            torch._foreach_copy_(self.views[these], list(shards[these]))
+            return
+        whole: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for choice, view, shard in zip(self._choices[these], self.views[these], shards[these], strict=True):
+            if choice.indices is not None and shard.is_contiguous() and shard.dtype is view.dtype:
+                torch.index_select(shard.view(-1), 0, choice.indices, out=view)
+            else:
+                whole[0].append(view)
+                whole[1].append(choice.of(shard))
+        if whole[0]:
+            torch._foreach_copy_(*whole)
 
     def measure(self, shards: Sequence[Tensor], *, extremes: bool) -> list[Tensor]:
         """Return the norms of what is looked at of the tensors, and ``extremes``, the largest and the sum of |x|.
@@ -106,19 +134,26 @@ class Block:
         Driven are those whose gradient is not zero, stuck those of them that are where the decay alone takes them.
         Decayed are those that are not zero where there is a decay, undecayed those of them that the decay alone leaves
         as they are. ``decays`` holds the share that a step's decay takes of a weight, ``None`` where no step is made:
-        there nothing is driven.
+        there nothing is driven. Overwrites the copies.
         """
+        if self.is_wide:
+            none = torch.zeros(len(self.names), device=self.rows.device)
+            return [self._changes(shards), none, none, none, none]
         changes, counts = [], []
         for these, _ in self._pieces:
             before, now = self.views[these], self._looked_at(these, shards)
-            pairs = zip(before, now, strict=True)
-            changes.append(norms([one.to(self._wide) - other.to(self._wide) for one, other in pairs]))
-            if not self.is_wide:
-                looked_at = zip(self._choices[these], gradients[these], before, now, decays[these], strict=True)
-                for choice, gradient, old, new, decay in looked_at:
-                    counts.append(_counts(None if gradient is None else choice.of(gradient) != 0, old, new, decay))
-        none = torch.zeros(len(self.names), device=self.rows.device)
-        return [torch.cat(changes), *(torch.stack(counts).unbind(1) if counts else 4 * [none])]
+            changes.append(norms([one.float() - other.float() for one, other in zip(before, now, strict=True)]))
+            looked_at = zip(self._choices[these], gradients[these], before, now, decays[these], strict=True)
+            for choice, gradient, old, new, decay in looked_at:
+                counts.append(_counts(None if gradient is None else choice.of(gradient) != 0, old, new, decay))
+        return [torch.cat(changes), *torch.stack(counts).unbind(1)]
+
+    def _changes(self, shards: Sequence[Tensor]) -> Tensor:
+        found = []
+        for these, rows in self._pieces:
+            torch._foreach_sub_(self.views[these], self._looked_at(these, shards))
+            found.append(torch.linalg.vector_norm(self.rows[rows], dim=1))
+        return self._for_each(torch.cat(found), 2)
 
     def _looked_at(self, these: slice, shards: Sequence[Tensor]) -> list[Tensor]:
         if self._all:
@@ -136,7 +171,7 @@ class Block:
         return torch.stack(torch._foreach_norm(torch.split(values, self._row_counts), order))
 
 
-class WatchedElements(Remembering):
+class WatchedElements:
     """Chooses elements by name and shape of their parameter, once, and measures them around a step.
 
     What it returns are tables, a list of rows for each block of parameters with one number per parameter in each row;
@@ -148,16 +183,22 @@ class WatchedElements(Remembering):
 
     def __init__(self, sample_size: int | None) -> None:
         self._sample_size = sample_size
-        self.choices: dict[str, Choice] = {}  # by name of the parameter
+        self._choices: dict[str, Choice] = {}
         self._blocks: list[Block] = []
         self._planned_for: dict[str, Any] = {}
         self._norms: list[Tensor] = []
         self._loaded: Mapping[str, Any] = {}
 
+    def __getitem__(self, name: str) -> Choice:
+        """Return what was chosen of a parameter."""
+        return self._choices[name]
+
     @property
     def names(self) -> list[str]:
         """The parameters that were measured last, or loaded."""
-        return list(self._loaded.get("copies") or chain.from_iterable(block.names for block in self._blocks))
+        return (
+            list(self._loaded["copies"]) if self._loaded else [name for block in self._blocks for name in block.names]
+        )
 
     @property
     def keeps(self) -> bool:
@@ -167,7 +208,7 @@ class WatchedElements(Remembering):
     @property
     def bytes(self) -> int:
         """The memory of indices and buffers."""
-        indices = [choice.indices for choice in self.choices.values() if choice.indices is not None]
+        indices = [choice.indices for choice in self._choices.values() if choice.indices is not None]
         return sum(tensor.nbytes for tensor in [*indices, *(block.rows for block in self._blocks)])
 
     @torch.no_grad()
@@ -201,10 +242,7 @@ class WatchedElements(Remembering):
         return tables
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the copies by parameter name and their norms, if there are any to compare with.
-
-        Of sharded parameters these are a rank's own, and no other number of ranks can compare with them.
-        """
+        """Return the copies by parameter name and their norms, if there are any to compare with."""
         if self._loaded or not self._norms:
             return dict(self._loaded)
         copies = {name: view for block in self._blocks for name, view in zip(block.names, block.views, strict=True)}
@@ -229,19 +267,20 @@ class WatchedElements(Remembering):
         if like != self._planned_for:
             groups: dict[Any, list[str]] = {}
             for name, shard in shards.items():
-                self.choices[name] = self._choice(name, parameters[name], shard)
+                self._choices[name] = self._choice(name, parameters[name], shard)
                 groups.setdefault((shard.dtype, shard.device), []).append(name)
             self._blocks = []  # gives the memory back before the new ones take some
-            for (_, device), names in groups.items():
-                self._blocks.append(Block(names, [self.choices[name] for name in names], device))
+            self._blocks = [
+                Block(names, [self._choices[name] for name in names], device) for (_, device), names in groups.items()
+            ]
             self._planned_for = like
         return shards
 
     def _choice(self, name: str, parameter: nn.Parameter, shard: Tensor) -> Choice:
         """Return what is looked at of a parameter, chosen anew only if it is not what it was."""
-        known = self.choices.get(name)
-        if known is not None and (known.shard, known.dtype) == (shard.shape, shard.dtype):
-            return replace(known, indices=None if known.indices is None else known.indices.to(shard.device))
+        known = self._choices.get(name)
+        if known is not None and known.suits(shard):
+            return known
         whole = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
         elements = math.prod(whole)
         indices = None if self._sample_size is None else sample_indices(name, whole, self._sample_size)
@@ -259,12 +298,13 @@ def pieces(row_counts: Iterable[int], together: int) -> list[tuple[slice, slice]
     >>> pieces([20, 20, 5, 5], 32)
     [(slice(0, 2, None), slice(0, 40, None)), (slice(2, 4, None), slice(40, 50, None))]
     """
-    ends = [end := (0, 0)]
-    for end in enumerate(accumulate(row_counts), start=1):
-        if end[1] - ends[-1][1] >= together:
-            ends.append(end)
-    if ends[-1] != end:
-        ends.append(end)
+    ends, rows, count = [(0, 0)], 0, 0
+    for count, more in enumerate(row_counts, start=1):
+        rows += more
+        if rows - ends[-1][1] >= together:
+            ends.append((count, rows))
+    if ends[-1][0] < count:
+        ends.append((count, rows))
     return [(slice(first[0], last[0]), slice(first[1], last[1])) for first, last in pairwise(ends)]
 
 

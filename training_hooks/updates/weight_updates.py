@@ -74,8 +74,9 @@ class WeightUpdates(TrainingHook):
             | Far above the median: a few layers get most of the gradient.
         grad_norm_min | min {NORM} | [0, ∞] | Falling by orders of magnitude: a layer is cut off.
         grad_norm_max | max {NORM}; NaN counts as ∞ | [0, ∞] | Rising steadily: the run may be diverging.
-        vanishing_count | parameters with n_p ≤ vanishing_grad_threshold | 0, 1, 2, … | Above 0: dead units, a saturated
-            or cut path, or a parameter that cannot matter, such as a bias before a normalisation.
+        vanishing_count | parameters with n_p ≤ vanishing_grad_threshold | 0, 1, 2, …
+            | Above 0: dead units, a saturated or cut path, or a parameter that cannot matter, such as a bias before a
+            normalisation.
         exploding_count | parameters with n_p ≥ exploding_grad_threshold, or n_p infinite or NaN | 0, 1, 2, …
             | Above 0 again and again: lower the learning rate, lengthen the warm-up, clip. A loss summed over tokens
             instead of averaged raises it, too.
@@ -145,7 +146,8 @@ class WeightUpdates(TrainingHook):
             return
         last = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in self._conditions.counts.items())
         outcome = f"of the parameters were, when last checked, {last}" if self._checks else "none was due"
-        notice(f"weight_updates has checked {counted(self._checks, 'step')}: {outcome}.")
+        checked = counted(self._checks, "step")
+        notice(f"weight_updates has checked {checked}: {outcome}.")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""
