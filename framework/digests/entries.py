@@ -1,7 +1,6 @@
 """A digest of every entry of the training state, the same on every rank, and the chain that such digests form."""
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,8 +30,7 @@ def state_digests(state: TrainingState) -> dict[str, str]:
     in parts on them: entries that are sharded have the digests of whole tensors, on every rank. Other entries are each
     rank's own, and some differ, such as the batch.
     """
-    leaves = dict(chain.from_iterable(part.leaves(state) for part in state.parts))
-    return digests(of_the_run(leaves))
+    return digests(of_the_run(dict(state.leaves())))
 
 
 @torch.no_grad()

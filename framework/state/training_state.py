@@ -4,7 +4,7 @@ The guardian copies the parts, the tripwire watches them, the audit and the test
 checkpoints store them. All walk :data:`PARTS` and know nothing else of a run: what is added here is known to all.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -133,15 +133,15 @@ def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:
             yield from part.passing(part.keep(state, owners))
 
 
-def _others(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
-    """Return the tensors that the guardian finds and no part names, such as parameters that only the optimizer has."""
+def _others(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leaves:
+    """Yield the tensors that the guardian finds and no part names, such as parameters that only the optimizer has."""
     known: set[int] = set()
-    for _, leaf in chain.from_iterable(part.leaves(state) for part in _NAMED):
+    for _, leaf in named:
         known.add(id(leaf))
         if isinstance(leaf, Tensor):
             known.update(map(id, inner_tensors(leaf)))
     found = [tensor for tensor in Structure(_roots(state, _NAMED)).tensors if id(tensor) not in known]
-    return {str(index): tensor for index, tensor in enumerate(found)}
+    return ((f"other tensors/{index}", tensor) for index, tensor in enumerate(found))
 
 
 def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ GENERATORS = Part(
 )
 OTHERS = Part(
     "other tensors",
-    lambda state: ((f"other tensors/{name}", tensor) for name, tensor in _others(state).items()),
+    lambda state: _others(state, chain.from_iterable(part.leaves(state) for part in _NAMED)),
     stored=Stored(_of_the_optimizer_alone, _load_others),
 )
 PARTS = (*_NAMED, OTHERS, GENERATORS)
@@ -241,13 +241,17 @@ class TrainingState(StateObjects):
         """The objects from which all that the guardian walks can be reached."""
         return (*_roots(self, self.parts),)
 
-    def _leaves(self) -> Iterator[tuple[str, Any]]:
-        """Yield every tensor and plain value with its name."""
-        return chain.from_iterable(part.leaves(self) for part in self.parts)
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Return every tensor and plain value with its name."""
+        named = [leaf for part in self.parts if part is not OTHERS for leaf in part.leaves(self)]
+        if OTHERS not in self.parts:
+            return named
+        left_out = [part.leaves(self) for part in _NAMED if part not in self.parts]
+        return [*named, *_others(self, chain(named, *left_out))]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the state, by name."""
-        return {name: leaf for name, leaf in self._leaves() if isinstance(leaf, Tensor)}
+        return {name: leaf for name, leaf in self.leaves() if isinstance(leaf, Tensor)}
 
     def names(self) -> dict[int, str]:
         """Return the names of tensors, modules and their containers by the object's id."""
@@ -265,7 +269,7 @@ class TrainingState(StateObjects):
         found = Structure(self.roots).opaque
         if not found:
             return ""
-        names = {id(item): inner for name, leaf in self._leaves() for inner, item in _throughout(name, leaf)}
+        names = {id(item): inner for name, leaf in self.leaves() for inner, item in _throughout(name, leaf)}
         objects = [f"{names.get(id(item), 'what a hook holds')} is a {qualified(type(item))}" for item in found]
         return (
             f"{listed(objects, 3)}: the state of such an object is out of reach, so it can neither be rolled back nor "
@@ -275,7 +279,7 @@ class TrainingState(StateObjects):
 
     def digest(self, parts: Sequence[Part] = ()) -> dict[str, int]:
         """Return a 64-bit digest of every byte of the state, or of some parts, entry by entry."""
-        leaves = chain.from_iterable([part.leaves(self) for part in parts or self.parts])
+        leaves = chain.from_iterable([part.leaves(self) for part in parts]) if parts else self.leaves()
         return {name: digest(leaf) for name, leaf in leaves}
 
 

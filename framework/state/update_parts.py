@@ -181,14 +181,15 @@ def _watch_scheduler(state: StateObjects) -> Watched:
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the hooks by where they hang, but for loopscope's own, which change nothing they do not declare.
+    """Yield the hooks, where there are any, but for loopscope's own, which change nothing they do not declare.
 
     Nor those of torch's ways to train on several processes, which say how parameters lie there.
     """
     optimizer = attributes_of(state.optimizer) or {}
     on_optimizer = ((f"optimizer/{key}", table) for key, table in optimizer.items() if is_hook_table(key, table))
     for name, table in chain(hook_tables(state), on_optimizer):
-        yield name, [hook for hook in table.values() if not (isinstance(hook, OwnHook) or _lays_out(hook))]
+        if table and (hooks := [hook for hook in table.values() if not (isinstance(hook, OwnHook) or _lays_out(hook))]):
+            yield name, hooks
 
 
 def _lays_out(hook: Any) -> bool:
@@ -196,19 +197,21 @@ def _lays_out(hook: Any) -> bool:
 
 
 def _hook_leaves(state: StateObjects) -> Leaves:
+    for name, forms in _forms_of_hooks(state).items():
+        yield from nested(name, forms)
+
+
+def _forms_of_hooks(state: StateObjects) -> dict[str, list[Any]]:
+    """Return the plain forms of the hooks by where they hang."""
+    if not (present := [*_hooks(state)]):
+        return {}  # as nearly always
     forms = plain_forms(state)
-    for name, hooks in _hooks(state):
-        yield from nested(name, [forms.of(hook) for hook in hooks])
+    return {name: [forms.of(hook) for hook in hooks] for name, hooks in present}
 
 
 def _hook_forms(state: StateObjects, _: Any = None) -> dict[str, list[Any]]:
     """Return the forms of the hooks that hold something; building the model makes the others again."""
-    present = [(name, hooks) for name, hooks in _hooks(state) if hooks]
-    if not present:
-        return {}
-    forms = plain_forms(state)
-    found = {name: [forms.of(hook) for hook in hooks] for name, hooks in present}
-    return {name: held for name, held in found.items() if any(map(_holds_something, held))}
+    return {name: held for name, held in _forms_of_hooks(state).items() if any(map(_holds_something, held))}
 
 
 def _holds_something(form: Any) -> bool:
