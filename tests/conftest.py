@@ -1,5 +1,6 @@
 """What a test draws does not depend on the tests before it, and how long drawn examples take is not its subject."""
 
+import gc
 import os
 import platform
 import random
@@ -25,6 +26,12 @@ if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # as the Makefile: tests compare bytes with those of processes that have one
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected, some million objects, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

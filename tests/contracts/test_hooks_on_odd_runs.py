@@ -17,18 +17,16 @@ from torch import Tensor
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, WatchingManager, fires
 from tests.support import LOOPS, ActingHook, Run, at, differences
-from tests.support.cases import slow_unless, turn
+from tests.support.cases import FEW_PASSES, slow_unless, turn
 from tests.support.odd_batches import parts
 from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, train_oddly
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 AXES = (tuple(PLACES), tuple(UPDATES), BATCHES)
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = FEW_PASSES | {
     "attention": {"entry": "x", "every": 1},
     "consecutive": {"interval": 2},
     "loss_spikes": {"window": 2, "threshold": 1e9},
-    "lr_probe": {"steps": 8},
-    "sharpness": {"iterations": 3, "k": 1, "probes": 2, "critical_passes": 3},
     "variance": {"window": 2, "every": 2},
 }
 """What lets hooks have something to do in a run of four steps, and no more than that."""

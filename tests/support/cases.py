@@ -55,16 +55,24 @@ def turn(name: str) -> int:
 
 
 def always_on(name: str) -> list[Case]:
-    """Choose the cases in which a hook is tested without ``slow``: each model in each loop, and each optimizer.
+    """Choose the cases in which a hook is tested alone without ``slow``: each model, in both loops.
 
-    Which optimizer goes with which model differs from hook to hook, so that all hooks together meet every case.
+    Which loop and which optimizer go with which model differs from hook to hook, so that all hooks meet every case.
     """
-    optimizers = list(OPTIMIZERS)
+    optimizers, number = list(OPTIMIZERS), turn(name)
     return [
-        Case(model, optimizers[(turn(name) + 2 * late + row) % len(optimizers)], loop)
-        for late, loop in enumerate(LOOPS)
+        Case(model, optimizers[(number + row) % len(optimizers)], LOOPS[(number // len(optimizers) + row) % len(LOOPS)])
         for row, model in enumerate(MODELS)
     ]
+
+
+FEW_PASSES = {
+    "hessian": {"burst_length": 2},
+    "lr_probe": {"steps": 6, "smoothing": 0.5},
+    "sharpness": {"iterations": 3, "k": 1, "probes": 2, "density_probes": 1, "batches": 2, "critical_passes": 3},
+    "what_if": {"fresh": 3, "follow": 1},
+}
+"""Options with which the dear hooks measure in fewer passes."""
 
 
 def every_hook_and_case(names: Sequence[str]) -> pytest.MarkDecorator:

@@ -174,9 +174,7 @@ def of_ranks(tmp_path_factory):
 MORE = [("DDP", 2), ("DDP", 4), ("FSDP2", 2), ("FSDP2", 4), ("TP", 2), ("FSDP2 x TP", 6), ("HSDP", 6)]
 """Six heads do not part into four."""
 SIZES = [
-    pytest.param(
-        kinds, 4 if len(kinds) > 1 else 3, id=", ".join(kinds), marks=slow_unless(kinds[0] in ("DDP", "FSDP2"))
-    )
+    pytest.param(kinds, 4 if len(kinds) > 1 else 3, id=", ".join(kinds), marks=slow_unless(kinds == ("FSDP2",)))
     for kinds in TOGETHER
 ]
 SIZES += [pytest.param((kind,), count, id=f"{kind}-{count}", marks=pytest.mark.slow) for kind, count in MORE]
