@@ -123,11 +123,12 @@ def test_a_section_that_is_measured_anew_takes_the_place_of_the_old_one_and_no_o
     row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
     before = page({"Clipping": [row], "Sinks": [row], "Memory": [row]})
     now = {"Sinks": [Row("Sinking", "nothing", MICROSECONDS, Spread(3e-6, 1e-6, 5e-7))]}
-    assert renewed(before, now) == page({"Clipping": [row], **now, "Memory": [row]})
-    with pytest.raises(ValueError, match="no section 'Displays'"):
-        renewed(before, {"Displays": [row]})
+    order = ["Clipping", "Displays", "Sinks", "Memory"]
+    assert renewed(before, now, order) == page({"Clipping": [row], **now, "Memory": [row]})
+    new = {"Displays": [row]}
+    assert renewed(before, new, order) == page({"Clipping": [row], **new, "Sinks": [row], "Memory": [row]})
     with pytest.raises(ValueError, match="another machine"):
-        renewed(before.replace("cores", "boxes"), now)
+        renewed(before.replace("cores", "boxes"), now, order)
 
 
 def test_rows_for_a_gpu_are_measured_on_a_cpu_too():

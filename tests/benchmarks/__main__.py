@@ -89,7 +89,8 @@ def main(arguments: Sequence[str]) -> None:
         PAGE.write_text(page(rows), encoding="utf-8")
         say(f"Written to {PAGE}.")
     elif options.write and options.share >= 1:
-        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        order = [title for title, _ in BENCHMARKS.values()]
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), rows, order), encoding="utf-8")
         say(f"Renewed in {PAGE}.")
 
 

@@ -139,21 +139,18 @@ def section(title: str, part: Sequence[Shown]) -> str:
     return f"## {title}\n\n{INTRODUCTIONS.get(title, '')}{table(part) or WITHOUT_ROWS[title]}\n"
 
 
-def renewed(text: str, rows: Mapping[str, Sequence[Shown]]) -> str:
+def renewed(text: str, rows: Mapping[str, Sequence[Shown]], order: Sequence[str]) -> str:
     """Return the page with some of its sections measured anew, and the method as it is told now.
 
-    Raises ``ValueError`` for a page that was measured elsewhere, or lacks one of them: then all must be measured.
+    ``order`` has the titles of all sections. Raises ``ValueError`` for a page that was measured elsewhere.
     """
     if environment() not in text:
         raise ValueError("The page was measured on another machine, or with another torch: measure all of it.")
     begin = text.index("## ")
-    parts = [f"## {part}" for part in text[begin : text.index(METHOD[:30])].split("## ")[1:]]
-    places = {part.partition("\n")[0].removeprefix("## "): place for place, part in enumerate(parts)}
-    if missing := [title for title in rows if title not in places]:
-        raise ValueError(f"The page has no section {missing[0]!r}: measure all of it.")
-    for title, part in rows.items():
-        parts[places[title]] = section(title, part) + "\n"
-    return text[:begin] + "".join(parts) + METHOD
+    old = text[begin : text.index(METHOD[:30])].split("## ")[1:]
+    parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in old}
+    parts |= {title: section(title, part) for title, part in rows.items()}
+    return text[:begin] + "\n".join(parts[title] for title in sorted(parts, key=order.index)) + METHOD
 
 
 def environment() -> str:
