@@ -12,9 +12,12 @@ from loopscope.lowbit.casts.scaling import Current, ScalingRule
 from torch import Tensor
 
 from tests.framework.lowbit.casts.brute_force import cast_by_hand, counts_by_hand, scales_of
+from tests.support.cases import matrix
 
 SHAPE = (2, 41)
 EARLIER = torch.tensor([0.5, 1.25, 0.0])
+FACTORS = {torch.float16: 1.0, torch.bfloat16: 1.5, torch.float64: 1.0, torch.float32: 0.25}
+"""What the scale of each type is multiplied by."""
 
 
 def drawn(seed: int) -> tuple[Tensor, torch.Generator]:
@@ -93,19 +96,15 @@ def test_numbers_and_counts_are_those_of_brute_force(cast, values):
     check_cast(cast, values)
 
 
-@every_cast
-@pytest.mark.parametrize(
-    ("dtype", "q_scalar"), [(torch.float16, 1.0), (torch.bfloat16, 1.5), (torch.float64, 1.0), (torch.float32, 0.25)]
-)
-def test_other_types_and_factors_on_the_scale_are_cast_and_counted_as_by_brute_force(cast, dtype, q_scalar):
+@matrix("name, rule, dtype", FormatRegistry.names(), RuleRegistry.names(), FACTORS)
+def test_other_types_and_factors_on_the_scale_are_cast_and_counted_as_by_brute_force(name, rule, dtype):
     for values in INPUTS.values():
-        check_cast(Cast(cast.format, cast.rule, q_scalar=q_scalar), values.to(dtype))
+        check_cast(Cast(name, rule, q_scalar=FACTORS[dtype]), values.to(dtype))
 
 
-@every_cast
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_ends_of_every_type_are_cast_and_counted_as_by_brute_force(cast, dtype):
-    found = torch.finfo(dtype)
+@matrix("name, rule, dtype", FormatRegistry.names(), RuleRegistry.names(), FACTORS)
+def test_the_ends_of_every_type_are_cast_and_counted_as_by_brute_force(name, rule, dtype):
+    cast, found = Cast(name, rule), torch.finfo(dtype)
     ends = torch.tensor([found.max, -found.max, found.max / 3, found.smallest_normal, -found.tiny / 2, 0], dtype=dtype)
     smallest = torch.full((20,), found.smallest_normal * found.eps, dtype=dtype)
     for values in (ends, smallest, smallest * 5, torch.cat([smallest * 3, torch.zeros_like(smallest)])):
