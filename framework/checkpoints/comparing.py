@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import listed
-from ..state import ON_DEMAND, local_shards
+from ..state import ON_DEMAND, in_bytes, local_shards
 from .format import intact_in
 
 Moment = tuple[int, int]
@@ -75,4 +75,4 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return local_shards([tensor])[0].contiguous().reshape(-1).view(torch.uint8)
+    return in_bytes(local_shards([tensor])[0])

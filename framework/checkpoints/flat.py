@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ..errors import UsageError, listed, require
-from ..state import is_sharded, laid_out_like, whole
+from ..state import in_bytes, is_sharded, laid_out_like, whole
 from ..training import Ranks
 
 Keys = tuple[str, ...]
@@ -66,7 +66,7 @@ def replaced(value: Any, replace: Callable[[Keys, Tensor], Any], path: Keys = ()
 
 
 def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return in_bytes(tensor).cpu().numpy()
 
 
 def room_for(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..state import described, visited
+from ..state import described, in_bytes, visited
 from .batches import ROWED
 from .loaders import Batch, Loader
 
@@ -68,7 +68,7 @@ def _bytes(part: Tensor | np.ndarray) -> Buffer:
     if isinstance(part, Tensor):
         if part.layout is not torch.strided or part.is_quantized:
             return described(part).encode()
-        return part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return in_bytes(part.detach().cpu().resolve_conj().resolve_neg()).numpy().data
     if part.dtype.hasobject:
         return described(part.tolist()).encode()
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..state import in_bytes
+
 ALGORITHM = "loopscope-1"
 """The name of formula and constants; a record names it, and others are not compared with it."""
 BLOCK, CHUNK, COLUMNS = 1024, 2048, 16
@@ -66,7 +68,7 @@ def _runs(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Iterato
     row = prod(whole[1:])
     start = offsets[0] * row * part.itemsize if whole else 0
     if tuple(part.shape[1:]) == tuple(whole[1:]):
-        yield start, part.contiguous().reshape(-1).view(torch.int8)
+        yield start, in_bytes(part, torch.int8)
         return
     inside = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
     for rows in torch.split(part, max(1, _SLAB_BYTES // (row * part.itemsize))):

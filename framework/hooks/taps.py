@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from ..errors import StateMutationError, UsageError, unknown
 from ..lowbit import QuantizationTap, Quantized
 from ..lowbit.casts import QuantizationListener
-from ..state import OwnFunction
+from ..state import OwnFunction, in_bytes
 from ..training import eagerly, is_compiled, quiet_graph_breaks
 from .weight_uses import Around, OnGradient, around_elsewhere, around_weight
 
@@ -315,7 +315,7 @@ def _mark(gradient: Tensor) -> tuple[int, int, torch.Size]:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    raw_a, raw_b = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+    raw_a, raw_b = (in_bytes(tensor) for tensor in (a, b))
     return torch.equal(raw_a, raw_b)
 
 

@@ -92,6 +92,12 @@ def is_cut_off(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() < storage_needed(tensor)
 
 
+def in_bytes(tensor: Tensor, kind: torch.dtype = torch.uint8) -> Tensor:
+    """Return the bytes of a strided tensor, row by row, of a ``kind`` one byte wide; a view where that is possible."""
+    # One element may have any stride, also in what is contiguous, and view() wants 1.
+    return tensor.contiguous().reshape(-1).as_strided((tensor.numel(),), (1,)).view(kind)
+
+
 def addresses(objects: tuple[Any, ...]) -> bytes:
     """Return the addresses of the objects in a tuple: equal for two tuples of the very same objects.
 

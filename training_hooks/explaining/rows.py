@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from loopscope.data import Batch, part_of, rows
-from loopscope.state import visited
+from loopscope.state import in_bytes, visited
 from torch import Tensor
 
 STANDS_OUT = 6.0
@@ -44,7 +43,7 @@ def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
 def contents_of(batch: Batch) -> list[bytes]:
     """Return the bytes of each row."""
     leaves = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    plain = [leaf.contiguous().view(torch.uint8).view(len(leaf), -1).numpy() for leaf in leaves if leaf.numel()]
+    plain = [in_bytes(leaf).view(len(leaf), -1).numpy() for leaf in leaves if leaf.numel()]
     return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.digests import sums, tensor_sums
 from loopscope.digests.entries import digests
+from loopscope.state import in_bytes
 from torch import Tensor
 
 from tests.framework.digests.corruptions import CORRUPTIONS, MEASURES, missed
@@ -91,6 +92,14 @@ def test_parts_add_up_to_the_whole(tensor, data):
             for begin, length in ((0, cut), (cut, size - cut))
         ]
     assert sum(sums(part, at, tensor.shape) for at, part in parts).tolist() == sums(tensor).tolist()
+
+
+def test_one_element_may_have_any_stride():
+    strided = torch.arange(4.0).view(2, 2)[:, 1].narrow(0, 0, 1)
+    assert strided.is_contiguous()
+    assert strided.stride() == (2,)
+    assert torch.equal(sums(strided), sums(torch.tensor([1.0])))
+    assert torch.equal(in_bytes(strided), in_bytes(torch.tensor([1.0])))
 
 
 @pytest.mark.parametrize("cut", [1, 1023, 1024, 2**21 - 1, 2**21, 2**21 + 5, 2**22])
