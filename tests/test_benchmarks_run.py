@@ -1,6 +1,7 @@
 """The benchmarks run, compare equal work and count what they say they count; nothing here is timed."""
 
 import math
+import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from tests.benchmarks.report import misses, page
 from tests.benchmarks.rows import MICROSECONDS, PER_SECOND, Effort, Row
 from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic
 from tests.benchmarks.tied_memory import peak_of_tensors
-from tests.benchmarks.timing import Spread, Turns, difference, ratio
+from tests.benchmarks.timing import Spread, Turns, difference, in_slices, ratio
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
 DEAR = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
@@ -43,6 +44,13 @@ def test_every_benchmark_yields_rows_of_finite_numbers(name):
     assert name in WITHOUT_BARS or len({row.figure for row in rows if row.result}) >= 1
     assert len({row.figure for row in rows}) >= 1
     assert all(math.isfinite(number) for row in rows for number in row.numbers)
+
+
+def test_what_runs_in_slices_returns_in_order_and_nothing_is_left_standing_where_one_fails():
+    assert in_slices([lambda: sum(range(10**7)), lambda: 2]) == [sum(range(10**7)), 2]
+    with pytest.raises(EOFError):
+        in_slices([lambda: 1, lambda: 1 // 0])
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow

@@ -71,10 +71,12 @@ METHOD = """
 - *Hooks at the end of epochs.* All observers that fire between epochs only, in one run: the time of each fire at
   POST_EPOCH, against an epoch without it.
 - *Groups, counterfactuals.* Whole runs of the experiment's strategy `stride` as `loopscope run` makes them, including
-  evaluations but without console and metric files, in turn with bare ones; the reference solution is that of one epoch.
-  Wall-clock time of the loop. The bar for `full` is the cost of its own passes through the model, which `summary.json`
-  counts in samples, at the rate of the bare run's steps; a Hessian-vector product counts as three forward-backward
-  passes (two, if the graph of the gradient was already there), a forward pass as a third of one.
+  evaluations but without console and metric files; the reference solution is that of one epoch. Groups: CPU time of
+  the loop in processes that stand still and go on in turn, half a second each, so that a slow minute of the machine
+  is one for all of them. Counterfactuals: whole runs in turn, wall-clock time. The bar for `full` is the cost of its
+  own passes through the model, which `summary.json` counts in samples, at the rate of the steps of a bare run of four
+  times as many epochs; a Hessian-vector product counts as three forward-backward passes (two, if the graph of the
+  gradient was already there), a forward pass as a third of one.
 - *Sinks.* `emit` under four loads, each emit written to the operating system before it returns, as the sinks promise
   for a killed process (only a flush forces a file onto the disk). Every number of a list or series counts as a scalar.
   In the same turns, the same numbers go through Lightning's `CSVLogger` with its defaults (it writes every 100 rows;

@@ -93,13 +93,17 @@ def in_slices(functions: Sequence[Callable[[], Any]]) -> list[Any]:
         process.start()
         end.close()  # or a process that fails would be waited for
         os.kill(process.pid or 0, signal.SIGSTOP)
-    while running := [process for process in processes if process.is_alive()]:
-        for process in running:
-            os.kill(process.pid or 0, signal.SIGCONT)
-            process.join(SLICE)
-            if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGSTOP)
-    return [pipe.recv() for pipe, _ in pipes]
+    try:
+        while running := [process for process in processes if process.is_alive()]:
+            for process in running:
+                os.kill(process.pid or 0, signal.SIGCONT)
+                process.join(SLICE)
+                if process.is_alive():
+                    os.kill(process.pid or 0, signal.SIGSTOP)
+        return [pipe.recv() for pipe, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()  # where this is broken off: one that stands still would be waited for at the end
 
 
 def _tell(function: Callable[[], Any], end: Any) -> None:
