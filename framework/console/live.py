@@ -23,7 +23,10 @@ MOST_KEPT = 1_000_000
 # Lines do not wrap on the screen: a terminal that draws a glyph wider than rich believes would scroll it away.
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 TAKE = f"\x1b[?1049h\x1b[?25l{NO_WRAP}"
-GIVE_BACK = f"\x1b[0m{WRAP}\x1b[?25h\x1b[?1049l"
+GIVE_BACK = f"\x18\x1b[0m{WRAP}\x1b[?25h\x1b[?1049l"
+"""Begins with the character that breaks off a command, since a signal may come in the middle of one."""
+PATIENCE = 0.5
+"""Seconds that a signal waits for a terminal that is behind with reading: one stopped by Ctrl-S is left as it is."""
 
 
 class LiveDisplay(MetricSink):
@@ -137,8 +140,8 @@ class LiveDisplay(MetricSink):
                 self._screen.stop()
 
     def _give_back_at_once(self) -> None:
-        """Give the terminal back from a signal handler, past Python's buffer; never waiting for the terminal."""
-        if self._is_taken and can_be_written(self.console.file):
+        """Give the terminal back from a signal handler, past Python's buffer; never waiting for it long."""
+        if self._is_taken and can_be_written(self.console.file, PATIENCE):
             os.write(self.console.file.fileno(), GIVE_BACK.encode())
         self._is_taken = False
 

@@ -59,8 +59,11 @@ def can_be_taken(console: Console) -> bool:
     return console.is_terminal and console.is_interactive and not (console.is_dumb_terminal or console.legacy_windows)
 
 
-def can_be_written(file: IO[str]) -> bool:
-    """Return whether a terminal takes something from this process: in the foreground, no Ctrl-S, a reader at work."""
+def can_be_written(file: IO[str], patience: float = 0) -> bool:
+    """Return whether a terminal takes something from this process: in the foreground, no Ctrl-S, a reader at work.
+
+    A reader that is behind has ``patience`` seconds to catch up.
+    """
     try:
         descriptor = file.fileno()
         if os.tcgetpgrp(descriptor) != os.getpgrp():
@@ -68,7 +71,7 @@ def can_be_written(file: IO[str]) -> bool:
     except (OSError, ValueError, AttributeError):  # not the controlling terminal, or a system without such
         pass
     try:
-        return bool(select.select([], [file], [], 0)[1])
+        return bool(select.select([], [file], [], patience)[1])
     except (OSError, ValueError):  # a system that can only wait for sockets, or a number beyond its tables
         return True
 

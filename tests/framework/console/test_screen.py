@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import time
 
 import pytest
 from loopscope.console.terminal import SIGNALS
@@ -150,6 +151,16 @@ def test_a_signal_that_ends_the_process_gives_the_terminal_back_first(number):
     process.kill(number)
     assert process.finish().is_as_it_was
     assert process.status == -number
+
+
+def test_a_terminal_that_is_behind_with_reading_is_given_back_by_a_signal_too():
+    process = Process(until)
+    process.read_until(shows("newest metrics"))
+    time.sleep(1)  # what is drawn meanwhile fills what the terminal has not read yet
+    process.kill(signal.SIGTERM)
+    time.sleep(0.1)
+    assert process.finish().is_as_it_was
+    assert process.status == -signal.SIGTERM
 
 
 def shell():
