@@ -270,8 +270,9 @@ class HookManager:
         loop = self.state.loop
 
         def is_due() -> bool:
-            listeners = self.hooks.listeners.of(hook)
-            return hook.step_schedule.is_due(loop.step) and any(item.in_window(loop.epoch) for item in listeners)
+            if not hook.step_schedule.is_due(loop.step):
+                return False
+            return any(item.in_window(loop.epoch) for item in self.hooks.listeners.of(hook))
 
         commits = hook.commits if isinstance(hook, InterventionHook) else ()
         call = partial(self.hooks.call_tap, hook)

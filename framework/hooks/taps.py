@@ -280,8 +280,10 @@ def _around_output(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Aro
     """Listen to the gradient of the first tensor that a module returns."""
 
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
+        if not is_heard():  # asked first, as taps mostly are not: their hooks are due at some steps only
+            return
         first = next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)), None)
-        if first is not None and first.requires_grad and is_heard():
+        if first is not None and first.requires_grad:
             # A hook on an output goes with the graph of this pass, so there is nothing to remove.
             first.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
@@ -292,8 +294,10 @@ def _around_input(on_input: OnGradient, is_heard: Callable[[], bool]) -> Around:
     """Look at the first tensor that a module is called with, in passes that are differentiated."""
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        if not (torch.is_grad_enabled() and is_heard()):
+            return
         first = next((leaf for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)), None)
-        if first is not None and torch.is_grad_enabled() and is_heard():
+        if first is not None:
             with torch.no_grad():
                 on_input(first.detach())
 

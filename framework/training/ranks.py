@@ -139,10 +139,11 @@ class Ranks:
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace gradients by their means; a parameter that no rank has a gradient of is left without."""
+        if not self.are_many:
+            return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         has_any = torch.tensor([float(parameter.grad is not None) for parameter in trained])
-        if self.are_many:
-            self._reduce(has_any)  # on the host, where it is read
+        self._reduce(has_any)  # on the host, where it is read
         means = self.means([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained])
         for parameter, mean, has in zip(trained, means, has_any.tolist(), strict=True):
             parameter.grad = mean if has else None

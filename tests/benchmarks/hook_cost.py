@@ -40,8 +40,8 @@ Summary = Mapping[str, Any]
 PRODUCT_IN_PASSES = 3
 """Forward-backward passes that a Hessian-vector product counts as: a gradient, and the gradient of that."""
 FORWARD_IN_PASSES = 1 / 3
-LONGER = 4
-"""How many times as long the bare run is, as the run with all hooks takes so many times as long."""
+BESIDE = 6
+"""Bare runs that stand, one after another, beside a run with all hooks, which takes about so many times as long."""
 
 
 class Measured(ModArithmeticRunner):
@@ -170,12 +170,18 @@ def passes(summary: Summary) -> float:
     return sum(rows * weights[kind] for counts in kinds for kind, rows in counts.items()) / QUICK["batch_size"]
 
 
+def several(function: Callable[..., Summary], count: int, *arguments: Any, **options: Any) -> list[Summary]:
+    """Call a function several times and return what it returned."""
+    return [function(*arguments, **options) for _ in range(count)]
+
+
 def full_group(effort: Effort) -> Iterator[Row]:
-    """Compare a run with all hooks with what its passes cost at the bare rate, and take the cost of each from it."""
+    """Compare a run with all hooks with what its passes cost at the rate of bare runs in the same minutes."""
     epochs = effort.times(60)
-    runs = [(LONGER * epochs, {}), (epochs, {"with_hooks": "full"})]
-    bare, full = in_slices([partial(cpu_time, train, effort, length, **options) for length, options in runs])
-    rate = seconds(bare) / bare["steps"]
+    kinds: list[tuple[int, dict[str, Any]]] = [(BESIDE, {}), (1, {"with_hooks": "full"})]
+    runs = [partial(several, partial(cpu_time, train, effort, epochs, **options), count) for count, options in kinds]
+    bare, (full,) = in_slices(runs)
+    rate = sum(map(seconds, bare)) / sum(summary["steps"] for summary in bare)
     expected = rate * (full["steps"] + passes(full))
     against = f"{full['steps']:,} steps and {passes(full):,.0f} more forward-backward passes at {rate * 1e3:.2f} ms"
     label = f"--with-hooks full, {epochs} epochs"

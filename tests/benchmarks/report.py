@@ -74,9 +74,9 @@ METHOD = """
   evaluations but without console and metric files; the reference solution is that of one epoch. Groups: CPU time of
   the loop in processes that stand still and go on in turn, half a second each, so that a slow minute of the machine
   is one for all of them. Counterfactuals: whole runs in turn, wall-clock time. The bar for `full` is the cost of its
-  own passes through the model, which `summary.json` counts in samples, at the rate of the steps of a bare run of four
-  times as many epochs; a Hessian-vector product counts as three forward-backward passes (two, if the graph of the
-  gradient was already there), a forward pass as a third of one.
+  own passes through the model, which `summary.json` counts in samples, at the rate of the steps of bare runs, six of
+  which stand beside it one after another; a Hessian-vector product counts as three forward-backward passes (two, if
+  the graph of the gradient was already there), a forward pass as a third of one.
 - *Sinks.* `emit` under four loads, each emit written to the operating system before it returns, as the sinks promise
   for a killed process (only a flush forces a file onto the disk). Every number of a list or series counts as a scalar.
   In the same turns, the same numbers go through Lightning's `CSVLogger` with its defaults (it writes every 100 rows;

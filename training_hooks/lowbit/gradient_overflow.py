@@ -195,7 +195,7 @@ class GradientOverflow(TrainingHook):
             if inputs := self._inputs.get(layer):  # of several uses in a step the last comes back first
                 module, transposed = self._layers[layer]
                 weight = whole(module.get_parameter("weight").detach())
-                self._casts.compare_products(inputs.pop(), weight.T if transposed else weight, gradient.detach())
+                self._casts.keep_products(inputs.pop(), weight.T if transposed else weight, gradient.detach())
 
     def _ask_about_seen(self) -> None:
         """Ask about the output gradients that have come, together: several times faster than one by one."""
@@ -228,6 +228,7 @@ class GradientOverflow(TrainingHook):
             for subject in self._casts.subjects:
                 if subject == OUTPUT:
                     self._ask_about_seen()
+                    self._casts.compare_products()
                 elif subject != "activations":  # those were asked about while they passed
                     self._casts.ask(subject, tensors_of(ctx.model, subject).items(), self._ledgers[subject])
             due += self._casts.subjects

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .cast_losses import losses
 from .overflow_ledger import Ledger, Page
-from .product_errors import EXPONENTS, LOWEST, PRODUCTS, exponents, product_errors
+from .product_errors import EXPONENTS, LOWEST, PRODUCTS, TOGETHER, exponents, operands, product_errors
 
 OUTPUT = "output_gradients"
 
@@ -41,6 +41,7 @@ class HypotheticalCasts(Remembering):
     _histories = Remembered(dict[str, Tensor])
     """The largest magnitudes of the last steps, for the rules with a history; of a rank's rows they are its own."""
     _beside = Remembered(dict[str, Tensor], saved=False)
+    _products = Remembered(list[list[Tensor]], saved=False)
 
     def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
         self.casts, self.subjects = list(casts), list(subjects)
@@ -70,6 +71,7 @@ class HypotheticalCasts(Remembering):
     def clear(self) -> None:
         """Forget what was noted beside the counts in the step in progress."""
         self._beside.clear()
+        self._products.clear()
 
     def ask(self, subject: str, tensors: Iterable[tuple[str, Tensor]], ledger: Ledger, use: str = "") -> None:
         """Count what each cast would lose of each tensor, in one ``use`` of it if it has several."""
@@ -90,10 +92,18 @@ class HypotheticalCasts(Remembering):
             newest = largest_magnitudes(tensor, None).to(before.dtype).reshape(1)
             self._histories[f"{subject}/{name}{use}"] = torch.cat([before[1:], newest])
 
-    def compare_products(self, x: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        """Note how far each cast would put the products of a layer off."""
-        for cast, table in zip(self.casts, product_errors(x, weight, gradient, self.casts), strict=True):
-            self._note(label(cast), table.flatten())
+    def keep_products(self, x: Tensor, weight: Tensor, gradient: Tensor) -> None:
+        """Keep what a layer multiplies until :meth:`compare_products`, or until it is much."""
+        self._products.append(operands(x, weight, gradient))
+        if sum(matrix.numel() for layer in self._products for matrix in layer) > TOGETHER:
+            self.compare_products()
+
+    def compare_products(self) -> None:
+        """Note how far each cast would put the products of the layers that were kept off."""
+        if self._products:
+            for cast, table in zip(self.casts, product_errors(self._products, self.casts), strict=True):
+                self._note(label(cast), table.flatten())
+            self._products.clear()
 
     def _note(self, name: str, numbers: Tensor) -> None:
         self._beside[name] = self._beside[name] + numbers if name in self._beside else numbers

@@ -14,6 +14,8 @@ ELEMENTS = 2**14
 """Of an output gradient that are looked at."""
 LAYERS = 8
 """At even distances in the model, whose products are compared."""
+TOGETHER = 2**22
+"""Values of operands that are kept until they are cast."""
 LOWEST, EXPONENTS = -149, 278
 """Exponents of float32 numbers: the smallest, and how many there are."""
 
@@ -40,32 +42,62 @@ def oriented(gradient: Tensor) -> Mapping[str, Tensor]:
     return {product: some_rows(view, max(2, ELEMENTS // max(1, view.shape[1]))) for product, view in views.items()}
 
 
-def product_errors(x: Tensor, weight: Tensor, gradient: Tensor, casts: Sequence[Cast]) -> Tensor:
-    """Return relative error ‖P̂ − P‖ / ‖P‖, cosine of P̂ and P, and 1, for each cast and product (casts, 3, 3).
+def operands(x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Return what the three products of a linear layer multiply, a left and a right matrix (ROWS, n) for each.
 
-    P̂ is the product of the operands after the cast, each in blocks along the dimension that the product sums over; P
-    is that of the operands as they are, both in float32. Of P at most ``ROWS`` rows and columns are compared, those of
-    :func:`some_rows`. A product that is zero, or not finite, gives zeros.
+    The product is left @ right.T; of larger matrices they are :func:`some_rows`, of which a product has as many rows
+    and columns.
 
     Args:
         x: of shape (..., in).
         weight: (out, in).
         gradient: of the output, (..., out), with as many tokens as ``x``.
-        casts: of all operands; a rule with a history takes the tensor's own largest magnitude.
     """
     x, gradient = (each.reshape(-1, each.shape[-1]) for each in (x, gradient))
+    pairs = ((x, weight), (gradient, weight.T), (gradient.T, x.T))
+    return [some_rows(matrix, ROWS).float() for pair in pairs for matrix in pair]
+
+
+def product_errors(layers: Sequence[Sequence[Tensor]], casts: Sequence[Cast]) -> Tensor:
+    """Return relative error ‖P̂ − P‖ / ‖P‖, cosine of P̂ and P, and 1, for each cast and product (casts, 3, 3).
+
+    P̂ is the product of the operands after the cast, each in blocks along the dimension that the product sums over; P
+    is that of the operands as they are, both in float32. They are sums over the layers, to which a product that is
+    zero, or not finite, adds zeros.
+
+    Args:
+        layers: the :func:`operands` of each.
+        casts: of all operands; a rule with a history takes the tensor's own largest magnitude.
+    """
+    matrices = [matrix for layer in layers for matrix in layer]
+    narrow = [torch.stack(each) for each in zip(*(_cast_each(cast, matrices) for cast in casts), strict=True)]
     found = []
-    for operands in ((x, weight), (gradient, weight.T), (gradient.T, x.T)):
-        left, right = (some_rows(each, ROWS).float() for each in operands)
-        exact = (left @ right.T).double()
-        size = exact.norm()
-        for cast in casts:
-            narrow = (cast(left) @ cast(right).T).double()
-            error, length = (narrow - exact).norm() / size, narrow.norm()
-            cosine = torch.where(length > 0, (exact * narrow).sum() / (size * length), 0.0)
-            numbers = torch.stack([error, cosine, torch.ones_like(error)])
-            found.append(torch.where((size > 0) & size.isfinite(), numbers, 0.0))
-    return torch.stack(found).view(len(PRODUCTS), len(casts), 3).transpose(0, 1)
+    for left, right in zip(range(0, len(matrices), 2), range(1, len(matrices), 2), strict=True):
+        exact = (matrices[left] @ matrices[right].T).double()
+        after = (narrow[left] @ narrow[right].mT).double()  # (casts, rows, columns)
+        size, lengths = exact.norm(), after.norm(dim=(1, 2))
+        errors = (after - exact).norm(dim=(1, 2)) / size
+        cosines = torch.where(lengths > 0, (after * exact).sum((1, 2)) / (size * lengths), 0.0)
+        numbers = torch.stack([errors, cosines, torch.ones_like(errors)], 1)
+        found.append(torch.where((size > 0) & size.isfinite(), numbers, 0.0))
+    return torch.stack(found).view(len(layers), len(PRODUCTS), len(casts), 3).sum(0).transpose(0, 1)
+
+
+def _cast_each(cast: Cast, matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Cast matrices by scales of their own, those of one shape in one call, since calls are what costs."""
+    places: dict[torch.Size, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        places.setdefault(matrix.shape, []).append(place)
+    found = list(matrices)
+    for alike in places.values():
+        together = torch.stack([matrices[place] for place in alike])
+        try:
+            after = torch.func.vmap(cast)(together)
+        except RuntimeError:  # a user's scaling rule may ask what a tensor holds, which vmap does not allow
+            after = torch.stack([cast(matrix) for matrix in together])
+        for place, each in zip(alike, after.unbind(), strict=True):
+            found[place] = each
+    return found
 
 
 def exponents(scales: Tensor) -> Tensor:

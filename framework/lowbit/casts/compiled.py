@@ -92,6 +92,7 @@ def suits(blocks: Tensor) -> bool:
         and type(blocks) in (Tensor, Parameter)
         and not (blocks.requires_grad and torch.is_grad_enabled())
         and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(blocks)  # under vmap, say: no type of its own tells it
         and entered_modes() == (0, 0)
         and os.environ.get(SWITCH) != "0"
     )

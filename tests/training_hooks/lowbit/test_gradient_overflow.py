@@ -15,7 +15,7 @@ from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegist
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.hypothetical_casts import linear_layers
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
-from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, product_errors, some_rows
+from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, operands, product_errors, some_rows
 from torch import nn
 
 from tests.support import SpyHook, at, differences
@@ -302,7 +302,9 @@ def test_the_forward_product_is_off_by_what_the_low_bit_layer_is_off():
     quantize_model(layer, "e2m1/nvfp4")
     narrow = layer(x).detach()
     expected = (narrow - exact).norm() / exact.norm()
-    error, cosine, number = product_errors(x, weight, torch.randn(40, 12), [Cast("e2m1", "nvfp4")])[0, 0].tolist()
+    error, cosine, number = product_errors([operands(x, weight, torch.randn(40, 12))], [Cast("e2m1", "nvfp4")])[
+        0, 0
+    ].tolist()
     assert (error, number) == (pytest.approx(float(expected), rel=1e-5), 1)
     assert cosine == pytest.approx(float(torch.cosine_similarity(narrow.flatten(), exact.flatten(), 0)), rel=1e-5)
 
@@ -322,7 +324,7 @@ def test_products_of_large_matrices_are_off_by_about_what_their_parts_are():
     torch.manual_seed(0)
     x, weight, gradient = torch.randn(700, 300), torch.randn(400, 300), torch.randn(700, 400)
     cast = Cast("e2m1", "nvfp4")
-    (found,) = product_errors(x, weight, gradient, [cast])
+    (found,) = product_errors([operands(x, weight, gradient)], [cast])
     for index, (a, b) in enumerate([(x, weight), (gradient, weight.T), (gradient.T, x.T)]):
         exact, narrow = a @ b.T, cast(a.contiguous()) @ cast(b.contiguous()).T
         assert found[index, 0] == pytest.approx(float((narrow - exact).norm() / exact.norm()), rel=0.1)
@@ -336,11 +338,40 @@ def test_experts_whose_parameter_is_called_weight_are_no_linear_layer():
 
 def test_products_that_are_zero_or_without_rows_are_no_answer():
     cast = Cast("e2m1", "nvfp4")
-    zero = product_errors(torch.zeros(3, 20), torch.randn(4, 20), torch.zeros(3, 4), [cast])
-    assert zero.tolist() == [[[0.0] * 3] * 3]
-    assert (
-        product_errors(torch.zeros(0, 20), torch.randn(4, 20), torch.zeros(0, 4), [cast])[0, :, 2].tolist() == [0.0] * 3
-    )
+    zero = operands(torch.zeros(3, 20), torch.randn(4, 20), torch.zeros(3, 4))
+    empty = operands(torch.zeros(0, 20), torch.randn(4, 20), torch.zeros(0, 4))
+    assert product_errors([zero], [cast]).tolist() == [[[0.0] * 3] * 3]
+    assert product_errors([empty], [cast])[0, :, 2].tolist() == [0.0] * 3
+
+
+def test_products_of_several_layers_are_compared_together_as_one_by_one():
+    casts = [Cast("e2m1", rule) for rule in ("tensor", "nvfp4", "mx_floor", "delayed", "block")]
+    shapes = [(7, 20, 12), (90, 20, 12), (90, 80, 70), (90, 20, 12)]
+    layers = [
+        operands(torch.randn(rows, inputs) * 3**place, torch.randn(outputs, inputs), torch.randn(rows, outputs))
+        for place, (rows, inputs, outputs) in enumerate(shapes)
+    ]
+    alone = sum(product_errors([layer], casts) for layer in layers)
+    assert torch.allclose(product_errors(layers, casts), alone, rtol=1e-6, atol=0)
+
+
+class Hesitant(RuleRegistry.get("tensor")):
+    """A rule that looks at what a tensor holds, which no vectorised call can."""
+
+    name = "hesitant"
+
+    def scales(self, largest, number_format):
+        return super().scales(largest, number_format) if float(largest) > 0 else torch.ones_like(largest)
+
+
+def test_a_rule_that_cannot_be_vectorised_is_compared_one_matrix_at_a_time():
+    layers = [operands(torch.randn(7, 20), torch.randn(12, 20), torch.randn(7, 12)) for _ in range(2)]
+    expected = product_errors(layers, [Cast("e2m1", "tensor")])
+    RuleRegistry.register(Hesitant)
+    try:
+        assert torch.allclose(product_errors(layers, [Cast("e2m1", "hesitant")]), expected)
+    finally:
+        RuleRegistry.unregister("hesitant")
 
 
 @pytest.mark.parametrize("exponent", [-149, -130, -1, 0, 5, 127])

@@ -418,6 +418,11 @@ def test_a_cast_that_is_to_be_vectorised_runs_as_it_is():
     assert torch.equal(stacked, torch.stack([BLOCK(part) for part in gaussian(4, 8, 64)]))
 
 
+def test_one_that_was_vectorised_is_compiled_for_plain_tensors_all_the_same(compiler: Compiler):
+    torch.func.vmap(lambda blocks: compiler.run(largest_in, blocks))(gaussian(4, 64, 48))
+    assert compiler.attempt(largest_in, gaussian(64, 48)) is not None
+
+
 @pytest.mark.usefixtures("compiler")
 def test_what_is_called_for_few_elements_is_not_compiled():
     patient = Compiler(patience=200)
