@@ -28,6 +28,25 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make no slow rows of a matrix where none is run: there are more of them than of all others."""
+    if metafunc.config.option.markexpr != "not slow":
+        return
+    parametrize = metafunc.parametrize
+
+    def without_slow(names, values, *args, ids=None, **options):  # type: ignore[no-untyped-def]
+        values = list(values)
+        kept = [place for place, value in enumerate(values) if not _is_slow(value)] or range(len(values))
+        ids = [ids[place] for place in kept] if isinstance(ids, (list, tuple)) else ids
+        parametrize(names, [values[place] for place in kept], *args, ids=ids, **options)
+
+    metafunc.parametrize = without_slow  # type: ignore[method-assign]
+
+
+def _is_slow(value: object) -> bool:
+    return any(mark.name == "slow" for mark in getattr(value, "marks", ()))
+
+
 def pytest_collection_finish() -> None:
     """Leave what was collected, some million objects, out of every later search for garbage."""
     gc.collect()

@@ -16,6 +16,8 @@ from ..training import TrainingTask
 from .hook_set import HookSet
 from .manager import HookManager
 
+# Named here, since until Python 3.12 a member is found by a function in Python each time.
+PRE_EPOCH, PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
 # Doubled whenever it is full, so that over a run each column is copied about once.
 ROOM = 128  # steps
 
@@ -41,7 +43,7 @@ class Driver:
             loop.pre_epoch = manager.pre_epoch_snapshot
             loop.pre_epoch.save(manager.state)
         self._keeper.renew()
-        manager.fire(HookPoint.PRE_EPOCH)
+        manager.fire(PRE_EPOCH)
 
     def begin_step(self, batch: Batch, index: int) -> None:
         """Begin the step on a batch, the ``index``-th of the epoch, before its gradients are zeroed."""
@@ -52,7 +54,7 @@ class Driver:
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
-        self.manager.fire(HookPoint.PRE_STEP)
+        self.manager.fire(PRE_STEP)
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
 
@@ -66,12 +68,12 @@ class Driver:
         loop.running_steps += 1
         if self._keeper.is_asked:
             self._keeper.gather(loop, skipped=skipped)
-        self.manager.fire(HookPoint.POST_BACKWARD)
+        self.manager.fire(POST_BACKWARD)
 
     def before_update(self) -> None:
         """Look at the gradients as the optimizer is about to use them; left out where a step is skipped."""
-        if self._hooks.listeners.at[HookPoint.PRE_UPDATE]:
-            self.manager.fire(HookPoint.PRE_UPDATE)
+        if self._hooks.listeners.at[PRE_UPDATE]:
+            self.manager.fire(PRE_UPDATE)
         rate: float | Tensor = self.task.optimizer.param_groups[0]["lr"]  # a tensor is what schedulers write to
         self.loop.step_lr = rate.clone() if isinstance(rate, Tensor) else rate
 
@@ -79,8 +81,8 @@ class Driver:
         """End a step whose update was made or, its gradients having left float16, ``skipped``."""
         if skipped:
             self.loop.skipped_steps += 1
-        elif self._hooks.listeners.at[HookPoint.POST_STEP]:
-            self.manager.fire(HookPoint.POST_STEP)
+        elif self._hooks.listeners.at[POST_STEP]:
+            self.manager.fire(POST_STEP)
 
     def end_batches(self) -> None:
         """Forget the batch in flight: what comes next is between steps."""
@@ -109,11 +111,11 @@ class Driver:
 
     def end_epoch(self) -> None:
         """Look back on the epoch; the loop counts on by itself."""
-        self.manager.fire(HookPoint.POST_EPOCH)
+        self.manager.fire(POST_EPOCH)
 
     def snapshot(self) -> None:
         """Take stock, of the epoch or of the steps since the last time."""
-        self.manager.fire(HookPoint.SNAPSHOT)
+        self.manager.fire(SNAPSHOT)
         self.manager.dispatch.snapshot(self.loop.epoch, self.loop.step)
         self.loop.series_steps = 0
 

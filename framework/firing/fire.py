@@ -38,6 +38,8 @@ from ..training import LossProbe, TrainingTask
 from .dispatch import MetricDispatch
 from .hook_set import HookSet, Listener
 
+PRE_EPOCH = HookPoint.PRE_EPOCH
+
 
 class Firing:
     """Fires hook points of one run: observers first, then interventions, then committing hooks."""
@@ -148,7 +150,7 @@ class Firing:
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         shown = loop.step_series if point in EPOCH_END else None
         series = (None, None) if shown is None else shown[:, : loop.series_steps].unbind()
-        mean_loss = None if point is HookPoint.PRE_EPOCH else loop.epoch_loss
+        mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
         rate = task.optimizer.param_groups[0]["lr"]
         return RunDataContext(
             hook_point=point,

@@ -38,6 +38,7 @@ from .hook_set import HookSet
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
+POST_BACKWARD = HookPoint.POST_BACKWARD
 UNNAMED = "unnamed"
 """What experiment, strategy and folder are called where nobody has said."""
 
@@ -165,7 +166,7 @@ class HookManager:
         """Call the hooks that are due at ``point``; a manager that was not started starts itself at the first."""
         if not self._started:
             self._start_itself()
-        if point is HookPoint.POST_BACKWARD and self._taps.need_a_pass:
+        if point is POST_BACKWARD and self._taps.need_a_pass:
             self._hear_taps()
         if self.hooks.listeners.at[point]:
             self._firing.call_due(point)

@@ -208,10 +208,17 @@ def check_numbers(runner: Any, numbers: Mapping[str, Any]) -> None:
 def asked(runner: Any, method: str, *arguments: Any) -> Any:
     """Call a method of an experiment and return what it returns; raises :class:`UnfitError` for what is of no use."""
     value = getattr(runner, method)(*arguments)
+    if method == "compute_loss" and _is_plain_loss(value):
+        return value
     for rule, wanted in RETURNED[method]:
         if isinstance(value, type) or not rule(value, *arguments):
             raise unfit(runner, f"returned {_shown(value)}; it must be {wanted}.", method)
     return value
+
+
+def _is_plain_loss(value: Any) -> bool:
+    """Return whether a loss is as nearly all are, by which all rules for it hold: it is computed at every step."""
+    return type(value) is Tensor and value.requires_grad and not value.ndim and value.is_floating_point()
 
 
 def blamed(error: BaseException) -> UnfitError | None:
