@@ -10,7 +10,7 @@ from loopscope.experiments.mod_arithmetic.runner import QUICK
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.gpu_cost import on_device
 from tests.benchmarks.others.cost import read, side_by_side, written
-from tests.benchmarks.others.extras import as_they_do_them
+from tests.benchmarks.others.extras import as_they_do_them, read_rows, written_rows
 from tests.benchmarks.others.frameworks import BARE, FRAMEWORKS, Framework, installed
 from tests.benchmarks.others.prices import KINDS, Side
 from tests.benchmarks.others.work import THREE_VALUES, Asked, Data, Seen, TurnsOfData, Work, bare_steps, batches_of
@@ -100,6 +100,8 @@ def test_what_more_costs_is_measured_in_every_framework_that_has_it():
 def test_a_row_comes_back_from_another_environment_as_it_was():
     side = Side("fastai", dict.fromkeys(KINDS, Spread(3e-4, 2e-4, 1e-5)), "a list", "other weights", "not noticed")
     assert read(written(side)) == side
+    rows = [Row("Clipping: fastai, GradientClip", "fastai; bare step 5.00 ms", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))]
+    assert read_rows(written_rows(rows)) == rows
 
 
 def test_what_is_not_installed_is_named_in_the_table():

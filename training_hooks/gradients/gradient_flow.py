@@ -43,7 +43,9 @@ def find_chains(model: nn.Module, patterns: str = "") -> Chains:
         globs = filter(None, map(str.strip, patterns.split(",")))
         found = {glob: [name for name in names if _fits(name.split("."), glob.split("."))] for glob in globs}
         return {glob: blocks for glob, blocks in found.items() if len(blocks) >= SMALLEST_STACK}
-    return dict(_stacks(model, ""))
+    stacks = dict(_stacks(model, ""))
+    whole = "model" if "model" not in stacks else "(model)"
+    return {name or whole: blocks for name, blocks in stacks.items()}
 
 
 def _fits(parts: Sequence[str], globs: Sequence[str]) -> bool:
@@ -53,7 +55,7 @@ def _fits(parts: Sequence[str], globs: Sequence[str]) -> bool:
 def _stacks(module: nn.Module, name: str) -> Iterator[tuple[str, list[str]]]:
     blocks = _blocks(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
     if blocks:
-        yield name or "model", [f"{name}.{block}".lstrip(".") for block in blocks]
+        yield name, [f"{name}.{block}".lstrip(".") for block in blocks]
     for child_name, child in module.named_children():
         if child_name not in blocks:
             yield from _stacks(child, f"{name}.{child_name}".lstrip("."))

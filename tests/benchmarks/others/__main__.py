@@ -1,14 +1,15 @@
-"""Measures one framework in the environment that runs this: ``python -m tests.benchmarks.others TITLE SHARE``."""
+"""Measures one framework in the environment that runs this: ``python -m tests.benchmarks.others TITLE SHARE WHAT``."""
 
 import sys
 
 import torch
 
 from tests.benchmarks.others.cost import side, written
+from tests.benchmarks.others.extras import extras_of, written_rows
 from tests.benchmarks.others.frameworks import FRAMEWORKS
 from tests.benchmarks.rows import Effort
 
-title, share = sys.argv[1:]
+title, share, what = sys.argv[1:]
 torch.set_num_threads(1)
-row = side(next(each for each in FRAMEWORKS if each.title == title), Effort(float(share)))
-sys.stdout.write(written(row))
+framework, effort = next(each for each in FRAMEWORKS if each.title == title), Effort(float(share))
+sys.stdout.write(written(side(framework, effort)) if what == "side" else written_rows(extras_of(framework, effort)))

@@ -47,11 +47,16 @@ def side(framework: Framework, effort: Effort) -> Side:
 
 
 def _apart(framework: Framework, effort: Effort) -> Side:
+    text = from_apart(framework, effort, "side")
+    return read(text) if text else Side(framework.title, why_not="not installed")
+
+
+def from_apart(framework: Framework, effort: Effort, what: str) -> str:
+    """Return what the environment that a framework has to itself writes of it, or nothing where there is none."""
     if framework.title != "fastai" or not APART.exists() or not effort.share:
-        return Side(framework.title, why_not="not installed")
-    command = [str(APART), "-m", "tests.benchmarks.others", framework.title, str(effort.share)]
-    done = subprocess.run(command, cwd=APART.parents[2], capture_output=True, text=True, check=True)
-    return read(done.stdout)
+        return ""
+    command = [str(APART), "-m", "tests.benchmarks.others", framework.title, str(effort.share), what]
+    return subprocess.run(command, cwd=APART.parents[2], capture_output=True, text=True, check=True).stdout
 
 
 def read(text: str) -> Side:

@@ -1,6 +1,8 @@
 """Clipping, averages of weights, gradient norms and histograms of gradients, as each framework does them."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -8,12 +10,12 @@ from statistics import median
 from loopscope.hooks import Metrics
 from torch import aminmax, histc
 
-from tests.benchmarks.others.cost import Build, Train, asking, in_turns, joined, timed
-from tests.benchmarks.others.frameworks import OURS, installed
+from tests.benchmarks.others.cost import Build, Train, asking, from_apart, in_turns, joined, timed
+from tests.benchmarks.others.frameworks import FRAMEWORKS, OURS, Framework, installed
 from tests.benchmarks.others.work import Asked, Seen, loss
 from tests.benchmarks.rows import MICROSECONDS, Effort, Row
 from tests.benchmarks.subjects import mod_arithmetic
-from tests.benchmarks.timing import difference
+from tests.benchmarks.timing import Spread, difference
 
 EXTRAS = {"CLIPS": ("Clipping", Asked(clips=True)), "AVERAGES": ("Average of weights", Asked(averages=True))}
 EXTRAS |= {"NORMS": ("Norm of every gradient", Asked(norms=True))}
@@ -24,19 +26,34 @@ ALONE, BATCHES = "alone", 15
 
 def as_they_do_them(effort: Effort) -> Iterator[Row]:
     """Measure each extra in each framework that has it, against the framework without it."""
-    rows = []
-    for framework in installed():
-        ways = {title: (getattr(framework.module, key), asked) for key, (title, asked) in EXTRAS.items()}
-        trainings = {ALONE: asking(framework, Asked())}
-        trainings |= {
-            f"{title}: {framework.title}, {way}": asking(framework, asked)
-            for title, (way, asked) in ways.items()
-            if way
-        }
-        rows += _against_the_first(framework.title, trainings, effort)
+    here = list(installed())
+    rows = [row for framework in here for row in extras_of(framework, effort)]
+    for framework in FRAMEWORKS:
+        if framework not in here and (text := from_apart(framework, effort, "extras")):
+            rows += read_rows(text)
     yield from sorted(
         rows, key=lambda row: [row.figure.startswith(title) for title, _ in EXTRAS.values()], reverse=True
     )
+
+
+def extras_of(framework: Framework, effort: Effort) -> list[Row]:
+    """Measure each extra that a framework has."""
+    ways = {title: (getattr(framework.module, key), asked) for key, (title, asked) in EXTRAS.items()}
+    trainings = {ALONE: asking(framework, Asked())}
+    trainings |= {
+        f"{title}: {framework.title}, {way}": asking(framework, asked) for title, (way, asked) in ways.items() if way
+    }
+    return list(_against_the_first(framework.title, trainings, effort))
+
+
+def written_rows(rows: Sequence[Row]) -> str:
+    """Write rows of microseconds as one line."""
+    return json.dumps([(row.figure, row.against, asdict(row.value)) for row in rows])
+
+
+def read_rows(text: str) -> list[Row]:
+    """Return what :func:`written_rows` wrote."""
+    return [Row(figure, against, MICROSECONDS, Spread(**value)) for figure, against, value in json.loads(text)]
 
 
 def watch(effort: Effort) -> Iterator[Row]:

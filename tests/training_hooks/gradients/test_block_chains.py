@@ -42,6 +42,12 @@ def test_of_a_mixed_stack_the_most_frequent_class_with_parameters_makes_the_bloc
     assert find_chains(nn.Sequential(nn.Embedding(3, 2), nn.Sequential(Block(), Block()))) == {"1": ["1.0", "1.1"]}
 
 
+def test_a_stack_that_is_called_model_does_not_hide_the_model_itself():
+    within = nn.Sequential(Block(), nn.Sequential(Block(), Block()), Block())
+    within.add_module("model", stack(2))
+    assert find_chains(within) == {"(model)": ["0", "2"], "1": ["1.0", "1.1"], "model": ["model.0", "model.1"]}
+
+
 def test_a_stack_of_one_block_is_none_and_the_stack_inside_it_is_found():
     inner = ["blocks.0.inner.0", "blocks.0.inner.2", "blocks.0.inner.4"]
     assert find_chains(model(blocks=stack(1))) == {"blocks.0.inner": inner}
