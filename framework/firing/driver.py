@@ -55,6 +55,7 @@ class Driver:
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
         self.manager.fire(PRE_STEP)
+        self.manager.arrange_taps()
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
 

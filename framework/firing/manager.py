@@ -105,6 +105,7 @@ class HookManager:
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call, self._rows_of)
         self.deaf = self._taps.deaf
         """Makes the context of a step's further evaluations, where the optimizer makes several: no tap hears them."""
+        self.arrange_taps = self._taps.arrange
         self._firing = Firing(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
         self._reference_weights = reference_weights
 

@@ -73,6 +73,8 @@ class TapSet:
         self._audit = audit
         self._compiled = compiled or is_compiled(model)
         self._attached = ExitStack()
+        self._switched: dict[str, _Switched] = {}
+        """Hooks on modules, by the hook whose taps they serve."""
         self._apart: list[tuple[Callable[[], bool], nn.Module, Around]] = []
         self._silent = 0
         self._hearing = False
@@ -135,7 +137,21 @@ class TapSet:
         elif self._compiled:
             self._attached.callback(module.register_forward_hook(_uncompiled_hook()(around[1])).remove)
         else:
-            _listen(self._attached, module, around)
+            self._listen(owner, module, around)
+
+    def _listen(self, owner: TapOwner, module: nn.Module, around: Around) -> None:
+        """Attach hooks to a module which :meth:`arrange` may take off for a while."""
+        if owner.hook not in self._switched:
+            self._switched[owner.hook] = _Switched(owner.is_due)
+        self._switched[owner.hook].listen(module, around)
+
+    def arrange(self) -> None:
+        """Keep hooks on modules at those steps only at which they are due; called before the passes of a step.
+
+        A module without any is called faster.
+        """
+        for around in self._switched.values():
+            around.arrange()
 
     def _attach_elsewhere(
         self, owner: TapOwner, tap: GradientTap, module: nn.Module, watched: OnGradient, is_heard: Callable[[], bool]
@@ -151,7 +167,7 @@ class TapSet:
             if self._compiled:
                 self._apart.append((owner.is_due, place, around))
             else:
-                _listen(self._attached, place, around)
+                self._listen(owner, place, around)
 
     def _watched(self, owner: TapOwner, tap: GradientTap, is_heard: Callable[[], bool]) -> OnGradient:
         def on_gradient(gradient: Tensor) -> Tensor | None:
@@ -226,6 +242,9 @@ class TapSet:
     def remove(self) -> None:
         """Take every tap off the model."""
         self._attached.close()
+        for around in self._switched.values():
+            around.close()
+        self._switched.clear()
         self._apart.clear()
 
 
@@ -266,6 +285,31 @@ def _uncompiled_forward(module: nn.Module, around: Around) -> Iterator[None]:
     finally:
         vars(module).pop("forward")
         vars(module).update({} if own is None else {"forward": own})
+
+
+class _Switched:
+    """What is called around the forward passes of some modules, where a hook is due."""
+
+    def __init__(self, is_due: Callable[[], bool]) -> None:
+        self._is_due = is_due
+        self._places: list[tuple[nn.Module, Around]] = []
+        self._attached = ExitStack()
+        self._is_on = True
+
+    def listen(self, module: nn.Module, around: Around) -> None:
+        self._places.append((module, around))
+        _listen(self._attached, module, around)
+
+    def arrange(self) -> None:
+        if self._is_due() is self._is_on:
+            return
+        self._is_on = not self._is_on
+        self._attached.close()
+        for module, around in self._places if self._is_on else ():
+            _listen(self._attached, module, around)
+
+    def close(self) -> None:
+        self._attached.close()
 
 
 def _listen(stack: ExitStack, module: nn.Module, around: Around) -> None:
