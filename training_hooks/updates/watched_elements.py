@@ -134,7 +134,7 @@ class Block:
         Driven are those whose gradient is not zero, stuck those of them that are where the decay alone takes them.
         Decayed are those that are not zero where there is a decay, undecayed those of them that the decay alone leaves
         as they are. ``decays`` holds the share that a step's decay takes of a weight, ``None`` where no step is made:
-        there nothing is driven.
+        there nothing is driven. Overwrites the copies.
         """
         if self.is_wide:
             none = torch.zeros(len(self.names), device=self.rows.device)
@@ -149,9 +149,11 @@ class Block:
         return [torch.cat(changes), *torch.stack(counts).unbind(1)]
 
     def _changes(self, shards: Sequence[Tensor]) -> Tensor:
-        # Not in place: of the copies, which lie in memory, every byte would be written, of what a cache holds none.
-        changes = (torch._foreach_sub(self.views[these], self._looked_at(these, shards)) for these, _ in self._pieces)
-        return torch.cat([norms(each) for each in changes])
+        found = []
+        for these, rows in self._pieces:
+            torch._foreach_sub_(self.views[these], self._looked_at(these, shards))
+            found.append(torch.linalg.vector_norm(self.rows[rows], dim=1))
+        return self._for_each(torch.cat(found), 2)
 
     def _looked_at(self, these: slice, shards: Sequence[Tensor]) -> list[Tensor]:
         if self._all:
@@ -221,7 +223,7 @@ class WatchedElements:
 
     @torch.no_grad()
     def compare(self, parameters: Named, decays: Mapping[str, float]) -> list[list[Tensor]]:
-        """Compare the parameters, those of :attr:`names`, with their copies, which are not kept any longer.
+        """Compare the parameters, those of :attr:`names`, with their copies, which are lost by that.
 
         Rows: the norm that was, that of the change, and the four counts of :meth:`Block.compare`; ``decays`` has those
         of which a step is made.
