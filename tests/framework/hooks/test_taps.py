@@ -402,13 +402,9 @@ def test_taps_follow_the_hooks_schedule_windows_and_loops():
 
 def test_modules_have_hooks_at_those_steps_only_at_which_taps_are_due():
     tapper, found = Tapper(GradientTap("0", "output", lambda gradient: None)), []
-    tapper.step_schedule = StepSchedule(mode="stride", every_n_steps=3)
-    train(
-        Case(),
-        [tapper, at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: found.append((ctx.step, attached(ctx.model))))],
-    )
-    assert len(found) > 3
-    assert found == [(step, int(step % 3 == 1)) for step, _ in found]
+    tapper.step_schedule = StepSchedule(mode="stride", every_n_steps=2)
+    train(Case(), [tapper, at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: found.append(attached(ctx.model)))])
+    assert found == [1, 0, 1]
 
 
 def test_a_tap_that_raises_ends_the_run_naming_hook_tap_and_step():
