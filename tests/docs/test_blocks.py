@@ -7,12 +7,17 @@ import pytest
 
 from tests.docs.markdown import PAGES, ROOT, blocks
 from tests.docs.running import LANGUAGES, run_page
+from tests.support.cases import slow_unless
 
 ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_an_experiment.py
 WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != ELSEWHERE]
+DEAR = ("many-processes.md", "comparing.md")
+"""Together a minute; tests/framework/cli and tests/framework/report have smaller runs of their commands, always on."""
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.name, marks=slow_unless(page.name not in DEAR)) for page in WITH_BLOCKS]
+)
 def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(page, tmp_path, monkeypatch)
 
