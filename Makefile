@@ -20,7 +20,7 @@ run: $(STAMP)
 		--out output/mod_arithmetic/report.html --overwrite
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # torch_xla has no build for the torch that the constraints name; this one has several GB.
 xla:

@@ -28,16 +28,6 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
-LONG = (
-    "tests/framework/integrations/test_on_ranks",
-    "tests/framework/checkpoints/test_shared",
-    "tests/training_hooks/ranks",
-    "tests/framework/cli/test_jobs",
-    "tests/docs/test_blocks",
-    "tests/contracts",
-)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make no slow rows of a matrix where none is run: there are more of them than of all others."""
     if metafunc.config.option.markexpr != "not slow":
@@ -55,11 +45,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _is_slow(value: object) -> bool:
     return any(mark.name == "slow" for mark in getattr(value, "marks", ()))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, or in the end one process would be left alone with them."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .cast_losses import losses
 from .overflow_ledger import Ledger, Page
-from .product_errors import EXPONENTS, LOWEST, PRODUCTS, TOGETHER, exponents, operands, product_errors
+from .product_errors import EXPONENTS, KEPT, LOWEST, PRODUCTS, exponents, operands, product_errors
 
 OUTPUT = "output_gradients"
 
@@ -95,7 +95,7 @@ class HypotheticalCasts(Remembering):
     def keep_products(self, x: Tensor, weight: Tensor, gradient: Tensor) -> None:
         """Keep what a layer multiplies until :meth:`compare_products`, or until it is much."""
         self._products.append(operands(x, weight, gradient))
-        if sum(matrix.numel() for layer in self._products for matrix in layer) > TOGETHER:
+        if sum(matrix.numel() for layer in self._products for matrix in layer) > KEPT:
             self.compare_products()
 
     def compare_products(self) -> None:

@@ -14,7 +14,7 @@ ELEMENTS = 2**14
 """Of an output gradient that are looked at."""
 LAYERS = 8
 """At even distances in the model, whose products are compared."""
-TOGETHER = 2**22
+KEPT = 2**22
 """Values of operands that are kept until they are cast."""
 LOWEST, EXPONENTS = -149, 278
 """Exponents of float32 numbers: the smallest, and how many there are."""
@@ -72,9 +72,8 @@ def product_errors(layers: Sequence[Sequence[Tensor]], casts: Sequence[Cast]) ->
     matrices = [matrix for layer in layers for matrix in layer]
     narrow = [torch.stack(each) for each in zip(*(_cast_each(cast, matrices) for cast in casts), strict=True)]
     found = []
-    for left, right in zip(range(0, len(matrices), 2), range(1, len(matrices), 2), strict=True):
-        exact = (matrices[left] @ matrices[right].T).double()
-        after = (narrow[left] @ narrow[right].mT).double()  # (casts, rows, columns)
+    for left, right, a, b in zip(matrices[::2], matrices[1::2], narrow[::2], narrow[1::2], strict=True):
+        exact, after = (left @ right.T).double(), (a @ b.mT).double()  # the second of shape (casts, rows, columns)
         size, lengths = exact.norm(), after.norm(dim=(1, 2))
         errors = (after - exact).norm(dim=(1, 2)) / size
         cosines = torch.where(lengths > 0, (after * exact).sum((1, 2)) / (size * lengths), 0.0)

@@ -12,8 +12,8 @@ from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.lowbit import ROLES, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry, ScalingRule
-from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.hypothetical_casts import linear_layers
+from loopscope.training_hooks.lowbit import GradientOverflow, hypothetical_casts
+from loopscope.training_hooks.lowbit.hypothetical_casts import HypotheticalCasts, linear_layers
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
 from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, operands, product_errors, some_rows
 from torch import nn
@@ -302,9 +302,8 @@ def test_the_forward_product_is_off_by_what_the_low_bit_layer_is_off():
     quantize_model(layer, "e2m1/nvfp4")
     narrow = layer(x).detach()
     expected = (narrow - exact).norm() / exact.norm()
-    error, cosine, number = product_errors([operands(x, weight, torch.randn(40, 12))], [Cast("e2m1", "nvfp4")])[
-        0, 0
-    ].tolist()
+    layers = [operands(x, weight, torch.randn(40, 12))]
+    error, cosine, number = product_errors(layers, [Cast("e2m1", "nvfp4")])[0, 0].tolist()
     assert (error, number) == (pytest.approx(float(expected), rel=1e-5), 1)
     assert cosine == pytest.approx(float(torch.cosine_similarity(narrow.flatten(), exact.flatten(), 0)), rel=1e-5)
 
@@ -353,6 +352,22 @@ def test_products_of_several_layers_are_compared_together_as_one_by_one():
     ]
     alone = sum(product_errors([layer], casts) for layer in layers)
     assert torch.allclose(product_errors(layers, casts), alone, rtol=1e-6, atol=0)
+
+
+def test_operands_that_are_many_are_compared_before_the_last_has_come(monkeypatch):
+    products = [(torch.randn(7, 20), torch.randn(12, 20), torch.randn(7, 12)) for _ in range(3)]
+    found = []
+    for kept in (hypothetical_casts.KEPT, 0):
+        monkeypatch.setattr(hypothetical_casts, "KEPT", kept)
+        casts = HypotheticalCasts([Cast("e2m1", "nvfp4")], ["output_gradients"])
+        for each in products:
+            casts.keep_products(*each)
+        waiting = len(casts._products)
+        casts.compare_products()
+        found.append((waiting, casts.beside("output_gradients")[-9:]))
+    (all_of_them, together), (none, apart) = found
+    assert (all_of_them, none) == (3, 0)
+    assert torch.allclose(together, apart)
 
 
 class Hesitant(RuleRegistry.get("tensor")):
