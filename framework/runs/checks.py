@@ -208,10 +208,17 @@ def check_numbers(runner: Any, numbers: Mapping[str, Any]) -> None:
 def asked(runner: Any, method: str, *arguments: Any) -> Any:
     """Call a method of an experiment and return what it returns; raises :class:`UnfitError` for what is of no use."""
     value = getattr(runner, method)(*arguments)
+    if method == "compute_loss" and _is_plain_loss(value):
+        return value
     for rule, wanted in RETURNED[method]:
         if isinstance(value, type) or not rule(value, *arguments):
             raise unfit(runner, f"returned {_shown(value)}; it must be {wanted}.", method)
     return value
+
+
+def _is_plain_loss(value: Any) -> bool:
+    """Return whether a loss is as nearly all are, by which all rules for it hold: it is computed at every step."""
+    return type(value) is Tensor and value.requires_grad and not value.ndim and value.is_floating_point()
 
 
 def blamed(error: BaseException) -> UnfitError | None:
@@ -266,7 +273,8 @@ RULES: list[tuple[str, Callable[..., Any], str]] = [
     ("build_loader", lambda it, _: isinstance(it, Loader), f"a Loader, {LOADERS}"),
     ("build_loader", lambda it, _: length_hint(it) > 0, "a loader whose len() says that it has batches"),
     ("state_dict", lambda it: isinstance(it, Mapping), "a dict"),
-    ("compute_loss", lambda it, *_: isinstance(it, Tensor) and (it.requires_grad or not torch.is_grad_enabled()), LOSS),
+    ("compute_loss", lambda it, *_: isinstance(it, Tensor), LOSS),
+    ("compute_loss", lambda it, *_: it.requires_grad or not torch.is_grad_enabled(), LOSS),
     ("compute_loss", lambda it, *_: not (it.ndim or it.is_complex()), "one real number, such as the mean()"),
     ("evaluate", lambda it, _: fits(plain(it), Mapping[str, float | bool]), NUMBERS),
     ("strategy_hooks", lambda it, _: fits(it, Mapping[str, Mapping[str, Any]]), OPTIONS),
