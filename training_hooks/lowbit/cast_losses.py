@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from loopscope.lowbit.casts import Cast, Counts, FloatFormat, Layout, as_float32, delayed, scales_for
+from loopscope.lowbit.casts import Cast, Counts, FloatFormat, Layout, as_float32, delayed, limits_for, scales_for
 from torch import Tensor
 
 PIECE = 2**20
@@ -124,8 +124,8 @@ class _Group:
         scales = [self._scales(cast, earlier) for cast in self.casts]
         columns = [_column(one, self._lengths(cast)) for cast, one in zip(self.casts, scales, strict=True)]
         maxima = [cast.number_format.maximum for cast in self.casts]
-        limits = [_limits_of(each, largest) for each, largest in zip(columns, maxima, strict=True)]
-        halves = [_limits_of(each, largest * 0.5) for each, largest in zip(columns, maxima, strict=True)]
+        limits = [limits_for(each, largest) for each, largest in zip(columns, maxima, strict=True)]
+        halves = [limits_for(each, largest * 0.5) for each, largest in zip(columns, maxima, strict=True)]
         sums: list[list[Tensor]] = [[] for _ in [None, *self.casts]]
         for begin in range(0, len(self.rows), self._length):
             part = self.rows[begin : begin + self._length]
@@ -223,14 +223,3 @@ def _parts(values: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _sums_of(values: Tensor, lengths: list[int]) -> list[Tensor]:
     return [part.sum() for part in _parts(values, lengths)]
-
-
-def _limits_of(scales: Tensor, maximum: float) -> Tensor:
-    """Return the largest float32 magnitudes that are not above scale · maximum, which is rounded down; inf for scale 0.
-
-    A float32 number exceeds scale · maximum if, and only if, it exceeds that.
-    """
-    exact = scales.double() * maximum
-    near = exact.float()
-    below = torch.where(near.double() > exact, torch.nextafter(near, torch.zeros_like(near)), near)
-    return torch.where(scales > 0, below, torch.inf)

@@ -179,12 +179,13 @@ class Cast:
 
         ``scale`` is given where it comes from earlier tensors.
         """
-        shape = layout.in_chunks(kernels.CHUNK)
-        if shape is None or not kernels.can_count(self.number_format):
+        shape = layout.in_chunks()
+        if shape is None:
             return None
-        chunks, zeros = layout.blocks.view(shape), layout.blocks.new_zeros(shape[0], 1, 1, dtype=torch.float32)
+        chunks = layout.blocks.view(shape)
         draws = None if draws is None else draws.view(shape)
-        found = COMPILER.attempt(kernels.cast_and_count, chunks, zeros, scale, draws, self.scaling, self.rounding)
+        given = (chunks, kernels.nothing_for(chunks), scale, draws, self.scaling, self.rounding)
+        found = COMPILER.attempt(kernels.cast_and_count, *given)
         if found is None or not kernels.was_counted(found[1], found[2], layout.shape.numel()):
             return None
         rounded, sums, maxima = found

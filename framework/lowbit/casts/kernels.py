@@ -11,9 +11,11 @@ from .formats import FloatFormat, by_draws, clamped_to, to_continued_grid, to_gr
 from .scaling import ROW, ScalingRule, to_e8m0
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-CHUNK = 2048
-"""Values that are added up in float32 at most; so many flags of two kinds, 1 and ``FIELD``, add up without rounding."""
-FIELD = 2.0 * CHUNK
+CHUNK = 512
+"""Values that are added up in float32, of longer blocks ``LONGEST``: their sums of squares are good to six digits."""
+LONGEST = 2048
+FIELD = 2.0 * LONGEST
+"""A flag of a second kind: as many as ``LONGEST`` of it and of the first, 1, add up in float32 without rounding."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,17 @@ class Layout:
             padded = padded.reshape(len(matrices), down, rows, per_row, block).transpose(2, 3)
         return cls(padded.reshape(len(matrices) * down * per_row, rows * block), values.shape, per_row, rows)
 
-    def in_chunks(self, size: int) -> torch.Size | None:
-        """Return a shape (n, g, b) of n chunks of at most ``size`` values; ``None`` if they would be many small ones.
+    def in_chunks(self) -> torch.Size | None:
+        """Return a shape (n, g, b) of n chunks of ``CHUNK`` values or one block; ``None`` if they are short or long.
 
         Of a tensor with one scale, pieces are the blocks, one to a chunk.
         """
         if self.per_row is None:
-            group, block = 1, math.gcd(len(self.blocks), size)
+            group, block = 1, math.gcd(len(self.blocks), CHUNK)
         else:
             block = self.blocks.shape[-1]
-            if block > size:
-                return None
-            group = math.gcd(len(self.blocks), size // block)
-        if 8 * group * block < size:  # so many chunks would cost more than the one loop saves
+            group = math.gcd(len(self.blocks), max(1, CHUNK // block))
+        if not CHUNK <= 2 * group * block <= 2 * LONGEST:  # smaller ones would cost more than the one loop saves
             return None
         return torch.Size((self.blocks.numel() // (group * block), group, block))
 
@@ -179,18 +179,18 @@ def as_float32(largest: Tensor) -> Tensor:
 
 
 def cast_and_count(
-    chunks: Tensor, zeros: Tensor, scale: Tensor | None, draws: Tensor | None, scaling: Scaling, rounding: str
+    chunks: Tensor, nothing: Tensor, scale: Tensor | None, draws: Tensor | None, scaling: Scaling, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`.counts`; 0 for the total.
 
-    One loop with a few operations on each element; so it is right only where :func:`can_count` says so before and
-    :func:`was_counted` after. Whole numbers are exact. Real ones are added up in float32 within a chunk and in float64
-    over the chunks, good to six digits.
+    One loop with a few operations on each element; so it is right only where :func:`was_counted` says so after. Whole
+    numbers are exact. Real ones are added up in float32 within a chunk and in float64 over the chunks, good to six
+    digits.
 
     Args:
-        chunks: (n, g, b), of n · g blocks; at most ``CHUNK`` values to a chunk.
-        zeros: (n, 1, 1). Everything that is computed has chunks and blocks for its dimensions because of them, without
-            which the compiler would make several loops.
+        chunks: (n, g, b), of n · g blocks; at most ``LONGEST`` values to a chunk.
+        nothing: (n, g, 1), which :func:`nothing_for` returns. What is added to it has chunks and blocks for its
+            dimensions, without which the compiler would make several loops.
         scale: the one scale, if it is not to follow from the tensor itself.
         draws: of the shape of ``chunks``, for stochastic rounding.
         scaling: how scales follow, and the format.
@@ -198,25 +198,26 @@ def cast_and_count(
     """
     largest = largest_in(chunks)
     largest = largest.amax() if scaling.block is None else largest
-    scales = _stored(scales_for(largest, scaling)) if scale is None else scale
-    scales = scales.expand(chunks.shape[:2]).unsqueeze(-1) + zeros
-    maximum = scaling.number_format.maximum
-    scaled = _scaled(chunks, scales)
-    rounded = (_rounded(scaled, draws, scaling.number_format, rounding) * scales).to(chunks.dtype)
-    values, result = chunks.float() + scales * 0.0, rounded.float()
-    magnitude = values.abs()
+    scales = scales_for(largest, scaling) if scale is None else scale
     reach = torch.where(scales > 0, scales, torch.inf)  # what has a scale of 0 is lost to underflow
-    under = (result == 0) & (magnitude > 0)
-    flags = _in_chunks(torch.where(under, 1.0, torch.where(exceeds(magnitude, reach, maximum / 2), FIELD, 0.0)))
+    maximum = scaling.number_format.maximum
+    limits, halves = limits_for(scales, maximum), limits_for(scales, maximum / 2)
+    excess_max = torch.where(largest > limits, largest / reach, 0.0).amax().double() / maximum
+    # Stored, or each would be computed once more for every value.
+    stored = [_stored(each).expand(chunks.shape[:2]).unsqueeze(-1) for each in (scales, reach, limits, halves)]
+    spread, divisor, limit, half = stored
+    values = chunks.float() + nothing
+    scaled = values / divisor
+    rounded = (_rounded(scaled, draws, scaling.number_format, rounding) * spread).to(chunks.dtype)
+    error, magnitude = rounded.float() - values, values.abs()
+    under = (rounded == 0) & (magnitude > 0)
+    flags = _in_chunks(torch.where(magnitude > half, FIELD, 0.0) + torch.where(under, 1.0, 0.0))
     upper = (flags / FIELD).floor()
     over = excess = flags.new_zeros(())
     # Otherwise scales follow from a tensor's own largest magnitudes, so that these are in range.
     if scaling.q_scalar < 1 or scaling.rule.overflows:
-        beyond = exceeds(magnitude, reach, maximum)
-        over = _in_chunks(torch.where(beyond, 1.0, 0.0)).sum()
-        excess = over + _in_chunks(torch.where(beyond, scaled.abs() - maximum, 0.0)).sum() / maximum
-    largest = largest.expand(chunks.shape[:2]).unsqueeze(-1)
-    excess_max = torch.where(exceeds(largest, reach, maximum), largest / scales, 0.0).amax().double() / maximum
+        over = _in_chunks(torch.where(magnitude > limit, 1.0, 0.0)).sum()
+        excess = over + _in_chunks((scaled - clamped_to(scaled, maximum)).abs()).sum() / maximum
     sums = (
         torch.ones_like(over),
         (over > 0).double(),
@@ -226,29 +227,34 @@ def cast_and_count(
         torch.zeros_like(over),
         upper.sum(),
         excess,
-        _in_chunks((result - values).square()).sum(),
+        _in_chunks(error.square()).sum(),
         _in_chunks(values.square()).sum(),
     )
     return rounded, torch.stack(sums), torch.stack([excess_max, scales.amax().double(), 1 / reach.amin().double()])
 
 
+def nothing_for(chunks: Tensor) -> Tensor:
+    """Return (n, g, 1) numbers of -0, which change nothing that they are added to.
+
+    Its steps of one along both n and g keep the compiler from making one dimension of n and g, or of g and b.
+    """
+    count, group = chunks.shape[:2]
+    return chunks.new_full([count + group - 1], -0.0, dtype=torch.float32).unfold(0, group, 1).unsqueeze(-1)
+
+
+def limits_for(scales: Tensor, maximum: float) -> Tensor:
+    """Return the largest float32 magnitudes that are not above scale · maximum, which is rounded down; inf for scale 0.
+
+    A float32 number exceeds scale · maximum if, and only if, it exceeds that.
+    """
+    exact = scales.double() * maximum
+    near = exact.float()
+    below = torch.where(near.double() > exact, (near.view(torch.int32) - 1).view(torch.float32), near)
+    return torch.where(scales > 0, below, torch.inf)
+
+
 def _in_chunks(numbers: Tensor) -> Tensor:
     return numbers.sum((1, 2)).double()
-
-
-def exceeds(magnitude: Tensor, scales: Tensor, limit: float) -> Tensor:
-    """Return, exactly, whether a magnitude is above scale · limit, for a limit that :func:`can_count` allows.
-
-    With limit = 2^a - 2^b both products are exact, and by Sterbenz's lemma so is the difference where it is near.
-    """
-    power = 2.0 ** math.frexp(limit)[1]
-    return magnitude - scales * power > scales * (limit - power)
-
-
-def can_count(number_format: type[FloatFormat]) -> bool:
-    """Return whether the format's largest number is a power of two less another, as one with a full mantissa is."""
-    mantissa, _ = math.frexp(number_format.maximum)
-    return math.frexp(1 - mantissa)[0] == 0.5
 
 
 def was_counted(sums: Tensor, maxima: Tensor, elements: int) -> bool:
