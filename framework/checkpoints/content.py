@@ -152,10 +152,9 @@ class RunState:
         a hook will ask for the state before it, that state is part of the copy.
         """
         manager, loop = self._manager, self._manager.state.loop
-        within_an_epoch = manager.counts_epochs and loop.step > loop.epoch * len(manager.task.loader)
         with manager.between_steps():
             pre_epoch = None
-            if within_an_epoch and loop.pre_epoch is not None:
+            if manager.is_within_an_epoch() and loop.pre_epoch is not None:
                 call = Call("checkpoint", "the start of the epoch", loop.step, "The")
                 pre_epoch = manager.isolation.intervene(call, self._take_pre_epoch, mutates=True)
             call = Call("checkpoint", "the loop", loop.step, "The")

@@ -1,5 +1,6 @@
 """The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
@@ -8,7 +9,17 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..errors import LoopscopeError, RankError, RankLostError, StateMutationError, UsageError, require, with_lines
+from ..errors import (
+    LoopscopeError,
+    RankError,
+    RankLostError,
+    RunNotice,
+    StateMutationError,
+    UsageError,
+    listed,
+    require,
+    with_lines,
+)
 from ..hooks import (
     ALWAYS,
     STEP_POINTS,
@@ -54,6 +65,11 @@ class Listener:
         in_window = self._window == ALWAYS or self.in_window(epoch)
         return in_window and (self._schedule is None or self._schedule.is_due(step))
 
+    def begin_at(self, epoch: int) -> None:
+        """Let the hook fire in no epoch before this one."""
+        first, last = self._window
+        self._window = (epoch if first is None else max(first, epoch), last)
+
     def in_window(self, epoch: int) -> bool:
         """Return whether ``epoch`` lies within the hook's window at this point."""
         first, last = self._window
@@ -78,6 +94,15 @@ class Listeners:
     def drop(self, hook: TrainingHook) -> None:
         """Let a hook fire no more."""
         self.at = [[listener for listener in listeners if listener.hook is not hook] for listeners in self.at]
+
+    def postpone(self, need: str, points: Iterable[HookPoint], epoch: int) -> None:
+        """Let hooks with the flag ``need`` fire at ``points`` from an epoch on, and say so of those that were due."""
+        waiting = [item for point in points for item in self.at[point] if getattr(item.hook, need)]
+        if names := {repr(item.hook.name): None for item in waiting if item.in_window(epoch - 1)}:
+            sentence = f"has {need}, and epoch {epoch - 1} began without; its first epoch is {epoch}."
+            warnings.warn(f"Hook {listed([*names], 5)} {sentence}", RunNotice, stacklevel=2)
+        for item in waiting:
+            item.begin_at(epoch)
 
     def of(self, hook: TrainingHook) -> list[Listener]:
         """Return where one hook listens."""

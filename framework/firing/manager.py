@@ -14,6 +14,7 @@ from torch import nn
 from ..data import Batch, RowNumbers, first_batch, lent, whole_batches
 from ..errors import RunNotice, UsageError, require
 from ..hooks import (
+    EPOCH_END,
     HookPoint,
     InterventionHook,
     MetricSink,
@@ -157,11 +158,23 @@ class HookManager:
         first_pass = None if "needs_loss" in run.lacks else partial(self._first_pass, first)
         if self.task.ranks.are_many:
             self.task.ranks.check_equal(self._settings())
+        counted = {name: dict(kinds) for name, kinds in self.profiler.samples.items()}
         self.hooks.start(replace(run, first_pass=first_pass))
+        self.profiler.samples.update(counted)  # of a resumed run, which has counted the passes of its start before
         self._attach_taps()
         self.hooks.settle()
         if self._taps.are_apart and (missing := run.lacks.get("needs_loss")):
             raise UsageError(f"A hook taps a compiled model, which takes a pass of its own; {missing}.")
+
+    def goes_on(self) -> None:
+        """Do without what the run lacks that was interrupted; called once its state is back and the hooks started."""
+        self.hooks.goes_on()
+        if self.is_within_an_epoch() and self.state.loop.pre_epoch is None:
+            self.hooks.listeners.postpone("needs_pre_epoch_state", EPOCH_END, self.state.loop.epoch + 1)
+
+    def is_within_an_epoch(self) -> bool:
+        """Return whether the epoch loop has taken steps of an epoch that is not over."""
+        return self.counts_epochs and self.state.loop.step > self.state.loop.epoch * len(self.task.loader)
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; a manager that was not started starts itself at the first."""

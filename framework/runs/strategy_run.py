@@ -206,7 +206,7 @@ class StrategyRun:
             self.manager.hooks.see_first(self.manager.in_eval_mode("first batch", lambda _: self._first_batch(loader)))
         self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
         if self.resumed is not None:
-            self.manager.hooks.goes_on()
+            self.manager.goes_on()
             self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
             self._rows.go_on(self.state.loop)
             if position := self.resumed.manifest.get("digests"):

@@ -20,6 +20,7 @@ from loopscope.checkpoints.format import STATE, write_checkpoint
 from loopscope.checkpoints.writer import Kept
 from loopscope.cli import main
 from loopscope.errors import HookError, LoopscopeError, RunNotice, UnsuitableError, UsageError
+from loopscope.hooks import RunInfo
 from loopscope.runs import Display, RunFolder
 from loopscope.training_hooks import PathLength
 
@@ -216,6 +217,38 @@ def test_other_observers_are_told_of_and_the_run_is_the_same(killed: Path, whole
     assert any("Hooks are not as they were" in sentence and "path_length" in sentence for sentence in said)
     weights = [folder_of(folder) / "plain_final.pt" for folder in (killed, whole[Small])]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_new_hook_that_needs_the_state_before_the_epoch_begins_with_the_next(tmp_path: Path) -> None:
+    options = {**OPTIONS, "hooks": ["norms"], "hook_options": {}}
+    session(tmp_path / "whole", strategies=["plain"], **options).run()
+    assert kill_after(6, tmp_path / "first", tmp_path / "killed", **options)
+    assert steps_in(tmp_path / "killed")[0] == 4 > STEPS_PER_EPOCH
+    (folder_of(tmp_path / "killed") / "plain.csv").unlink()  # whose columns are those of the hooks
+    said = resume(tmp_path / "killed", hooks=["norms", "counterfactual"], hook_options={}, sinks=False)
+    assert "Hook 'counterfactual' has needs_pre_epoch_state, and epoch 1 began without; its first epoch is 2." in said
+    assert read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_samples"].keys() == {"counterfactual"}
+    weights = [folder_of(tmp_path / folder) / "plain_final.pt" for folder in ("killed", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_pass_that_a_hook_takes_at_its_start_is_counted_once(tmp_path: Path) -> None:
+    class Passing(Stumbling):
+        """Looks at a first pass when it starts."""
+
+        name = "passing"
+
+        def start(self, run: RunInfo) -> None:
+            assert run.first_pass is not None
+            run.first_pass()
+
+    with registered(Passing):
+        options = {**OPTIONS, "hooks": ["passing", "counterfactual"], "hook_options": {}}
+        session(tmp_path / "whole", strategies=["plain"], **options).run()
+        assert kill_after(7, tmp_path / "first", tmp_path / "killed", **options)
+        resume(tmp_path / "killed", **options)
+    assert_the_same(tmp_path / "killed", tmp_path / "whole")
+    assert read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_samples"]["passing"]["forward"] > 0
 
 
 def test_another_environment_is_told_of(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
