@@ -16,7 +16,6 @@ from ..errors import (
     RunNotice,
     StateMutationError,
     UsageError,
-    listed,
     require,
     with_lines,
 )
@@ -97,11 +96,10 @@ class Listeners:
 
     def postpone(self, need: str, points: Iterable[HookPoint], epoch: int) -> None:
         """Let hooks with the flag ``need`` fire at ``points`` from an epoch on, and say so of those that were due."""
-        waiting = [item for point in points for item in self.at[point] if getattr(item.hook, need)]
-        if names := {repr(item.hook.name): None for item in waiting if item.in_window(epoch - 1)}:
-            sentence = f"has {need}, and epoch {epoch - 1} began without; its first epoch is {epoch}."
-            warnings.warn(f"Hook {listed([*names], 5)} {sentence}", RunNotice, stacklevel=2)
-        for item in waiting:
+        for item in (item for point in points for item in self.at[point] if getattr(item.hook, need)):
+            if item.in_window(epoch - 1):
+                reason = f"has {need}, and epoch {epoch - 1} began without"
+                warnings.warn(f"Hook {item.hook.name!r} {reason}; its first epoch is {epoch}.", RunNotice, stacklevel=2)
             item.begin_at(epoch)
 
     def of(self, hook: TrainingHook) -> list[Listener]:

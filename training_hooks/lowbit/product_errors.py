@@ -46,7 +46,7 @@ def operands(x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
     """Return what the three products of a linear layer multiply, a left and a right matrix (ROWS, n) for each.
 
     The product is left @ right.T; of larger matrices they are :func:`some_rows`, of which a product has as many rows
-    and columns.
+    and columns. They are copies: what is given may be written over, or freed as FSDP2 does, once the layer is done.
 
     Args:
         x: of shape (..., in).
@@ -55,7 +55,8 @@ def operands(x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
     """
     x, gradient = (each.reshape(-1, each.shape[-1]) for each in (x, gradient))
     pairs = ((x, weight), (gradient, weight.T), (gradient.T, x.T))
-    return [some_rows(matrix, ROWS).float() for pair in pairs for matrix in pair]
+    rows = [(matrix, some_rows(matrix, ROWS).float()) for pair in pairs for matrix in pair]
+    return [found.clone() if found is matrix else found for matrix, found in rows]
 
 
 def product_errors(layers: Sequence[Sequence[Tensor]], casts: Sequence[Cast]) -> Tensor:

@@ -62,8 +62,8 @@ class Layout:
         else:
             block = self.blocks.shape[-1]
             group = math.gcd(len(self.blocks), max(1, CHUNK // block))
-        if not CHUNK <= 2 * group * block <= 2 * LONGEST:  # smaller ones would cost more than the one loop saves
-            return None
+        if not (self.blocks.numel() and CHUNK <= 2 * group * block <= 2 * LONGEST):
+            return None  # short ones would cost more than the one loop saves
         return torch.Size((self.blocks.numel() // (group * block), group, block))
 
     def scales(self, flat: Tensor) -> Tensor:

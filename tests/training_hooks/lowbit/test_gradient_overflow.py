@@ -343,6 +343,17 @@ def test_products_that_are_zero_or_without_rows_are_no_answer():
     assert product_errors([empty], [cast])[0, :, 2].tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("shape", [(1, 20, 12), (7, 20, 12), (7, 1, 1), (90, 80, 70)])
+def test_operands_stay_what_they_were_when_what_they_were_taken_from_is_written_over_or_freed(shape):
+    rows, inputs, outputs = shape
+    given = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(rows, outputs)
+    found, before = operands(*given), operands(*[each.clone() for each in given])
+    for each in given:
+        each.fill_(torch.nan)
+    assert all(map(torch.equal, found, before))
+    assert not {each.untyped_storage().data_ptr() for each in found} & {each.data_ptr() for each in given}
+
+
 def test_products_of_several_layers_are_compared_together_as_one_by_one():
     casts = [Cast("e2m1", rule) for rule in ("tensor", "nvfp4", "mx_floor", "delayed", "block")]
     shapes = [(7, 20, 12), (90, 20, 12), (90, 80, 70), (90, 20, 12)]
