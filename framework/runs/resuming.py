@@ -103,8 +103,8 @@ def refuse_other_data(where: Path, before: RunRecord, now: RunRecord) -> None:
     """Raise :class:`UsageError` if the data are not those of the run in ``where``; an old record does not tell."""
     if changed(before.rows, now.rows):
         told = [
-            f"{rows['rows'] or 'an unknown number of'} rows, digest {rows.get('xxh3_128')} over {rows['covers']}"
-            for rows in (before.rows, now.rows)
+            f"{rows('rows') or 'an unknown number of'} rows, digest {rows('xxh3_128')} over {rows('covers')}"
+            for rows in (before.rows.get, now.rows.get)
         ]
         raise UsageError(
             f"The data of {where} ({before.data.get('source', before.experiment)}) have changed: {told[0]} then, "

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from loopscope.data import (
 )
 from loopscope.errors import UsageError
 from loopscope.runs import Stretch
+from loopscope.runs.records import RunRecord
+from loopscope.runs.resuming import refuse_other_data
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from tests.framework.data.test_resumed_loaders import Noisy
@@ -266,3 +269,10 @@ def test_the_rows_behind_a_step_are_shown_with_what_they_are(tmp_path, capfd):
             assert any(line.split()[:2] == [str(row), f"{loss:.4g}"] and line.endswith(told[row % 3].format(row))
                        for line in shown.splitlines())  # fmt: skip
         assert len(norms[at]) == len(losses[at])
+
+
+def test_a_record_whose_rows_lost_fields_is_refused_in_a_sentence(tmp_path):
+    before = RunRecord(experiment="one", strategy="plain", config={}, rows={"xxh3_128": "a"})
+    now = replace(before, rows={"rows": 3, "covers": "every row", "xxh3_128": "b"})
+    with pytest.raises(UsageError, match="an unknown number of rows, digest a over None then, 3 rows, digest b over"):
+        refuse_other_data(tmp_path, before, now)
