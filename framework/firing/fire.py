@@ -36,7 +36,8 @@ from ..isolation import (
 from ..state import TrainingState, Vector, gathered_for_a_while
 from ..training import LossProbe, TrainingTask
 from .dispatch import MetricDispatch
-from .hook_set import HookSet, Listener
+from .hook_set import HookSet
+from .listeners import Listener
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
 

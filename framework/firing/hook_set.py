@@ -1,6 +1,5 @@
 """The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
@@ -9,115 +8,18 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..errors import (
-    LoopscopeError,
-    RankError,
-    RankLostError,
-    RunNotice,
-    StateMutationError,
-    UsageError,
-    require,
-    with_lines,
-)
-from ..hooks import (
-    ALWAYS,
-    STEP_POINTS,
-    EpochWindow,
-    HookPoint,
-    InterventionHook,
-    MetricInfo,
-    RunInfo,
-    StepSchedule,
-    TapSet,
-    TrainingHook,
-    windows_for,
-)
+from ..errors import LoopscopeError, RankError, RankLostError, StateMutationError, UsageError, require, with_lines
+from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, TapSet, TrainingHook
 from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..training import Profiler, Ranks
 from . import answers
 from .failures import SNAPSHOT, Failure, HookFailures
+from .listeners import Listeners
 from .remedies import instead_of
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
-
-
-class Listener:
-    """A hook at one hook point of one loop type, everything resolved that can be before the run."""
-
-    def __init__(self, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> None:
-        self.hook, self.point, self._window = hook, point, window
-        self.where = point.name  # which an enum's members look up anew each time
-        self.intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
-        self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
-        """Order at one point: observers, interventions, committing interventions."""
-        schedule = hook.point_schedules.get(point, hook.step_schedule)
-        remedy = "it must be a StepSchedule, such as StepSchedule(mode='stride', every_n_steps=10)"
-        is_one = isinstance(schedule, StepSchedule)
-        require(is_one, f"Hook {hook.name!r} has step_schedule = {schedule!r}; {remedy}.")
-        thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
-        self._schedule = schedule if thinned else None  # None: every step, or a point between steps
-
-    def is_due(self, epoch: int, step: int) -> bool:
-        """Return whether the hook fires at this step of this epoch."""
-        in_window = self._window == ALWAYS or self.in_window(epoch)
-        return in_window and (self._schedule is None or self._schedule.is_due(step))
-
-    def begin_at(self, epoch: int) -> None:
-        """Let the hook fire in no epoch before this one."""
-        first, last = self._window
-        self._window = (epoch if first is None else max(first, epoch), last)
-
-    def in_window(self, epoch: int) -> bool:
-        """Return whether ``epoch`` lies within the hook's window at this point."""
-        first, last = self._window
-        return (first is None or epoch >= first) and (last is None or epoch <= last)
-
-
-class Listeners:
-    """The listeners of a run, by hook point, in firing order."""
-
-    def __init__(self, hooks: Iterable[TrainingHook], loop: str) -> None:
-        by_point: list[list[Listener]] = [[] for _ in HookPoint]
-        for hook in hooks:
-            try:
-                windows = windows_for(hook.hook_points, hook.loop_points, loop)
-            except UsageError as error:
-                raise UsageError(f"Hook {hook.name!r}: {error}") from error
-            for point, window in windows.items():
-                by_point[point].append(Listener(hook, point, window))
-        self.at = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
-        """Indexed by hook point: looking up a point without listeners is all that an empty fire costs."""
-
-    def drop(self, hook: TrainingHook) -> None:
-        """Let a hook fire no more."""
-        self.at = [[listener for listener in listeners if listener.hook is not hook] for listeners in self.at]
-
-    def postpone(self, need: str, points: Iterable[HookPoint], epoch: int) -> None:
-        """Let hooks with the flag ``need`` fire at ``points`` from an epoch on, and say so of those that were due."""
-        for item in (item for point in points for item in self.at[point] if getattr(item.hook, need)):
-            if item.in_window(epoch - 1):
-                reason = f"has {need}, and epoch {epoch - 1} began without"
-                warnings.warn(f"Hook {item.hook.name!r} {reason}; its first epoch is {epoch}.", RunNotice, stacklevel=2)
-            item.begin_at(epoch)
-
-    def of(self, hook: TrainingHook) -> list[Listener]:
-        """Return where one hook listens."""
-        return [listener for listeners in self.at for listener in listeners if listener.hook is hook]
-
-    def wants(self, need: str, points: Iterable[HookPoint], epoch: int, step: int | None = None) -> bool:
-        """Return whether a hook with the flag ``need`` fires at one of ``points`` in ``epoch``, or just at ``step``."""
-        return any(
-            getattr(listener.hook, need)
-            and (listener.in_window(epoch) if step is None else listener.is_due(epoch, step))
-            for point in points
-            for listener in self.at[point]
-        )
-
-    def need(self, need: str) -> bool:
-        """Return whether any listening hook has the flag ``need``."""
-        return any(getattr(listener.hook, need) for listeners in self.at for listener in listeners)
 
 
 class HookSet:
