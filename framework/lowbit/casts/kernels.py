@@ -144,12 +144,9 @@ def cast(
     ``draws``, of the shape of ``blocks``, decide which way stochastic rounding goes.
     """
     spread = scales.unsqueeze(-1) if blocks.ndim > 1 else scales
-    rounded = _rounded(_scaled(blocks, spread), draws, number_format, rounding)
+    scaled = computable(blocks) / torch.where(spread > 0, spread, 1.0)
+    rounded = _rounded(scaled, draws, number_format, rounding)
     return saturated(rounded * spread, blocks.dtype).to(blocks.dtype)
-
-
-def _scaled(values: Tensor, spread: Tensor) -> Tensor:
-    return computable(values) / torch.where(spread > 0, spread, 1.0)
 
 
 def _rounded(scaled: Tensor, draws: Tensor | None, number_format: type[FloatFormat], rounding: str) -> Tensor:
