@@ -11,13 +11,20 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: types run test lint docs site bench fastai slow xla clean
+QUICK := not slow and not statistical and not process and not ranks and not compile and not browser and not trainer \
+	and not gpu and not xla
+
+.PHONY: types run fast test slow lint docs site bench fastai xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
 		--with-hooks observers --hook-csv --overwrite
 	$(BIN)/loopscope report output/mod_arithmetic/stride output/mod_arithmetic/target \
 		--out output/mod_arithmetic/report.html --overwrite
+
+# Three tiers of tests. The quick ones start nothing; the markers in pyproject.toml say what the others start.
+fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -29,7 +36,7 @@ xla:
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m xla tests/training_hooks/averaging/test_on_xla.py
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "slow or statistical" $(ARGS)
 
 # mypy and editors cannot see through an editable install whose folders are renamed: a folder of links shows them the package.
 types:
@@ -48,7 +55,7 @@ site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(BENCH_STAMP)
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks $(ARGS)
 	$(BIN)/python -m docs.generate
 
 # fastai brings a torchvision, which must be of torch's own build: beside another it breaks what lightning imports.

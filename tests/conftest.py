@@ -5,12 +5,15 @@ import os
 import platform
 import random
 import sys
+from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.support.resources import ResourceGuard
 
 
 class _OneName(MetaPathFinder):
@@ -28,23 +31,33 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
+guard = ResourceGuard()
+guard.install()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make no slow rows of a matrix where none is run: there are more of them than of all others."""
-    if metafunc.config.option.markexpr != "not slow":
-        return
+    """Leave out the rows of a matrix that the marker expression deselects: making them would take most of the time."""
+    excluded = _excluded_markers(metafunc.config.option.markexpr)
     parametrize = metafunc.parametrize
 
-    def without_slow(names, values, *args, ids=None, **options):  # type: ignore[no-untyped-def]
+    def without_excluded(names, values, *args, ids=None, **options):  # type: ignore[no-untyped-def]
         values = list(values)
-        kept = [place for place, value in enumerate(values) if not _is_slow(value)] or range(len(values))
-        ids = [ids[place] for place in kept] if isinstance(ids, (list, tuple)) else ids
-        parametrize(names, [values[place] for place in kept], *args, ids=ids, **options)
+        kept = [index for index, value in enumerate(values) if not excluded & _markers(value)] or range(len(values))
+        ids = [ids[index] for index in kept] if isinstance(ids, (list, tuple)) else ids
+        parametrize(names, [values[index] for index in kept], *args, ids=ids, **options)
 
-    metafunc.parametrize = without_slow  # type: ignore[method-assign]
+    if excluded:
+        metafunc.parametrize = without_excluded  # type: ignore[method-assign]
 
 
-def _is_slow(value: object) -> bool:
-    return any(mark.name == "slow" for mark in getattr(value, "marks", ()))
+def _excluded_markers(expression: str) -> set[str]:
+    """Return the markers that an expression such as ``not slow and not ranks`` excludes; none for any other form."""
+    parts = [part.split() for part in expression.split(" and ")]
+    return {name for _, name in parts} if all(len(part) == 2 and part[0] == "not" for part in parts) else set()
+
+
+def _markers(value: object) -> set[str]:
+    return {mark.name for mark in getattr(value, "marks", ())}
 
 
 def pytest_collection_finish() -> None:
@@ -54,11 +67,29 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Begin every test with the same global random numbers, in whatever order and process it runs."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start every test with the same global random numbers, and hold it to the resources that its markers name."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    guard.begin(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+    """Leave the time of a fixture that several tests share out of the time of the first of them."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with guard.uncounted():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Fail a test that used a resource without its marker, or too much time."""
+    result = yield
+    guard.end()
+    return result
 
 
 def pytest_report_header() -> str:

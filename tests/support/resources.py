@@ -1,0 +1,142 @@
+"""Limits on what a test may use: the resources that its markers name, and a second of processor time.
+
+A test that starts a process, ranks or the compiler carries the marker of that resource. Without it the start raises, and
+the test fails even if the code under test swallows that. Everything else is a quick test, which may take
+:func:`allowed_seconds` of processor time; imports and fixtures that several tests share are not counted.
+"""
+
+import functools
+import importlib._bootstrap as bootstrap  # type: ignore[import-not-found]  # CPython's own import machinery
+import multiprocessing.process
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+EXEMPT = {"slow", "gpu", "xla"}
+"""Markers whose tests may use everything."""
+RESOURCES = {
+    "process": {"process", "ranks", "compile", "browser"},
+    "ranks": {"ranks"},
+    "compile": {"compile"},
+}
+"""What is guarded, with the markers that allow it: ranks are processes, and a compiler and a browser start some."""
+UNTIMED = {"process", "ranks", "compile", "browser", "trainer", "statistical"} | EXEMPT
+"""Markers whose tests may take longer than a quick one."""
+
+
+def allowed_seconds() -> float:
+    """Return the processor time a quick test may take: 1 s, and 2 s in CI, where hosts are slower."""
+    return 2.0 if os.environ.get("CI") else 1.0
+
+
+class ResourceGuard:
+    """Watches what the running test starts, and how long it takes.
+
+    The watched functions are wrapped once per session; between tests everything is allowed.
+    """
+
+    def __init__(self) -> None:
+        self._markers: set[str] | None = None
+        self._refused: list[str] = []
+        self._started = self._uncounted = 0.0
+        self._importing = False
+        self._watches_dynamo = False
+
+    def install(self) -> None:
+        """Wrap the functions that start processes, ranks and the compiler, and the one that imports a module."""
+        for owner, name in ((subprocess.Popen, "__init__"), (os, "fork"), (os, "forkpty"), (os, "posix_spawn")):
+            self._guard(owner, name, "process")
+        self._guard(multiprocessing.process.BaseProcess, "start", "process")
+        self._guard(torch, "compile", "compile")
+        self._guard_ranks()
+        self._count_imports()
+
+    def begin(self, item: pytest.Item) -> None:
+        """Hold a test to its markers, from its set-up on."""
+        self._markers = {marker.name for marker in item.iter_markers()}
+        self._refused, self._uncounted = [], 0.0
+        self._watch_dynamo()
+        self._started = time.process_time()
+
+    def end(self) -> None:
+        """Allow everything again after a test's tear-down; fail the test if it used more than it may."""
+        seconds = time.process_time() - self._started - self._uncounted
+        markers, self._markers = self._markers or set(), None
+        if self._refused:
+            pytest.fail(self._refused[0], pytrace=False)
+        if seconds > allowed_seconds() and not markers & UNTIMED:
+            pytest.fail(
+                f"This quick test took {seconds:.1f} s of processor time, and may take {allowed_seconds():g} s: make it "
+                "smaller, or mark it slow.",
+                pytrace=False,
+            )
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the processor time of the body out of the test's."""
+        started, before = time.process_time(), self._uncounted
+        try:
+            yield
+        finally:
+            self._uncounted = before + time.process_time() - started
+
+    def _require(self, resource: str, action: str) -> None:
+        """Refuse to let a test use a resource that its markers do not name."""
+        if self._markers is not None and not self._markers & (RESOURCES[resource] | EXEMPT):
+            sentence = f"{action} in a test without the marker {resource!r}: add @pytest.mark.{resource}."
+            self._refused.append(sentence)
+            pytest.fail(sentence)
+
+    def _guard(self, owner: Any, name: str, resource: str) -> None:
+        original = getattr(owner, name)
+        action = f"{getattr(owner, '__name__', owner)}.{name} was called"
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **options: Any) -> Any:
+            self._require(resource, action)
+            return original(*args, **options)
+
+        setattr(owner, name, guarded)
+
+    def _guard_ranks(self) -> None:
+        original = torch.distributed.init_process_group
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **options: Any) -> None:
+            if int(options.get("world_size", os.environ.get("WORLD_SIZE", 1))) > 1:
+                self._require("ranks", "A process group of several ranks was made")
+            original(*args, **options)
+
+        torch.distributed.init_process_group = guarded
+
+    def _watch_dynamo(self) -> None:
+        """Guard compilations that do not come through ``torch.compile``, once the compiler has been imported."""
+        if not self._watches_dynamo and "torch._dynamo" in sys.modules:
+            self._watches_dynamo = True
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.register_start_callback(lambda *_: self._require("compile", "A compilation began"))
+
+    def _count_imports(self) -> None:
+        """Leave imports out of a test's time: they fall to whichever test comes first."""
+        original: Callable[..., Any] = bootstrap._find_and_load
+
+        def timed(*args: Any, **options: Any) -> Any:
+            if self._importing or self._markers is None:
+                return original(*args, **options)
+            self._importing = True
+            try:
+                with self.uncounted():
+                    return original(*args, **options)
+            finally:
+                self._importing = False
+
+        bootstrap._find_and_load = timed
