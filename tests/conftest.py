@@ -27,10 +27,11 @@ class _OneName(MetaPathFinder):
 sys.meta_path.insert(0, _OneName())
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # as the Makefile: tests compare bytes with those of processes that have one
-settings.register_profile("any machine", deadline=None)
+settings.register_profile("any machine", deadline=None, max_examples=40)
 settings.load_profile("any machine")
 
 
+platform.platform()  # asks the program uname for the processor, once per process
 guard = ResourceGuard()
 guard.install()
 

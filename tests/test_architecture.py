@@ -235,6 +235,7 @@ def test_no_folder_is_imported_under_its_own_name(folder: str) -> None:
         import_module(folder)
 
 
+@pytest.mark.process
 def test_a_whole_run_loads_no_module_twice(tmp_path: Path) -> None:
     code = (
         "import sys; from loopscope.__main__ import main; main();"

@@ -46,6 +46,7 @@ def test_what_the_tests_need_is_installed():
     assert {"bare loop", "loopscope", "Lightning", "HF Trainer"} <= {framework.title for framework in HERE}
 
 
+@pytest.mark.trainer
 @each_framework
 @pytest.mark.parametrize("clips", [False, True])
 def test_every_framework_takes_the_steps_of_the_bare_loop(framework, clips, by_hand, tmp_path):
@@ -53,6 +54,7 @@ def test_every_framework_takes_the_steps_of_the_bare_loop(framework, clips, by_h
     assert all(map(torch.equal, trained(framework, tmp_path, asked), by_hand[clips]))
 
 
+@pytest.mark.trainer
 @each_framework
 def test_a_callback_is_called_after_every_step_and_sees_its_loss_and_gradients(framework, tmp_path):
     seen: list[tuple[float, float]] = []
@@ -68,6 +70,7 @@ def test_a_callback_is_called_after_every_step_and_sees_its_loss_and_gradients(f
     assert by_hand == seen
 
 
+@pytest.mark.trainer
 @each_framework
 def test_a_step_of_the_bare_loop_is_taken_before_each_batch(framework, tmp_path):
     subject = small_mlp()
@@ -78,6 +81,7 @@ def test_a_step_of_the_bare_loop_is_taken_before_each_batch(framework, tmp_path)
     assert all(map(torch.equal, weights, subject.task.model.parameters()))
 
 
+@pytest.mark.trainer
 def test_what_callbacks_may_do_is_tried_and_only_loopscope_keeps_its_bits():
     rows = {row.figure.split()[0]: row for row in side_by_side(LOOK)}
     assert len(rows) == len(FRAMEWORKS)
@@ -87,6 +91,7 @@ def test_what_callbacks_may_do_is_tried_and_only_loopscope_keeps_its_bits():
     assert all(math.isfinite(number) for row in rows.values() for number in row.numbers)
 
 
+@pytest.mark.trainer
 def test_what_more_costs_is_measured_in_every_framework_that_has_it():
     figures = [row.figure for row in as_they_do_them(LOOK)]
     assert [figure.split(":")[0] for figure in figures] == sorted(

@@ -19,6 +19,7 @@ from tests.benchmarks.rows import MICROSECONDS, PER_SECOND, Effort, Row
 from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic
 from tests.benchmarks.tied_memory import peak_of_tensors
 from tests.benchmarks.timing import Spread, Turns, difference, in_slices, ratio
+from tests.support.processes import own_process
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
 DEAR = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
@@ -37,6 +38,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (name in DEAR) + on_gpu * (name == "gpu")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in BENCHMARKS if name != "memory"])
 def test_every_benchmark_yields_rows_of_finite_numbers(name):
     _, parts = BENCHMARKS[name]
@@ -46,6 +48,7 @@ def test_every_benchmark_yields_rows_of_finite_numbers(name):
     assert all(math.isfinite(number) for row in rows for number in row.numbers)
 
 
+@pytest.mark.process
 def test_what_runs_in_slices_returns_in_order_and_nothing_is_left_standing_where_one_fails():
     assert in_slices([lambda: sum(range(10**7)), lambda: 2]) == [sum(range(10**7)), 2]
     with pytest.raises(EOFError):
@@ -71,6 +74,7 @@ def test_the_bare_loop_takes_the_steps_of_the_real_one(max_norm):
     assert all(map(torch.equal, weights(ours), weights(bare)))
 
 
+@own_process
 def test_the_bare_loop_of_the_language_model_takes_the_steps_of_the_real_one():
     ours, bare = (tied_cost.language_model(tied_cost.TINY) for _ in range(2))
     step_loop(replace(ours.task, length=3), HookManager((), ours.task, ours.state, loop="step"))

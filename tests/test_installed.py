@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("framework", "training_hooks", "sinks", "experiments")
 SUFFIXES = (".py", ".txt")  # modules, and the templates of loopscope new

@@ -9,6 +9,7 @@ from loopscope.checkpoints import save_checkpoint
 from loopscope.hooks import HookPoint
 
 from tests.support import LOOPS, Case, SpyHook, at, differences, train
+from tests.support.processes import own_process
 
 PERIODS = (1, 3, 7)
 EPOCHS = 21
@@ -45,6 +46,7 @@ def test_how_often_snapshots_are_looked_at_never_changes_the_final_bytes(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@own_process
 def test_how_often_it_is_saved_never_changes_the_final_bytes(loop, tmp_path):
     def save(run) -> None:
         drawing(None)

@@ -40,6 +40,7 @@ from tests.support import (
     train,
 )
 from tests.support.cases import FEW_PASSES, PAIRS, always_on, every_hook_and_case, slow_unless
+from tests.support.processes import own_process
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
@@ -150,6 +151,7 @@ def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, cas
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=slow_unless(case in ORDERED)) for case in CASES]
 )
+@own_process
 def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
     names = willing(QUIET, case)
     forward = together(case, steps)
@@ -162,7 +164,9 @@ def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
 
 
 @every_length
-@every_case
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=slow_unless(case.model != "transformer")) for case in CASES]
+)
 def test_adding_hooks_changes_no_other_hooks_numbers(case, steps):
     for name in willing(QUIET, case):
         if case in always_on(name):
@@ -171,7 +175,9 @@ def test_adding_hooks_changes_no_other_hooks_numbers(case, steps):
 
 @pytest.mark.slow
 @every_length
-@every_case
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=slow_unless(case.model != "transformer")) for case in CASES]
+)
 def test_adding_hooks_changes_no_other_hooks_numbers_in_the_cases_slow_unless(case, steps):
     for name in willing(QUIET, case):
         if case not in always_on(name):
@@ -209,7 +215,7 @@ def test_the_state_of_a_hook_survives_a_file_that_executes_no_code(name, case):
     assert described(fresh.state_dict()) == described(hook.state_dict())
 
 
-@every_hook_and_case(QUIET + COMMITTING)
+@every_hook_and_case(QUIET + COMMITTING, quick=1)
 def test_a_hook_that_was_reset_is_as_new(name, case):
     if refusal(name, case):
         return
@@ -221,7 +227,7 @@ def test_a_hook_that_was_reset_is_as_new(name, case):
     assert numbers(again, name) == numbers(alone(name, case, 3), name)
 
 
-@every_hook_and_case(QUIET + COMMITTING)
+@every_hook_and_case(QUIET + COMMITTING, quick=1)
 def test_offloading_what_a_hook_remembers_changes_no_number_of_it(name, case):
     if refusal(name, case):
         return

@@ -117,6 +117,7 @@ def with_hook(mode: str, loop: str, name: str) -> Run:
     return run(mode, loop, [hook])
 
 
+@pytest.mark.compile
 @every_mode_and_loop(QUIET)
 def test_a_hook_leaves_the_run_its_bytes(mode: str, loop: str, name: str) -> None:
     hooked = with_hook(mode, loop, name)
@@ -128,6 +129,7 @@ def test_a_hook_leaves_the_run_its_bytes(mode: str, loop: str, name: str) -> Non
         assert not differences(before, after)
 
 
+@pytest.mark.compile
 @every_mode_and_loop(COMMITTING)
 def test_a_committing_hook_leaves_the_weights_finite(mode: str, loop: str, name: str) -> None:
     trained = with_hook(mode, loop, name)

@@ -39,9 +39,9 @@ REFUSED = {(name, "closure"): CLOSURE for name in ("grad_clip", "metis_split", "
 
 
 def rows_of(number: int) -> list[tuple[str, str, str]]:
-    """Choose rows of the axes for a hook: it meets every value of each, and the hooks together meet every two."""
+    """Choose rows of the axes for a hook: it meets every second place, and the hooks together every two values."""
     places, updates, batches = AXES
-    chosen = [(place, (place + number) % len(updates)) for place in range(len(places))]
+    chosen = [(place, (place + number) % len(updates)) for place in range(number % 2, len(places), 2)]
     return [(places[i], updates[j], batches[(i + i // 2 + j) % len(batches)]) for i, j in chosen]
 
 

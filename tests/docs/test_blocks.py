@@ -8,6 +8,7 @@ import pytest
 from tests.docs.markdown import PAGES, ROOT, blocks
 from tests.docs.running import LANGUAGES, run_page
 from tests.support.cases import slow_unless
+from tests.support.processes import own_process
 
 ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_an_experiment.py
 WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != ELSEWHERE]
@@ -18,8 +19,10 @@ DEAR = ("many-processes.md", "comparing.md")
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=page.name, marks=slow_unless(page.name not in DEAR)) for page in WITH_BLOCKS]
 )
-def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(page, tmp_path, monkeypatch)
+@own_process
+def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_page(page, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -10,6 +10,8 @@ import pytest
 
 from tests.docs.markdown import ROOT, blocks
 
+pytestmark = pytest.mark.process
+
 PAGES = {
     "loopscope.hooks": (ROOT / "docs/writing-a-hook.md", "my_hooks.py"),
     "loopscope.experiments": (ROOT / "docs/writing-an-experiment.md", "my_package/spirals.py"),

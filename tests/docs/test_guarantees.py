@@ -1,6 +1,5 @@
 """Every promise of docs/guarantees.md names tests that exist."""
 
-import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -14,8 +13,7 @@ NAMED = re.compile(r"tests/[\w/]+\.py::test_\w+")
 @cache
 def functions_in(path: Path) -> set[str]:
     """Return the names of the test functions and methods of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return set(re.findall(r"^ *def (test_\w+)", path.read_text(encoding="utf-8"), re.M))
 
 
 def test_every_named_test_exists() -> None:

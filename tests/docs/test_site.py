@@ -10,6 +10,7 @@ from mkdocs.config import load_config
 
 from docs import site
 from tests.docs.markdown import PAGES, ROOT
+from tests.support.processes import own_process
 
 FETCHED = re.compile(r"""<(?!a\b)\w+[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 
@@ -24,6 +25,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@own_process
 def test_every_page_is_there_and_lists_and_tables_are_such(built: Path) -> None:
     for page in PAGES:
         place = page.relative_to(ROOT / "docs") if page.parent != ROOT else Path(site.OUTSIDE[page.name])

@@ -14,6 +14,7 @@ from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink, read_jsonl
 
 from tests.framework.runs.small_experiment import read_json
+from tests.support.processes import own_process
 
 assert training_hooks.__all__
 
@@ -40,6 +41,7 @@ def assert_all_report_and_leave_no_trace(folder: Path, epochs: int) -> None:
     assert reported == {*bulk_hooks("full")}
 
 
+@own_process
 def test_two_epochs_with_all_hooks(tmp_path: Path) -> None:
     assert_all_report_and_leave_no_trace(tmp_path, 2)
 

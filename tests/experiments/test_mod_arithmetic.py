@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.framework.runs.small_experiment import read_json
 from tests.support.cases import slow_unless
+from tests.support.processes import own_process
 
 FILLED = (experiments, sinks, training_hooks)
 TINY: dict[str, Any] = {
@@ -167,6 +168,7 @@ def test_another_seed_gives_other_weights() -> None:
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=slow_unless(name != "fixed-random")) for name in STRATEGIES]
 )
+@own_process
 def test_every_strategy_runs_with_hooks_through_the_command(strategy: str, tmp_path: Path) -> None:
     words = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
     more = "--with-hooks full --hooks grad_clip --hook-csv --hook-jsonl --no-console-output --audit-hooks"

@@ -43,6 +43,7 @@ def assert_short_and_answered(lines: list[str]) -> None:
         assert [line for line in answer if line.startswith(begin)], begin
 
 
+@pytest.mark.process
 def test_the_shortened_main_job_is_short_and_ends_with_the_answer(tmp_path: Path) -> None:
     lines = printed(tmp_path, SHORT)
     assert_short_and_answered(lines)

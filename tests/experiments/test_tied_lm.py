@@ -14,6 +14,7 @@ from loopscope.runs import build_run
 from loopscope.sinks import read_jsonl
 
 from tests.framework.runs.small_experiment import read_json
+from tests.support.processes import own_process
 
 FILLED = (experiments, sinks, training_hooks)
 TINY: dict[str, Any] = {
@@ -31,6 +32,7 @@ def run(folder: Path, words: str = "") -> int:
     return main(f"run tied_lm {WORDS} --output-dir {folder} --hook-jsonl {words}".split())
 
 
+@own_process
 def test_strategies_have_the_same_data_and_initial_weights() -> None:
     built = [build_run(tiny(), strategy)[0] for strategy in TiedLMRunner.strategies]
     for task in built[1:]:

@@ -45,7 +45,7 @@ def content(path):
 
 
 @pytest.mark.parametrize("sink_class", FILES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data(), rows=st.lists(emits(NAMES), max_size=6))
 def test_wherever_the_kill_falls_the_resumed_file_is_the_one_of_an_uninterrupted_run(sink_class, data, rows):
     at = data.draw(st.integers(0, len(rows)), label="emits before the checkpoint")

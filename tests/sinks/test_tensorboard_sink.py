@@ -156,11 +156,13 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
         TensorBoardSink()
 
 
+@pytest.mark.process
 def test_importing_the_sinks_imports_neither_package():
     code = "import loopscope.sinks, sys; sys.exit(bool({'tensorboard', 'wandb', 'tensorflow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.process
 def test_writing_imports_no_tensorflow(tmp_path):
     code = (
         "import sys; sys.modules['tensorflow'] = None; from pathlib import Path; "

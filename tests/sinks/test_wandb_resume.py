@@ -83,6 +83,7 @@ def synced(folders):
     subprocess.run([wandb, "sync", "--yes", *folders], check=True, capture_output=True, timeout=60, cwd=folders[0])
 
 
+@pytest.mark.process
 def test_a_run_resumed_online_goes_on_in_its_w_b_run_with_every_row_once(tmp_path, server):
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
     resumed(tmp_path, position, ROWS[2:]).close("completed")

@@ -25,6 +25,8 @@ from tests.sinks.test_sink_contracts import run_with
 from tests.sinks.wandb_files import axes, config_of, history, log_of, only
 from tests.support import differences
 
+pytestmark = pytest.mark.process
+
 SERIES = {"h/s": Series([1, 2, 4], [0.5, math.nan, 2.5]), "h/d": Series([2], [{"w": 1.0}])}
 VALUES = {"h/a": 0.1, "h/inf": -math.inf, "h/flag": True, "h/list": [1.0, 2.0, math.nan], "h/by/layers.0.weight": 3}
 TREATMENTS = {"grad_clip": ("gradients",)}

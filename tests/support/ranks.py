@@ -1,6 +1,5 @@
 """Runs something on several processes that form a gloo group."""
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -11,10 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-PRELOADED = [
-    *("tests.support.ranks", "tests.framework.checkpoints.crash_runs", "torch.distributed.fsdp"),
-    "torch.distributed.tensor.parallel",
-]
+from tests.support.processes import fork_server
+
 TIMEOUT = 60
 """Seconds after which a rank that waits for others in vain raises, rather than hang the suite."""
 
@@ -32,7 +29,7 @@ def start_on_ranks(compute: Callable[[], Any], folder: Path, count: int) -> Any:
 
     They are forked from a process that has imported everything and done nothing, which is far quicker than an import.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    fork_server()
     # The server keeps the environment that it was started in, and tests change theirs.
     return start_processes(
         _be_one, (compute, folder, count, dict(os.environ)), count, join=False, start_method="forkserver"

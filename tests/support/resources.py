@@ -1,18 +1,17 @@
 """Limits on what a test may use: the resources that its markers name, and a second of processor time.
 
-A test that starts a process, ranks or the compiler carries the marker of that resource. Without it the start raises, and
-the test fails even if the code under test swallows that. Everything else is a quick test, which may take
-:func:`allowed_seconds` of processor time; imports and fixtures that several tests share are not counted.
+A test that starts a process, ranks or the compiler carries the marker of that resource. Without it the start raises,
+and the test fails even if the code under test swallows that. Everything else is a quick test, which may take
+:func:`allowed_seconds` of processor time; fixtures that several tests share are not counted.
 """
 
 import functools
-import importlib._bootstrap as bootstrap  # type: ignore[import-not-found]  # CPython's own import machinery
 import multiprocessing.process
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +21,7 @@ import torch.distributed
 
 EXEMPT = {"slow", "gpu", "xla"}
 """Markers whose tests may use everything."""
-RESOURCES = {
-    "process": {"process", "ranks", "compile", "browser"},
-    "ranks": {"ranks"},
-    "compile": {"compile"},
-}
+RESOURCES = {"process": {"process", "ranks", "compile", "browser"}, "ranks": {"ranks"}, "compile": {"compile"}}
 """What is guarded, with the markers that allow it: ranks are processes, and a compiler and a browser start some."""
 UNTIMED = {"process", "ranks", "compile", "browser", "trainer", "statistical"} | EXEMPT
 """Markers whose tests may take longer than a quick one."""
@@ -47,17 +42,15 @@ class ResourceGuard:
         self._markers: set[str] | None = None
         self._refused: list[str] = []
         self._started = self._uncounted = 0.0
-        self._importing = False
         self._watches_dynamo = False
 
     def install(self) -> None:
-        """Wrap the functions that start processes, ranks and the compiler, and the one that imports a module."""
+        """Wrap the functions that start processes, ranks and the compiler."""
         for owner, name in ((subprocess.Popen, "__init__"), (os, "fork"), (os, "forkpty"), (os, "posix_spawn")):
             self._guard(owner, name, "process")
         self._guard(multiprocessing.process.BaseProcess, "start", "process")
         self._guard(torch, "compile", "compile")
         self._guard_ranks()
-        self._count_imports()
 
     def begin(self, item: pytest.Item) -> None:
         """Hold a test to its markers, from its set-up on."""
@@ -74,8 +67,8 @@ class ResourceGuard:
             pytest.fail(self._refused[0], pytrace=False)
         if seconds > allowed_seconds() and not markers & UNTIMED:
             pytest.fail(
-                f"This quick test took {seconds:.1f} s of processor time, and may take {allowed_seconds():g} s: make it "
-                "smaller, or mark it slow.",
+                f"This quick test took {seconds:.1f} s of processor time, and may take {allowed_seconds():g} s: make "
+                "it smaller, or mark it slow.",
                 pytrace=False,
             )
 
@@ -124,19 +117,3 @@ class ResourceGuard:
             from torch._dynamo.callback import callback_handler
 
             callback_handler.register_start_callback(lambda *_: self._require("compile", "A compilation began"))
-
-    def _count_imports(self) -> None:
-        """Leave imports out of a test's time: they fall to whichever test comes first."""
-        original: Callable[..., Any] = bootstrap._find_and_load
-
-        def timed(*args: Any, **options: Any) -> Any:
-            if self._importing or self._markers is None:
-                return original(*args, **options)
-            self._importing = True
-            try:
-                with self.uncounted():
-                    return original(*args, **options)
-            finally:
-                self._importing = False
-
-        bootstrap._find_and_load = timed

@@ -19,7 +19,7 @@ from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, Trainin
 from torch import Tensor
 
 from tests.framework.runs.small_experiment import Small, SmallSteps, read_json
-from tests.support.ranks import PRELOADED
+from tests.support.processes import fork_server
 
 FILLED = (experiments, sinks, training_hooks)
 BOTH_SINKS = ("--hook-csv", "--hook-jsonl", "--no-console-output")
@@ -181,9 +181,7 @@ def start(words: Sequence[str], log: Path, kill: Kill | None = None) -> multipro
 
     The process is forked from one that has imported everything and done nothing.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_child, args=([*words], log, kill, log.with_suffix(".counts")), daemon=True)
+    process = fork_server().Process(target=_child, args=([*words], log, kill, log.with_suffix(".counts")), daemon=True)
     process.start()
     return process
 

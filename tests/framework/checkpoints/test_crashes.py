@@ -54,6 +54,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory):
     return of
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(name == "epochs")) for name in ALWAYS])
 def test_a_run_that_is_killed_several_times_ends_with_the_same_bytes_and_rows(name, case_of, tmp_path: Path) -> None:
     case = case_of(name)
@@ -61,6 +62,7 @@ def test_a_run_that_is_killed_several_times_ends_with_the_same_bytes_and_rows(na
     assert outcome(tmp_path / "run").unlike(case.expected) == []
 
 
+@pytest.mark.process
 def test_what_is_compared_tells_two_runs_apart(case_of, tmp_path: Path) -> None:
     case = case_of("epochs")
     assert run(["run", *case.words, "--seed", "1", "--output-dir", str(tmp_path / "run")], tmp_path / "run.log") == 0

@@ -197,7 +197,7 @@ def check(machine: type[Lives], examples: int, length: int) -> None:
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 def test_a_few_sequences_of_lives_end_like_the_whole_run(runner: type[Small], machine_of) -> None:
-    check(machine_of(runner), 4, 6)
+    check(machine_of(runner), 2, 6)
 
 
 @pytest.mark.slow

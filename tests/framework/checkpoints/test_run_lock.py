@@ -42,11 +42,13 @@ def held(tmp_path: Path):
         process.kill()
 
 
+@pytest.mark.process
 def test_a_second_process_is_refused_with_the_first_one_named(held: Path) -> None:
     with pytest.raises(UsageError, match=r"process 4711 on elsewhere, since 2030-01-01 12:00:00; wait"), run_lock(held):
         pass
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("option", ["--overwrite", "--resume", "--no-console-output"])
 def test_the_command_is_refused_before_anything_is_written(option: str, held: Path, tmp_path: Path, capfd) -> None:
     before = contents(tmp_path)

@@ -37,6 +37,8 @@ from tests.framework.checkpoints.shared_sessions import HOOKS, STOPPED_AT, go_on
 from tests.framework.training.test_fully_sharded import build
 from tests.support.ranks import on_ranks
 
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
 RUN = "shared/plain"
 
 

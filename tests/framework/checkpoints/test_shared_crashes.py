@@ -73,6 +73,8 @@ def crash(folder: Path, kind: str, count: int, kills: int, hooks: Any) -> None:
     assert_same(folder / "killed", folder / "whole")
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_kill_of_a_random_process_leaves_no_trace(tmp_path):
     crash(tmp_path, "ddp", 2, 1, FEW)
 

@@ -188,6 +188,7 @@ def when_training(words: list[str], folder: Path, number: int) -> tuple[int | No
     return process.exitcode, log.read_text()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_process_ends_with_the_status_of_the_signal_and_says_how_to_go_on(number, status, tmp_path: Path) -> None:
     words = [*WORDS, "--epochs", "500", "--checkpoint-every-steps", "2"]
@@ -203,6 +204,7 @@ def test_a_process_ends_with_the_status_of_the_signal_and_says_how_to_go_on(numb
     assert not list(folder.glob("run.lock"))
 
 
+@pytest.mark.process
 def test_a_process_that_was_asked_for_a_checkpoint_ends_as_if_it_was_not(tmp_path: Path) -> None:
     words = [*WORDS, "--epochs", "12", "--save-checkpoints", "1"]
     exitcode, said = when_training(words, tmp_path / "run", signal.SIGUSR1)

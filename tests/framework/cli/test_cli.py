@@ -60,6 +60,7 @@ def test_every_command_has_a_help_of_its_own_that_fits_the_terminal(command: str
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("words", [["--help"], [], ["--version"]])
 def test_help_and_version_import_nothing_that_takes_time(words: list[str]) -> None:
     script = "import sys; from loopscope.__main__ import main; main(); sys.exit(' '.join(sys.modules))"
@@ -241,6 +242,7 @@ def test_silent_shows_less_than_normal_and_none_shows_nothing(tmp_path: Path, ca
     assert shown([*words, "--no-console-output"], capfd) == ""
 
 
+@pytest.mark.process
 def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "twice.py"
     script.write_text(
@@ -260,6 +262,7 @@ def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_
     assert done.stderr.startswith("loopscope: Two hooks are named 'mine': ")
 
 
+@pytest.mark.process
 def test_a_package_whose_hook_cannot_be_used_is_named_once_and_stops_only_who_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(
         "from loopscope.training_hooks.gradients import Norms\n"

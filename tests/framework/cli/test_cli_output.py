@@ -60,6 +60,7 @@ def test_texts_of_plug_ins_give_the_terminal_no_commands(words: list[str], tmp_p
 ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": "> /dev/full"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("words", ["--help", "list"])
 def test_standard_output_that_takes_nothing_gives_no_traceback(words: str, end: str) -> None:

@@ -2,6 +2,7 @@
 
 import html
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from tests.framework.report.plotted import (
     tied_record,
 )
 from tests.framework.runs.small_experiment import contents, session
+from tests.support.processes import own_process
 
 assert experiments.__all__
 assert sinks.__all__
@@ -94,8 +96,9 @@ def test_the_same_command_writes_the_same_bytes_whatever_the_user_s_settings(fin
     assert found.startswith(beginning)
 
 
-def test_commands_never_write_over_each_other_s_pictures_but_over_their_own(finished, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@own_process
+def test_commands_never_write_over_each_other_s_pictures_but_over_their_own(finished, tmp_path):
+    os.chdir(tmp_path)
     shutil.copytree(finished, "elsewhere/small")
     loss = ["--metrics", "training_metrics/loss"]
     commands: list[list[str | Path]] = [
@@ -157,7 +160,7 @@ def test_a_file_that_another_wrote_is_left_alone_unless_told(finished, tmp_path,
     assert Path("small_plain_loss.png").read_bytes() == b"loopscope plot, my own"
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("suffix", ["png", "svg", pytest.param("pdf", marks=pytest.mark.slow)])
 def test_a_picture_carries_its_command_whatever_is_in_it(finished, tmp_path, monkeypatch, suffix):
     monkeypatch.chdir(tmp_path)
     words = [finished / "plain", "--metrics", "training_metrics/loss", "--title", "d’été <$1_2$> \x1b \n(学) \\"]
@@ -196,6 +199,7 @@ def test_odd_names_are_drawn_as_text_in_all_places(tmp_path):
     assert plotted(*folders, "--metrics", "m/$y_", "--out", tmp_path / "a.png") == 0
 
 
+@pytest.mark.process
 def test_drawing_needs_no_pyplot_and_no_screen_and_other_commands_no_matplotlib(finished, tmp_path):
     program = (
         "import sys; from loopscope.__main__ import PACKAGES, cli; cli.main(['list'], packages=PACKAGES);"

@@ -48,6 +48,7 @@ def rows_and_weights(run: Path) -> tuple[bytes, bytes]:
     return (run / "plain.jsonl").read_bytes(), (run / "plain_final.pt").read_bytes()
 
 
+@pytest.mark.process
 def test_a_run_that_raises_and_one_that_is_killed_leave_the_others_alone_and_are_told_of(tmp_path: Path) -> None:
     seeds = ["--seed", "0", "1", "2", "--jobs", "3"]
     process = begun(tmp_path, *seeds, "--trouble.raises", "0", "--trouble.kills", "2")
@@ -64,6 +65,7 @@ def test_a_run_that_raises_and_one_that_is_killed_leave_the_others_alone_and_are
     assert rows_and_weights(runs / "seed-1") == rows_and_weights(alone(tmp_path / "alone", "--seed", "1"))
 
 
+@pytest.mark.process
 def test_ctrl_c_stops_all_with_checkpoints_from_which_each_goes_on_to_the_same_end(tmp_path, monkeypatch) -> None:
     process = training(tmp_path)
     process.send_signal(signal.SIGINT)

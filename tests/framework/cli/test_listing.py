@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def finished(tmp_path_factory) -> Path:
 @pytest.fixture
 def runs(finished: Path, tmp_path: Path, monkeypatch) -> Path:
     """Go where a copy of the runs lies in ``output``; lines have 120 columns."""
-    subprocess.run(["cp", "-r", str(finished), str(tmp_path)], check=True)
+    shutil.copytree(finished, tmp_path / finished.name, symlinks=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     return Path("output")
@@ -176,6 +177,7 @@ def test_links_are_followed_once_and_never_in_circles(runs: Path, tmp_path: Path
     assert names == ["output/linked/plain", "output/small/clipped", "output/small/plain"]
 
 
+@pytest.mark.process
 def test_runs_lie_however_deep(runs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.delenv("COLUMNS")
     here = os.open(".", os.O_RDONLY)
@@ -257,6 +259,7 @@ def test_a_run_that_kept_nothing_is_shown_and_says_so(runs: Path, capsys) -> Non
     assert said(capsys, "show", "output/small/plain")[-1].startswith("  metrics      output/small/plain holds neither")
 
 
+@pytest.mark.process
 def test_a_reader_that_has_had_enough_is_no_error(runs: Path) -> None:
     for command in ("ls", "show output/small/plain"):
         line = f"{sys.executable} -m loopscope {command} | head -1"

@@ -78,6 +78,7 @@ def test_the_commands_that_are_printed_run_it_and_test_it(kind: list[str], folde
     assert run_pytest("test_spread.py") == 0
 
 
+@pytest.mark.process
 @EACH_KIND
 def test_what_is_written_keeps_the_rules_of_format(kind: list[str], folder: Path, capfd) -> None:
     for name in ("a", "my-own", "b" * 30):

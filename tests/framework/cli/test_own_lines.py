@@ -58,6 +58,7 @@ class Rows(torch.utils.data.Dataset):
         return torch.zeros(4), 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_a_data_set_is_told_with_its_line_from_a_worker_too(workers, tmp_path: Path, capfd) -> None:
     load = lambda self, strategy: TorchLoader(DataLoader(Rows(), 4, num_workers=workers), 0)
@@ -116,6 +117,7 @@ if __name__ == "__main__":
 ROOT = str(Path(__file__).parents[3])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "start",
     [
@@ -159,6 +161,7 @@ def test_how_the_program_was_started(argv, expected, monkeypatch) -> None:
     assert this_command() == expected.format(python=python)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["plain", "two  spaces", "a\nb", "it's $HOME", "ü\t%s", "\x1b[31m", "-x"])
 def test_a_shell_reads_the_words_as_they_were(name) -> None:
     command = this_command(name)

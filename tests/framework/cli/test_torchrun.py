@@ -91,6 +91,7 @@ def assert_alike(alone: Path, together: Path) -> None:
         assert numbers == pytest.approx(expected_numbers, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+@pytest.mark.ranks
 def test_two_processes_train_what_one_does_and_the_first_alone_writes_and_speaks(tmp_path):
     process = torchrun(tmp_path / "two", 2, *SMALL, "--parallel", "ddp")
     loopscope(tmp_path / "one", SMALL)

@@ -12,6 +12,8 @@ from loopscope.console.terminal import SIGNALS
 from tests.framework.console.live_session import HOOKS, METRICS, Session, until, warn, whole
 from tests.framework.console.terminals import Process, show
 
+pytestmark = pytest.mark.process
+
 SIZES = [(80, 24), (160, 50)]
 
 

@@ -183,6 +183,7 @@ def test_an_epoch_starts_at_any_batch_with_the_same_rest(make):
             assert drawn(loader, epoch, start) == whole[start:]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_workers_yield_the_batches_of_the_main_process(make):
     alone, shared = TorchLoader(make(), 3), TorchLoader(make(num_workers=2, prefetch_factor=3), 3)
@@ -197,6 +198,7 @@ def test_two_readers_of_different_epochs_do_not_disturb_each_other(make):
     assert [second.tolist() for _, second in pairs] == drawn(loader, 1)[1:]
 
 
+@pytest.mark.process
 @given(
     rows=st.integers(1, 40), batch_size=st.integers(1, 9), epoch=st.integers(0, 3), start=st.integers(0, 41),
     workers=st.sampled_from([0, 0, 0, 0, 2]), seed=st.integers(0, 5), drop=st.booleans(),
@@ -281,6 +283,7 @@ class Stream(IterableDataset):
         return (torch.tensor([row, self.generator.random(), torch.rand(())]) for row in range(10))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_is_read_up_to_the_batch_and_then_yields_the_same(workers):
     loader = TorchLoader(DataLoader(Stream(), batch_size=3, num_workers=workers), 3)
@@ -318,11 +321,13 @@ def open_dataset(worker: int) -> None:
     get_worker_info().dataset.offset = 100
 
 
+@pytest.mark.process
 def test_a_worker_is_started_with_the_dataset_that_its_owner_knows():
     loader = TorchLoader(DataLoader(Opened(), batch_size=2, num_workers=1, worker_init_fn=open_dataset), 3)
     assert drawn(loader, 0) == [[[100, 1], [101, 1]], [[102, 1], [103, 1]]]
 
 
+@pytest.mark.process
 def test_an_error_of_the_dataset_reaches_the_reader():
     for workers in (0, 1):
         loader = TorchLoader(DataLoader(Noisy(3), batch_size=2, sampler=[0, 1, 7], num_workers=workers), 3)

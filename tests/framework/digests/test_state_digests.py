@@ -109,6 +109,7 @@ def of_four() -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_tensor_has_one_digest_however_it_lies_on_three_ranks(tmp_path):
     tensors = plain_tensors()
@@ -122,6 +123,7 @@ def test_a_tensor_has_one_digest_however_it_lies_on_three_ranks(tmp_path):
         assert {name: sharded[name] for name in names} == {name: expected[name] for name in names}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_tensor_has_one_digest_however_it_lies_on_a_mesh(tmp_path):
     for layer, whole, tensor, full in on_ranks(of_four, tmp_path, 4):

@@ -52,6 +52,7 @@ def test_scores_are_distances_from_the_median_in_spreads(values, both):
 
 
 @pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.statistical
 def test_at_most_about_one_in_twenty_quiet_runs_departs(heavy):
     found = sum(first_departure(noise(seed, heavy=heavy), LENGTH)[0] is not None for seed in range(60))
     assert found <= 9  # P(more) is below 0.1 % at a rate of 5 %

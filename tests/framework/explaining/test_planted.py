@@ -1,8 +1,10 @@
 """Planted causes are told by name, with the rows and parameters planted, and runs without one have none."""
 
+import io
 import json
 import re
 from collections import Counter
+from contextlib import redirect_stdout
 
 import pytest
 from loopscope import sinks, training_hooks
@@ -21,6 +23,7 @@ from tests.framework.explaining.planted import (
     explained_plant,
 )
 from tests.framework.runs.small_experiment import registered
+from tests.support.processes import own_process
 
 FILLED = (sinks, training_hooks)
 RUNS = 40
@@ -57,6 +60,7 @@ def names_what_was_planted(found: Explanation, plant: str, step: int, seed: int)
 
 
 @pytest.mark.parametrize("plant", ["corrupted_row", "bit"])
+@pytest.mark.slow
 def test_a_planted_cause_is_told(plant, tmp_path):
     step, found = explained_plant(tmp_path, plant, seed=3)
     assert found.cause == CAUSES[plant], found.verdict
@@ -78,21 +82,29 @@ def test_of_forty_runs_nine_in_ten_are_told_right_and_hardly_any_without_a_cause
     assert named >= 0.9 * RUNS
 
 
+def printed_by(*words: str) -> str:
+    """Return what a command that succeeds prints."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(list(words)) == 0
+    return out.getvalue()
+
+
 @pytest.mark.filterwarnings("ignore:The .* spiked")
-def test_the_command_explains_the_spike_that_the_record_warns_of(tmp_path, capfd):
-    words = ["run", "planted", "--steps", "140", "--plant", "rate", "--plant-step", "130"]
-    spikes = ["--hooks", "loss_spikes", "--loss_spikes.window", "60", "--loss_spikes.threshold", "20"]
-    assert main([*words, *spikes, "--output-dir", str(tmp_path), "--no-console-output"]) == 0
-    run = tmp_path / "planted/plain"
-    assert main(["rewind", str(run), "--spike"]) == 0
-    out = capfd.readouterr().out
-    assert "Step 131: The " in out
-    assert "Where: step 130: the learning rate was 0.3, its median before 0.003" in out
-    assert re.search(r"the usual learning rate +\S+ +\S+ +\S+ +\d+%", out)
-    assert "Step size: the losses of the next batches rise by " in out
-    assert json.loads((run / "rewinds/explained_step_131/explanation.json").read_text())["cause"] == "step size"
-    assert main(["rewind", str(run), "--step", "60", "--explain"]) == 0
-    assert "It cannot be told: nothing to explain was found." in capfd.readouterr().out
+@own_process
+def test_the_command_explains_the_spike_that_the_record_warns_of(tmp_path):
+    with registered(Planted):  # fixtures stay in the process of pytest
+        words = ["run", "planted", "--steps", "140", "--plant", "rate", "--plant-step", "130"]
+        spikes = ["--hooks", "loss_spikes", "--loss_spikes.window", "60", "--loss_spikes.threshold", "20"]
+        assert main([*words, *spikes, "--output-dir", str(tmp_path), "--no-console-output"]) == 0
+        run = tmp_path / "planted/plain"
+        out = printed_by("rewind", str(run), "--spike")
+        assert "Step 131: The " in out
+        assert "Where: step 130: the learning rate was 0.3, its median before 0.003" in out
+        assert re.search(r"the usual learning rate +\S+ +\S+ +\S+ +\d+%", out)
+        assert "Step size: the losses of the next batches rise by " in out
+        assert json.loads((run / "rewinds/explained_step_131/explanation.json").read_text())["cause"] == "step size"
+        quiet = printed_by("rewind", str(run), "--step", "60", "--explain")
+        assert "It cannot be told: nothing to explain was found." in quiet
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_a_manager_that_loses_nothing_says_nothing(options, recwarn) -> None:
     assert not [each for each in recwarn if "was not ended" in str(each.message)]
 
 
+@pytest.mark.process
 def test_it_is_said_at_the_end_of_the_program_too() -> None:
     program = """
 from tests.framework.firing.test_misused_managers import *

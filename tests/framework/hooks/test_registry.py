@@ -371,6 +371,7 @@ class Again(TrainingHook):
 """
 
 
+@pytest.mark.process
 def test_a_cell_that_is_run_again_replaces_its_hook_and_a_script_must_not_name_two_alike(tmp_path):
     last = "assert HookRegistry.get('again').metrics.startswith('value | 2')"
     twice = CELL.format(value=1) + CELL.format(value=2) + last

@@ -8,7 +8,10 @@ import pytest
 
 from tests.framework.integrations.own_loops import QUIET, Loop, Parts, alone, assert_equal, attached, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert"),
+]  # of the health of so small a run
 
 
 def record(out: Path, loop: Loop, /, **options: Any) -> list[str]:

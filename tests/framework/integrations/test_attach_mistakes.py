@@ -209,6 +209,7 @@ ENDS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("end", [pytest.param("forgotten", marks=pytest.mark.slow), "crashed"])
 def test_a_run_that_its_program_does_not_close_is_complete_and_says_how_it_ended(tmp_path, end):
     last, sentence, status, steps, epochs = ENDS[end]
@@ -241,6 +242,7 @@ def test_a_hook_asked_for_by_name_that_cannot_be_served_is_refused_before_the_fi
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 @pytest.mark.parametrize("hooks", [["observers"], ["all"]], ids=["observers", "interventions"])
 def test_hooks_leave_every_byte_of_a_compiled_model(tmp_path, how, hooks):

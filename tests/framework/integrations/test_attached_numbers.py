@@ -19,6 +19,7 @@ from loopscope.training import TrainingTask
 from tests.contracts.test_hooks import COMMITTING, QUIET, make, refusal
 from tests.support import LOOPS, MODELS, Case, build, run_info
 from tests.support.cases import slow_unless
+from tests.support.processes import own_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
 NAMES = {"quiet": QUIET, "committing": COMMITTING}
@@ -118,6 +119,7 @@ def made(names: list[str], case: Case) -> list[TrainingHook]:
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("case", [pytest.param(each, id=str(each), marks=slow_unless(each in QUICK)) for each in CASES])
+@own_process
 def test_every_hook_reports_the_same_as_in_a_loop_of_ours(tmp_path, case, names):
     steps = 5 if case.loop == "step" else 6
     ours = record_of_ours(case, made(names, case), tmp_path / "ours", steps)
@@ -141,6 +143,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("loop", "where", "names"), ROWS)
+@own_process
 def test_a_loop_that_goes_on_from_a_state_leaves_the_record_of_one_not_broken_off(tmp_path, loop, where, names):
     case, steps, run = Case("tied", loop=loop), 5 if loop == "step" else 9, tmp_path / "run"
     whole = record_of_theirs(case, made(names, case), tmp_path / "whole", steps)

@@ -31,6 +31,7 @@ HALVES = {
 every_half = pytest.mark.parametrize("half", HALVES)
 
 
+@pytest.mark.trainer
 @matrix("accelerate, accumulate, clips, amp, scheduler, hooks, audit", BOTH, [1, 2], [0.0, 0.1], AMP, WHEN, HOOKS, BOTH)
 def test_hooks_leave_every_byte(tmp_path, accelerate, accumulate, clips, amp, scheduler, hooks, audit):
     loop = Loop(accelerate, accumulate, clips, amp, scheduler)
@@ -56,6 +57,7 @@ def test_the_vandal_changes_a_loop_that_does_not_roll_it_back():
     assert [digest for digest in train(parts).digests if digest in alone(Loop()).digests] == []
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("accelerate", [False, True], ids=["bare", "accelerate"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_hook_that_clips_is_the_clipping_of_the_owner(tmp_path, accelerate, accumulate):

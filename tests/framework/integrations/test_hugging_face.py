@@ -21,7 +21,10 @@ from tests.framework.integrations.hf_trainers import ROWS, InOrder, Rows, attach
 from tests.support import RecordingSink, SpyHook, run_info
 from tests.support.cases import slow_unless
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 WATCHING = ["norms", "training_metrics", "gradient_flow", "weight_updates", "hessian"]
 HOOKS: dict[str, Any] = {"observers": lambda: WATCHING, "vandal": lambda: [vandal()]}
 LOOPS: dict[str, dict[str, Any]] = {

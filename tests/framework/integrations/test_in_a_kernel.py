@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("ipykernel")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")

@@ -107,6 +107,7 @@ CASES = {
 }
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_a_fit_with_hooks_is_the_fit_without_them(options, tmp_path):
     bare, _, alone = fit(tmp_path, **options)
@@ -115,12 +116,14 @@ def test_a_fit_with_hooks_is_the_fit_without_them(options, tmp_path):
     assert attached.callback_metrics == alone.callback_metrics != {}
 
 
+@pytest.mark.trainer
 def test_a_fit_under_audit_is_the_fit_without_hooks(tmp_path):
     hooks = ["norms", "training_metrics", "hessian", ActingHook(vandalise)]
     audited, *_ = fit(tmp_path, hooks, max_epochs=1, choices={"audit": True})
     assert audited == fit(tmp_path, max_epochs=1)[0]
 
 
+@pytest.mark.trainer
 def test_a_validation_changes_a_fit_only_where_no_hook_is_attached(tmp_path):
     often = {"validate": True, "val_check_interval": 2}
     bare, *_ = fit(tmp_path)
@@ -132,6 +135,7 @@ def test_a_validation_changes_a_fit_only_where_no_hook_is_attached(tmp_path):
     assert json.loads((scope.folder / "summary.json").read_text())["final"].keys() == {"val_loss"}
 
 
+@pytest.mark.trainer
 def test_hooks_see_the_numbers_of_an_own_loop(tmp_path):
     class Calm(Classifier):
         def __init__(self):
@@ -153,6 +157,7 @@ def test_hooks_see_the_numbers_of_an_own_loop(tmp_path):
     assert attached.rows() == own.rows() != []
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("at_the_end_of", ["epoch", "validation"])
 def test_a_fit_that_goes_on_from_a_checkpoint_has_the_same_record(at_the_end_of, tmp_path):
     class Calm(Classifier):
@@ -168,6 +173,7 @@ def test_a_fit_that_goes_on_from_a_checkpoint_has_the_same_record(at_the_end_of,
     assert [row[0] for row in later] == [row[0] for row in whole[5:]]
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize(("error", "status"), [(ValueError, "failed"), (KeyboardInterrupt, "interrupted")])
 def test_a_fit_that_breaks_off_closes_the_run(error, status, tmp_path):
     class Failing(Classifier):
@@ -182,6 +188,7 @@ def test_a_fit_that_breaks_off_closes_the_run(error, status, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
 
 
+@pytest.mark.trainer
 def test_an_epoch_that_the_module_cuts_short_drops_its_step(tmp_path):
     class Cutting(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
@@ -194,6 +201,7 @@ def test_an_epoch_that_the_module_cuts_short_drops_its_step(tmp_path):
     assert [step for *_, step in spy.seen] == [0, 1, 1, 1, 1, 2, 1, 1]
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_float16_skips_is_seen_as_skipped(fused, tmp_path):
     class Overflowing(Classifier):
@@ -212,6 +220,8 @@ def test_a_step_that_float16_skips_is_seen_as_skipped(fused, tmp_path):
     assert json.loads((scope.folder / "summary.json").read_text())["skipped_steps"] == 1
 
 
+@pytest.mark.compile
+@pytest.mark.trainer
 def test_a_compiled_module_is_trained_the_same(tmp_path):
     class Silent(Classifier):
         def training_step(self, batch, batch_idx):
@@ -222,6 +232,7 @@ def test_a_compiled_module_is_trained_the_same(tmp_path):
     assert found == fit(tmp_path, module=Silent, max_epochs=1)[0]
 
 
+@pytest.mark.trainer
 def test_numbers_reach_the_loggers_of_the_trainer(tmp_path):
     logger = CSVLogger(tmp_path, "logs")
     fit(tmp_path, ["norms", "training_metrics"], logger=logger, choices={"sinks": ["trainer"], "out": None})
@@ -237,6 +248,7 @@ def test_a_private_name_that_is_missing_is_told_at_once(tmp_path, monkeypatch):
         attach(made, hooks=["norms"])
 
 
+@pytest.mark.trainer
 def test_mistakes_are_told_in_sentences(tmp_path):
     def attached(made):
         return attach(made, hooks=["norms"], out=tmp_path / "run", display="none") and made

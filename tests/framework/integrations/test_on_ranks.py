@@ -132,6 +132,18 @@ def fail_in_the_script(update: Any) -> None:
     fail_on_one(None)
 
 
+def attached_on_each_layout() -> dict[str, bool]:
+    out = Path(os.environ["OUT"])
+    return {kind: neutral(kind, 1, ["norms", "weight_updates"], out / kind) for kind in ("DDP", "FSDP2")}
+
+
+@pytest.mark.ranks
+def test_attached_hooks_leave_each_layout_unchanged(tmp_path, monkeypatch):
+    """A smoke case per layout; the slow tests below train in every way, with hooks that misbehave."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert on_ranks(attached_on_each_layout, tmp_path, RANKS) == [{"DDP": True, "FSDP2": True}] * RANKS
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
@@ -145,12 +157,16 @@ def ranks(out, tmp_path_factory):
         return on_ranks(all_of_it, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_hooks_in_a_loop_of_ones_own_leave_every_rank_its_bytes_at_every_step(ranks):
     for result in ranks:
         assert [way for way, holds in result["is neutral"].items() if not holds] == []
         assert len(result["is neutral"]) == 2
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_every_rank_measures_what_one_process_does_with_all_rows_under_the_names_of_the_users_model(ranks, tmp_path):
     expected = numbers("alone", tmp_path / "alone")
     assert "norms/weight_norm/0.weight" in expected
@@ -158,6 +174,8 @@ def test_every_rank_measures_what_one_process_does_with_all_rows_under_the_names
         assert result["measured"] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_main_rank_alone_writes_one_whole_record(ranks, out):
     lines = [json.loads(line) for line in (out / "ddp" / "ddp.jsonl").read_text().splitlines()]
     drawn = [line["drawing/drawn"] for line in lines if line["hook_point"] == "POST_STEP" and "drawing/drawn" in line]
@@ -165,6 +183,8 @@ def test_the_main_rank_alone_writes_one_whole_record(ranks, out):
     assert json.loads((out / "ddp" / "summary.json").read_text())["status"] == "completed"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_mistakes_are_told_on_all_ranks_in_one_sentence(ranks):
     told = {name: [result["said"][name][0] for result in ranks] for name in ranks[0]["said"]}
     parts = {
@@ -184,11 +204,15 @@ def test_mistakes_are_told_on_all_ranks_in_one_sentence(ranks):
         assert own == others[0] or "on rank 1" in others[0]
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_goes_on_from_its_own_state_and_from_no_other(ranks):
     assert [result["gone on"]["its own"] for result in ranks] == [""] * RANKS
     assert all("is that of rank 0, and this is rank" in result["gone on"]["another's"] for result in ranks)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_what_torch_stores_of_hooks_with_the_loop_goes_on_bit_for_bit_on_as_many_ranks(ranks, out):
     for kind in ("FSDP2", "by hand"):
         for number, result in enumerate(ranks):
@@ -201,12 +225,15 @@ def test_what_torch_stores_of_hooks_with_the_loop_goes_on_bit_for_bit_on_as_many
         assert whole_run.read_bytes() == parts_run.read_bytes()
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_it_goes_on_in_one_process_with_all_rows(ranks, out):
     shown = gone_on("alone", out / "FSDP2", "one")
     torch.testing.assert_close(shown["loaded"], remembered(0), rtol=0, atol=0)
     assert shown["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_it_goes_on_on_two_ranks_in_their_shards(ranks, out, tmp_path):
     for rank in on_ranks(partial(gone_on, "FSDP2", out / "FSDP2", "two"), tmp_path, 2):
@@ -214,6 +241,8 @@ def test_it_goes_on_on_two_ranks_in_their_shards(ranks, out, tmp_path):
         assert rank["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_state_that_is_not_there_or_not_read_yet_is_refused(ranks, out):
     metadata = checkpoint.FileSystemReader(out / "FSDP2/stored").read_metadata()
     with Loop("alone").attach(["norms"], out / "refused") as scope:
@@ -225,12 +254,16 @@ def test_a_state_that_is_not_there_or_not_read_yet_is_refused(ranks, out):
             scope.load_state_dict(scope.state_dict(of=metadata))
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_whose_script_fails_closes_its_part_and_the_others_end_as_it_leaves(ranks, out):
     assert [result["left"] for result in ranks][1] == "ValueError"
     assert {ranks[0]["left"], ranks[2]["left"]} <= {"RuntimeError", "RankLostError"}
     assert json.loads((out / "deserted" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_that_attaches_alone_is_told_that_all_have_to(ranks):
     assert ranks[0]["alone"].startswith("RankLostError: Another rank is gone")
     assert ranks[0]["alone"].endswith("Call attach on every rank of the training.")
@@ -247,6 +280,7 @@ def otherwise() -> dict[str, bool]:
     return found | {"static graph": neutral("static graph", 1, ["norms", "training_metrics"], out / "static")}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_so_they_do_whatever_the_reducer_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
@@ -254,6 +288,7 @@ def test_so_they_do_whatever_the_reducer_is_told(tmp_path, monkeypatch):
         assert [way for way, holds in result.items() if not holds] == []
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_script_of_the_page_runs_under_torchrun_and_one_rank_speaks(tmp_path):
     (script,) = [block.text for block in blocks(ROOT / "docs/own-loop.md") if block.file == "train.py"]

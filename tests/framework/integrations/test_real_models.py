@@ -32,6 +32,7 @@ from tests.framework.integrations.real_trainings import (
     watched,
 )
 from tests.support.cases import slow_unless
+from tests.support.processes import own_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 EVERY = pytest.mark.parametrize(
@@ -43,6 +44,7 @@ LANGUAGE = pytest.mark.parametrize(
 
 
 @EVERY
+@own_process
 def test_every_step_with_all_hooks_is_that_of_the_bare_loop_to_the_last_bit(name: str) -> None:
     assert same_steps(watched(name), bare(name))
 
@@ -54,6 +56,7 @@ def test_an_audit_of_all_hooks_finds_nothing_and_changes_nothing(name: str, tmp_
 
 
 @EVERY
+@own_process
 def test_numbers_are_finite_where_the_hook_does_not_say_otherwise(name: str) -> None:
     found = [watched(name), *(treated(name, hook) for hook in TREATMENTS)]
     metrics = {key: value for each in found if isinstance(each, Trained) for key, value in each.metrics.items()}
@@ -154,6 +157,7 @@ def test_norms_updates_and_paths_are_those_of_plain_formulas(name: str) -> None:
     )
 
 
+@own_process
 def test_the_sharpness_is_the_largest_eigenvalue_of_the_dense_hessian(tmp_path: Path) -> None:
     options = {"sharpness": {"iterations": 24, "probes": 1, "density_probes": 0, "critical_passes": 0, "k": 1}}
     found = trained("OLMo-2", hooks=["sharpness"], hook_options=options, out=tmp_path)

@@ -152,6 +152,7 @@ class Renormed(nn.Module):
         return self.head(self.embedding((inputs.abs() * 3).long().clamp(max=8)).mean(1)) * self.spread
 
 
+@pytest.mark.compile
 def test_passes_through_renormed_embeddings_and_compiled_parts_change_no_byte(monkeypatch):
     monkeypatch.setitem(MODELS, "renormed", Renormed)
 

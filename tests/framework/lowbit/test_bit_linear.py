@@ -266,6 +266,7 @@ def test_a_layer_of_its_own_names_its_recipe():
     assert layer(drawn(6, 20)).shape == (6, 12)
 
 
+@pytest.mark.compile
 def test_a_compiled_model_runs_the_layers_between_its_graphs_with_the_same_bits():
     ordinary, compiled = stack(STOCHASTIC), stack(STOCHASTIC)
     compiled.compile(backend="eager", dynamic=False)

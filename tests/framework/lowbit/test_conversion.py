@@ -28,6 +28,7 @@ from tests.support import (
     run_info,
     train,
 )
+from tests.support.processes import own_process
 
 VARYING = "e4m3/delayed/stochastic,output_grad=e5m2/delayed/stochastic"
 
@@ -216,6 +217,7 @@ def at_every_step(name: str) -> TrainingHook:
 
 @pytest.mark.parametrize("case", ["epoch", pytest.param("step", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+@own_process
 def test_a_run_with_all_hooks_has_the_bytes_of_the_run_without(case):
     names = [name for name in willing() if not HookRegistry.get(name).needs_reference_weights]
     assert {"norms", "gradient_overflow"} <= set(names)

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from loopscope.errors import LoopscopeError
 from loopscope.experiments.tied_lm.model import Decoder, DecoderShape
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.ranks import on_two_ranks
+
+pytestmark = pytest.mark.ranks
 
 VARYING = "e4m3/delayed/stochastic,output_grad=e5m2/delayed/stochastic"
 DECODER = DecoderShape(vocabulary=30, context=8, width=16, layers=2, heads=2, hidden=24)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.framework.lowbit.lowbit_layers import NARROW, STOCHASTIC, drawn, results
 from tests.support import MODELS, Case, assert_same_bytes, train
 from tests.support.models import TOKENS
+from tests.support.processes import own_process
 
 RECIPES_TRIED = [*NARROW, "e2m1/block,output_grad=none", "fp32"]
 
@@ -247,6 +248,7 @@ def test_recomputation_repeats_every_product(recipe):
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
+@pytest.mark.compile
 def test_a_compiled_model_makes_the_same_products():
     model, x = mixture("nvfp4"), drawn(4, 4)
     expected = model(x)
@@ -254,6 +256,7 @@ def test_a_compiled_model_makes_the_same_products():
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.compile
 def test_a_graph_of_the_whole_model_is_refused_with_the_reason():
     model = mixture("nvfp4")
     model.conv.compile(backend="eager", fullgraph=True)
@@ -278,6 +281,7 @@ def test_a_model_is_converted_and_moved_with_its_histories():
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+@own_process
 def test_counting_changes_no_byte_of_a_run_with_random_casts_and_histories(monkeypatch, loop):
     from loopscope.training_hooks.lowbit import GradientOverflow
 

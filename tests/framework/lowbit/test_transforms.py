@@ -176,6 +176,7 @@ def test_stochastic_rounding_is_not_exported_but_refused_in_a_sentence():
         torch.export.export(stack(STOCHASTIC), (drawn(6, 20),), strict=False)
 
 
+@pytest.mark.compile
 def test_one_graph_is_refused_with_the_reason_and_the_remedy():
     model = torch.compile(stack("fp4_block"), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.*leave out fullgraph=True"):

@@ -136,6 +136,7 @@ def test_where_pandas_is_missing_it_says_what_to_install(tmp_path: Path, monkeyp
         read_run(tmp_path)
 
 
+@pytest.mark.process
 def test_the_door_alone_is_enough_and_brings_in_no_pandas_before_it_is_asked_for(tmp_path: Path) -> None:
     folder = record(tmp_path, EMITS)
     code = (

@@ -23,7 +23,10 @@ from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeServic
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver to open the page in")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver to open the page in"),
+]
 LOSS, SPECTRUM = "charts.get('m/loss').plot", "charts.get('m/spectrum').plot"
 
 

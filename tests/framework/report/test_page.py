@@ -20,6 +20,7 @@ from scipy import stats
 
 from tests.framework.report.pages import reported, seeded_runs
 from tests.framework.report.plotted import curve_record, record
+from tests.support.processes import own_process
 
 BAD = "</script><script>alert(1)</script><b>"
 NAN, INF = math.nan, math.inf
@@ -104,13 +105,14 @@ def test_a_page_of_a_long_run_is_small_and_keeps_its_spike(tmp_path: Path) -> No
     assert found.size < LARGEST_PAGE
 
 
-def test_two_thousand_metrics_fit_into_a_page_and_what_does_not_is_counted(tmp_path: Path, monkeypatch) -> None:
+@own_process
+def test_two_thousand_metrics_fit_into_a_page_and_what_does_not_is_counted(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(50, 2000))
     folder = record(
         tmp_path, [(step, {f"m/{at}": value for at, value in enumerate(row)}) for step, row in enumerate(rows)]
     )
     for largest, fits in ((LARGEST_PAGE, True), (2_100_000, False)):
-        monkeypatch.setattr(page, "LARGEST_PAGE", largest)
+        page.LARGEST_PAGE = largest
         found = reported(folder)
         assert (found.size < largest, found.data["leftOut"] == 0) == (True, fits)
         assert 0 < len(found.data["metrics"]) == 2000 - found.data["leftOut"]

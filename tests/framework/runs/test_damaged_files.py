@@ -197,7 +197,7 @@ REST: Mapping[str, Any] = {
 }
 
 
-@settings(max_examples=40, **REST)
+@settings(max_examples=12, **REST)
 @given(data=st.data())
 def test_one_damage_to_anything_in_a_run_is_said_or_does_no_harm(whole: Path, capfd: Any, data: Any) -> None:
     check(whole, capfd, data)

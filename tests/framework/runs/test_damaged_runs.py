@@ -225,18 +225,33 @@ def damages(draw: Any, whole: Path) -> Callable[[Path], None]:
     return written(name, "\n".join(lines) + "\n")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), command=st.sampled_from(READING))
-def test_whatever_is_damaged_a_command_says_a_sentence_and_no_traceback(whole, capfd, data, command) -> None:
+REST = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+TRAINING = sorted(COMMANDS.keys() - set(READING))
+
+
+def check_reading(whole, capfd, data, command) -> None:
+    """Damage a run at random and let a command read it: it succeeds, or refuses in a sentence."""
     status, said = said_by(command, whole, data.draw(damages(whole)), capfd)
     assert status in (0, 1, 2), said
     assert all(line.startswith("loopscope: ") for line in said.splitlines()), said
     assert status == 0 or said
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), command=st.sampled_from(sorted(COMMANDS.keys() - set(READING))))
-def test_whatever_is_damaged_a_run_starts_or_says_a_sentence(whole, capfd, data, command) -> None:
+@settings(max_examples=25, **REST)
+@given(data=st.data(), command=st.sampled_from(READING))
+def test_whatever_is_damaged_a_command_says_a_sentence_and_no_traceback(whole, capfd, data, command) -> None:
+    check_reading(whole, capfd, data, command)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **REST)
+@given(data=st.data(), command=st.sampled_from(READING))
+def test_many_damaged_runs_are_read_or_refused(whole, capfd, data, command) -> None:
+    check_reading(whole, capfd, data, command)
+
+
+def check_training(whole, capfd, data, command) -> None:
+    """Damage a run at random and let a command train from it: it starts, or refuses in a sentence."""
     status, said = said_by(command, whole, data.draw(damages(whole)), capfd)
     assert status in (0, 2), said
     assert all(line.startswith("loopscope: ") for line in said.splitlines()), said
@@ -274,3 +289,16 @@ def test_differences_are_the_entries_that_one_lacks_or_has_otherwise(before, now
 def test_a_record_of_an_earlier_version_lacks_nothing_that_is_needed(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text('{"experiment": "e", "strategy": "s", "config": {"lr": 1}}')
     assert RunRecord.read(tmp_path) == RunRecord(experiment="e", strategy="s", config={"lr": 1})
+
+
+@settings(max_examples=15, **REST)
+@given(data=st.data(), command=st.sampled_from(TRAINING))
+def test_whatever_is_damaged_a_run_starts_or_says_a_sentence(whole, capfd, data, command) -> None:
+    check_training(whole, capfd, data, command)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **REST)
+@given(data=st.data(), command=st.sampled_from(TRAINING))
+def test_many_damaged_runs_start_or_are_refused(whole, capfd, data, command) -> None:
+    check_training(whole, capfd, data, command)

@@ -63,6 +63,7 @@ def test_an_experiment_s_folder_stands_for_all_its_strategies(finished, recorded
         assert scalars(recorded / strategy / "tensorboard") == scalars(finished / strategy / "tensorboard")
 
 
+@pytest.mark.process
 def test_a_replayed_run_is_in_wandb_with_all_rows_configuration_and_treatments(recorded, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert main(["replay", str(recorded / "clipped"), "--to", "wandb", "--project", "again"]) == 0

@@ -12,7 +12,9 @@ from loopscope.cli import main
 from loopscope.cli.options import config_of, parse_recorded, run_options, wanted_sinks
 from loopscope.runs import Session, Stretch, check_device
 
+from tests.framework.runs.patience import patient_experiments
 from tests.framework.runs.test_rewinding import assert_the_same
+from tests.support.processes import own_process
 
 FILLED = (experiments, sinks, training_hooks)
 pytestmark = pytest.mark.usefixtures("patient_small")
@@ -70,20 +72,24 @@ def replay(run: Path, groups: Mapping[str, Path]) -> None:
         assert_the_same(path, expected, 1, last)
 
 
+@own_process
 def test_epochs_trained_again_with_every_hook_have_the_numbers_that_they_would_have_had(tmp_path, tokens):
-    words = ("--epochs", "2", "--with-hooks")
-    bare, full = (train(tmp_path / group, "mod_arithmetic", tokens, *words, group) for group in ("none", "full"))
-    path, since, compared = again(bare, Stretch(1, 8, from_start=True), with_hooks="full")
-    assert (since, compared) == (0, [*range(1, 9)])
-    assert_the_same(path, full, 1, 8)
-    path, since, compared = again(full, Stretch(7, 8))  # within an epoch
-    assert (since, compared) == (6, [7, 8])
-    assert_the_same(path, full, 7, 8)
+    with patient_experiments():
+        words = ("--epochs", "2", "--with-hooks")
+        bare, full = (train(tmp_path / group, "mod_arithmetic", tokens, *words, group) for group in ("none", "full"))
+        path, since, compared = again(bare, Stretch(1, 8, from_start=True), with_hooks="full")
+        assert (since, compared) == (0, [*range(1, 9)])
+        assert_the_same(path, full, 1, 8)
+        path, since, compared = again(full, Stretch(7, 8))  # within an epoch
+        assert (since, compared) == (6, [7, 8])
+        assert_the_same(path, full, 7, 8)
 
 
+@own_process
 def test_a_language_model_trained_again_has_its_digests(tmp_path, tokens):
-    run = train(tmp_path, "tied_lm", tokens, "--with-hooks", "none", "--amp", "bf16", "--accumulation-steps", "2")
-    assert again(run, Stretch(4, 6), with_hooks="minimal")[1:] == (3, [4, 5, 6])
+    with patient_experiments():
+        run = train(tmp_path, "tied_lm", tokens, "--with-hooks", "none", "--amp", "bf16", "--accumulation-steps", "2")
+        assert again(run, Stretch(4, 6), with_hooks="minimal")[1:] == (3, [4, 5, 6])
 
 
 @pytest.mark.slow

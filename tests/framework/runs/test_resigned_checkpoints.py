@@ -130,13 +130,13 @@ def check_state(whole: Path, capfd: Any, data: Any, command: str) -> None:
     refused_or_done(command, whole, capfd, lambda folder: with_state(folder, changed(content, path, value)))
 
 
-@settings(max_examples=40, **REST)
+@settings(max_examples=12, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
 def test_whatever_a_signed_manifest_says_it_is_used_or_refused_in_a_sentence(whole, capfd, data, command) -> None:
     check_manifest(whole, capfd, data, command)
 
 
-@settings(max_examples=40, **REST)
+@settings(max_examples=12, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
 def test_whatever_a_signed_state_holds_it_is_used_or_refused_in_a_sentence(whole, capfd, data, command) -> None:
     check_state(whole, capfd, data, command)

@@ -79,7 +79,9 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
-@pytest.mark.parametrize("step", [1, 5, 8, 12])
+@pytest.mark.parametrize(
+    "step", [1, 5, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)]
+)
 def test_hooks_measure_what_they_would_have_measured_from_the_start_and_the_run_is_left(runner, step, finished):
     before = contents(finished / "bare")
     options = {"hooks": hooks_of(runner), "hook_options": WINDOW}

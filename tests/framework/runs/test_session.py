@@ -22,6 +22,7 @@ from tests.framework.runs.small_experiment import (
     registered,
     session,
 )
+from tests.support.processes import own_process
 
 assert training_hooks.__all__
 lives: list[tuple[str, Any]] = []
@@ -178,6 +179,7 @@ def test_a_strategy_with_other_options_has_a_hook_of_its_own(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
 @pytest.mark.parametrize("group", ["observers", pytest.param("full", marks=pytest.mark.slow)])
+@own_process
 def test_every_hook_measures_in_the_second_strategy_what_it_measures_there_alone(group: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"with_hooks": group, "epochs": 45, "reference": tmp_path / "first"}
     session(tmp_path / "first", strategies=["plain", "other-order"]).run()

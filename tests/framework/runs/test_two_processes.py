@@ -33,6 +33,7 @@ def entries():
         yield
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("option", [None, "resume", "overwrite"])
 def test_a_run_that_another_process_finished_meanwhile_is_left_as_it_is(option: str | None, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
@@ -44,6 +45,7 @@ def test_a_run_that_another_process_finished_meanwhile_is_left_as_it_is(option: 
     assert read_json(folder / "small/plain/summary.json")["status"] == "completed"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("option", ["resume", "overwrite"])
 def test_a_run_that_was_found_and_another_process_went_on_with_is_left_as_it_is(option: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs"

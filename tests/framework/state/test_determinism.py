@@ -135,6 +135,7 @@ def test_other_errors_stay_what_they_are() -> None:
     assert raised.value.__cause__ is None
 
 
+@pytest.mark.process
 def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -> None:
     program = """
 import sys, torch

@@ -31,6 +31,8 @@ from torch.nn import functional
 
 from tests.support.ranks import on_two_ranks
 
+pytestmark = pytest.mark.ranks
+
 ROWS = 12
 Results = dict[str, Tensor]
 

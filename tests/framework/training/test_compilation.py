@@ -94,6 +94,7 @@ class Halving(ReadOnlyHook):
         return [GradientTap("blocks.1", "output", lambda gradient: gradient / 2, replaces=True)]
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_hooks_leave_every_byte_of_a_compiled_run_and_every_graph(case: Case) -> None:
     bare, hooked = Graphs(), Graphs()
@@ -103,6 +104,7 @@ def test_hooks_leave_every_byte_of_a_compiled_run_and_every_graph(case: Case) ->
     assert bare.count == hooked.count == 1
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_a_tap_that_reads_hears_what_it_hears_in_an_eager_run(case: Case) -> None:
     eager, compiled = Tapping(), Tapping()
@@ -113,6 +115,7 @@ def test_a_tap_that_reads_hears_what_it_hears_in_an_eager_run(case: Case) -> Non
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_a_tap_that_replaces_does_so_in_the_compiled_run(case: Case) -> None:
     filters = [*warnings.filters]
@@ -124,11 +127,13 @@ def test_a_tap_that_replaces_does_so_in_the_compiled_run(case: Case) -> None:
     assert not torch.allclose(weights[2], weights[0])
 
 
+@pytest.mark.compile
 def test_no_tap_is_left_on_the_model() -> None:
     run = Graphs().train(Case("residual"), [Tapping()])
     assert not any(module._forward_hooks for module in run.task.model.modules())
 
 
+@pytest.mark.compile
 def test_an_observer_captures_outputs_of_a_compiled_model() -> None:
     captured: list[Any] = []
     look = at(SpyHook, HookPoint.POST_EPOCH)(
@@ -147,6 +152,8 @@ class Compiled(Small):
         return Residual()
 
 
+@pytest.mark.compile
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_with_compile_trains_compiled_and_hooks_leave_its_weights(tmp_path: Path) -> None:
     filters = [*warnings.filters]
@@ -170,6 +177,7 @@ def test_without_a_compiler_it_is_refused_with_the_remedy(monkeypatch: pytest.Mo
         compile_model(Residual())
 
 
+@pytest.mark.compile
 def test_taps_hear_one_pass_at_the_scale_of_the_run_even_if_it_overflows() -> None:
     def introduce(task: TrainingTask, state: TrainingState) -> None:
         task.scaler = state.scaler = GradScaler("cpu", init_scale=float("inf"))

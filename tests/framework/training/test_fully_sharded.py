@@ -22,6 +22,8 @@ from torch import nn
 from tests.support import ActingHook, SpyHook, at, mean_loss, raising, run_info
 from tests.support.ranks import on_ranks
 
+pytestmark = pytest.mark.ranks
+
 assert training_hooks.__all__
 ROWS, BATCH = 96, 48
 POINTS = set(HookPoint) - {HookPoint.PRE_UPDATE}

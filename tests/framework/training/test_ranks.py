@@ -233,6 +233,7 @@ def ranks(request, tmp_path_factory):
     return on_ranks(request.param, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.ranks
 def test_what_is_raised_on_one_rank_ends_the_run_on_all_with_one_sentence_and_where_it_was_said(ranks):
     for name in CASES:
         (others, step, _), (own, *_), (third, *_) = [result[name] for result in ranks]
@@ -244,6 +245,7 @@ def test_what_is_raised_on_one_rank_ends_the_run_on_all_with_one_sentence_and_wh
         assert step == (2 if "SNAPSHOT" in name else 0 if name in ("unsuited", "start") else 1)
 
 
+@pytest.mark.ranks
 def test_no_rank_keeps_or_commits_what_another_one_could_not_do(ranks):
     for result in ranks:
         assert result["committing"][2] == result["start"][2] != result["bare"][2]  # no step was made
@@ -252,6 +254,7 @@ def test_no_rank_keeps_or_commits_what_another_one_could_not_do(ranks):
                 assert result[name][2] == result["observer at PRE_STEP"][2], name
 
 
+@pytest.mark.ranks
 def test_where_the_run_goes_on_without_the_hook_it_does_so_on_all_ranks(ranks):
     for result in ranks:
         skipped = [name for name in result if name.endswith("skipped")]
@@ -259,14 +262,17 @@ def test_where_the_run_goes_on_without_the_hook_it_does_so_on_all_ranks(ranks):
         assert [name for name in skipped if result[name] != result["bare"]] == []
 
 
+@pytest.mark.ranks
 def test_a_rank_whose_disk_is_full_goes_on_without_the_sink_like_a_single_process(ranks):
     assert [result["full disk"] == result["bare"] for result in ranks] == [True] * RANKS
 
 
+@pytest.mark.ranks
 def test_one_rank_that_wants_to_stop_stops_all(ranks):
     assert [result["stopped"][:2] for result in ranks] == [("", 2)] * RANKS
 
 
+@pytest.mark.ranks
 def test_ranks_that_were_started_differently_are_refused_with_one_sentence(ranks):
     sentences = {name: {result[name][0] for result in ranks} for name in ranks[0] if name.startswith("other")}
     differs = "The list of hooks differs between the ranks: none on rank 0, spy on rank 1, none on rank 2"
@@ -277,6 +283,7 @@ def test_ranks_that_were_started_differently_are_refused_with_one_sentence(ranks
     assert all(result["other length"][1] == 0 for result in ranks)
 
 
+@pytest.mark.ranks
 def test_interventions_are_agreed_on_once_a_fire_and_observers_once_a_step_but_once_a_fire_on_shards(ranks):
     for found in [result["agreements"] for result in ranks]:
         fires = 12 if found["kind"] == "shards" else 4
@@ -304,6 +311,7 @@ def sleep(ctx: Any) -> dict[str, float]:
     return {}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_rank_that_is_killed_or_stopped_ends_the_others_before_the_timeout(number, tmp_path):
@@ -317,6 +325,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_others_before_the_timeout(num
         assert "Another rank is gone" in said
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path):
     assert on_ranks(late, tmp_path, RANKS) == [True] * RANKS

@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import ActingHook, at, mean_loss, run_info
 from tests.support.ranks import on_ranks
 
+pytestmark = pytest.mark.ranks
+
 assert training_hooks.__all__
 RANKS, ROWS, BATCH = 3, 48, 12
 KINDS: dict[str, dict[str, Any]] = {

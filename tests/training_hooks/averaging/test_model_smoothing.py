@@ -341,6 +341,7 @@ WAYS: dict[str, Callable[[], list[ModelSmoothing]]] = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_on_two_ranks_shards_stay_shards_and_the_run_is_that_of_one_rank(tmp_path):
     ranks = on_two_ranks(all_results, tmp_path)

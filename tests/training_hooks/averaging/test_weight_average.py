@@ -346,6 +346,7 @@ def all_results(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_on_two_ranks_the_averages_are_those_of_one_and_only_fsdp_is_not_evaluated(tmp_path):
     ranks = on_two_ranks(partial(all_results, tmp_path), tmp_path)

@@ -157,6 +157,7 @@ def test_both_attentions_of_a_decoder_layer_are_read():
     assert_rows(reader.calls["self"], brute_rows(*in_projections(layer.self_attn, tokens()), ALL, HEADS))
 
 
+@pytest.mark.compile
 def test_a_compiled_layer_is_read_and_stays_compiled():
     model = Fused()
     query, key, _ = linear(tokens(), model.qkv.weight, model.qkv.bias).chunk(3, dim=-1)

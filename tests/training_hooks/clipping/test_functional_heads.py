@@ -153,6 +153,7 @@ def test_a_run_with_a_functional_head_keeps_its_bytes_until_there_is_something_t
         assert all(torch.equal(plain[name], hooked[name]) for name in plain)
 
 
+@pytest.mark.compile
 def test_a_compiled_model_with_a_functional_head_is_measured_by_a_pass_of_its_own_and_not_clipped() -> None:
     expected, _, _ = run(model("functional"), [EmbeddingProvenance()])
     net = model("functional")

@@ -128,6 +128,7 @@ def rows(run: Run, hook: str) -> dict[tuple[str, int], float]:
     return {(name, step): value for name, _, step, value in run.sink.rows(hook + "/")}
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
@@ -143,6 +144,7 @@ def test_compiled_models_give_the_numbers_of_eager_ones(hook: type[Any], loop: s
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.compile
 def test_both_together_measure_the_same_on_a_compiled_model() -> None:
     run = train(Case("tied"), [EmbeddingProvenance(), OutputProjectionClip()], steps=3, introduce=compiled)
     names = ("embedding_grad_l2_norm", "output_proj_grad_l2_norm")
@@ -153,6 +155,7 @@ def test_both_together_measure_the_same_on_a_compiled_model() -> None:
     assert seen == pytest.approx(clipped, rel=1e-4)
 
 
+@pytest.mark.compile
 def test_provenance_leaves_a_compiled_run_its_bytes() -> None:
     plain, watched = (train(Case("tied"), hooks, introduce=compiled) for hooks in ([], [EmbeddingProvenance()]))
     assert [*map(differences, plain.digests, watched.digests)] == [[], [], []]

@@ -181,6 +181,7 @@ def test_pure_noise_gives_the_fraction_of_the_formula_and_no_excess():
 
 @pytest.mark.parametrize("k", [2, 3, 5])
 @pytest.mark.parametrize("noise_energy", [0.1, 10.0])
+@pytest.mark.statistical
 def test_the_excess_is_unbiased_for_few_shuffles_and_few_dimensions(k, noise_energy):
     found = simulate(k, size=5, noise_energy=noise_energy, order_energy=0.0, trials=400)
     assert abs(deviation(found["excess"])) < 3
@@ -250,6 +251,7 @@ def covered(k: int, size: int, noise: float, effect: float, trials: int) -> tupl
 
 
 @pytest.mark.parametrize(("k", "noise", "effect"), [(5, 1.0, 0.0), (3, 10.0, 0.0), (5, 0.1, 0.5)])
+@pytest.mark.statistical
 def test_the_interval_of_the_excess_covers_what_is_expected(k, noise, effect):
     share, ratio = covered(k, 30, noise, effect, trials=300)
     assert share >= 0.93
@@ -297,6 +299,7 @@ def excesses(order: str, *, batch_size: int = 8, epochs: int = 50) -> Tensor:
     return torch.tensor([row[3] for row in sink.rows() if row[0] == "counterfactual/excess"], dtype=torch.float64)
 
 
+@pytest.mark.statistical
 def test_training_in_random_order_has_no_excess_on_average_but_sorted_order_has():
     random, ordered = excesses("random"), excesses("sorted")
     assert len(random) == len(ordered) == 50

@@ -71,6 +71,7 @@ def intervals(grams: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("size", "noise"), [(5, 1.0), (30, 0.1), (30, 1.0), (300, 10.0)])
+@pytest.mark.statistical
 def test_the_interval_covers_zero_at_about_the_nominal_rate_if_the_order_has_no_effect(size, noise):
     low, high = intervals(epochs(200, shuffles=5, size=size, noise=noise))
     assert ((low <= 0) & (high >= 0)).double().mean().item() >= 0.93
@@ -81,6 +82,7 @@ def test_the_interval_excludes_zero_if_an_effect_is_planted():
     assert (low > 0).double().mean().item() > 0.95
 
 
+@pytest.mark.statistical
 def test_the_error_of_the_excess_is_its_scatter_over_many_epochs():
     grams = epochs(700, noise=1.0)
     everything = torch.arange(1, K + 1)[None]
@@ -89,6 +91,7 @@ def test_the_error_of_the_excess_is_its_scatter_over_many_epochs():
     assert estimated.item() == pytest.approx(torch.cat(found).std().item(), rel=0.1)
 
 
+@pytest.mark.statistical
 def test_the_errors_of_the_fractions_are_their_scatter_over_many_sets_of_shuffles():
     generator = torch.Generator().manual_seed(3)
     g = torch.randn(30, generator=generator, dtype=torch.float64) + 1

@@ -175,6 +175,7 @@ TRIALS = [(300, 0.91, 0.985), pytest.param(2000, 0.93, 0.97, marks=pytest.mark.s
 
 
 @pytest.mark.parametrize(("count", "least", "most"), TRIALS)
+@pytest.mark.statistical
 def test_stated_errors_are_the_scatter_and_their_intervals_hold_the_truth_as_often_as_stated(count, least, most):
     missed, stated = trials(EVEN, count)
     for name, errors in stated.items():
@@ -184,6 +185,7 @@ def test_stated_errors_are_the_scatter_and_their_intervals_hold_the_truth_as_oft
         assert least <= covered <= most, name
 
 
+@pytest.mark.statistical
 def test_where_one_eigenvalue_has_all_curvature_intervals_hold_the_truth_less_often_as_stated():
     missed, stated = trials(ONE, 300)
     covered = (missed["trace"].abs() <= stats.t.ppf(0.975, PROBES - 1) * stated["trace"]).double().mean()

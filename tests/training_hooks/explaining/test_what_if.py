@@ -27,6 +27,7 @@ from tests.framework.explaining.planted import (
     PlantedLoader,
 )
 from tests.framework.runs.small_experiment import registered
+from tests.support.processes import own_process
 
 FILLED = (sinks, training_hooks)
 STEP = 12
@@ -98,6 +99,7 @@ def usual(tmp_path_factory):
     return measured(folder, hooks=("step_history",), what_if=options), folder
 
 
+@own_process
 def test_the_step_again_is_the_runs_own_step(usual):
     found, folder = usual
     recorded = look_at(folder / "planted/plain").points
@@ -111,10 +113,12 @@ def test_the_step_again_is_the_runs_own_step(usual):
 
 
 @pytest.mark.parametrize(("branch", "runner"), [("half_rate", HalfRate), ("fresh_state", Forgetful)])
+@own_process
 def test_a_branch_is_the_run_that_was_trained_like_it(branch, runner, usual, tmp_path):
     assert usual[0]["effect"][branch] == measured(tmp_path, runner)["effect"]["run"] != usual[0]["effect"]["run"]
 
 
+@own_process
 def test_the_usual_rate_is_the_run_with_it(usual, tmp_path):
     class Faster(Rates):
         factor = 30.0
@@ -122,12 +126,14 @@ def test_the_usual_rate_is_the_run_with_it(usual, tmp_path):
     assert usual[0]["effect"]["usual_rate"] == measured(tmp_path, Faster)["effect"]["run"]
 
 
+@own_process
 def test_clipping_is_the_run_that_is_clipped_in_that_step(usual, tmp_path):
     found = measured(tmp_path, hooks=("grad_clip",), what_if={"usual_norm": 0.2})
     assert found["effect"]["run"] == found["effect"]["clipped"]  # branches have no hooks that commit, the run has
     assert found["effect"]["as_it_was"][0] != found["effect"]["run"]
 
 
+@own_process
 def test_without_repeated_rows_is_the_run_with_each_of_them_once(tmp_path):
     found = measured(tmp_path / "repeated", plant="repeated_row", what_if={"watch": "copies"})
     once = measured(tmp_path / "once", Once, plant="repeated_row")
@@ -137,6 +143,7 @@ def test_without_repeated_rows_is_the_run_with_each_of_them_once(tmp_path):
     assert found["rows"]["index"][:COPIES] == [found["rows"]["index"][0]] * COPIES
 
 
+@own_process
 def test_an_element_that_changed_by_itself_is_told_and_put_back(tmp_path):
     found = measured(tmp_path, plant="bit", seed=3)
     place, was, now = found["element"][FLIPPED]

@@ -139,6 +139,7 @@ def test_gradients_that_are_not_finite_are_reported_and_break_nothing():
     assert run(made(), hook) == before
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_compiled_model_is_measured_as_it_would_be_eagerly(parts):
     model = made()

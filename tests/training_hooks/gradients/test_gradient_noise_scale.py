@@ -40,6 +40,7 @@ def regression_gradients(count: int, error: Tensor, label_noise: float) -> Tenso
 
 
 @pytest.mark.parametrize("sizes", [[8, 8], [8, 5, 3], [3, 13], [4] * 4])
+@pytest.mark.statistical
 def test_linear_regression_gives_its_known_signal_and_noise_within_four_standard_errors(sizes):
     torch.manual_seed(len(sizes))
     error, label_noise = torch.tensor([0.5, -1.0, 0.3], dtype=torch.float64), 0.7

@@ -117,6 +117,7 @@ def test_a_planted_signal_is_found_at_its_size():
 
 
 @pytest.mark.parametrize(("elements", "window", "signal"), [(1, 4, 0.2), (3, 4, 0.2), (40, 5, 0.0)])
+@pytest.mark.statistical
 def test_the_mean_of_the_corrected_ratio_is_that_of_its_page(elements, window, signal):
     generator = np.random.default_rng(elements)
     offset = np.sqrt(signal * elements) * np.eye(elements)[0]

@@ -132,6 +132,7 @@ def test_other_passes_of_a_step_are_not_counted():
     assert beside.sink.rows("gradient_overflow/") == alone.sink.rows("gradient_overflow/")
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("options", [{}, {"formats": "e4m3", "of": "activations,gradients", "interval": 1}])
 def test_a_compiled_model_is_counted_as_it_would_be_eagerly(options):
     model = network("nvfp4")

@@ -289,6 +289,7 @@ def test_mixed_precision_trains_split_layers_and_float16_skips_what_overflows(am
     assert (0 < run.state.loop.skipped_steps < 12) is (amp == "fp16")
 
 
+@pytest.mark.compile
 def test_a_compiled_model_is_split_and_trains_as_the_eager_one():
     compiled = lambda task, state: task.model.compile(backend="eager", dynamic=False)
     case = Case("lowbit_mlp")

@@ -203,6 +203,7 @@ def alone(rank: int, **options: Any) -> dict[str, float]:
     return {name: value for name, value in run.values(1).items() if not name.startswith("topk")}
 
 
+@pytest.mark.ranks
 def test_ranks_add_up_what_their_layers_and_activations_lost_and_take_gradients_for_the_same(tmp_path):
     both, (one, other) = on_two_ranks(counted_on_a_rank, tmp_path), (alone(0), alone(1))
     scales = {name for found in (one, other) for name in found if name.startswith("scale_exponents_of/activations")}

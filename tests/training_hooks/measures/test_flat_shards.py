@@ -123,6 +123,7 @@ def all_results() -> dict[str, Any]:
     return {"numbers": numbers, "same": digest == run([], sharded=True)[1]}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_two_ranks_report_what_one_reports_and_train_as_they_do_without_hooks(tmp_path):
     first, second = on_two_ranks(all_results, tmp_path)

@@ -21,6 +21,8 @@ from tests.support.ranks import on_ranks
 from tests.training_hooks.ranks.shared_runs import after_the_middle, build, gone_on, refusal, trained
 from tests.training_hooks.ranks.states import AS_ITS_PARAMETER, Results
 
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
 assert training_hooks.__all__
 DIFFERENCES = {"method": "finite_difference", "epsilon": 1e-3}
 FEW = {"iterations": 2, "k": 1, "probes": 1, "density_probes": 1, "batches": 2, "critical_passes": 2}

@@ -20,6 +20,8 @@ from loopscope.lowbit.casts.kernels import largest_in, limits_for
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.compile
+
 EAGER = Compiler(patience=2**60)
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 EARLIER = torch.tensor([0.5, 1.25, 0.0])
@@ -380,6 +382,7 @@ print(rounded.sum().item())
 """
 
 
+@pytest.mark.process
 def test_without_a_compiler_casts_run_uncompiled_and_silent(tmp_path):
     environment = os.environ | {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", WITHOUT_A_COMPILER]
