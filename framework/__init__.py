@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .preserved_streams import preserved_streams
+
 if TYPE_CHECKING:
     from .data import Loader, TensorLoader, fixed_order, random_order
     from .errors import HookError, LoopscopeError, StateMutationError, UsageError
@@ -40,9 +42,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _ROOM_OF[name] == "report":
-        import_module(f"{__name__}.sinks")  # which fills the registry of those that know how to read a record
-    found = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    with preserved_streams():
+        if _ROOM_OF[name] == "report":
+            import_module(f"{__name__}.sinks")  # fills the registry of the sinks that can read a record
+        found = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
     globals()[name] = found
     return found
 

@@ -1,13 +1,15 @@
 """The newest metrics as one table at every SNAPSHOT."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.console import Board, Groups, NotebookOutput, make_console, newest_table, snapshot_line
 from loopscope.hooks import Alert, HookPoint, MetricSink, RunInfo, SinkRegistry
-from rich.console import Console
 
 from .record import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @SinkRegistry.register
@@ -33,7 +35,7 @@ class ConsoleSink(MetricSink):
     def __init__(
         self,
         *,
-        console: Console | None = None,
+        console: "Console | None" = None,
         first: Groups | None = None,
         recorded: bool = False,
         told: Callable[[], None] = lambda: None,

@@ -10,6 +10,8 @@ from platform import python_version
 from types import TracebackType
 from typing import Any, TextIO
 
+from ..preserved_streams import preserved_streams
+
 STDOUT, STDERR = 1, 2
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -50,10 +52,11 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
         torch, numpy = _installed("torch"), _installed("numpy")
         print(f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
         return 0
-    # Only now: this imports torch, which takes about two seconds.
-    from .command import run_command
+    with preserved_streams():
+        # Only now: this imports torch, which takes about two seconds.
+        from .command import run_command
 
-    return run_command(words, packages)
+        return run_command(words, packages)
 
 
 class _LastingFile(io.FileIO):

@@ -1,5 +1,10 @@
 """What people see of a run in a terminal, a pipe or a log: headers, a bar or the whole screen, tables, warnings."""
 
+from ..preserved_streams import preserved_streams
+
+with preserved_streams():
+    import rich.style  # noqa: F401  # draws from Python's generator when it is imported: before all other imports of rich
+
 from .board import Board, Groups, Label
 from .frame import newest_table, snapshot_line
 from .notebook import NotebookOutput

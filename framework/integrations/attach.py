@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..data import Batch, Loader
 from ..errors import UsageError, require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
+from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
 from .attached_run import AttachedRun
 from .choices import Choices, OnError, Shown, Wanted
@@ -70,7 +71,8 @@ def attach(
         loss: ``loss(model, batch)``, what :meth:`Scope.backward` is given for a batch: for hooks that compute losses.
         loader: the training data, for hooks that read them; they have an order of their own.
         evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
-        out: the folder of the run; by default ``runs/`` and the time, or a folder in that of the trainer.
+        out: the folder of the run; by default ``loopscope-runs/run_N``, with the next free number, in the current
+            folder or in that of the trainer.
         overwrite: write over the run that lies in the folder; one that this program has left open there is closed.
         sinks: where metrics go, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``) or as objects.
         loop: whether epochs are counted (``epoch``) or steps (``step``), which decides where hooks fire.
@@ -90,6 +92,12 @@ def attach(
     """
     given = locals()
     chosen = {name: given[name] for name in Choices.__dataclass_fields__ if given[name] is not None}
+    with preserved_streams():  # plug-ins are imported, hooks are made, and a plain loop's run is built
+        return _attach(target, chosen, given)
+
+
+def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """Attach hooks to the kind of training that ``target`` is; ``given`` are all arguments of :func:`attach`."""
     for package in ("training_hooks", "sinks"):
         import_module(f"loopscope.{package}")
     HookRegistry.discover()
@@ -108,7 +116,8 @@ def attach(
         f"attach was given a {type(target).__name__}; it takes a model and its optimizer, a transformers.Trainer, or a "
         "lightning.Trainer.",
     )
-    return _to_a_loop(target, optimizer, choices, scheduler, scaler, accelerator, accumulate, ranks)
+    names = ("optimizer", "scheduler", "scaler", "accelerator", "accumulate", "ranks")
+    return _to_a_loop(target, choices=choices, **{name: given[name] for name in names})
 
 
 def _trainer_of(target: Any) -> str:

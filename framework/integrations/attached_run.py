@@ -1,15 +1,17 @@
 """A run within a loop that somebody else drives: its choices, its hooks, its folder, its record and its display."""
 
 import atexit
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter, strftime
+from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
@@ -26,17 +28,30 @@ from ..firing import Driver, HookManager, unmet
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
+from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of
 from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
 from .wrapped import check_trained, kept, past, trainers_of
 
-STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
+STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "folder"}
+RUNS = "loopscope-runs"
+"""The folder of runs for which no other is chosen; its name is no identifier, so that no import can find it."""
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers to which a run is attached."""
 _OPEN: "dict[Path, AttachedRun]" = {}
 """Runs of this process that have begun and are not over, by folder."""
+
+
+def _free_folders(parent: Path) -> Iterator[Path]:
+    """Yield the folders ``run_N`` in ``parent`` that do not exist, from the number after the highest one on."""
+    try:
+        names = [path.name for path in parent.iterdir()]
+    except OSError:  # it does not exist yet; one that cannot be written is refused when the run starts
+        names = []
+    taken = [int(name.removeprefix("run_")) for name in names if re.fullmatch(r"run_\d+", name)]
+    yield from (parent / f"run_{number}" for number in count(max(taken, default=-1) + 1))
 
 
 class AttachedRun:
@@ -61,10 +76,10 @@ class AttachedRun:
             if item.hook.name in self._required and (sentence := unmet(item.hook, lacks)):
                 raise UnsuitableError(sentence)
         self.treatments = treatments(item.hook for item in self._hooks)
-        inside = Path("runs") / strftime("%Y%m%d-%H%M%S") if trained_in is None else trained_in / "loopscope"
-        path = Path(choices.out or inside)
-        named = path if choices.out or trained_in is None else trained_in
-        self.folder = RunFolder(path, named.absolute().name)
+        self._trained_in = trained_in
+        numbered_in = (trained_in or Path()) / RUNS
+        self._numbered_in = None if choices.out else numbered_in
+        self.folder = self._folder_at(Path(choices.out or next(_free_folders(numbered_in))))
         self._bar = bar
         self._progress: Progress = NoProgress()
         self._held = ExitStack()
@@ -75,6 +90,12 @@ class AttachedRun:
         self.place: dict[str, Any] = {}
         """Where the loop stands, as the integration that drives it says it; kept in the state."""
 
+    def _folder_at(self, path: Path) -> RunFolder:
+        """Return a folder of this run, which is named after it, or after the trainer's folder that it is in."""
+        named = path if self.choices.out or self._trained_in is None else self._trained_in
+        return RunFolder(path, named.absolute().name)
+
+    @preserved_streams()
     def build(
         self,
         model: nn.Module,
@@ -152,6 +173,7 @@ class AttachedRun:
         if not ranks.is_main:
             self.choices = replace(choices, sinks=(), display="none")
 
+    @preserved_streams()
     def start(self, first: Batch | None, steps: int | None, at_exit: Callable[[str], None] | None = None) -> None:
         """Start the hooks before the first step, on its batch; ``steps`` are those of an epoch, if they are known.
 
@@ -164,6 +186,7 @@ class AttachedRun:
         self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         try:
             self._ranks.together(self._take_folder)
+            self._share_folder()
             self._held.enter_context(self._console)
             info = self._start_hooks(first)
         except BaseException:
@@ -180,9 +203,18 @@ class AttachedRun:
 
     def _take_folder(self) -> None:
         if self._ranks.is_main:
+            if self._numbered_in is not None and self._stored is None:
+                folders = map(self._folder_at, _free_folders(self._numbered_in))
+                self.folder = next(folder for folder in folders if folder.make_new())
             remedy = "give attach another folder, out=, or overwrite=True"
             self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
             self.folder.enter(self._held)
+
+    def _share_folder(self) -> None:
+        """Let all ranks know the folder that the main one has taken."""
+        if self._ranks.are_many:
+            path = Path(self._ranks.gather(str(self.folder.path))[0])
+            self.folder = self.folder if self._ranks.is_main else self._folder_at(path)
 
     def _start_hooks(self, first: Batch | None) -> RunInfo:
         manager, stored = self.manager, self._stored
@@ -286,6 +318,7 @@ class AttachedRun:
                 "left_out": manager.hooks.failures.left_out,
                 "sinks": positions,
                 "place": self.place,
+                "folder": self.folder.path.name,
             }
         for path in files:
             sync_path(path)
@@ -303,12 +336,15 @@ class AttachedRun:
         if not isinstance(state, Mapping) or state.keys() != STATE:
             raise UsageError("This is not what scope.state_dict() returned, so no run can go on from it.")
         self._stored, self.place = state, dict(state["place"])
+        if self._numbered_in is not None:
+            self.folder = self._folder_at(self._numbered_in / Path(str(state["folder"])).name)
 
     @property
     def stored_epoch(self) -> int:
         """The epoch in which the state that was loaded was taken."""
         return 0 if self._stored is None else int(self._stored["loop"]["epoch"])
 
+    @preserved_streams()
     def end(self, status: str = "completed", error: BaseException | None = None) -> None:
         """Deliver everything, write the summary and let go of the folder; called again it does nothing."""
         if self.is_over:

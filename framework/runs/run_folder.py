@@ -120,6 +120,21 @@ class RunFolder:
             self.give_back()
             raise self._not_writable(error.strerror) from error
 
+    def make_new(self) -> bool:
+        """Make the folder, and return whether it was this call that made it rather than another process."""
+        parent = RunFolder(self.path.parent, self.strategy)
+        parent.make()
+        self._made.extend(parent._made)
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            return False
+        except OSError as error:
+            self.give_back()
+            raise self._not_writable(error.strerror) from error
+        self._made.append(self.path)
+        return True
+
     def give_back(self) -> None:
         """Remove the folders that were made, unless something lies in them by now."""
         with suppress(OSError):

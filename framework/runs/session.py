@@ -24,6 +24,7 @@ from ..hooks import (
     refuse_idle_options,
     select_hooks,
 )
+from ..preserved_streams import preserved_streams
 from ..state import deterministic, laid_out_like, seed_everything
 from ..training import Ranks, joined, quiet_graph_breaks
 from .building import build_run, chosen_strategies
@@ -95,7 +96,7 @@ class Session:
     def _surroundings(self) -> Iterator[ExitStack]:
         """Set in the body what runs need of torch and of the other processes; the body may enter further contexts."""
         determined = deterministic(on=not self.options.no_determinism)
-        with determined, quiet_graph_breaks(), joined(self.options.parallel), ExitStack() as held:
+        with preserved_streams(), determined, quiet_graph_breaks(), joined(self.options.parallel), ExitStack() as held:
             yield held
 
     def _decisive(self, setups: Sequence[Setup]) -> dict[str, Any]:
@@ -109,7 +110,12 @@ class Session:
 
     def planned(self) -> list[Setup]:
         """Check all that :meth:`run` checks before it writes, and return what it would do; notices are left to it."""
-        with warnings.catch_warnings(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
+        with (
+            preserved_streams(),
+            warnings.catch_warnings(),
+            deterministic(on=not self.options.no_determinism),
+            quiet_graph_breaks(),
+        ):
             warnings.simplefilter("ignore", RunNotice)
             return self._checked()
 

@@ -163,7 +163,7 @@ def test_a_training_that_fails_is_recorded_as_failed(tmp_path: Path) -> None:
     attached(made, ["norms"])
     with pytest.raises(ValueError, match="as told"):
         made.train()
-    summary = json.loads((tmp_path / "loopscope/summary.json").read_text())
+    summary = json.loads((tmp_path / "loopscope-runs/run_0/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 3)
     assert "get_batch_samples" not in vars(made)
 

@@ -238,7 +238,7 @@ def test_numbers_reach_the_loggers_of_the_trainer(tmp_path):
     fit(tmp_path, ["norms", "training_metrics"], logger=logger, choices={"sinks": ["trainer"], "out": None})
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     assert {"norms/total_grad_norm", "training_metrics/loss", "loss_epoch"} <= {*lines[0].split(",")}
-    assert (Path(logger.log_dir) / "loopscope" / "summary.json").is_file()
+    assert (Path(logger.log_dir) / "loopscope-runs/run_0/summary.json").is_file()
 
 
 def test_a_private_name_that_is_missing_is_told_at_once(tmp_path, monkeypatch):

@@ -1,0 +1,30 @@
+"""The caller's random streams, kept unchanged while loopscope imports packages and sets up a run."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def preserved_streams() -> Iterator[None]:
+    """Restore the global generators of Python, NumPy and torch after the body, whatever it draws.
+
+    Some packages draw random numbers when they are imported (``rich.style`` and ``lightning`` use Python's generator),
+    and plug-ins may. NumPy and torch are not imported here: a generator of a package that is not loaded yet cannot have
+    been seeded. Accelerators are left to :class:`~loopscope.state.RandomStreams`: no import draws from them.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    torch: Any = sys.modules.get("torch.random")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.get_state(legacy=False)
+    torch_state = None if torch is None else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        if numpy_state is not None:
+            numpy.set_state(numpy_state)
+        if torch_state is not None:
+            torch.set_rng_state(torch_state)
