@@ -1,5 +1,6 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
+from .accelerators import begin_memory_peak
 from .digest import described
 from .digest import digest as digest_of
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
@@ -24,10 +25,11 @@ __all__ = [
     "ATOMS", "BY_GROUP", "EXTRAS", "GENERATORS", "ON_DEMAND", "PARTS", "SPLIT_FROM", "WIDE", "BriefIdentities",
     "Guarded", "LoopState", "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure",
     "TensorIdentities", "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy",
-    "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "described", "deterministic", "differing",
-    "digest_of", "dot", "dtensor_class", "entered_modes", "explained", "fully_sharded_modules", "gathered_for_a_while",
-    "gradients", "groups_of", "hanging_on_modules", "in_bytes", "inner_tensors", "is_cut_off", "is_partial",
-    "is_sharded", "joint_norm", "laid_out_like", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus",
-    "nested", "norm", "norm_of_each", "norms", "of_the_run", "optimizers_of", "over_shards", "overwrite", "scaled",
-    "seed_everything", "settings", "tensors_of", "trainable", "visited", "whole", "widened",
+    "begin_memory_peak", "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "described",
+    "deterministic", "differing", "digest_of", "dot", "dtensor_class", "entered_modes", "explained",
+    "fully_sharded_modules", "gathered_for_a_while", "gradients", "groups_of", "hanging_on_modules", "in_bytes",
+    "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "joint_norm", "laid_out_like", "leave_modes",
+    "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "norms", "of_the_run",
+    "optimizers_of", "over_shards", "overwrite", "scaled", "seed_everything", "settings", "tensors_of", "trainable",
+    "visited", "whole", "widened",
 ]

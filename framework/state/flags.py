@@ -16,7 +16,7 @@ from torch.utils import _device as default_device
 from torch.utils import _python_dispatch
 
 from ..errors import LoopscopeError, text_of
-from .random_streams import accelerator_devices
+from .accelerators import UNSUPPORTED, devices_in_use
 
 # Any, since the stubs of torch._C lack most of the functions that are used here.
 _C: Any = torch._C
@@ -267,11 +267,12 @@ if (opt_einsum := torch.backends.opt_einsum).is_available():
 
 
 def _accelerator_flags() -> dict[str, Flag]:
-    devices = accelerator_devices()
+    """Return the settings of the accelerator that is in use, as far as its backend has them."""
+    devices = devices_in_use()
     if not devices:
         return {}
     enabled, dtype = _autocast(devices[0].type)
-    return {
+    flags = {
         "accelerator autocast": enabled,
         "accelerator autocast dtype": dtype,
         "current device": Flag(torch.accelerator.current_device_index, torch.accelerator.set_device_index),
@@ -284,6 +285,15 @@ def _accelerator_flags() -> dict[str, Flag]:
         "cuDNN attention": Flag(_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
         **{label: _choice(name) for label, name in _CUDA_CHOICES.items() if hasattr(_C, f"_get_{name}")},
     }
+    return {name: flag for name, flag in flags.items() if _is_readable(flag)}
+
+
+def _is_readable(flag: Flag) -> bool:
+    try:
+        flag.get()
+    except UNSUPPORTED:
+        return False
+    return True
 
 
 class GlobalFlags:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import UsageError
+from .accelerators import devices_in_use, generator_state, is_present, seed_generators, set_generator_state
 
 WORDS = 624
 TWISTER = (WORDS + 1) * 4
@@ -36,8 +36,6 @@ _RANDOM_STATE: Any = np.random.random_sample.__self__  # type: ignore[attr-defin
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the same of random
 # The C method that random.Random.seed comes to for an integer, after it has tried the other kinds of seed.
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
-# Asked once, since torch may ask the driver each time and this is read several times a fire.
-_there_is_an_accelerator = cache(torch.accelerator.is_available)
 
 
 class Place(NamedTuple):
@@ -99,23 +97,6 @@ _AT_GAUSSIAN = id(_RANDOM_STATE) + _IN_NUMPY.offset
 _AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _FOUND else 0  # type: ignore[attr-defined]
 
 
-def accelerator_devices() -> list[torch.device]:
-    """List the accelerator devices whose generators exist in this process."""
-    if not _there_is_an_accelerator():
-        return []
-    kind = torch.accelerator.current_accelerator()
-    module = torch.get_device_module(kind)
-    # A device that nobody has used has no generator; asking for one would start a context of hundreds of MiB on it.
-    if kind is None or not module.is_initialized():
-        return []
-    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
-
-
-def _state_on(device: torch.device) -> Tensor:
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
 @dataclass(frozen=True, slots=True)
 class StreamState:
     """The states of all of the run's generators at one moment, those of the three global ones as bytes."""
@@ -144,7 +125,7 @@ class StreamState:
         else:
             _restore_as_documented(self)
         for device, state in self.accelerators:
-            torch.get_device_module(device).set_rng_state(state, device)
+            set_generator_state(device, state)
         for generator, state in self.owned:
             generator.set_state(state)
 
@@ -280,10 +261,10 @@ class RandomStreams:
             if _FOUND
             else _global_states(twister)
         )
-        devices = accelerator_devices() if _there_is_an_accelerator() else ()
+        devices = devices_in_use() if is_present() else ()
         return StreamState(
             *found,
-            (*zip(devices, map(_state_on, devices), strict=True),),
+            (*zip(devices, map(generator_state, devices), strict=True),),
             (*zip(self.owned, map(torch.Generator.get_state, self.owned), strict=True),),
         )
 
@@ -311,5 +292,5 @@ def seed_everything(seed: int) -> None:
     _PYTHON.gauss_next = None
     # NumPy takes seeds of 32 bits; the lower half of a hash is as good as the whole.
     np.random.seed(seed & 0xFFFFFFFF)
-    if _there_is_an_accelerator() and (devices := accelerator_devices()):
-        torch.get_device_module(devices[0]).manual_seed_all(seed)
+    if is_present() and (devices := devices_in_use()):
+        seed_generators(devices[0], seed)

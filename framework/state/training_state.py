@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
 from ..registry import qualified
+from .accelerators import refuse_unprotected
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, leaves_of, nested
@@ -230,6 +231,7 @@ class TrainingState(StateObjects):
         """Count generators that modules hold, for stochastic rounding say, among those of the run."""
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module
+        refuse_unprotected({parameter.device for parameter in self.model.parameters()})
         self.sharding = FullSharding(self.model)
         held = [value for module in self.model.modules() for value in beside_tables(module)]
         found = Structure(held, apart={*map(id, self.model.parameters())}).natives

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..data import rows
+from ..state import begin_memory_peak
 
 Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
@@ -54,15 +55,14 @@ class Profiler:
         if calls >= MEASURED_FIRST and calls % MEASURED_EVERY:
             with self.section(name):
                 return function()
-        before = begin_peak()
+        memory = begin_peak()
         try:
             with self.section(name):
                 result = function()
         finally:
-            if before is not None:
-                on_accelerator = torch.accelerator.is_available()
-                peak = torch.accelerator.max_memory_allocated() if on_accelerator else peak_resident()
-                self.peak_bytes[name] = max(peak - before, self.peak_bytes.get(name, 0))
+            if memory is not None:
+                before, read_peak = memory
+                self.peak_bytes[name] = max(read_peak() - before, self.peak_bytes.get(name, 0))
         tensors = [leaf for leaf in tree_leaves(state_of()) if isinstance(leaf, Tensor)]
         kept = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in tensors}
         self.state_bytes[name] = max(sum(kept.values()), self.state_bytes.get(name, 0))
@@ -92,21 +92,23 @@ class Profiler:
         }
 
 
-def begin_peak() -> int | None:
-    """Start to measure the peak of memory anew; return the bytes in use, or ``None`` where that cannot be measured.
+def begin_peak() -> tuple[int, Callable[[], int]] | None:
+    """Start to measure the peak of memory again.
 
-    On an accelerator that is memory allocated for tensors. On the CPU it is resident memory of the process, which
-    Linux lets a process measure anew (``clear_refs``); what glibc's allocator has in reserve is given back first, and
-    with another allocator does not show, so that small needs may read as 0. Elsewhere nothing is measured.
+    Returns the bytes in use and a function that returns the peak since, or ``None`` where it cannot be measured.
+
+    On an accelerator that counts it, that is memory allocated for tensors. On the CPU it is resident memory of the
+    process, which Linux lets a process measure again (``clear_refs``); what glibc's allocator has in reserve is given
+    back first, and with another allocator does not show, so that small needs may read as 0. Elsewhere nothing is
+    measured.
     """
     if torch.accelerator.is_available():
-        torch.accelerator.reset_peak_memory_stats()
-        return torch.accelerator.memory_allocated()
+        return begin_memory_peak()
     try:
         with suppress(AttributeError):  # a call that only glibc has
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), peak_resident
     except OSError:
         return None
 

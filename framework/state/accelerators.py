@@ -1,0 +1,91 @@
+"""The accelerator's backend module, of which no function is taken for granted.
+
+``torch.cuda``, ``torch.xpu``, ``torch.mps``, ``torch.mtia`` and third-party backends offer different functions:
+``torch.mps`` has neither ``is_initialized`` nor ``manual_seed_all``, and its memory is not counted.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+
+# Cached, since torch may ask the driver each time, and every call of a hook reads the state of the generators.
+is_present = cache(torch.accelerator.is_available)
+UNSUPPORTED = (AttributeError, NotImplementedError, RuntimeError, TypeError)
+"""What a backend raises for a function that it does not have."""
+
+
+def devices_in_use() -> list[torch.device]:
+    """List the accelerator devices whose random generators exist in this process and can be read."""
+    kind = torch.accelerator.current_accelerator() if is_present() else None
+    if kind is None:
+        return []
+    # A device that was not used yet has no generator; reading one would start a context of hundreds of MiB on it. A
+    # backend that cannot tell counts as used.
+    initialized: Callable[[], bool] = getattr(_module(kind.type), "is_initialized", lambda: True)
+    if not initialized():
+        return []
+    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    return [device for device in devices if _has_readable_generator(device)]
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """Return the state of a device's random generator, a tensor of bytes."""
+    state: Tensor = _module(device.type).get_rng_state(device)
+    return state
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of a device's random generator to what :func:`generator_state` returned."""
+    _module(device.type).set_rng_state(state, device)
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the random generators of all devices of the kind of ``device``."""
+    module = _module(device.type)
+    getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+def refuse_unprotected(devices: set[torch.device]) -> None:
+    """Check that the random generators of the devices of a model can be isolated.
+
+    Raises:
+        UsageError: for a device of the accelerator in use whose generator cannot be read.
+    """
+    kind = torch.accelerator.current_accelerator() if is_present() else None
+    for device in sorted(devices, key=str):
+        if kind is not None and device.type == kind.type and not _has_readable_generator(device):
+            raise UsageError(
+                f"torch.{device.type} cannot read the random generator of {device}, so random numbers that hooks draw "
+                "there would change the run; train on the CPU, or with a version of torch that can."
+            )
+
+
+def begin_memory_peak() -> tuple[int, Callable[[], int]] | None:
+    """Start to measure the peak of allocated memory again.
+
+    Returns the bytes allocated now and a function that returns the largest number since, or ``None`` where the backend
+    does not count them.
+    """
+    try:
+        torch.accelerator.reset_peak_memory_stats()
+        return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated
+    except UNSUPPORTED:
+        return None
+
+
+def _module(kind: str) -> Any:
+    return torch.get_device_module(kind)
+
+
+@cache
+def _has_readable_generator(device: torch.device) -> bool:
+    try:
+        set_generator_state(device, generator_state(device))
+    except UNSUPPORTED:
+        return False
+    return True

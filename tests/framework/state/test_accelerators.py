@@ -1,0 +1,141 @@
+"""Backends of accelerators that lack functions which CUDA has."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loopscope.errors import UsageError
+from loopscope.state import RandomStreams, TrainingState, accelerators, seed_everything
+from loopscope.state.flags import GlobalFlags
+from loopscope.training.profiler import begin_peak
+from torch import nn
+
+DEVICE = torch.device("mps", 0)
+OPTIONAL = ("is_initialized", "manual_seed_all")
+GENERATOR = ("get_rng_state", "set_rng_state")
+
+
+def backend(generator, missing):
+    """Stand for a backend module with one device, without some functions."""
+
+    def seed(value):
+        generator.manual_seed(value)
+
+    functions = {
+        "is_initialized": lambda: True,
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        "get_rng_state": lambda device: generator.get_state(),
+        "set_rng_state": lambda state, device: generator.set_state(state),
+    }
+    return SimpleNamespace(**{name: function for name, function in functions.items() if name not in missing})
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Return a function that puts a backend in place of the accelerator, and returns its generator."""
+
+    def put(*missing, **replaced):
+        generator = torch.Generator().manual_seed(5)
+        module = backend(generator, missing)
+        vars(module).update(replaced)
+        monkeypatch.setattr(accelerators, "is_present", lambda: True)
+        monkeypatch.setattr(accelerators, "_module", lambda kind: module)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: DEVICE)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+        monkeypatch.setattr("loopscope.state.random_streams.is_present", lambda: True)
+        accelerators._has_readable_generator.cache_clear()
+        return generator
+
+    yield put
+    accelerators._has_readable_generator.cache_clear()
+
+
+@pytest.mark.parametrize("missing", [(), *[(name,) for name in OPTIONAL], OPTIONAL], ids=str)
+def test_streams_are_isolated_without_optional_functions(install, missing):
+    """`torch.mps` has neither of them."""
+    generator = install(*missing)
+    before = generator.get_state()
+    with RandomStreams(1).isolated():
+        seed_everything(7)
+        assert generator.initial_seed() == 7
+        torch.rand(3, generator=generator)
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("missing", [*[(name,) for name in GENERATOR], GENERATOR], ids=str)
+def test_unreadable_generator_is_left_out(install, missing):
+    generator = install(*missing)
+    before = generator.get_state()
+    with RandomStreams(1).isolated() as saved:
+        seed_everything(7)
+    assert saved.accelerators == ()
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError])
+def test_failing_generator_is_left_out(install, error):
+    def fail(*_):
+        raise error("not here")
+
+    install(get_rng_state=fail)
+    assert accelerators.devices_in_use() == []
+
+
+def test_unused_backend_is_not_asked_for_generators(install):
+    install("get_rng_state", is_initialized=lambda: False)
+    assert accelerators.devices_in_use() == []
+
+
+def test_model_on_unprotected_device_is_refused(install):
+    install(*GENERATOR)
+    with pytest.raises(UsageError, match=r"torch\.mps cannot read the random generator of mps:0.*train on the CPU"):
+        accelerators.refuse_unprotected({torch.device("cpu"), DEVICE})
+
+
+def test_model_on_other_devices_is_accepted(install):
+    """A run on the CPU of a Mac, and parameters without memory."""
+    install(*GENERATOR)
+    for device in ("cpu", "meta"):
+        model = nn.Linear(2, 2, device=device)
+        TrainingState(model, torch.optim.SGD(model.parameters(), 0.1), RandomStreams(1))
+
+
+def test_settings_that_backend_lacks_are_left_out(install, monkeypatch):
+    def fail():
+        raise RuntimeError("no such thing")
+
+    install()
+    monkeypatch.setattr(torch.accelerator, "current_device_index", fail)
+    flags = GlobalFlags()
+    assert "current device" not in flags.names
+    flags.restore(flags.read_all())
+
+
+def test_uncounted_memory_is_not_measured(install):
+    """There is no such accelerator here, so torch's own functions raise."""
+    install()
+    assert begin_peak() is None
+
+
+@pytest.mark.process
+def test_cpu_run_trains_where_mps_is_present(tmp_path):
+    """A Mac's accelerator is there also for a run on its CPU."""
+    code = """
+import torch
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
+import loopscope
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with loopscope.attach(model, optimizer, with_hooks="full", display="none", audit=True) as scope:
+    for batch in scope.batches([torch.randn(8, 4)] * 2):
+        scope.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
