@@ -193,6 +193,17 @@ def test_hook_points_are_fired_in_one_place() -> None:
     assert firing == {"framework/firing/driver.py"}
 
 
+def test_tensor_files_are_read_and_written_in_one_place() -> None:
+    """Only there are warnings of torch kept from looking like damage."""
+    calls = {
+        file
+        for file, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save")
+    }
+    assert calls == {"framework/durable_files.py"}
+
+
 def test_no_file_is_longer_than_a_person_reads() -> None:
     long = [file for file in files() if len((ROOT / file).read_text("utf-8").splitlines()) > MOST_LINES]
     assert not long
