@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import LoopscopeError, UsageError, require
+from .errors import LoopscopeError, UsageError, library_warnings_ignored, require
 
 LARGEST = 10**4000
 """Of more digits Python makes no text (``sys.get_int_max_str_digits``)."""
@@ -44,7 +44,23 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 def save_tensors(content: Any, path: Path) -> None:
     """Write tensors and plain values with ``torch.save``, whole or not at all."""
-    write_whole(path, lambda file: torch.save(content, file))
+    write_whole(path, lambda file: write_tensors(content, file))
+
+
+def write_tensors(content: Any, file: Any) -> None:
+    """Write tensors and plain values to an open file, which needs ``write`` and ``flush``, with ``torch.save``."""
+    with library_warnings_ignored():
+        torch.save(content, file)
+
+
+def read_tensors(source: Path | BinaryIO, *, mapped: bool = False) -> Any:
+    """Read onto the CPU what ``torch.save`` wrote; executes no code from it, and raises whatever torch raises.
+
+    Whether it raises depends on the bytes alone, never on Python's warning filters. Tensors that are ``mapped`` are
+    read from the disk when they are used.
+    """
+    with library_warnings_ignored():
+        return torch.load(source, weights_only=True, map_location="cpu", mmap=mapped)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The errors of loopscope, and what their sentences are made of."""
+"""The errors and notices of loopscope, what their sentences are made of, and how warnings of libraries are ignored."""
 
 import difflib
 import inspect
@@ -8,8 +8,10 @@ import re
 import shlex
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from traceback import walk_tb
 from types import FrameType
@@ -173,6 +175,38 @@ def require(condition: bool, sentence: str) -> None:
 def notice(sentence: str) -> None:
     """Warn with a :class:`RunNotice`, as from where the caller was called."""
     warnings.warn(sentence, RunNotice, stacklevel=3)
+
+
+class _AnyTextInThread:
+    """The message pattern of a warning filter: matches every text in the thread that made it, until it is disabled."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.enabled = True
+
+    def match(self, text: str) -> bool:
+        """Return whether a warning with this text is raised where the pattern applies."""
+        return self.enabled and threading.get_ident() == self._thread
+
+
+@contextmanager
+def library_warnings_ignored() -> Iterator[None]:
+    """Ignore every warning that the body raises in this thread, whatever Python's warning filters are.
+
+    For calls of libraries whose failure is a verdict, such as "this file is damaged": where filters turn warnings into
+    errors, a warning would be taken for the failure.
+    """
+    # Not catch_warnings: up to Python 3.13 it replaces the filters of all threads, and bodies that overlap (checkpoints
+    # are written in a thread) restore them in the wrong order. It also makes every module forget what it has warned of.
+    pattern = _AnyTextInThread()
+    entry = ("ignore", pattern, Warning, None, 0)
+    warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        pattern.enabled = False  # a catch_warnings in another thread may hold a copy of the filters
+        with suppress(ValueError):  # the body has reset the filters
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 def unknown(kind: str, value: str, choices: Iterable[str]) -> UsageError:

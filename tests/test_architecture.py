@@ -204,6 +204,17 @@ def test_hook_points_are_fired_in_one_place() -> None:
     assert firing == {"framework/firing/driver.py"}
 
 
+def test_tensor_files_are_read_and_written_in_one_place() -> None:
+    """Only there are warnings of torch kept from looking like damage."""
+    calls = {
+        file
+        for file, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save")
+    }
+    assert calls == {"framework/durable_files.py"}
+
+
 def test_every_name_of_a_door_is_documented() -> None:
     bare = []
     for module in (name for name, file in MODULES.items() if file.endswith("__init__.py")):

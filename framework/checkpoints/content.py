@@ -6,10 +6,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..data import derived_seed
+from ..durable_files import read_tensors, write_tensors
 from ..errors import UsageError, require
 from ..firing import HookManager
 from ..isolation import Call
@@ -94,9 +94,9 @@ def _can_be_read(value: Any) -> bool:
     file = BytesIO()
     try:
         # Tried out, since the list of classes that torch reads safely grows from version to version.
-        torch.save(value, file)
+        write_tensors(value, file)
         file.seek(0)
-        torch.load(file, weights_only=True)
+        read_tensors(file)
     except Exception:  # whatever pickling a foreign object raises
         return False
     return True

@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from ..durable_files import read_tensors, write_tensors
 from ..errors import UsageError, listed, require
 from ..state import in_bytes, is_sharded, laid_out_like, whole
 from ..training import Ranks
@@ -96,7 +97,7 @@ def flattened(content: Any, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]
     named, own = separated.named(ranks)
     file = BytesIO()
     rest = {"own": own, "ranks": ranks.arrangement(model)}
-    torch.save({**separated._asdict(), "tensors": None, **rest}, file)
+    write_tensors({**separated._asdict(), "tensors": None, **rest}, file)
     return {**named, PLAIN.format(ranks.place[0]): torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)}
 
 
@@ -189,7 +190,7 @@ def _plain(flat: Mapping[str, Tensor], number: int) -> Any:
     if (data := flat.get(PLAIN.format(number))) is None:
         return None
     try:
-        return torch.load(BytesIO(data.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+        return read_tensors(BytesIO(data.cpu().numpy().tobytes()))
     except Exception as error:
         raise UsageError(
             f"The state of rank {number} cannot be read ({type(error).__name__}); what scope.state_dict(of=...) "

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
-from ..durable_files import plain_json, refusal_of_disk
+from ..durable_files import plain_json, read_tensors, refusal_of_disk, write_tensors
 from ..errors import UsageError
 
 FORMAT = 4
@@ -80,7 +80,7 @@ def load_plainly(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """
     try:
         # On the CPU, since the run may go on with fewer devices than it had.
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
+        content = read_tensors(path, mapped=mapped)
     except Exception as error:
         reason = " ".join(str(error).split(".")[0].split())
         raise DamagedCheckpointError(f"{path} cannot be loaded without executing code from it: {reason}.") from error
@@ -300,7 +300,7 @@ def _save(content: Mapping[str, Any], file: _Digesting) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(content, file)  # type: ignore[arg-type]  # it needs write and flush
+        write_tensors(content, file)
     finally:
         torch.serialization.set_crc32_options(before)
 

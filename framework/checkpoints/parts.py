@@ -7,7 +7,6 @@ pieces together. Nothing of torch's own storage is used: it unpickles whatever l
 """
 
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
-from ..errors import LoopscopeError
+from ..errors import LoopscopeError, library_warnings_ignored
 from ..state import is_sharded
 from ..training import Ranks
 from .flat import OWN, Keys, Separated, replaced, room_for
@@ -50,7 +49,8 @@ def write_parts(
     writer = _Writer(growing, {**separated._asdict(), "tensors": None, "own": own}, manifest, before)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        save(named, storage_writer=writer, planner=planner, process_group=ranks.group("checkpoints"))
+        with library_warnings_ignored():
+            save(named, storage_writer=writer, planner=planner, process_group=ranks.group("checkpoints"))
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         text = str(reason) if isinstance(reason, LoopscopeError) else f"{folder}: {type(reason).__name__}: {reason}"
@@ -220,8 +220,7 @@ def _filled(
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         content = replaced(stored["plain"], room)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP warns that nothing goes between ranks, as is meant
+        with library_warnings_ignored():  # DCP warns that no process group is used, which is intended
             load(targets, storage_reader=reader, planner=planner, no_dist=True)
     except (CheckpointException, LookupError, TypeError, AttributeError, ValueError) as error:
         reason = error.failures[0][0] if isinstance(error, CheckpointException) else error

@@ -6,9 +6,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoints import Parting, content_of, differing, leaves, moments_of, open_checkpoint, read_digests
+from ..durable_files import read_tensors
 from ..errors import LoopscopeError, UsageError
 from ..report import differing_parts
 from ..runs import RunFolder, RunRecord, differences, require
@@ -94,6 +93,6 @@ def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
 def _loaded(path: Path) -> dict[str, Any]:
     """Read the weights by name; raises :class:`UsageError` for whatever else the file may hold."""
     try:
-        return dict(leaves(torch.load(path, weights_only=True, map_location="cpu")))
+        return dict(leaves(read_tensors(path)))
     except Exception as error:
         raise UsageError(f"{path} cannot be read as weights: it is damaged, or not one of loopscope's.") from error

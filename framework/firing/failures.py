@@ -86,7 +86,7 @@ class HookFailures:
             stop = "" if what_to_do else "."
             warnings.warn(f"{message}{stop} The run goes on without it.", stacklevel=3)
             return Failure(hook.name, where, step, message, "skipped")
-        reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, LoopscopeError)
+        reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, (LoopscopeError, Warning))
         if reloaded and not passed_through_users_code(error):
             raise ReloadedHookError(message) from error
         failure = HookError(message)

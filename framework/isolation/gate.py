@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from ..errors import StateMutationError
+from ..errors import StateMutationError, library_warnings_ignored
 from ..state import StreamState, TrainingState, entered_modes, leave_modes
 from .guardian import Snapshot
 from .tripwire import Audit, Tripwire
@@ -210,7 +210,8 @@ class Isolation:
         # One copy serves all interventions of a visit, since each ends where it began; a commit makes it stale.
         if mutates and not self._guarded:
             self._state.sharding.refuse_gathered()
-            self._guardian.save(self._state)
+            with library_warnings_ignored():
+                self._guardian.save(self._state)
             self._guarded = True
         if not mutates:
             self._looks_closely(call, self._tripwire)
@@ -233,7 +234,8 @@ class Isolation:
 
     def _roll_back(self, call: Call) -> None:
         try:
-            self._guardian.restore(self._state)
+            with library_warnings_ignored():
+                self._guardian.restore(self._state)
         except Exception as error:
             raise StateMutationError(
                 f"{call} left the training state so that it cannot be put back ({type(error).__name__}: {error}), so "
@@ -270,4 +272,5 @@ class Isolation:
 def _put_back(tripwire: Tripwire, modes: tuple[int, int]) -> None:
     """Undo what can be undone of a call that raised, so that its own error is what is told where that suffices."""
     leave_modes(modes)  # first, since one that is still entered could answer the rest
-    tripwire.put_back()
+    with library_warnings_ignored():  # one of them would leave something half undone
+        tripwire.put_back()

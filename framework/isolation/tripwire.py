@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import StateMutationError, listed
 from ..state import ATOMS, TrainingState, addresses, differing, digest_of, is_sharded, local_shards, nested
 from .guardian import Objects
+from .warned_checks import unaffected_by_warnings
 
 # Autograd counts the writes in place, to refuse saved tensors that are stale; torch shows the count nowhere else.
 _version = attrgetter("_version")
@@ -144,6 +145,7 @@ def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:
 Sweep = tuple[Any, ...]
 
 
+@unaffected_by_warnings("begin", "remember", "check_closely", "check_quickly", "check_rest")
 class Tripwire:
     """Sweeps the training state; every clean check is the baseline of the next.
 
@@ -360,6 +362,7 @@ def mutation(culprit: object, changes: list[str]) -> StateMutationError:
     )
 
 
+@unaffected_by_warnings("begin", "check")
 class Audit:
     """Compares digests, and the identity of every object of the state; switched off it does nothing."""
 

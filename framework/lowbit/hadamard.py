@@ -5,9 +5,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from .casts import computable
+from .casts import computable, zero_padded
 
 SIGNS_SEED = 0  # of the one vector of signs, the same for all layers and steps
 
@@ -38,7 +37,7 @@ def transformed(matrix: Tensor, size: int) -> Tensor:
     if not size:
         return matrix
     wide = computable(matrix)
-    padded = functional.pad(wide, (0, -wide.shape[1] % size))
+    padded = zero_padded(wide, -wide.shape[1] % size)
     turned = padded.reshape(-1, size) @ random_hadamard_matrix(size).to(wide)
     found: Tensor = turned.reshape(padded.shape).to(matrix.dtype)
     return found

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..durable_files import is_there, plain_json
+from ..durable_files import is_there, plain_json, read_tensors
 from ..errors import UsageError, listed
 from .config import ExperimentConfig
 from .records import CONFIG, RunRecord, differences, environment, seed_name, versions
@@ -64,7 +63,7 @@ def load_reference(path: Path, model: nn.Module) -> Reference:
     Raises :class:`UsageError` for a file that cannot be read, or that lacks a parameter or has it in another shape.
     """
     try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        content = read_tensors(path)
     except Exception as error:
         raise UsageError(f"The reference {path} is not a file of weights ({type(error).__name__}).") from error
     found = content if isinstance(content, dict) else {}

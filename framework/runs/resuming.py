@@ -64,7 +64,7 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
 def first_step_after(found: Checkpoint | None, loop: LoopState) -> Iterator[None]:
     """Name the checkpoint where a run fails before or in the first step after it, as the run before it did not.
 
-    An error within the user's own code keeps its own lines.
+    An error within the user's own code keeps its own lines, and so does a warning that a filter made an error.
     """
     try:
         yield
@@ -72,7 +72,8 @@ def first_step_after(found: Checkpoint | None, loop: LoopState) -> Iterator[None
         of_hook = isinstance(error, ReloadedHookError)
         if found is None or (not of_hook and (isinstance(error, LoopscopeError) or loop.step > found.step + 1)):
             raise
-        if not of_hook and passed_through_users_code(error):
+        # A warning that a filter made an error says nothing about the checkpoint.
+        if not of_hook and (isinstance(error, Warning) or passed_through_users_code(error)):
             error.add_note(f"This happened before the first step after {found.folder} had ended.")
             raise
         text = str(error) if of_hook else f"{type(error).__name__}: {error}"

@@ -70,7 +70,7 @@ class Ranks:
             state = module._get_fsdp_state()
             for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]:  # several since torch 2.12
                 data = data or ([] if group is None else group.mesh_info.mesh.get_all_groups())
-        roots = [mesh._get_root_mesh() for mesh in meshes]
+        roots = [_root_mesh(mesh) for mesh in meshes]
         if len({tuple(root.mesh.flatten().tolist()) for root in roots}) > 1:
             raise UsageError("Parameters of the model lie on meshes of different ranks; build them of one mesh.")
         members = roots[0].mesh.flatten().tolist() if roots else ()
@@ -253,6 +253,16 @@ class Ranks:
 
 _GROUPS: WeakValueDictionary[tuple[tuple[int, ...], str], Any] = WeakValueDictionary()
 """The control groups of ranks; torch holds them, and lets go of them where a program destroys its process groups."""
+
+
+def _root_mesh(mesh: Any) -> Any:
+    """Return the whole device mesh of which ``mesh`` is a part."""
+    # Private in every torch: nothing public leads from a part to the whole.
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # up to torch 2.9
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def _lost(error: Exception) -> RankLostError:

@@ -272,7 +272,8 @@ def update(
         try:
             task.optimizer.step()
         except Exception as error:
-            if "closure" in str(error) or str(error) == "'NoneType' object is not callable":
+            asks = "closure" in str(error) or str(error) == "'NoneType' object is not callable"
+            if asks and not isinstance(error, Warning):
                 kind = type(task.optimizer).__name__
                 raise UsageError(
                     f"{kind}.step() failed without a closure ({type(error).__name__}: {error}). If it needs one, give "

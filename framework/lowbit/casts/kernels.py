@@ -18,6 +18,18 @@ FIELD = 2.0 * LONGEST
 """A flag of a second kind: as many as ``LONGEST`` of it and of the first, 1, add up in float32 without rounding."""
 
 
+def zero_padded(matrices: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """Return matrices (..., height, length), which may be empty, with columns of zeros added right and rows below."""
+    if not (columns or rows):
+        return matrices
+    if matrices.numel():
+        return torch.nn.functional.pad(matrices, (0, columns, 0, rows))
+    # torch 2.9 does not pad an empty tensor.
+    *outer, height, length = matrices.shape
+    wide = torch.cat([matrices, matrices.new_zeros((*outer, height, columns))], -1)
+    return torch.cat([wide, matrices.new_zeros((*outer, rows, length + columns))], -2)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The values of a tensor in blocks.
@@ -45,8 +57,7 @@ class Layout:
         height, length = (1, 1, *values.shape)[-2:]
         block = max(1, length) if block == ROW else block
         matrices = values.reshape(values.shape[:-2].numel(), height, length)
-        missing = (0, -length % block, 0, -height % rows)
-        padded = torch.nn.functional.pad(matrices, missing) if any(missing) else matrices
+        padded = zero_padded(matrices, -length % block, -height % rows)
         down, per_row = padded.shape[1] // rows, padded.shape[2] // block
         if rows > 1:
             padded = padded.reshape(len(matrices), down, rows, per_row, block).transpose(2, 3)

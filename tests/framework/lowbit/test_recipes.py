@@ -7,6 +7,7 @@ import torch
 from loopscope.errors import UsageError
 from loopscope.lowbit import RECIPES, ROLES, MetisOptions, Recipe, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast
+from loopscope.lowbit.hadamard import transformed
 from loopscope.lowbit.recipes import parse_cast, uniform
 from torch import nn
 
@@ -201,3 +202,9 @@ def test_metis_rounds_all_five_roles_stochastically_by_the_published_rule_if_ask
 
 def test_a_cast_is_read_as_it_is_written():
     assert parse_cast("e4m3/tensor/nearest/q_scalar=2") == Cast("e4m3", "tensor", q_scalar=2.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 20), (3, 0)])
+def test_an_empty_matrix_is_transformed(shape: tuple[int, int]) -> None:
+    found = transformed(torch.ones(shape), 16)
+    assert found.shape == (shape[0], -(-shape[1] // 16) * 16)

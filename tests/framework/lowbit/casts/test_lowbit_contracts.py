@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from loopscope.lowbit.casts import Cast, Counts, FloatFormat, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts import Cast, Counts, FloatFormat, FormatRegistry, RuleRegistry, zero_padded
 from loopscope.lowbit.casts.casts import Rounding
 from loopscope.lowbit.casts.scaling import Current, ScalingRule
 from torch import Tensor
@@ -222,3 +222,15 @@ def test_a_new_rule_that_wrongly_says_that_nothing_overflows_is_found_out():
 def test_a_new_format_and_rule_are_among_those_that_contracts_iterate_over():
     assert "e3m0" in FormatRegistry.names()
     assert {"half_range", "two_back", "boaster"} <= set(RuleRegistry.names())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 0, 3), (2, 3, 0), (0, 4)])
+def test_padding_adds_zeros_to_empty_matrices_too(shape):
+    values = torch.ones(shape, requires_grad=True)
+    found = zero_padded(values, 2, 1)
+    *outer, height, length = shape
+    assert found.shape == (*outer, height + 1, length + 2)
+    assert found[..., :height, :length].equal(values)
+    assert found.sum() == values.sum()
+    found.sum().backward()
+    assert values.grad.equal(torch.ones(shape))

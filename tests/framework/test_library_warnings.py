@@ -1,0 +1,200 @@
+"""Warnings of libraries that a filter makes errors: none decides whether bytes are intact or a state has changed.
+
+All tests run with pytest's filter ``error``, as a program does under ``python -W error``.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope.checkpoints import Checkpoint, CheckpointWriter, open_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, refusals, save_checkpoint
+from loopscope.checkpoints.flat import flattened, for_rank
+from loopscope.checkpoints.format import load_plainly
+from loopscope.cli import diff
+from loopscope.durable_files import save_tensors
+from loopscope.errors import HookError, StateMutationError, library_warnings_ignored
+from loopscope.firing.failures import HookFailures
+from loopscope.isolation import Call, Isolation, tripwire
+from loopscope.runs.reference import load_reference
+from loopscope.runs.resuming import first_step_after
+from loopscope.state import LoopState
+from loopscope.training import Ranks
+from torch import nn
+
+from tests.support import Case, SpyHook, build, differences
+from tests.support.vandals import Scene, train_one_step
+
+CALL = Call("spy", "POST_STEP", 1)
+TEXT = "this library has something to say"
+
+
+def noisy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that warns before it does what it did."""
+
+    def warning(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(TEXT, UserWarning, stacklevel=2)
+        return function(*args, **kwargs)
+
+    return warning
+
+
+@pytest.fixture
+def noisy_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch warn deep within each ``torch.load`` and ``torch.save``."""
+    for name in ("_load", "_save"):
+        monkeypatch.setattr(torch.serialization, name, noisy(getattr(torch.serialization, name)))
+    with pytest.raises(UserWarning, match=TEXT):
+        torch.save({}, Path("/dev/null"))
+
+
+@pytest.fixture
+def scene() -> Scene:
+    task, state = build(Case())
+    scene = Scene(task, state)
+    train_one_step(scene)
+    return scene
+
+
+def test_warnings_are_ignored_in_one_thread_only() -> None:
+    raised: list[Warning] = []
+
+    def warn_elsewhere() -> None:
+        try:
+            warnings.warn(TEXT, stacklevel=2)
+        except UserWarning as error:
+            raised.append(error)
+
+    other = threading.Thread(target=warn_elsewhere)
+    with library_warnings_ignored(), library_warnings_ignored():
+        warnings.warn(TEXT, stacklevel=2)
+        other.start()
+        other.join()
+    assert len(raised) == 1
+
+
+def test_filters_are_restored_after_an_error() -> None:
+    before = [*warnings.filters]
+    with pytest.raises(KeyError), library_warnings_ignored():
+        raise KeyError
+    assert warnings.filters == before
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_no_overlapping_filters_outlive_the_body(resets: bool) -> None:
+    """Filters that were saved or reset in the body, by ``catch_warnings``, ignore nothing after it."""
+    ignored, saved = library_warnings_ignored(), warnings.catch_warnings()
+    ignored.__enter__()
+    saved.__enter__()
+    if resets:
+        warnings.resetwarnings()
+        warnings.simplefilter("error")
+    ignored.__exit__(None, None, None)
+    with pytest.raises(UserWarning, match=TEXT):
+        warnings.warn(TEXT, stacklevel=2)
+    saved.__exit__(None, None, None)
+    with pytest.raises(UserWarning, match=TEXT):
+        warnings.warn(TEXT, stacklevel=2)
+
+
+@pytest.mark.usefixtures("noisy_files")
+def test_a_checkpoint_is_intact_whatever_torch_warns_of(tmp_path: Path) -> None:
+    _, trained = build(Case())
+    save_checkpoint(tmp_path / "saved", trained, {"hook": 1}, trained.streams.save())
+    open_checkpoint(tmp_path / "saved").check()
+    _, state = build(Case())
+    with torch.no_grad():
+        next(state.model.parameters()).zero_()
+    assert load_checkpoint(tmp_path / "saved", state) == {"hook": 1}
+    assert differences(trained.digest(), state.digest()) == []
+
+
+@pytest.mark.usefixtures("noisy_files")
+def test_a_checkpoint_written_in_a_thread_is_written(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=2)
+    writer.write(3, {"weights": torch.ones(5)}, {"step": 3, "score": None}, ())
+    writer.wait()
+    assert writer.failures() == []
+    content = open_checkpoint(tmp_path / "step_000000003").content()
+    assert content["weights"].equal(torch.ones(5))
+
+
+def _mapped(path: Path, model: nn.Module) -> Any:
+    return load_plainly(path, mapped=True)
+
+
+def _as_reference(path: Path, model: nn.Module) -> Any:
+    return load_reference(path, model).weights
+
+
+def _compared(path: Path, model: nn.Module) -> Any:
+    return diff._loaded(path)
+
+
+@pytest.mark.usefixtures("noisy_files")
+@pytest.mark.parametrize("read", [_mapped, _as_reference, _compared])
+def test_files_of_weights_are_read(read: Callable[[Path, nn.Module], Any], tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_tensors(dict(model.state_dict()), tmp_path / "weights.pt")
+    weights = read(tmp_path / "weights.pt", model)
+    assert weights.keys() == model.state_dict().keys()
+    assert all(weights[name].equal(value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.usefixtures("noisy_files")
+def test_a_flat_state_is_read() -> None:
+    model, ranks = nn.Linear(2, 2), Ranks()
+    state = {"weights": torch.ones(3), "names": ["a"]}
+    found = for_rank(flattened(state, model, ranks), model, ranks)
+    assert found["weights"].equal(state["weights"])
+    assert found["names"] == ["a"]
+
+
+@pytest.mark.usefixtures("noisy_files")
+def test_values_that_torch_reads_safely_are_storable() -> None:
+    assert refusals({"size": torch.Size([2]), "dtype": torch.float32}) == []
+    (sentence,) = refusals({"object": object()})
+    assert sentence.startswith("object is a builtins.object")
+
+
+@pytest.mark.parametrize(
+    ("place", "audit"), [("_pointer", False), ("_version", False), ("digest_of", False), ("differing", True)]
+)
+def test_a_warning_while_reading_is_no_mutation(
+    place: str, audit: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tripwire, place, noisy(getattr(tripwire, place)))
+    isolation = Isolation(scene.state, audit=audit)
+    with isolation.visit():
+        isolation.observe(CALL, lambda: None)
+        with pytest.raises(StateMutationError, match=r"changed the training state: parameters/.*bias"):
+            isolation.observe(CALL, lambda: scene.parameter.data.add_(1))
+
+
+def test_a_warning_does_not_prevent_a_rollback(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = scene.state.digest()
+    monkeypatch.setattr(torch, "_foreach_copy_", noisy(torch._foreach_copy_))
+    isolation = Isolation(scene.state)
+    with isolation.visit():
+        isolation.intervene(CALL, lambda: scene.parameter.data.add_(1), mutates=True)
+    assert differences(before, scene.state.digest()) == []
+
+
+def test_a_warning_after_resuming_blames_no_checkpoint(tmp_path: Path) -> None:
+    loop, checkpoint = LoopState(), Checkpoint(tmp_path, {"step": 0})
+    with pytest.raises(UserWarning, match=TEXT) as caught, first_step_after(checkpoint, loop):
+        exec("import warnings; warnings.warn(text)", {"text": TEXT, "__name__": "torch"})
+    assert any(str(tmp_path) in note for note in caught.value.__notes__)
+
+
+def test_a_warning_in_a_reloaded_hook_blames_no_checkpoint() -> None:
+    hook = SpyHook(lambda ctx: None)
+    failures = HookFailures("raise", {hook.name}, reloaded={hook.name: 9})
+    failures.treat(hook, "POST_STEP", 3, UserWarning(TEXT))
+    with pytest.raises(HookError, match=TEXT) as caught:
+        failures.raise_pending()
+    assert type(caught.value) is HookError
