@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 QUICK := not slow and not statistical and not process and not ranks and not compile and not browser and not trainer \
 	and not gpu and not xla
 
-.PHONY: types run fast test slow lint docs site bench fastai xla clean
+.PHONY: types run fast fast-oldest fast-newest test slow lint docs site bench fastai xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -28,6 +28,26 @@ fast: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# Both ends of the supported range, each in an environment of its own with torch's default build, which takes several GB;
+# everything else is as in constraints.txt. torchao 0.18 does not import with torch 2.9, so its tests are skipped there.
+fast-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pip uninstall --quiet --yes torchao
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(ARGS)
+
+fast-newest: .venv-newest/.installed
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(ARGS)
+
+.venv-oldest/.installed: END_PYTHON := python3.11
+.venv-oldest/.installed: END_TORCH := torch==2.9.*
+.venv-newest/.installed: END_PYTHON := python3.13
+.venv-newest/.installed: END_TORCH := torch==2.15.*
+.venv-oldest/.installed .venv-newest/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(END_PYTHON) -m venv $(@D)
+	grep -vE '^torch(vision)?==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt \
+		"$(END_TORCH)" --editable '.[dev,wandb,tensorboard,plot,report,lm,site]'
+	touch $@
 
 # torch_xla has no build for the torch that the constraints name; this one has several GB.
 xla:
@@ -74,4 +94,4 @@ $(BENCH_STAMP): $(STAMP)
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-xla .venv-fastai build *.egg-info
+	rm -rf $(VENV) .venv-xla .venv-fastai .venv-oldest .venv-newest build *.egg-info
