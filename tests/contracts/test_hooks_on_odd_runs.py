@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, WatchingManager, fires
 from tests.support import LOOPS, ActingHook, Run, at, differences
-from tests.support.cases import FEW_PASSES, slow_unless, turn
+from tests.support.cases import FEW_PASSES, pairwise, slow_unless, turn
 from tests.support.odd_batches import parts
 from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, train_oddly
 
@@ -39,9 +39,9 @@ REFUSED = {(name, "closure"): CLOSURE for name in ("grad_clip", "metis_split", "
 
 
 def rows_of(number: int) -> list[tuple[str, str, str]]:
-    """Choose rows of the axes for a hook: it meets every second place, and the hooks together every two values."""
+    """Choose rows of the axes for a hook: it meets every value of each, and the hooks together meet every two."""
     places, updates, batches = AXES
-    chosen = [(place, (place + number) % len(updates)) for place in range(number % 2, len(places), 2)]
+    chosen = [(place, (place + number) % len(updates)) for place in range(len(places))]
     return [(places[i], updates[j], batches[(i + i // 2 + j) % len(batches)]) for i, j in chosen]
 
 
@@ -49,11 +49,11 @@ CHOSEN = {name: rows_of(number) for name, number in zip(QUIET + COMMITTING, coun
 
 
 def every_hook_and_row(names: list[str]) -> pytest.MarkDecorator:
-    """Test every hook on every row; without ``slow``, on those that are chosen for the hook."""
+    """Test every hook on the rows chosen for it; with ``slow``, also where every two values of two axes meet."""
     rows = [
         pytest.param(name, odd(name, row), id="-".join((name, *row)), marks=slow_unless(row in CHOSEN[name]))
         for name in names
-        for row in product(*AXES)
+        for row in {**dict.fromkeys(CHOSEN[name]), **dict.fromkeys(pairwise(*AXES))}
     ]
     return pytest.mark.parametrize(("name", "odd"), rows)
 
