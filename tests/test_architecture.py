@@ -136,14 +136,15 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
-def test_folders_do_not_stand_on_each_other() -> None:
+def test_top_level_folders_are_independent() -> None:
+    """Only files in the same folder import from training_hooks, sinks or experiments."""
     between = {(room(found.file), room(target)) for found, target in crossing()}
     outside = {(here, there) for here, there in between if here != there and there in FOLDERS}
     assert outside == set()
 
 
-def test_outsiders_come_through_the_door() -> None:
-    """A file of a room is imported by its room alone; everybody else imports from the room."""
+def test_imports_use_package_interfaces() -> None:
+    """Only a package itself may import its inner files; other code imports from the package."""
     past_it = []
     for found, target in crossing():
         inside = Path(target).parent in Path(found.file).parents
@@ -185,7 +186,7 @@ def test_there_are_few_floors() -> None:
     assert max(map(floor, below)) <= MOST_FLOORS, {name: floor(name) for name in below}
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_files_have_no_import_cycles() -> None:
     below: dict[str, set[str]] = {}
     for found in imports():
         target = MODULES[found.module]
@@ -228,7 +229,8 @@ def test_every_name_of_a_door_is_documented() -> None:
     assert not bare
 
 
-def test_what_is_installed_is_every_package_that_there_is() -> None:
+def test_pyproject_lists_every_package() -> None:
+    """The packages and package directories in pyproject.toml match the source tree."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     assert sorted(listed["packages"]) == sorted(
         {name for name, file in MODULES.items() if file.endswith("__init__.py")}

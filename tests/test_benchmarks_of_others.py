@@ -49,14 +49,16 @@ def test_what_the_tests_need_is_installed():
 @pytest.mark.trainer
 @each_framework
 @pytest.mark.parametrize("clips", [False, True])
-def test_every_framework_takes_the_steps_of_the_bare_loop(framework, clips, by_hand, tmp_path):
+def test_every_framework_trains_like_the_bare_loop(framework, clips, by_hand, tmp_path):
+    """Final weights are equal bit for bit, with and without clipping."""
     asked = Asked(hears_all=True, callbacks=THREE_VALUES, norms=True, clips=clips)
     assert all(map(torch.equal, trained(framework, tmp_path, asked), by_hand[clips]))
 
 
 @pytest.mark.trainer
 @each_framework
-def test_a_callback_is_called_after_every_step_and_sees_its_loss_and_gradients(framework, tmp_path):
+def test_callbacks_see_loss_and_gradients_each_step(framework, tmp_path):
+    """The values of every step match those in the bare loop."""
     seen: list[tuple[float, float]] = []
 
     def notes(now: Seen):
@@ -72,7 +74,8 @@ def test_a_callback_is_called_after_every_step_and_sees_its_loss_and_gradients(f
 
 @pytest.mark.trainer
 @each_framework
-def test_a_step_of_the_bare_loop_is_taken_before_each_batch(framework, tmp_path):
+def test_bare_step_precedes_each_batch(framework, tmp_path):
+    """Steps of the bare loop alternate with batches of a framework and train the same weights."""
     subject = small_mlp()
     batches = batches_of(subject, BATCHES)
     data = TurnsOfData(batches, bare_steps(subject.task.model, subject.task.optimizer, batches))
@@ -82,7 +85,8 @@ def test_a_step_of_the_bare_loop_is_taken_before_each_batch(framework, tmp_path)
 
 
 @pytest.mark.trainer
-def test_what_callbacks_may_do_is_tried_and_only_loopscope_keeps_its_bits():
+def test_only_loopscope_keeps_bits_despite_callbacks():
+    """In every other framework, draws change the weights and writes are not noticed."""
     rows = {row.figure.split()[0]: row for row in side_by_side(LOOK)}
     assert len(rows) == len(FRAMEWORKS)
     tried = {name: (row.draws, row.writes) for name, row in rows.items() if not row.why_not}
@@ -92,7 +96,8 @@ def test_what_callbacks_may_do_is_tried_and_only_loopscope_keeps_its_bits():
 
 
 @pytest.mark.trainer
-def test_what_more_costs_is_measured_in_every_framework_that_has_it():
+def test_extra_costs_are_measured_per_framework():
+    """The table has clipping and gradient norms for each, and averages of weights where they exist."""
     figures = [row.figure for row in as_they_do_them(LOOK)]
     assert [figure.split(":")[0] for figure in figures] == sorted(
         (figure.split(":")[0] for figure in figures),
@@ -102,19 +107,21 @@ def test_what_more_costs_is_measured_in_every_framework_that_has_it():
     assert len(figures) == 2 * len(ways) + sum(ways.values())
 
 
-def test_a_row_comes_back_from_another_environment_as_it_was():
+def test_row_survives_transfer_between_environments():
+    """Serialized rows are read back equal."""
     side = Side("fastai", dict.fromkeys(KINDS, Spread(3e-4, 2e-4, 1e-5)), "a list", "other weights", "not noticed")
     assert read(written(side)) == side
     rows = [Row("Clipping: fastai, GradientClip", "fastai; bare step 5.00 ms", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))]
     assert read_rows(written_rows(rows)) == rows
 
 
-def test_what_is_not_installed_is_named_in_the_table():
+def test_uninstalled_framework_is_named_in_table():
     cells = Side("fastai", why_not="not installed").cells()
     assert cells == ["fastai (not installed)", *["–"] * 6]
 
 
-def test_the_page_begins_with_the_frameworks_side_by_side_then_what_more_costs():
+def test_page_begins_with_side_by_side_table():
+    """Extra costs follow, and a missing GPU is stated in its section."""
     side = Side("Ignite", dict.fromkeys(KINDS, Spread(3e-4, 2e-4, 1e-5)), "memory", "other weights", "not noticed")
     row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
     rows = {title: [row] for title, _ in BENCHMARKS.values()} | {"Side by side": [side, row], "On a GPU": []}
@@ -126,7 +133,8 @@ def test_the_page_begins_with_the_frameworks_side_by_side_then_what_more_costs()
     assert "Not run: the machine has no GPU." in text[text.index("## On a GPU") :]
 
 
-def test_a_section_that_is_measured_anew_takes_the_place_of_the_old_one_and_no_other():
+def test_remeasured_section_replaces_only_itself():
+    """A new section is inserted in order, and results from another machine are refused."""
     row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
     before = page({"Clipping": [row], "Sinks": [row], "Memory": [row]})
     now = {"Sinks": [Row("Sinking", "nothing", MICROSECONDS, Spread(3e-6, 1e-6, 5e-7))]}
@@ -138,7 +146,8 @@ def test_a_section_that_is_measured_anew_takes_the_place_of_the_old_one_and_no_o
         renewed(before.replace("cores", "boxes"), now, order)
 
 
-def test_rows_for_a_gpu_are_measured_on_a_cpu_too():
+def test_gpu_rows_are_measurable_on_cpu():
+    """Six rows have finite numbers."""
     rows = list(on_device(torch.device("cpu"), LOOK, {"eager": None}))
     assert len(rows) == 6
     assert all(math.isfinite(number) for row in rows for number in row.numbers)

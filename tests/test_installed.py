@@ -51,9 +51,8 @@ def _below(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("is_package", [True, False], ids=["packages", "plain folders"])
-def test_a_project_with_folders_of_our_names_works_beside_the_installed_package(
-    site: Path, tmp_path: Path, is_package: bool
-) -> None:
+def test_wheel_coexists_with_same_named_folders(site: Path, tmp_path: Path, is_package: bool) -> None:
+    """A project with folders named like our packages works with the installed wheel."""
     for folder in ("framework", "sinks", "experiments"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "own.py").write_text('WORD = "the project\'s"\n')
@@ -68,7 +67,8 @@ def test_a_project_with_folders_of_our_names_works_beside_the_installed_package(
     assert "mod_arithmetic" in done.stdout
 
 
-def test_the_wheel_holds_every_module_and_template_and_says_that_it_is_typed(site: Path) -> None:
+def test_wheel_is_complete_and_typed(site: Path) -> None:
+    """The wheel contains every module and template and py.typed, and no other top-level folder."""
     installed = site / "loopscope"
     for name, folder in {"framework": installed, **{name: installed / name for name in FOLDERS[1:]}}.items():
         expected = {str(path.relative_to(ROOT / name)) for path in _below(ROOT / name)}

@@ -228,7 +228,8 @@ def one_line(errors: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("broken", [*RUNS, *CHANGES], ids=str)
-def test_a_hook_that_raises_is_told_in_a_line_with_its_own_line_or_the_remedy(broken, answer, tmp_path) -> None:
+def test_raising_hook_is_reported_in_one_line(broken, answer, tmp_path) -> None:
+    """The line names the source line of the hook or the remedy; the traceback is only in summary.json."""
     status, errors = answer(broken)
     told = [line for line in errors.splitlines() if "checkpoint" not in line or "Hook 'spread'" in line]
     one_line("\n".join(told), broken.answer)
@@ -243,7 +244,8 @@ def test_a_hook_that_raises_is_told_in_a_line_with_its_own_line_or_the_remedy(br
 @pytest.mark.parametrize(
     "broken", [pytest.param(each, marks=slow_unless(place % 3 == 0), id=str(each)) for place, each in enumerate(RUNS)]
 )
-def test_where_the_run_goes_on_without_the_hook_it_leaves_no_trace(broken, answer, bare, tmp_path) -> None:
+def test_skipped_failing_hook_leaves_no_trace(broken, answer, bare, tmp_path) -> None:
+    """With --on-hook-error skip, the final weights are those of the run without the hook."""
     status, errors = answer(broken, "--on-hook-error", "skip")
     assert re.search(broken.answer, errors), errors
     assert "The run goes on without it." in errors
@@ -252,7 +254,8 @@ def test_where_the_run_goes_on_without_the_hook_it_leaves_no_trace(broken, answe
 
 
 @pytest.mark.parametrize("broken", REFUSED, ids=str)
-def test_a_hook_that_could_not_work_is_refused_in_a_line_before_anything_is_written(broken, answer, tmp_path) -> None:
+def test_unusable_hook_is_refused_before_any_output(broken, answer, tmp_path) -> None:
+    """The command exits with status 2 and one line on stderr, before it creates the output folder."""
     status, errors = answer(broken)
     one_line(errors, broken.answer)
     assert status == 2
@@ -272,7 +275,8 @@ def test_what_is_merely_odd_is_taken(broken, answer, bare, tmp_path) -> None:
     assert '"spread/s' in (tmp_path / "output/small/plain/plain.jsonl").read_text()
 
 
-def test_the_whole_traceback_is_shown_where_it_is_asked_for(answer) -> None:
+def test_traceback_option_shows_the_whole_traceback(answer) -> None:
+    """The last line of the output still has the short explanation."""
     status, errors = answer(RUNS[0], "--traceback")
     assert status == 1
     assert "Traceback (most recent call last):\n" in errors

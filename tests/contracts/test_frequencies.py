@@ -33,13 +33,15 @@ def drawing(ctx) -> None:
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("setting", ["eval_every", "log_every"])
-def test_how_often_it_is_evaluated_or_logged_never_changes_the_final_bytes(setting, loop, model):
+def test_evaluation_and_logging_frequency_preserves_final_bytes(setting, loop, model):
+    """The final state has the same bytes for every eval_every and log_every, even if evaluation draws."""
     case = Case(model=model, loop=loop)
     assert differing_finals(case, *({setting: period} for period in PERIODS)) == []
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_how_often_snapshots_are_looked_at_never_changes_the_final_bytes(loop):
+def test_snapshot_frequency_preserves_final_bytes(loop):
+    """A hook that draws random numbers at SNAPSHOT leaves the same final state for every snapshot_every."""
     spy = at(SpyHook, HookPoint.SNAPSHOT)
     variants = [{"snapshot_every": period, "hooks": [spy(drawing)]} for period in PERIODS]
     assert differing_finals(Case(loop=loop), {}, *variants) == []
@@ -47,7 +49,9 @@ def test_how_often_snapshots_are_looked_at_never_changes_the_final_bytes(loop):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @own_process
-def test_how_often_it_is_saved_never_changes_the_final_bytes(loop, tmp_path):
+def test_checkpoint_frequency_preserves_final_bytes(loop, tmp_path):
+    """The final state has the same bytes for every checkpoint_every, even if saving draws random numbers."""
+
     def save(run) -> None:
         drawing(None)
         streams = run.manager.isolation.run_streams

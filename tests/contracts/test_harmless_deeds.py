@@ -396,13 +396,15 @@ def assert_peace(kind: type, names: list[str], *, audit: bool) -> None:
 
 
 @pytest.mark.parametrize("name", DEEDS_OF_PEACE)
-def test_a_harmless_deed_raises_no_alarm_and_leaves_every_byte(name: str) -> None:
+def test_harmless_mutation_raises_no_alarm(name: str) -> None:
+    """Under audit, a mutation that is undone leaves every byte of the run as it was."""
     assert_peace(VandalObserver, [name], audit=True)
 
 
 @pytest.mark.parametrize("audit", [False, True])
 @pytest.mark.parametrize("kind", [VandalObserver, VandalReader])
-def test_all_harmless_deeds_together_raise_no_alarm(kind: type, audit: bool) -> None:
+def test_all_harmless_mutations_together_raise_no_alarm(kind: type, audit: bool) -> None:
+    """Observers and reading interventions pass with the tripwire alone and under audit."""
     assert_peace(kind, [*DEEDS_OF_PEACE], audit=audit)
 
 
@@ -416,14 +418,16 @@ def clipping(limits: dict[int, float]) -> SpyHook:
     return at(SpyHook, HookPoint.POST_BACKWARD)(clip)
 
 
-def test_an_observer_that_rewrote_equal_bytes_may_go_on_and_is_caught_when_they_differ() -> None:
+def test_observer_rewriting_equal_bytes_is_allowed() -> None:
+    """An observer that always rewrites equal bytes passes, and is caught at the first step that differs."""
     always = dict.fromkeys(range(1, 10), float("inf"))
     assert_same_bytes(train(CASE, [clipping(always)], steps=9, audit=False), CASE, 9)
     run = train(CASE, [clipping({**always, 7: 1e-3})], steps=9, audit=False, raises=StateMutationError)
     assert "at POST_BACKWARD of step 7 may only read" in str(run.error)
 
 
-def test_equal_bytes_that_are_first_written_late_cannot_be_told_from_others_but_by_an_audit() -> None:
+def test_late_rewrite_of_equal_bytes_needs_audit() -> None:
+    """The tripwire raises on equal bytes first written at step 7; the audit compares them and accepts."""
     late = {7: float("inf")}
     assert_same_bytes(train(CASE, [clipping(late)], steps=9, audit=True), CASE, 9)
     run = train(CASE, [clipping(late)], steps=9, audit=False, raises=StateMutationError)

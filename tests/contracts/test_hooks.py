@@ -121,7 +121,8 @@ def numbers(run: Run, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", QUIET + COMMITTING)
-def test_a_hook_trains_in_a_case_that_is_always_on_if_it_trains_in_any(name):
+def test_every_hook_runs_in_a_fast_case(name):
+    """The cases that always run cover every model and loop, and one accepts the hook if any case does."""
     cases = always_on(name)
     assert {case.model for case in cases} == {case.model for case in CASES}
     assert {case.loop for case in cases} == {*LOOPS}
@@ -140,7 +141,8 @@ def test_pairs_and_all_hooks_together_meet_every_case():
 
 @every_length
 @every_hook_and_case(QUIET)
-def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, case, steps):
+def test_hooked_run_matches_bare_run(name, case, steps):
+    """The training state has the same bytes at every step, or the hook is refused by name."""
     if refused := refusal(name, case):
         assert name in refused
         return
@@ -152,7 +154,8 @@ def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, cas
     "case", [pytest.param(case, id=str(case), marks=slow_unless(case in ORDERED)) for case in CASES]
 )
 @own_process
-def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
+def test_hook_order_changes_no_results(case, steps):
+    """Reversing the order of the observers and interventions changes no byte of the run and no metric."""
     names = willing(QUIET, case)
     forward = together(case, steps)
     hooks = map(make, reversed(names))
@@ -178,14 +181,16 @@ def test_adding_hooks_changes_no_other_hooks_numbers(case, steps):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=slow_unless(case.model != "transformer")) for case in CASES]
 )
-def test_adding_hooks_changes_no_other_hooks_numbers_in_the_cases_slow_unless(case, steps):
+def test_adding_hooks_keeps_metrics_in_slow_cases(case, steps):
+    """The metrics of a hook are the same alone and next to all other hooks, in the cases that are marked slow."""
     for name in willing(QUIET, case):
         if case not in always_on(name):
             assert numbers(together(case, steps), name) == numbers(alone(name, case, steps), name)
 
 
 @every_hook_and_case(QUIET)
-def test_a_hook_reports_something_where_its_loop_lets_it_fire(name, case):
+def test_hook_reports_metrics_in_its_loops(name, case):
+    """A hook emits metrics exactly in the loops that dispatch one of its points."""
     if refusal(name, case):
         return
     assert bool(alone(name, case, 3).sink.rows(name + "/")) == fires(name, case.loop)
@@ -202,7 +207,8 @@ def test_every_metric_that_a_hook_emits_is_described(name, case):
 
 
 @every_hook_and_case(QUIET + COMMITTING)
-def test_the_state_of_a_hook_survives_a_file_that_executes_no_code(name, case):
+def test_hook_state_survives_a_weights_only_file(name, case):
+    """The state is the same after torch.save, torch.load with weights_only=True and load_state_dict."""
     if refusal(name, case):
         return
     run = alone(name, case, 3)
@@ -228,7 +234,8 @@ def test_a_hook_that_was_reset_is_as_new(name, case):
 
 
 @every_hook_and_case(QUIET + COMMITTING, quick=1)
-def test_offloading_what_a_hook_remembers_changes_no_number_of_it(name, case):
+def test_offloaded_hook_state_gives_same_metrics(name, case):
+    """With offload_state=True every metric of the hook is unchanged."""
     if refusal(name, case):
         return
     offloaded = train(case, [make(name)], audit=False, offload_state=True, reference_weights=reference(case))
@@ -253,7 +260,8 @@ class WatchingManager(HookManager):
 
 @every_length
 @every_hook_and_case(COMMITTING)
-def test_a_committing_hook_changes_what_it_declares_and_nothing_else(name, case, steps):
+def test_committing_hook_changes_only_declared_parts(name, case, steps):
+    """The changed entries and the recorded treatment match the parts that the hook declares in commits."""
     if refused := refusal(name, case):
         assert name in refused
         return

@@ -138,5 +138,6 @@ def test_a_committing_hook_leaves_the_weights_finite(mode: str, loop: str, name:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_run_in_float16_skips_a_step_but_not_all(loop: str) -> None:
+def test_float16_run_skips_some_steps(loop: str) -> None:
+    """The float16 run of these tests skips at least one step, but not all of them."""
     assert 0 < bare("fp16", loop).state.loop.skipped_steps < STEPS

@@ -111,7 +111,8 @@ def refused(name: str, odd: Odd) -> bool:
 
 
 @every_hook_and_row(QUIET)
-def test_a_hook_leaves_an_odd_run_its_bytes_or_is_refused_by_name(name: str, odd: Odd) -> None:
+def test_hook_leaves_odd_run_unchanged_or_is_refused(name: str, odd: Odd) -> None:
+    """A quiet hook reports metrics and leaves the final state of the bare run, unless the run refuses it by name."""
     if refused(name, odd):
         return
     run = train_oddly(odd, [make(name)], reference_weights=bare(odd).weights)
@@ -125,7 +126,8 @@ def disturb(run_ctx: Any, model_ctx: Any) -> None:
 
 
 @every_hook_and_row(COMMITTING)
-def test_a_committing_hook_changes_only_what_it_declares_of_an_odd_run(name: str, odd: Odd) -> None:
+def test_committing_hook_changes_only_declared_state(name: str, odd: Odd) -> None:
+    """Another hook's temporary mutation before the commit does not change the outcome either."""
     if refused(name, odd):
         return
     run = train_oddly(odd, [make(name)], manager_class=WatchingManager)
@@ -165,7 +167,9 @@ DEEDS = (
 
 
 @pytest.mark.parametrize(("odd", "deed"), DEEDS, ids=[f"{deed.__name__}-{odd}" for odd, deed in DEEDS])
-def test_what_an_odd_run_keeps_decides_it_or_no_row_would_show_a_hook_that_moves_it(odd: Odd, deed: Any) -> None:
+def test_mutation_of_odd_state_changes_the_outcome(odd: Odd, deed: Any) -> None:
+    """Each mutation changes the result of its run, so the contract tests would detect a hook that makes it."""
+
     class Meddling(HookManager):
         def fire(self, point: HookPoint) -> None:
             if point is HookPoint.PRE_STEP and self.state.loop.step == 2:
@@ -175,7 +179,8 @@ def test_what_an_odd_run_keeps_decides_it_or_no_row_would_show_a_hook_that_moves
     assert bare(odd).changed(Outcome.of(train_oddly(odd, manager_class=Meddling))) != []
 
 
-def test_the_rows_that_are_always_on_meet_every_two_values_of_two_axes() -> None:
+def test_default_rows_cover_every_pair_of_values() -> None:
+    """The rows that are not marked slow cover every pair of values of two axes and every loop."""
     rows = [(name, *row) for name, chosen in CHOSEN.items() for row in chosen]
     for first, second in combinations(range(4), 2):
         axes = (tuple(CHOSEN), *AXES)

@@ -53,7 +53,8 @@ def digest(device: str, hooks: list[TrainingHook]) -> dict[str, int]:
 
 
 @on_both(["norms", "hessian"], QUIET)
-def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run(name, device):
+def test_run_with_hook_matches_bare_run(name, device):
+    """Both digests are equal on the CPU and on the GPU."""
     assert digest(device, [make(name)]) == digest(device, [])
 
 
@@ -81,7 +82,8 @@ def waits(hook: TrainingHook, device: str) -> list[int]:
 
 
 @on_both(["norms", "weight_tracking", "gradient_flow"], OBSERVERS)
-def test_a_fire_of_an_observer_waits_for_the_device_at_most_once(name, device):
+def test_observer_dispatch_waits_for_device_at_most_once(name, device):
+    """The weight average runs without its evaluation, which is user code and may wait freely."""
     hook = make(name)
     if name == "weight_average":
         hook.evaluate = False  # an evaluation is the experiment's code, which waits as often as it likes
@@ -89,7 +91,9 @@ def test_a_fire_of_an_observer_waits_for_the_device_at_most_once(name, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_a_hook_that_reads_two_numbers_is_seen_to_wait_twice(device):
+def test_hook_reading_two_numbers_waits_twice(device):
+    """The wait counter detects two separate reads in one call."""
+
     def reads(ctx):
         first, second, *_ = ctx.model.parameters()
         return {"value": float(first.sum()) + float(second.sum())}

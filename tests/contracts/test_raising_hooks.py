@@ -51,7 +51,8 @@ def commit_and_raise(run_ctx, model_ctx):
 @pytest.mark.parametrize("point", STEP_POINTS)
 @pytest.mark.parametrize("kind", KINDS)
 @every_case
-def test_the_error_names_hook_point_and_step_and_the_state_is_that_of_the_bare_run(case, kind, point):
+def test_error_names_hook_point_and_step(case, kind, point):
+    """The message quotes the raising line, and the final state is that of the bare run."""
     run = train(case, [at(kind, point)(raising)], raises=HookError)
     assert str(run.error).startswith(f"Hook {kind.name!r} raised at {point.name} of step 1: Mishap: as told [")
     assert str(run.error).endswith('in raising: raise Mishap("as told")]')
@@ -66,7 +67,8 @@ def stop_here(ctx):
 
 @pytest.mark.parametrize("point", [*STEP_POINTS, HookPoint.SNAPSHOT])
 @every_case
-def test_an_intervention_that_raises_half_way_leaves_the_state_of_the_bare_run(case, point):
+def test_half_finished_intervention_leaves_bare_run_state(case, point):
+    """An intervention that changes the state and then raises is rolled back at every hook point."""
     run = train(case, [at(ActingHook, point)(spoil_and_raise)], raises=HookError)
     untouched = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
     assert differences(untouched.final, run.final) == []
@@ -74,7 +76,8 @@ def test_an_intervention_that_raises_half_way_leaves_the_state_of_the_bare_run(c
 
 @pytest.mark.parametrize("kind", KINDS)
 @every_case
-def test_skip_finishes_the_run_with_the_bytes_of_the_bare_run_and_keeps_a_record(case, kind):
+def test_skip_finishes_run_like_bare_run(case, kind):
+    """The run warns once, records the error and still calls the other hooks at every step."""
     bystander = at(SpyHook, *HookPoint, name="bystander")(lambda ctx: {"x": 1.0})
     with pytest.warns(UserWarning, match=f"Hook '{kind.name}' raised at .* The run goes on without it"):
         run = train(case, [kind(raising), bystander], on_error="skip")
@@ -92,7 +95,8 @@ def test_skip_undoes_what_a_raising_intervention_did(case):
 
 
 @every_case
-def test_the_commits_of_a_hook_that_raises_are_not_applied(case):
+def test_commits_of_raising_hook_are_not_applied(case):
+    """In skip mode, a hook that raises after committing leaves the result of the bare run."""
     with pytest.warns(UserWarning, match="after committing"):
         run = train(case, [CommittingHook(commit_and_raise)], on_error="skip")
     assert_same_bytes(run, case)
@@ -100,7 +104,8 @@ def test_the_commits_of_a_hook_that_raises_are_not_applied(case):
 
 
 @every_case
-def test_the_commits_of_others_stay_when_a_hook_raises(case):
+def test_commits_of_other_hooks_survive_a_raise(case):
+    """The result equals that of a run with the other committing hook alone."""
     halving = at(ActingHook, HookPoint.POST_BACKWARD, mutates=False, commits=CommittingHook.commits, name="halving")
     halve = lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5)
     alone = train(case, [halving(halve)])
@@ -116,13 +121,15 @@ def interrupt(run_ctx, model_ctx):
 
 
 @every_case
-def test_an_interrupt_in_the_middle_of_an_intervention_is_rolled_back_too(case):
+def test_interrupt_during_intervention_is_rolled_back(case):
+    """A KeyboardInterrupt in the middle of an intervention leaves the state of the bare run."""
     run = train(case, [at(ActingHook, HookPoint.POST_STEP)(interrupt)], raises=KeyboardInterrupt)
     untouched = train(case, [at(SpyHook, HookPoint.POST_STEP)(stop_here)], raises=HookError)
     assert differences(untouched.final, run.final) == []
 
 
-def test_metrics_of_a_hook_that_raises_later_are_still_delivered():
+def test_metrics_before_a_raise_are_delivered():
+    """A hook that raises at step 3 still delivers its metrics of steps 1 and 2."""
     calls = []
 
     def third_time(ctx):
@@ -167,27 +174,32 @@ def train_with_deed(kind, name, error, **options):
 
 @pytest.mark.parametrize(("kind", "audit"), [(VandalObserver, False), (VandalReader, True)])
 @pytest.mark.parametrize("name", PUT_BACK)
-def test_what_a_reading_hook_did_before_it_raised_is_put_back_and_skip_goes_on(name, kind, audit):
+def test_skip_restores_changes_of_raising_reader(name, kind, audit):
+    """An observer or read-only intervention changes the state and raises, and the run continues without it."""
     run = train_with_deed(kind, name, Mishap("and raised"), on_error="skip", audit=audit)
     assert run.digests == train(Case(), length=2, audit=False).digests
     assert [error["error"] for error in run.manager.hooks.failures.errors] == ["Mishap: and raised"]
 
 
 @pytest.mark.parametrize("name", ["edit_the_learning_rate", "write_in_place", "lower_all_precisions"])
-def test_what_cannot_be_put_back_is_told_whatever_the_hook_raised(name):
+def test_unrestorable_change_is_reported_despite_skip(name):
+    """The StateMutationError has the hook's own error as its context."""
     run = train_with_deed(VandalObserver, name, Mishap("and raised"), on_error="skip", raises=StateMutationError)
     assert "Hook 'spy' at POST_STEP of step 5 may only read, but changed" in str(run.error)
     assert isinstance(run.error.__context__, Mishap)
 
 
-def test_a_hook_on_a_parameter_is_taken_off_again():
+def test_hook_on_parameter_is_removed_after_raise():
+    """The run removes a tensor hook that an observer left on a parameter before it raised."""
     run = train_with_deed(VandalObserver, "leave_a_hook_on_a_parameter", Mishap("x"), on_error="skip", audit=False)
     assert run.digests == train(Case(), length=2, audit=False).digests
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit("bye"), GeneratorExit()], ids=repr)
-def test_an_exit_in_a_hook_is_a_failure_of_the_hook(kind, error):
+def test_exit_in_hook_counts_as_hook_error(kind, error):
+    """SystemExit and GeneratorExit become a HookError, or a warning in skip mode."""
+
     def leave(*contexts):
         raise error
 
@@ -197,7 +209,9 @@ def test_an_exit_in_a_hook_is_a_failure_of_the_hook(kind, error):
         assert_same_bytes(train(Case(), [kind(leave)], on_error="skip"), Case())
 
 
-def test_an_interrupt_in_an_observer_stays_one_and_leaves_the_modes_as_they_were():
+def test_interrupt_in_observer_restores_module_modes():
+    """The run raises the KeyboardInterrupt unchanged, with every module in training mode again."""
+
     def leave(ctx):
         ctx.model.eval()
         raise KeyboardInterrupt

@@ -89,12 +89,14 @@ def every_kind_of_tap(names: set[str], *, always: set[str]) -> pytest.MarkDecora
 
 
 @every_kind_of_tap(DEEDS.keys() - SEEN, always=set())
-def test_a_vandal_that_taps_has_no_effect_or_is_caught_by_the_audit(kind, name):
+def test_misbehaving_tap_is_harmless_or_caught_by_audit(kind, name):
+    """A mutation in a tap either has no effect on the run or raises under audit."""
     assert_no_effect_or_caught(TappingVandal([name], kind), audit=True)
 
 
 @every_kind_of_tap(SEEN | HARMLESS, always=OFTEN)
-def test_a_vandal_that_taps_has_no_effect_or_is_caught_at_once(kind, name):
+def test_misbehaving_tap_is_harmless_or_caught_immediately(kind, name):
+    """A mutation in a tap either has no effect on the run or raises without an audit."""
     assert_no_effect_or_caught(TappingVandal([name], kind), audit=False)
 
 
@@ -106,7 +108,8 @@ PUT_BACK = [
 
 
 @pytest.mark.parametrize("name", PUT_BACK)
-def test_what_a_vandal_did_before_it_raised_in_a_tap_is_put_back_where_it_can_be(name):
+def test_mutations_of_a_raising_tap_are_undone(name):
+    """With on_error="skip", the run has the bytes of the run without the hook."""
     run = train_with(TappingVandal([name], raises=True), CASE, on_error="skip")
     assert_run_of_others(run)
     assert [error["error"] for error in run.manager.hooks.failures.errors] == ["Spite: and raised"]
@@ -116,12 +119,14 @@ NOT_PUT_BACK = ["edit_the_learning_rate", "write_in_place", "move_batchnorm_stat
 
 
 @pytest.mark.parametrize("name", NOT_PUT_BACK)
-def test_what_cannot_be_put_back_is_told_of_a_tap_that_raised(name):
+def test_irreversible_mutations_of_raising_tap_are_reported(name):
+    """StateMutationError names the parameter if the mutation cannot be undone."""
     run = train_with(TappingVandal([name], raises=True), CASE, audit=False, on_error="skip", raises=StateMutationError)
     assert_caught(run, "parameter")
 
 
-def test_a_tap_that_differentiates_on_its_own_hears_nothing_of_it():
+def test_tap_computing_gradients_does_not_trigger_itself():
+    """A tap that runs its own backward pass is called once, and the run is unchanged."""
     vandal = TappingVandal([], "output")
     vandal.act = lambda: grads_by_hand(vandal.scene)
     assert_run_of_others(train_with(vandal, CASE, audit=False))
@@ -146,7 +151,8 @@ class Rewriting(TappingVandal):
         self.scene.parameter.mul_(1)
 
 
-def test_a_tap_that_writes_equal_bytes_at_every_call_raises_no_alarm():
+def test_tap_rewriting_equal_bytes_raises_no_alarm():
+    """A tap writes the bytes of a weight back at each of 18 calls, and the run is unchanged."""
     vandal = Rewriting([])
     run = train_with(vandal, CASE, audit=False, steps=9)
     assert vandal.calls == 18

@@ -16,7 +16,8 @@ MEASURED = {"train_loss": 1.0, "val_loss": 1.0, "train_acc": 0.5, "val_acc": 0.5
 
 @pytest.mark.parametrize("case", EPOCHS, ids=str)
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_a_call_reads_from_the_device_at_most_once(name, case):
+def test_observer_call_reads_device_at_most_once(name, case):
+    """The cases are all models with AdamW in the epoch loop, except those that a hook refuses."""
     if refusal(name, case):
         pytest.skip("the hook does not suit the model")
     hook = make(name)

@@ -122,14 +122,16 @@ def assert_saved_states_intact(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", DEEDS)
-def test_a_vandal_that_intervenes_leaves_no_trace(name):
+def test_misbehaving_intervention_leaves_no_trace(name):
+    """The run rolls back each mutation at POST_STEP and POST_EPOCH and matches the bare run."""
     vandal = only_at(VandalIntervention, HookPoint.POST_STEP, HookPoint.POST_EPOCH)([name])
     assert_same_bytes(train_with(vandal, CASE), CASE)
     assert vandal.done == 4
 
 
 @pytest.mark.parametrize("name", DEEDS)
-def test_a_vandal_that_observes_has_no_effect_or_is_caught(name):
+def test_misbehaving_observer_has_no_effect_or_is_caught(name):
+    """Harmless mutations leave the run unchanged, and the others raise an error that names POST_STEP of step 1."""
     vandal = only_at(VandalObserver, HookPoint.POST_STEP)([name])
     run = train_with(vandal, CASE, checkpoint_every=1, raises=StateMutationError)
     assert vandal.done
@@ -181,7 +183,8 @@ def test_no_intervention_leaves_a_trace(names, where, case, raises):
 
 @FEW
 @given(st.sampled_from([VandalObserver, VandalReader]), deeds, points, cases, st.booleans())
-def test_whatever_only_reads_has_no_effect_or_is_caught(kind, names, where, case, raises):
+def test_read_only_hook_is_harmless_or_caught(kind, names, where, case, raises):
+    """Hypothesis combines mutations, hook points and cases for observers and read-only interventions."""
     assert_no_effect_or_caught(kind, names, where, case, raises)
 
 
@@ -195,7 +198,8 @@ def test_no_intervention_leaves_a_trace_however_many_try(names, where, case, rai
 @pytest.mark.slow
 @MANY
 @given(st.sampled_from([VandalObserver, VandalReader]), deeds, points, cases, st.booleans())
-def test_whatever_only_reads_has_no_effect_or_is_caught_however_many_try(kind, names, where, case, raises):
+def test_many_read_only_hooks_stay_harmless_or_caught(kind, names, where, case, raises):
+    """The slow variant of the property checks many more combinations."""
     assert_no_effect_or_caught(kind, names, where, case, raises)
 
 
@@ -284,7 +288,8 @@ def checkpointed(vandal: Vandal, **options) -> Run:
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_a_hook_that_draws_off_stage_has_no_effect(name):
+def test_draws_outside_dispatch_have_no_effect(name):
+    """A hook that draws random numbers in start, check, end or state_dict leaves the run unchanged."""
     vandal = VandalOffStage([name])
     assert_same_bytes(checkpointed(vandal), CASE)
     assert vandal.done > 4
@@ -292,7 +297,8 @@ def test_a_hook_that_draws_off_stage_has_no_effect(name):
 
 @pytest.mark.parametrize("method", sorted(OFF_STAGE))
 @pytest.mark.parametrize("name", ["write_through_data", "edit_the_learning_rate", "leave_a_forward_hook"])
-def test_a_hook_that_changes_the_state_off_stage_is_caught(name, method):
+def test_state_change_outside_dispatch_is_caught(name, method):
+    """The error names the method, such as check or state_dict, and the step."""
     quiet = {other: lambda self, *args: {} for other in OFF_STAGE - {method}}
     vandal = type("vandal", (VandalOffStage,), quiet)([name])
     run = checkpointed(vandal, raises=StateMutationError)
@@ -312,7 +318,8 @@ class Late(VandalObserver):
 
 
 @pytest.mark.parametrize("name", ["write_through_data", "write_to_the_optimizer_through_data", "write_to_the_storage"])
-def test_bytes_that_are_written_late_behind_torchs_back_are_seen_when_the_number_of_calls_has_doubled(name):
+def test_late_raw_write_is_caught_at_doubled_calls(name):
+    """Without the audit, the run compares bytes whenever the number of calls has doubled, here at step 8."""
     vandal = only_at(Late, HookPoint.POST_STEP)([name], 5)
     run = train_with(vandal, CASE, audit=False, raises=StateMutationError, steps=9)
     assert "'vandal' at POST_STEP of step 8 may only read, but changed the training state: " in str(run.error)

@@ -31,7 +31,8 @@ def test_every_block_names_its_language(page: Path) -> None:
     assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks(page))
 
 
-def test_lines_of_json_are_as_the_sink_writes_them() -> None:
+def test_documented_json_lines_match_sink_output() -> None:
+    """Every JSON example on the command-line page begins with the keys epoch, step and hook_point."""
     examples = [block.text for block in blocks(ROOT / "docs/command-line.md") if block.language == "json"]
     assert len(examples) == 2
     for example in examples:

@@ -55,7 +55,8 @@ def test_every_file_of_a_run_is_listed(run: Path) -> None:
     assert all(list(run.glob(pattern)) for pattern in patterns)
 
 
-def test_the_printed_config_is_one_that_can_be_run(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_printed_config_can_be_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The output of --print-config is accepted by --config."""
     monkeypatch.chdir(tmp_path)
     assert status_of(lambda: main([*RUN, "--hooks", "norms", "--print-config"])) == 0
     Path("printed.yaml").write_text(capsys.readouterr().out)
@@ -63,7 +64,8 @@ def test_the_printed_config_is_one_that_can_be_run(tmp_path: Path, monkeypatch, 
     assert (tmp_path / "output/mod_arithmetic/random/summary.json").exists()
 
 
-def test_the_yaml_file_of_the_page_shows_real_keys() -> None:
+def test_yaml_example_uses_documented_options() -> None:
+    """Every key of the YAML example is the name of an option on the page."""
     (example,) = [block.text for block in blocks(PAGE) if block.language == "yaml"]
     keys = re.findall(r"^(\w+):", example, re.M)
     assert {f"--{key.replace('_', '-')}" for key in keys} <= documented_options()

@@ -34,8 +34,8 @@ def help_of(command: str) -> str:
 
 
 @EVERY
-def test_every_command_stands_where_it_is_run(page: Path) -> None:
-    """The blocks of every page are run by test_blocks.py, those of one page by test_writing_an_experiment.py."""
+def test_every_shown_command_is_in_a_console_block(page: Path) -> None:
+    """Lines that start with $ occur only in console blocks, all of which other tests run."""
     lines = re.findall(r"^[ >]*\$ ", page.read_text(encoding="utf-8"), re.M)
     assert len(lines) == len(commands(page))
 
@@ -54,15 +54,16 @@ def test_every_command_in_the_text_is_one(page: Path) -> None:
 
 
 @pytest.mark.parametrize("command", PARSED)
-def test_what_is_not_run_is_on_a_page_and_has_a_reason(command: str) -> None:
+def test_unexecuted_command_is_shown_and_justified(command: str) -> None:
+    """Commands that are only parsed are make commands, appear on a page and have a stated reason."""
     assert command in [shown for page in PAGES for shown in commands(page)]
     assert PARSED[command]
     assert command.partition(" ")[0] == "make"  # run_recipe looks for it
 
 
 @pytest.mark.slow
-def test_a_newcomer_can_type_what_the_first_pages_show(tmp_path: Path) -> None:
-    """In a shell, in one folder, as it stands there: only what make does is left out."""
+def test_commands_of_first_pages_run_in_shell(tmp_path: Path) -> None:
+    """All commands of the first three pages, except those of make, run unchanged in one shell and one folder."""
     (tmp_path / ".venv").symlink_to(sys.prefix)
     for page in FIRST:
         for block in blocks(ROOT / page):

@@ -44,11 +44,12 @@ def test_pages_are_those_that_make_docs_writes() -> None:
 
 
 @SHIPPED
-def test_every_hook_describes_itself_its_metrics_and_its_options(hook: type[TrainingHook]) -> None:
+def test_every_hook_documents_metrics_and_options(hook: type[TrainingHook]) -> None:
+    """A page has a description, metrics with every field filled in, and text for each option."""
     assert missing(hook) == []
 
 
-def test_a_hook_that_says_too_little_is_noticed() -> None:
+def test_incomplete_hook_description_is_detected() -> None:
     assert missing(Undescribed) == ["bare: range", "unknown"]
 
 
@@ -57,7 +58,8 @@ def test_every_hook_states_what_it_assumes(hook: type[TrainingHook]) -> None:
     assert any(paragraph.startswith("Assumes ") for paragraph in generate.documentation(hook)[1].split("\n\n"))
 
 
-def test_the_measured_cost_of_a_hook_is_that_of_the_benchmarks(tmp_path) -> None:
+def test_hook_cost_is_read_from_benchmarks_page(tmp_path) -> None:
+    """Only the table under the heading Each hook counts."""
     page = tmp_path / "benchmarks.md"
     page.write_text(
         "# B\n\n## Hooks\n\n| x | y | 9.00 ms |\n\n## Each hook\n\n"
@@ -67,7 +69,8 @@ def test_the_measured_cost_of_a_hook_is_that_of_the_benchmarks(tmp_path) -> None
     assert generate.measured_costs(page) == {"norms": "2.50 ms a call; 1.0 calls"}
 
 
-def test_a_hook_that_no_question_names_is_told() -> None:
+def test_hook_missing_from_index_raises() -> None:
+    """A hook that the index page assigns to no question raises ValueError."""
     with pytest.raises(ValueError, match="no place for undescribed: add it"):
         generate.index_page([*generate.shipped_hooks(), Undescribed])
 

@@ -69,7 +69,8 @@ def test_the_table_has_every_field(loop: str) -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_fields_are_set_where_the_table_says(loop: str, wanted: bool) -> None:
+def test_loop_fields_match_documented_table(loop: str, wanted: bool) -> None:
+    """Both loops set every field at the points and under the conditions that docs/loop.md lists."""
     table = table_of(loop)
     fires = seen(loop, wanted=wanted)
     assert {point for point, _, _ in fires} == POINTS_OF_LOOP[loop]
@@ -79,7 +80,8 @@ def test_fields_are_set_where_the_table_says(loop: str, wanted: bool) -> None:
             assert is_there == CONDITIONS[condition](loop, wanted, step), f"{field} at {point.name} of step {step}"
 
 
-def test_errors_about_a_field_name_the_points_of_the_table() -> None:
+def test_field_error_points_match_documented_table() -> None:
+    """The points in the errors about unset fields are those where the documented table sets the field."""
     table = table_of("epoch")
     assert SET_AT.keys() == {name for name, row in table.items() if set(row.values()) - {row["field"], "yes"}}
     for name, (points, _, _) in SET_AT.items():
@@ -88,7 +90,8 @@ def test_errors_about_a_field_name_the_points_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_condition_of_the_table_was_met_and_missed(loop: str) -> None:
+def test_table_conditions_occur_and_do_not_occur(loop: str) -> None:
+    """The runs contain steps that meet each condition of the table and steps that do not."""
     conditions = {cell for row in table_of(loop).values() for name, cell in row.items() if name != "field"}
     steps = [step for _, step, _ in seen(loop, wanted=True)]
     for condition in conditions - {"yes", "-", "wanted", "float16"}:

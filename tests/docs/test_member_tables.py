@@ -27,9 +27,11 @@ def test_the_table_of_a_hook_has_every_member() -> None:
     assert listed == members(InterventionHook) - {"intervenes_at", "debug"}
 
 
-def test_the_page_on_hooks_names_every_verb_of_the_model_context() -> None:
+def test_hook_page_lists_every_context_method() -> None:
+    """The page on hooks mentions every public method of ModelDataContext."""
     assert members(ModelDataContext) - {"loader", "model", "device", "optimizer_state"} <= names(prose(HOOK_PAGE))
 
 
-def test_the_page_on_experiments_names_every_member_of_a_runner() -> None:
+def test_experiment_page_lists_every_runner_member() -> None:
+    """The page on experiments mentions every public member of ExperimentRunner."""
     assert members(ExperimentRunner) - {"config", "device"} <= names(prose(EXPERIMENT_PAGE))

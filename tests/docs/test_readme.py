@@ -15,7 +15,8 @@ def sample() -> list[str]:
     return text.splitlines()
 
 
-def test_the_sample_has_the_shape_of_what_make_run_prints(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_readme_sample_matches_output_of_make_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Compare the columns, the second-last line and the path of the report."""
     monkeypatch.chdir(tmp_path)
     run_recipe("run", monkeypatch)
     printed = capsys.readouterr().out.splitlines()
@@ -34,6 +35,6 @@ def test_the_sample_compares_the_strategies_of_make_run() -> None:
 
 
 @pytest.mark.parametrize("target", ["run", "test", "lint", "docs", "bench"])
-def test_the_makefile_has_the_targets_that_the_readme_names(target: str) -> None:
+def test_makefile_has_targets_named_in_readme(target: str) -> None:
     assert f"make {target}" in README.read_text(encoding="utf-8")
     assert recipes()[target]

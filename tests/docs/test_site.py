@@ -26,7 +26,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @own_process
-def test_every_page_is_there_and_lists_and_tables_are_such(built: Path) -> None:
+def test_every_page_renders_lists_and_tables(built: Path) -> None:
+    """No paragraph of a built page contains the source of a Markdown list or table."""
     for page in PAGES:
         place = page.relative_to(ROOT / "docs") if page.parent != ROOT else Path(site.OUTSIDE[page.name])
         shown = (built / place.with_suffix(".html")).read_text(encoding="utf-8")

@@ -75,7 +75,8 @@ def test_no_token_sees_a_later_one(qk_norm: bool) -> None:
     assert not torch.allclose(before[:, 7], after[:, 7])
 
 
-def test_rotary_positions_make_products_depend_on_the_distance_alone() -> None:
+def test_rotary_products_depend_on_distance_only() -> None:
+    """The dot product of rotated queries and keys depends on their distance, and rotation preserves norms."""
     angles = rotary_angles(10, 8, 10_000.0).double()
     query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
     turned = [rotated(x.expand(1, 1, 10, 8), angles.cos(), angles.sin())[0, 0] for x in (query, key)]
@@ -92,14 +93,16 @@ def test_queries_and_keys_are_normalised_by_head() -> None:
     torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 2, 5, dtype=torch.float64), rtol=1e-3, atol=0)
 
 
-def test_tied_weights_are_one_parameter_and_untied_ones_two() -> None:
+def test_tied_weights_share_one_parameter() -> None:
+    """The untied model has one more matrix of 31 by 16 weights."""
     tied, untied = decoder(), decoder(weight_tying=False)
     assert tied.head.weight is tied.embedding.weight
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (untied, tied)]
     assert counts[0] - counts[1] == 31 * 16
 
 
-def test_the_loss_is_cross_entropy_plus_the_squared_log_partition_function() -> None:
+def test_loss_is_cross_entropy_plus_z_loss() -> None:
+    """The loss matches a calculation by hand, without and with the squared log partition function."""
     logits, targets = torch.randn(2, 5, 31, dtype=torch.float64), tokens(5)[:2]
     logs = logits.exp().sum(-1).log()
     by_hand = (logs - logits.gather(-1, targets[..., None])[..., 0]).mean()
@@ -108,7 +111,8 @@ def test_the_loss_is_cross_entropy_plus_the_squared_log_partition_function() -> 
     assert float(with_z) == pytest.approx(float(by_hand + 0.01 * logs.square().mean()), rel=1e-6)
 
 
-def test_generated_text_depends_on_the_generator_alone_and_looks_back_no_further_than_the_context() -> None:
+def test_generated_text_depends_on_generator_only() -> None:
+    """Equal seeds give equal text, also when the text is longer than the context of the model."""
     model = decoder().eval()
     drawn = [
         generate(model, tokens()[0, :3], 15, torch.Generator().manual_seed(seed), temperature=1.0) for seed in (1, 1, 2)

@@ -19,7 +19,8 @@ def named(experiment: type[Any]) -> str:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=named)
-def test_an_experiment_says_what_it_is(experiment: type[ExperimentRunner[Any]]) -> None:
+def test_experiment_declares_config_strategies_and_summary(experiment: type[ExperimentRunner[Any]]) -> None:
+    """Strategies are present and distinct, and the docstring begins with a sentence."""
     assert issubclass(experiment, ExperimentRunner)
     assert issubclass(experiment.config_class, ExperimentConfig)
     assert experiment.strategies
@@ -28,7 +29,8 @@ def test_an_experiment_says_what_it_is(experiment: type[ExperimentRunner[Any]]) 
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=named)
-def test_every_preset_makes_a_config_and_the_command_takes_it(experiment: type[ExperimentRunner[Any]]) -> None:
+def test_every_preset_makes_a_valid_config(experiment: type[ExperimentRunner[Any]]) -> None:
+    """The command parses each preset to the same values as the config class."""
     for name, preset in experiment.presets.items():
         config = experiment.config_class(**preset)
         options = parse_run(experiment, ["--preset", name])
@@ -38,7 +40,8 @@ def test_every_preset_makes_a_config_and_the_command_takes_it(experiment: type[E
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=named)
-def test_every_option_has_help_and_a_default_of_its_type(experiment: type[ExperimentRunner[Any]]) -> None:
+def test_every_option_has_help_and_typed_default(experiment: type[ExperimentRunner[Any]]) -> None:
+    """Every field of the config class appears in the help, and its default has the annotated type."""
     text = " ".join(run_parser(experiment, None).format_help().split())
     for name, annotation in get_type_hints(experiment.config_class).items():
         assert fits(getattr(experiment.config_class(), name), annotation)

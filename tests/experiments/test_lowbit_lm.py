@@ -58,7 +58,8 @@ def test_strategies_have_the_same_data_and_initial_weights(tokens: Path) -> None
 
 
 @pytest.mark.parametrize("strategy", QUANTISED)
-def test_the_linear_layers_of_the_blocks_are_cast_and_nothing_else(tokens: Path, strategy: str) -> None:
+def test_only_linear_layers_of_blocks_are_cast(tokens: Path, strategy: str) -> None:
+    """The head is the only linear layer without casts."""
     model = build_run(tiny(tokens, layers=2), strategy)[0].model
     cast = {name for name, module in model.named_modules() if isinstance(module, BitLinear)}
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -142,7 +143,8 @@ def penalised(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> tuple[P
     return folder / "lowbit_lm", shown.getvalue()
 
 
-def test_the_progress_line_has_both_losses_and_both_rates(penalised: tuple[Path, str]) -> None:
+def test_progress_line_shows_both_losses_and_overflows(penalised: tuple[Path, str]) -> None:
+    """The line has the loss, the penalized loss and, with casts, the overflow rates of elements and tensors."""
     for strategy, over in (("fp32", False), ("nvfp4", True)):
         line = [line for line in penalised[1].splitlines() if line.startswith(f"{strategy}: 100%, step 4/4, epoch ")][
             -1
@@ -153,7 +155,8 @@ def test_the_progress_line_has_both_losses_and_both_rates(penalised: tuple[Path,
 
 
 @pytest.mark.parametrize("strategy", ["fp32", "nvfp4"])
-def test_the_loss_is_that_of_the_data_and_the_penalty(penalised: tuple[Path, str], strategy: str) -> None:
+def test_loss_is_data_loss_plus_penalty(penalised: tuple[Path, str], strategy: str) -> None:
+    """The recorded loss is the sum of the recorded data loss and penalty, at every step."""
     found: dict[str, list[float]] = {}
     for record in read_jsonl(penalised[0] / strategy / f"{strategy}.jsonl"):
         for name, series in record.metrics.items():
@@ -164,7 +167,8 @@ def test_the_loss_is_that_of_the_data_and_the_penalty(penalised: tuple[Path, str
     assert all(0 < share < 1 for share in found["share"])
 
 
-def test_the_penalty_is_that_of_the_matrices_of_the_blocks(tokens: Path) -> None:
+def test_penalty_covers_the_matrices_of_the_blocks(tokens: Path) -> None:
+    """The penalty adds RangePenalty of exactly the seven matrices of the block to the loss."""
     runner, plain = tiny(tokens, reg_lambda=1e-9, reg_alpha1=2.0), tiny(tokens)
     task = build_run(runner, "fp4_metis")[0]
     batch = task.loader.batch(0)
@@ -180,7 +184,8 @@ def test_the_penalty_is_that_of_the_matrices_of_the_blocks(tokens: Path) -> None
     assert torch.allclose(difference, expected, rtol=1e-3)
 
 
-def test_recipes_of_ones_own_are_strategies_compared_with_the_others(tmp_path: Path, tokens: Path) -> None:
+def test_custom_recipes_are_strategies_in_the_comparison(tmp_path: Path, tokens: Path) -> None:
+    """A recipe equal to nvfp4 gives the same result, and the recipes that differ give other losses."""
     mine = (
         "--recipe mine=e2m1/mx_even,output_grad=e5m2/current as_nvfp4=nvfp4 --recipe split=fp4_metis,output_grad=none"
     )
@@ -194,7 +199,8 @@ def test_recipes_of_ones_own_are_strategies_compared_with_the_others(tmp_path: P
     assert [*summaries["split"]["treatments"]] == ["metis_split", "grad_clip"]
 
 
-def test_a_recipe_of_ones_own_is_what_its_description_says(tokens: Path) -> None:
+def test_custom_recipe_has_the_described_casts(tokens: Path) -> None:
+    """Formats, rules and q_scalar of each role match the --recipe text."""
     runner = tiny(tokens, recipe=["mine=e2m1/mx_even,output_grad=e5m2/current"], q_scalar=0.5)
     (layer, *_) = [each for each in build_run(runner, "mine")[0].model.modules() if isinstance(each, BitLinear)]
     found = {role: f"{cast.format}/{cast.rule}/{cast.q_scalar}" for role, cast in layer.recipe.casts.items()}
@@ -251,7 +257,8 @@ def gradient(tokens: Path, strategy: str) -> torch.Tensor:
     )
 
 
-def test_the_first_gradient_is_the_nearer_to_full_precision_the_finer_the_casts(tokens: Path) -> None:
+def test_finer_casts_give_more_accurate_first_gradient(tokens: Path) -> None:
+    """Relative errors are ordered fp8, fp4_block, nvfp4, fp4_direct."""
     exact = gradient(tokens, "fp32")
     errors = {strategy: float((gradient(tokens, strategy) - exact).norm() / exact.norm()) for strategy in QUANTISED}
     assert 2 * errors["fp8"] < errors["fp4_block"] < errors["nvfp4"] < errors["fp4_direct"]
@@ -264,7 +271,8 @@ def spread(values: list[float]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient-to-noise ratio")
-def test_metis_ends_nearer_to_full_precision_than_direct_casts_by_more_than_seeds_differ(tmp_path: Path) -> None:
+def test_metis_beats_direct_casts_beyond_seed_noise(tmp_path: Path) -> None:
+    """Over three seeds, the mean gap to full precision shrinks by more than the spread between seeds."""
     gaps: dict[str, list[float]] = {"fp4_direct": [], "fp4_metis": []}
     for seed in range(3):
         config = LowbitLMConfig(**PROOF, seed=seed, output_dir=tmp_path / str(seed))

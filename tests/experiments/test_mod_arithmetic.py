@@ -46,14 +46,16 @@ def epoch_of(runner: ModArithmeticRunner, strategy: str, epoch: int = 0) -> Tens
 
 @given(p=st.integers(2, 40), share=st.floats(0.01, 0.99), seed=st.integers(0, 2**63 - 1))
 @settings(deadline=None, max_examples=50)
-def test_training_and_test_pairs_are_distinct_residues_and_disjoint(p: int, share: float, seed: int) -> None:
+def test_train_and_test_pairs_are_disjoint(p: int, share: float, seed: int) -> None:
+    """Together the training and test pairs contain every pair of residues exactly once."""
     train_size = max(1, math.floor(share * p * p))
     train, test = draw_pairs(p, train_size, p * p - train_size, seed)
     assert len(train) == train_size
     assert sorted(rows(train) + rows(test)) == [(a, b) for a in range(p) for b in range(p)]
 
 
-def test_pairs_depend_on_the_seed_and_on_nothing_else() -> None:
+def test_pairs_depend_on_seed_only() -> None:
+    """Draws from the global generator do not change the pairs, and another seed does."""
     first = draw_pairs(31, 100, 50, 1)
     torch.rand(3)
     again, other = draw_pairs(31, 100, 50, 1), draw_pairs(31, 100, 50, 2)
@@ -70,7 +72,8 @@ def test_pairs_are_drawn_uniformly() -> None:
     assert ((counts / draws - share).abs() < 5 * math.sqrt(share * (1 - share) / draws)).all()
 
 
-def test_drawing_the_pairs_of_the_paper_takes_little_time_and_memory() -> None:
+def test_drawing_paper_pairs_is_cheap() -> None:
+    """Drawing 1.3 million pairs modulo 9973 takes less than 5 seconds and 200 MB."""
     tracemalloc.start()
     begin = time.process_time()
     train, test = draw_pairs(9973, 300_000, 1_000_000, 199)
@@ -87,7 +90,8 @@ def test_labels_are_sums_modulo_p() -> None:
         assert targets.tolist() == [(a + b) % 11 for a, b in rows(inputs)]
 
 
-def test_the_train_accuracy_is_measured_on_training_pairs_and_the_other_on_test_pairs() -> None:
+def test_evaluation_sets_are_train_and_test_pairs() -> None:
+    """Training accuracy uses the training pairs, and val uses test pairs that were never trained on."""
     runner = tiny()
     trained = set(rows(epoch_of(runner, "random")))
     sets = runner.evaluation_sets()
@@ -114,26 +118,29 @@ def test_every_order_is_a_permutation_in_every_epoch(strategy: str, p: int, stri
 
 
 @pytest.mark.parametrize("stride", [None, 1, 4])
-def test_stride_sorts_by_a_modulo_the_stride_then_by_a_and_keeps_ties_as_drawn(stride: int | None) -> None:
+def test_stride_order_sorts_by_residue_then_value(stride: int | None) -> None:
+    """Pairs are sorted by a modulo the stride and then by a, and ties keep their drawn order."""
     runner = tiny(stride=stride)
     step = stride or 3  # the integer square root of 11
     drawn = rows(epoch_of(runner, "fixed-random"))
     assert rows(epoch_of(runner, "stride")) == sorted(drawn, key=lambda pair: (pair[0] % step, pair[0]))
 
 
-def test_target_sorts_by_the_sum_modulo_p_and_keeps_ties_as_drawn() -> None:
+def test_target_order_sorts_by_sum() -> None:
+    """Pairs are sorted by their sum modulo p, and ties keep their drawn order."""
     runner = tiny()
     drawn = rows(epoch_of(runner, "fixed-random"))
     assert rows(epoch_of(runner, "target")) == sorted(drawn, key=lambda pair: sum(pair) % 11)
 
 
 @pytest.mark.parametrize("strategy", ["stride", "target", "fixed-random"])
-def test_a_fixed_order_is_the_same_in_every_epoch(strategy: str) -> None:
+def test_fixed_orders_repeat_in_every_epoch(strategy: str) -> None:
     runner = tiny()
     assert torch.equal(epoch_of(runner, strategy, 0), epoch_of(runner, strategy, 57))
 
 
-def test_random_reshuffles_every_epoch_from_seed_and_epoch_alone() -> None:
+def test_random_order_reshuffles_every_epoch() -> None:
+    """The order depends only on the seed and the epoch, not on the global generator."""
     runner = tiny()
     third = epoch_of(runner, "random", 3)
     assert not torch.equal(third, epoch_of(runner, "random", 4))
@@ -151,7 +158,7 @@ def test_the_default_stride_is_the_integer_square_root() -> None:
 # Strategies
 
 
-def test_strategies_have_the_same_pairs_and_the_same_initial_weights() -> None:
+def test_strategies_share_pairs_and_initial_weights() -> None:
     runner = tiny()
     pairs = {strategy: sorted(rows(epoch_of(runner, strategy, 2))) for strategy in STRATEGIES}
     assert all(found == pairs["random"] for found in pairs.values())
@@ -206,7 +213,8 @@ def test_the_defaults_are_those_of_the_paper() -> None:
     assert ModArithmeticConfig().max_epochs is None
 
 
-def test_the_quick_preset_is_p_97_with_30_p_training_pairs() -> None:
+def test_quick_preset_has_expected_sizes() -> None:
+    """The preset has p = 97, 30 * p training pairs, width 128 and hidden width 512, and fits into p * p pairs."""
     config = ModArithmeticConfig(**ModArithmeticRunner.presets["quick"])
     assert (config.p, config.train_size, config.embed_dim, config.ff_dim) == (97, 30 * 97, 128, 512)
     assert config.train_size + config.test_size <= 97**2

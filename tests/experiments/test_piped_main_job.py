@@ -44,7 +44,8 @@ def assert_short_and_answered(lines: list[str]) -> None:
 
 
 @pytest.mark.process
-def test_the_shortened_main_job_is_short_and_ends_with_the_answer(tmp_path: Path) -> None:
+def test_shortened_main_job_prints_short_output(tmp_path: Path) -> None:
+    """Piped output has a line per epoch, grouped alerts and the answer in its last lines."""
     lines = printed(tmp_path, SHORT)
     assert_short_and_answered(lines)
     for strategy in ("stride", "target"):
@@ -62,5 +63,6 @@ def test_the_shortened_main_job_is_short_and_ends_with_the_answer(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_whole_main_job_is_short_and_ends_with_the_answer(tmp_path: Path) -> None:
+def test_full_main_job_prints_short_output(tmp_path: Path) -> None:
+    """Piped output has at most 120 lines, with the answer in the last 15."""
     assert_short_and_answered(printed(tmp_path, ""))

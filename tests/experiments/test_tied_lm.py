@@ -60,7 +60,8 @@ def test_the_command_trains_every_strategy_and_compares_them(tmp_path: Path, cap
     }  # fmt: skip
 
 
-def test_only_the_clip_parts_the_strategies_and_not_before_the_second_step(tmp_path: Path) -> None:
+def test_strategies_differ_only_after_first_clip(tmp_path: Path) -> None:
+    """The losses of all strategies are equal for two steps, then rolling clipping diverges from the baseline."""
     assert run(tmp_path, "--no-console-output") == 0
     losses = {}
     for strategy in TiedLMRunner.strategies:
@@ -106,7 +107,8 @@ def test_token_files_are_trained_on_without_a_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quick_preset_gets_clearly_below_the_unigram_entropy(tmp_path: Path) -> None:
+def test_quick_preset_beats_unigram_entropy(tmp_path: Path) -> None:
+    """The validation loss ends at least 0.7 below the unigram entropy."""
     words = f"run tied_lm --preset quick --strategy baseline --no-console-output --output-dir {tmp_path}"
     assert main(words.split()) == 0
     final = read_json(tmp_path / "tied_lm/baseline/summary.json")["final"]

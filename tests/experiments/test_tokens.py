@@ -23,7 +23,8 @@ def loader(tokens: np.ndarray, *, context: int = 4, batch_size: int = 3, vocabul
     return TokenLoader(tokens, context=context, batch_size=batch_size, vocabulary=vocabulary, seed=seed, device=CPU)
 
 
-def test_the_documentation_is_split_by_document_and_its_digest_is_that_of_the_text() -> None:
+def test_documentation_corpus_splits_by_document() -> None:
+    """Validation has whole documents of at most 10% of the text, and the digest depends on the text."""
     corpus = python_documentation()
     training, validation = corpus.split(0.1)
     assert training.documents.keys() | validation.documents.keys() == corpus.documents.keys()
@@ -37,7 +38,8 @@ def test_the_documentation_is_split_by_document_and_its_digest_is_that_of_the_te
 
 @given(share=st.floats(0.01, 0.99), lengths=st.lists(st.integers(1, 300), min_size=2, max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_a_split_leaves_both_sides_something_and_holds_out_no_more_than_asked_for(share: float, lengths: list[int]):
+def test_split_keeps_both_sides_nonempty(share: float, lengths: list[int]):
+    """The validation side has at most the requested share, or a single document."""
     corpus = Corpus("any", {f"d{index}": "x" * length for index, length in enumerate(lengths)})
     training, validation = corpus.split(share)
     assert training.documents
@@ -55,19 +57,22 @@ def test_decoding_gives_the_text_back() -> None:
     assert (tokens < tokenizer.vocabulary).all()
 
 
-def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_what_it_can() -> None:
+def test_unfillable_vocabulary_is_refused() -> None:
+    """The error reports how many different pieces the text has."""
     with pytest.raises(UsageError, match=r"vocabulary is 4096, but the text has only \d+ different pieces; choose"):
         Tokenizer(["some short text"], 4096)
 
 
-def test_a_folder_has_a_document_for_each_file(tmp_path: Path) -> None:
+def test_folder_has_one_document_per_file(tmp_path: Path) -> None:
+    """Files with the suffixes .txt and .md are read, also from subfolders, and other files are ignored."""
     for name in ("b.txt", "a/c.md", "ignored.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}")
     assert read_corpus(tmp_path).documents == {"a/c.md": "text of a/c.md", "b.txt": "text of b.txt"}
 
 
-def test_a_file_is_cut_into_documents_at_empty_lines_and_loses_nothing(tmp_path: Path) -> None:
+def test_file_is_split_at_empty_lines(tmp_path: Path) -> None:
+    """The documents of a text file join to the complete text."""
     text = "\n\n".join(f"Paragraph {index} " * 20 for index in range(500))
     (tmp_path / "book.txt").write_text(text)
     documents = read_corpus(tmp_path / "book.txt").documents
@@ -88,21 +93,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_data_that_cannot_be_trained_on_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+def test_untrainable_data_is_refused(tmp_path: Path, name: str) -> None:
+    """Empty, too short, wrongly encoded and truncated files each raise a UsageError with the reason."""
     content, sentence = REFUSED[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=sentence):
         LanguageData.load(LanguageModelConfig(data=tmp_path / name))
 
 
-def test_data_that_is_not_there_or_holds_no_text_is_refused(tmp_path: Path) -> None:
+def test_missing_or_textless_path_is_refused(tmp_path: Path) -> None:
+    """A path that does not exist and a folder without text files raise a UsageError."""
     with pytest.raises(UsageError, match="does not exist; name a text file"):
         LanguageData.load(LanguageModelConfig(data=tmp_path / "nowhere"))
     with pytest.raises(UsageError, match=r"is a folder without \.txt or \.md files"):
         LanguageData.load(LanguageModelConfig(data=tmp_path))
 
 
-def test_an_array_of_numbers_that_are_no_tokens_is_refused(tmp_path: Path) -> None:
+def test_non_token_arrays_are_refused(tmp_path: Path) -> None:
+    """Arrays of floats and two-dimensional arrays raise an error with their dtype or shape."""
     np.save(tmp_path / "floats.npy", np.zeros(3))
     np.save(tmp_path / "table.npy", np.zeros((3, 2), dtype=np.uint16))
     for name, form in (("floats", "float64 of shape"), ("table", r"uint16 of shape \(3, 2\)")):
@@ -118,7 +126,8 @@ def test_every_layout_gives_its_tokens_back(tmp_path: Path, name: str, kind: str
     assert np.array_equal(open_tokens(path), tokens)
 
 
-def test_a_hundred_gigabytes_of_tokens_are_opened_and_sampled_at_once_and_not_read(tmp_path: Path) -> None:
+def test_huge_token_file_opens_without_reading(tmp_path: Path) -> None:
+    """Opening and sampling a sparse file of 100 GB takes less than 1 second and 5 MB."""
     path = tmp_path / "huge.u16"
     with path.open("wb") as file:
         file.truncate(100 * 10**9)
@@ -133,7 +142,8 @@ def test_a_hundred_gigabytes_of_tokens_are_opened_and_sampled_at_once_and_not_re
     assert peak < 5e6
 
 
-def test_a_batch_is_a_function_of_seed_and_number_wherever_the_iteration_starts() -> None:
+def test_batch_depends_on_seed_and_index_only() -> None:
+    """A batch is the same wherever the iteration starts, and another seed gives other batches."""
     tokens = np.arange(100, dtype=np.uint16)
     ours = loader(tokens)
     straight = [batch for epoch in range(2) for batch in ours.batches(epoch)]
@@ -151,14 +161,16 @@ def test_windows_are_drawn_from_the_whole_data() -> None:
     assert set(firsts.tolist()) == set(range(16))
 
 
-def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read() -> None:
+def test_token_outside_vocabulary_is_refused() -> None:
+    """Reading a batch with a negative id or an id beyond the vocabulary raises a UsageError with the id."""
     with pytest.raises(UsageError, match="holds the token id 99, outside the vocabulary of 50; set --vocabulary"):
         next(loader(np.full(60, 99, dtype=np.uint32), vocabulary=50).batches(0))
     with pytest.raises(UsageError, match="holds the token id -1"):
         loader(np.full(60, -1)).batch(0)
 
 
-def test_validation_windows_are_spread_over_the_data_and_do_not_overlap() -> None:
+def test_validation_windows_do_not_overlap() -> None:
+    """The windows extend from the first token to the last."""
     windows = windows_in_order(np.arange(101), context=10, most=100)
     assert windows.shape == (10, 11)
     assert windows[0, 0] == 0

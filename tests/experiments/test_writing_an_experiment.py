@@ -35,13 +35,15 @@ def summary(folder: Path, strategy: str) -> dict[str, Any]:
     return json.loads((folder / "output/spirals" / strategy / "summary.json").read_text())
 
 
-def test_it_has_at_most_60_lines_and_no_loop_code() -> None:
+def test_documented_experiment_is_short_without_loop_code() -> None:
+    """The file on the page has at most 60 lines and never calls backward, step or zero_grad."""
     lines = the_file().text.splitlines()
     assert len(lines) <= 60
     assert not any(word in the_file().text for word in ("backward()", ".step()", "zero_grad", "epoch_loop"))
 
 
-def test_the_commands_of_the_page_run_it_with_hooks_and_the_order_matters(saved: Path, monkeypatch, capsys) -> None:
+def test_documented_commands_run_with_hooks(saved: Path, monkeypatch, capsys) -> None:
+    """The random order reaches the target in fewer epochs than the outward order."""
     commands = [command for block in blocks(PAGE) for command in block.commands()]
     assert [run_command(command, monkeypatch) for command in commands] == [0, 0]
     printed = capsys.readouterr().out
@@ -56,7 +58,8 @@ def test_the_commands_of_the_page_run_it_with_hooks_and_the_order_matters(saved:
     assert all(record.metrics["norms/total_grad_norm"] > 0 for record in records)
 
 
-def test_audited_interventions_leave_it_as_it_is_without_hooks(saved: Path, monkeypatch) -> None:
+def test_audited_interventions_leave_final_weights_unchanged(saved: Path, monkeypatch) -> None:
+    """The weight files of the runs with and without two audited interventions are identical."""
     run = "python spirals.py run spirals --strategy outwards --epochs 2 --points 64 --no-console-output --output-dir"
     hooks = "--hooks counterfactual hessian --audit-hooks"
     assert run_command(f"{run} bare", monkeypatch) == 0

@@ -57,7 +57,8 @@ def equal(a: Gradients, b: Gradients) -> bool:
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_nothing_is_kept_when_nobody_asks(loop):
+def test_loop_keeps_nothing_without_a_request(loop):
+    """Gradients and the pre-epoch state are None in both loops."""
     kept: list[object] = []
     state: list[TrainingState] = []
 
@@ -75,7 +76,8 @@ def test_nothing_is_kept_when_nobody_asks(loop):
 
 
 @pytest.mark.parametrize("treatments", [[], [Halve()]])
-def test_accumulated_gradients_are_the_mean_over_the_epoch_before_commits(treatments):
+def test_accumulated_gradients_are_epoch_mean_before_commits(treatments):
+    """The mean does not depend on an intervention that halves the gradients."""
     log, seen = GradientLog(), []
     look = watch(HookPoint.POST_EPOCH, look=lambda ctx: seen.append(copied(ctx.accumulated_grads)), needs_grads=True)
     train(Case(), [log, look, *treatments], steps=6)
@@ -97,7 +99,8 @@ def test_the_step_loop_accumulates_over_its_log_windows():
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("treatments", [[], [Halve()]])
-def test_previous_gradients_are_those_of_the_step_before_its_commits(loop, treatments):
+def test_previous_gradients_precede_commits(loop, treatments):
+    """They are those of the step before, and None at the first step."""
     log, seen = GradientLog(), []
     look = watch(HookPoint.PRE_STEP, look=lambda ctx: seen.append(copied(ctx.prev_step_grads)),
                  needs_prev_step_grads=True)  # fmt: skip
@@ -116,7 +119,8 @@ def test_previous_gradients_are_kept_only_for_due_steps(loop):
     assert has == [step for step in (2, 3, 6, 7) for _ in range(4)]
 
 
-def test_previous_gradients_are_there_at_the_first_step_of_a_window():
+def test_previous_gradients_exist_when_window_opens():
+    """A hook that starts in epoch 1 has them at its first step."""
     window = {"epoch": {HookPoint.PRE_STEP: (1, 1)}}
     has: list[int] = []
     hook = watch(look=lambda ctx: ctx.prev_step_grads and has.append(ctx.step), loop_points=window,
@@ -140,14 +144,15 @@ def returning(points: set[HookPoint], found: list) -> ActingHook:
     return at(ActingHook, HookPoint.PRE_EPOCH, *points)(act)
 
 
-def test_an_intervention_can_return_to_the_state_before_the_epoch():
+def test_intervention_can_restore_pre_epoch_state():
+    """It can at POST_EPOCH and SNAPSHOT, and the run keeps its bytes."""
     found: list = []
     run = train(Case(), [returning({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}, found)], steps=6, snapshot_every=2)
     assert found == [("POST_EPOCH", 0, True), ("POST_EPOCH", 1, True), ("SNAPSHOT", 1, True)]
     assert_same_bytes(run, Case(), 6)
 
 
-def test_the_pre_epoch_state_is_there_at_the_snapshot_of_a_run_that_stops_early():
+def test_early_stop_snapshot_has_pre_epoch_state():
     found: list = []
     hook = returning({HookPoint.SNAPSHOT}, found)
     train(Case(), [hook], steps=30, snapshot_every=10, should_stop=lambda evaluation: len(evaluation) > 0)
@@ -165,7 +170,8 @@ class CountingSnapshot(Snapshot):
 
 
 @pytest.mark.parametrize(("window", "expected"), [((None, None), 3), ((1, 1), 1), ((5, None), 0)])
-def test_the_pre_epoch_state_is_copied_only_in_epochs_in_which_a_hook_asks(window, expected):
+def test_pre_epoch_state_is_copied_only_when_needed(window, expected):
+    """The count of copies follows the epoch window of the hook."""
     hook_class = at(ActingHook, loop_points={"epoch": {HookPoint.POST_EPOCH: window}})
     task, state = build(Case(), steps=9)
     manager = HookManager([hook_class(lambda *ctx: None)], task, state)
@@ -179,7 +185,8 @@ def stop_at_step(step: int, steps: list[int]) -> Callable[[dict[str, float]], bo
 
 
 @pytest.mark.parametrize(("loop", "epoch"), [("epoch", 1), ("step", 1)])
-def test_should_stop_ends_the_run_with_a_snapshot_and_is_recorded(loop, epoch):
+def test_should_stop_ends_run_with_snapshot(loop, epoch):
+    """The epoch and step are recorded as reached."""
     steps: list[int] = []
     spy = watch(*STEP_POINTS, HookPoint.SNAPSHOT, look=lambda ctx: steps.append(ctx.step))
     run = train(Case(loop=loop), [spy], steps=30, snapshot_every=100, eval_every=1 if loop == "epoch" else 2,
@@ -200,7 +207,9 @@ def test_a_stopped_run_stays_stopped(loop):
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_run_in_two_halves_fires_at_the_same_places_as_in_one(loop):
+def test_split_run_dispatches_like_a_whole_run(loop):
+    """Two shorter runs have the same calls and weights under a burst schedule."""
+
     def seen(*lengths: int) -> list:
         task, state = build(Case(loop=loop), snapshot_every=100)
         schedule = StepSchedule(mode="burst", every_n_steps=4, burst_length=2, warmup=1)
@@ -213,7 +222,8 @@ def test_a_run_in_two_halves_fires_at_the_same_places_as_in_one(loop):
     assert seen(1, 3) == seen(3) if loop == "epoch" else seen(3, 4, 9) == seen(9)
 
 
-def test_the_step_loop_runs_through_several_passes_of_the_data():
+def test_step_loop_continues_over_several_epochs():
+    """Epochs, batch indices and data match the loader."""
     places: list[tuple] = []
     look = watch(HookPoint.PRE_STEP, look=lambda ctx: places.append((ctx.epoch, ctx.batch_idx, ctx.batch_data[0])))
     run = train(Case(loop="step"), [look], steps=8)
@@ -227,7 +237,8 @@ def test_checkpoints_are_written_as_often_as_asked(loop, expected):
     assert train(Case(loop=loop), steps=9, checkpoint_every=1 if loop == "epoch" else 2).checkpoints == expected
 
 
-def test_evaluation_sees_eval_mode_without_gradients_and_leaves_the_modes_as_they_were():
+def test_evaluation_uses_eval_mode_without_gradients():
+    """Modes are restored per module, so that a frozen BatchNorm stays in eval mode."""
     seen: list[tuple] = []
     task, state = build(Case(), evaluate=lambda model: seen.append((modes(model), torch.is_grad_enabled())) or {})
     task.model[1].eval()  # a frozen BatchNorm, which no blanket train() may wake
@@ -238,7 +249,7 @@ def test_evaluation_sees_eval_mode_without_gradients_and_leaves_the_modes_as_the
     assert before.count(False) == 1
 
 
-def test_evaluation_leaves_the_modes_as_they_were_even_if_it_raises():
+def test_evaluation_restores_modes_after_an_error():
     def broken(model):
         raise Mishap("in the middle")
 
@@ -253,7 +264,9 @@ def modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-def test_a_hook_that_raises_ends_the_run_at_its_step():
+def test_raising_hook_ends_run_at_its_step():
+    """The error names the hook, the point and the step."""
+
     def raise_at_two(ctx) -> None:
         if ctx.step == 2:
             raise Mishap("at two")

@@ -55,12 +55,13 @@ def test_nothing_is_shown_before_a_snapshot():
     assert "0.1235" in console.file.getvalue()
 
 
-def test_the_title_says_what_and_when():
+def test_title_shows_run_epoch_and_step():
     title = plain(shown(SCALARS)).splitlines()[0]
     assert title.startswith("exp  stride  epoch 9  step 1,234 ")
 
 
-def test_values_have_four_significant_digits_and_stand_under_their_hook():
+def test_values_have_four_digits_below_their_hook():
+    """The table rounds to four significant digits."""
     lines = [line.split() for line in plain(shown(SCALARS, 30)).splitlines()]
     assert lines[1:] == [["training_metrics"], ["loss", "0.1235"], ["norms"], ["total", "1235"]]
 
@@ -69,7 +70,7 @@ def test_metrics_of_single_parameters_are_hidden():
     assert "layers.0.weight" not in shown(SCALARS)
 
 
-def test_hooks_stand_in_the_order_in_which_they_were_described():
+def test_hooks_keep_their_description_order():
     text = shown({"b/x": 1, "a/y": 2}, 30, described=["a/y", "b/x"])
     assert text.index("a") < text.index("b")
 
@@ -78,7 +79,8 @@ def test_hooks_stand_in_the_order_in_which_they_were_described():
     ("terminal", "texts"),
     [(True, ["ø 3", "ø 7"]), (False, ["3 (mean of 4); 4 values not recorded", "7; 1 value not recorded"])],
 )
-def test_a_series_is_its_mean_since_the_last_table_which_plain_lines_say(terminal, texts):
+def test_series_is_shown_as_its_mean(terminal, texts):
+    """The mean is over the values since the last table, and plain lines add their number."""
     sink, console = started(terminal=terminal, first=None if terminal else {"group": ["h/loss"]})
     for epoch, values in enumerate([[1.0, 2.0], [4.0, 5.0]]):
         sink.emit({"h/loss": Series([1, 2], values)}, epoch, HookPoint.POST_STEP, step=2)
@@ -88,14 +90,15 @@ def test_a_series_is_its_mean_since_the_last_table_which_plain_lines_say(termina
     assert re.findall(r"loss +(.+?)(?: +[↑↓→])? *\n", plain(console.file.getvalue())) == texts
 
 
-def test_the_metrics_worth_watching_come_first_each_group_on_its_line():
+def test_preferred_metrics_come_first_by_group():
+    """Each group has its own line, and the table omits groups without values."""
     first = {"accuracy": ["t/val_acc", "t/absent"], "one weight": ["norms/grad/layers.0.weight"], "absent": ["x/y"]}
     lines = plain(shown({"a/b": 1.0, "t/val_acc": 0.5, **SCALARS}, first=first)).splitlines()
     assert lines[1:3] == ["accuracy     val_acc 0.5", "one weight   layers.0.weight 9.9"]
     assert lines[3].split() == ["a", "training_metrics", "norms"]
 
 
-def test_without_any_those_of_training_metrics_come_first():
+def test_training_metrics_come_first_by_default():
     sink = ConsoleSink(console=(console := console_of(80)))
     sink.set_run_context(run_info(None))
     sink.emit({"a/b": 1.0, **SCALARS}, 0, HookPoint.POST_EPOCH, step=1)
@@ -103,7 +106,8 @@ def test_without_any_those_of_training_metrics_come_first():
     assert plain(console.file.getvalue()).splitlines()[1] == "training   loss 0.1235"
 
 
-def test_arrows_tell_which_way_the_last_three_values_went():
+def test_arrows_show_trend_of_last_three_values():
+    """The arrows are colored."""
     sink, console = started()
     for step in (1, 2, 3):
         sink.emit({"h/up": step, "h/down": -step, "h/same": 7}, step, HookPoint.POST_EPOCH, step=step)
@@ -117,7 +121,8 @@ def test_arrows_tell_which_way_the_last_three_values_went():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_table_is_no_taller_than_the_terminal_and_says_what_it_leaves_out(width):
+def test_table_fits_height_and_counts_omitted_metrics(width):
+    """Each hook still appears in the table."""
     metrics = {f"hook_{hook}/metric_{index}": hook + index / 8 for hook in range(18) for index in range(20)}
     lines = plain(shown(metrics, width, height=40)).splitlines()
     assert len(lines) <= 40
@@ -126,7 +131,8 @@ def test_a_table_is_no_taller_than_the_terminal_and_says_what_it_leaves_out(widt
     assert all(f"hook_{hook}" in "\n".join(lines) for hook in range(18))
 
 
-def test_what_stood_still_and_lists_give_way_to_numbers_that_changed():
+def test_changed_numbers_precede_constants_and_lists():
+    """A full table omits values that have not changed."""
     metrics = {
         f"h{hook}/{kind}_{index}": 1.0 for hook in range(20) for index in range(6) for kind in ("still", "moved")
     }
@@ -143,7 +149,7 @@ def test_what_stood_still_and_lists_give_way_to_numbers_that_changed():
     assert table.count("still_") == 0
 
 
-def test_what_no_snapshot_showed_is_shown_at_the_end():
+def test_unshown_values_appear_on_close():
     console = console_of(80)
     sink = ConsoleSink(console=console)
     sink.set_run_context(run_info(None))
@@ -153,7 +159,8 @@ def test_what_no_snapshot_showed_is_shown_at_the_end():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_resumed_console_shows_what_it_would_have_shown(terminal):
+def test_resumed_console_matches_uninterrupted_console(terminal):
+    """The outputs are equal with and without a terminal."""
     whole, console = started(terminal=terminal)
     for epoch, value in enumerate([1.0, 2.0, 3.0, 4.0]):
         if epoch == 3:
@@ -180,12 +187,14 @@ def test_a_snapshot_without_news_shows_nothing():
 @pytest.mark.parametrize(("first", "numbers"), [
     ({"a": ["norms/total"], "b": ["norms/list", "x/y"]}, "total 1235, list 1, 2"), ({"a": ["x/y"]}, "loss 0.1235"),
 ])  # fmt: skip
-def test_without_a_terminal_there_is_one_line_with_the_numbers_that_matter_and_how_many_there_are(first, numbers):
+def test_plain_output_is_one_line_per_snapshot(first, numbers):
+    """The line contains the preferred metrics and the number of values."""
     text = shown(SCALARS | {"norms/list": [1, 2]}, terminal=False, first=first)
     assert text == f"stride, epoch 9, step 1,234: {numbers}; 5 values not recorded\n"
 
 
-def test_a_line_says_how_old_a_number_is_how_many_are_recorded_and_what_was_alerted():
+def test_plain_line_shows_ages_counts_and_alerts():
+    """The line gives the age of an old value, the number of recorded values and the alerts per metric."""
     console, told = console_of(80, terminal=False), []
     sink = ConsoleSink(console=console, first={"a": ["h/x", "h/y"]}, recorded=True, told=lambda: told.append(1))
     sink.set_run_context(run_info(None, "stride"))
@@ -209,7 +218,8 @@ def alert_of(hook, metric):
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
+def test_lines_fit_width_without_cutting_numbers(width):
+    """The table shortens long lists to their first number and length."""
     metrics = {f"hook_{hook}/a_metric_{index}": index * 1.5 for hook in range(4) for index in range(6)}
     lists = {"long/list": [0.123456] * 50, "long/dict": {"a": 1.5, "b": 1e-7}}
     lines = plain(shown(metrics | lists, width, height=60)).splitlines()
@@ -224,7 +234,7 @@ def test_a_wide_terminal_shows_blocks_side_by_side():
     assert heights == [29, 15, 8]
 
 
-def test_names_that_look_like_markup_are_shown_as_they_are():
+def test_markup_in_names_is_shown_literally():
     assert "[red]m" in plain(shown({"h/[red]m": 1.0, "h/b": "[/]"}))
 
 
@@ -235,7 +245,8 @@ def test_drawing_takes_nothing_from_the_random_generator():
     assert random.getstate() == before
 
 
-def test_a_table_counts_alerts_on_a_line_of_its_own_within_its_height():
+def test_table_counts_alerts_within_its_height():
+    """The alerts have their own last line."""
     sink, console = started(height=40)
     sink.emit({f"h{hook}/m_{index}": 1.5 for hook in range(18) for index in range(20)}, 9, HookPoint.POST_EPOCH, step=1)
     sink.alert([alert_of("h1", "m_1")] * 3)

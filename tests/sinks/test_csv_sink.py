@@ -80,7 +80,8 @@ def test_every_row_is_read_back_as_emitted(tmp_path, all_emits):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(series_in_step(PLACES.map(placed)), max_size=4))
-def test_series_in_step_are_one_row_and_read_back_as_emitted(tmp_path, flushes):
+def test_aligned_series_round_trip_as_rows(tmp_path, flushes):
+    """Series with matching steps share one row per step and are read back as emitted."""
     all_emits = [Emit(metrics, 3, HookPoint.POST_STEP, 7) for metrics in flushes]
     path = written(tmp_path, *((emit.metrics, emit.point) for emit in all_emits))
     found = [(r.epoch, r.step, r.hook_point, exact(r.metrics)) for r in read_csv(path)]
@@ -89,7 +90,8 @@ def test_series_in_step_are_one_row_and_read_back_as_emitted(tmp_path, flushes):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(emits(PLACES.map(placed)), max_size=3))
-def test_any_csv_reader_finds_a_row_in_each_line_and_in_its_cells_numbers_or_json(tmp_path, all_emits):
+def test_any_csv_reader_can_read_the_file(tmp_path, all_emits):
+    """Each line is one row, and each cell is a number, a boolean or JSON."""
     sink = CSVSink()
     sink.set_run_context(run_info(tmp_path, described=DESCRIBED))
     for emit in all_emits:
@@ -110,7 +112,8 @@ def is_json(text):
     return True
 
 
-def test_the_header_is_there_before_the_first_row_and_never_changes(tmp_path):
+def test_header_is_written_first_and_never_changes(tmp_path):
+    """A metric that appears later does not add a column."""
     sink = CSVSink()
     sink.set_run_context(run_info(tmp_path, described=["h/loss", "h/norm/<parameter>"]))
     header = (tmp_path / "only.csv").read_text()
@@ -120,7 +123,8 @@ def test_the_header_is_there_before_the_first_row_and_never_changes(tmp_path):
     assert (tmp_path / "only.csv").read_text().startswith(header)
 
 
-def test_parameters_share_a_column_and_a_scalar_of_that_name_keeps_its_own(tmp_path):
+def test_parameter_metrics_share_one_column(tmp_path):
+    """A scalar of the same name keeps a separate column."""
     metrics = {"h/norm": 1.5, "h/norm/w": 0.5, "h/norm/b": math.nan, "g/ratio/w": 2}
     (row,) = cells(written(tmp_path, (metrics, HookPoint.POST_EPOCH)))
     assert row["h/norm"] == "1.5"
@@ -128,7 +132,7 @@ def test_parameters_share_a_column_and_a_scalar_of_that_name_keeps_its_own(tmp_p
     assert row["g/ratio"] == '{"w":2}'
 
 
-def test_the_order_of_the_metrics_is_of_no_consequence_to_their_columns(tmp_path):
+def test_metric_order_does_not_affect_columns(tmp_path):
     metrics = {"g/ratio/w": 4, "h/norm/b": 3, "h/loss": 1, "h/norm": 2, "h/norm/w": 5}
     backwards = dict(reversed(metrics.items()))
     first, second = cells(written(tmp_path, (metrics, HookPoint.POST_EPOCH), (backwards, HookPoint.POST_EPOCH)))
@@ -137,13 +141,14 @@ def test_the_order_of_the_metrics_is_of_no_consequence_to_their_columns(tmp_path
     assert {name: second[name] for name in filled} == filled | {"h/norm/<parameter>": '{"w":5,"b":3}'}
 
 
-def test_a_series_is_a_list_as_soon_as_it_has_two_values(tmp_path):
+def test_series_of_two_values_becomes_a_list(tmp_path):
+    """A series of one value is written as that value."""
     single, several = {"h/norm/w": Series([4], [1])}, {"h/norm/w": Series([4, 5], [1, 2])}
     rows = cells(written(tmp_path, *((metrics, HookPoint.POST_STEP) for metrics in (single, several, single))))
     assert [row["h/norm/<parameter>"] for row in rows] == ['{"w":1}', '{"w":[1,2]}', '{"w":1}']
 
 
-def test_a_metric_that_nobody_described_goes_to_the_last_column(tmp_path):
+def test_undescribed_metric_goes_to_last_column(tmp_path):
     (row,) = cells(written(tmp_path, ({"who/x": -math.inf, "who/y": [1, 2]}, HookPoint.POST_EPOCH)))
     assert row["other"] == '{"who/x":-Infinity,"who/y":[1,2]}'
 
@@ -166,7 +171,8 @@ def test_a_metric_that_nobody_described_goes_to_the_last_column(tmp_path):
         (np.float32(0.5), "0.5"),
     ],
 )
-def test_a_number_is_written_as_in_python_and_everything_else_as_json(tmp_path, value, text):
+def test_numbers_are_plain_and_other_values_json(tmp_path, value, text):
+    """Numbers and booleans look as in Python and are read back exactly."""
     path = written(tmp_path, ({"h/loss": value}, HookPoint.POST_EPOCH))
     assert cells(path)[0]["h/loss"] == text
     read = next(read_csv(path)).metrics["h/loss"]
@@ -175,7 +181,8 @@ def test_a_number_is_written_as_in_python_and_everything_else_as_json(tmp_path, 
 
 @pytest.mark.parametrize("value", [{"w": 1}, [1, 2], [], "exact", None])
 @pytest.mark.parametrize("name", ["h/loss", "who/x"])
-def test_a_value_of_one_step_that_is_no_number_is_not_taken_for_a_family_or_for_several(tmp_path, name, value):
+def test_nonnumeric_single_value_is_read_back(tmp_path, name, value):
+    """A series of one dict, list, string or None is not mistaken for a family or for several values."""
     (record,) = read_csv(written(tmp_path, ({name: Series([4], [value])}, HookPoint.POST_STEP)))
     assert record.metrics == {name: Series([4], [value])}
 
@@ -187,7 +194,8 @@ def test_series_with_the_same_steps_share_a_row(tmp_path):
     assert (second["step"], second["h/norm"], second["h/loss"]) == ("5", "9", "")
 
 
-def test_a_long_series_of_one_cell_is_read_back_and_the_limit_of_the_csv_module_left_as_it_is(tmp_path):
+def test_long_series_cell_is_read_back(tmp_path):
+    """The reader leaves the field size limit of the csv module unchanged."""
     limit = csv.field_size_limit()
     series = Series(list(range(1, 50_001)), [1 / step for step in range(1, 50_001)])
     (record,) = read_csv(written(tmp_path, ({"h/loss": series}, HookPoint.POST_STEP)))
@@ -199,12 +207,14 @@ def test_a_long_series_of_one_cell_is_read_back_and_the_limit_of_the_csv_module_
     ("point", "read"),
     [(HookPoint.POST_EPOCH, {"steps": [1], "values": [2.0]}), (HookPoint.POST_STEP, Series([1], [2.0]))],
 )
-def test_a_series_keeps_its_steps_wherever_it_comes_from(tmp_path, point, read):
+def test_series_keeps_its_steps_at_any_point(tmp_path, point, read):
+    """A series from POST_EPOCH is read back as a dict of steps and values."""
     (record,) = read_csv(written(tmp_path, ({"h/loss": Series([1], [2.0])}, point)))
     assert record.metrics == {"h/loss": read}
 
 
-def test_a_file_of_an_older_version_is_not_misread(tmp_path):
+def test_older_file_version_is_refused(tmp_path):
+    """The error quotes the cell that is neither a number nor JSON."""
     path = written(tmp_path, ({"h/loss": 1.0}, HookPoint.POST_EPOCH))
     with path.open("a") as file:
         file.write("0,2,POST_EPOCH,0.5,,,w:0.5;b:nan,,,\n")

@@ -20,7 +20,8 @@ FILES = {
 
 @needs_full_device
 @pytest.mark.parametrize("sink_class", FILES)
-def test_a_full_disk_costs_the_sink_and_not_the_run(tmp_path, sink_class, monkeypatch):
+def test_full_disk_disables_only_the_sink(tmp_path, sink_class, monkeypatch):
+    """The run warns and ends in the state of a run without sinks."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     path = tmp_path / FILES[sink_class]
     path.parent.mkdir(exist_ok=True)

@@ -36,14 +36,16 @@ def test_everything_that_was_emitted_is_read_back_exactly(tmp_path, all_emits):
     assert [exact(record.metrics) for record in records] == [exact(emit.metrics) for emit in all_emits]
 
 
-def test_a_line_is_one_object_with_position_and_metrics_in_order(tmp_path):
+def test_line_contains_position_then_metrics(tmp_path):
+    """A line is one compact JSON object with the metrics in their given order."""
     path = written(tmp_path, ({"b/y": 0.1, "a/x": {"k": [1, 2]}}, HookPoint.POST_EPOCH))
     assert path.read_text() == '{"epoch":3,"step":7,"hook_point":"POST_EPOCH","b/y":0.1,"a/x":{"k":[1,2]}}\n'
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.one_of(st.dictionaries(NAMES, NUMBERS, max_size=6), st.dictionaries(NAMES, VALUES, max_size=3)))
-def test_a_line_of_values_is_what_the_json_module_writes(tmp_path, metrics):
+def test_value_lines_match_json_module(tmp_path, metrics):
+    """Lines of plain values equal the compact output of json.dumps."""
     line = {"epoch": 3, "step": 7, "hook_point": "POST_EPOCH"} | metrics
     path = written(tmp_path, (metrics, HookPoint.POST_EPOCH))
     assert path.read_text() == json.dumps(line, separators=(",", ":")) + "\n"
@@ -51,37 +53,42 @@ def test_a_line_of_values_is_what_the_json_module_writes(tmp_path, metrics):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(series_in_step(NAMES))
-def test_a_line_of_series_is_what_the_json_module_writes(tmp_path, metrics):
+def test_series_lines_match_json_module(tmp_path, metrics):
+    """Lines of series equal the compact output of json.dumps."""
     fields = {name: {"steps": series.steps, "values": series.values} for name, series in metrics.items()}
     line = {"epoch": 3, "step": 7, "hook_point": "POST_STEP"} | fields
     path = written(tmp_path, (metrics, HookPoint.POST_STEP))
     assert path.read_text() == json.dumps(line, separators=(",", ":")) + "\n"
 
 
-def test_the_same_names_with_other_kinds_of_values_are_written_as_such(tmp_path):
+def test_value_kinds_may_change_between_lines(tmp_path):
+    """The same names with other kinds of values are read back correctly."""
     kinds = [{"h/a": 1.0, "h/b": 2}, {"h/a": Series([1], [0.5]), "h/b": 2}, {"h/a": [1, 2], "h/b": math.inf}]
     kinds.append({"h/a": Series([1, 2], [0.5, 1]), "h/b": Series([1, 2], ["x", None])})
     records = read_jsonl(written(tmp_path, *((metrics, HookPoint.POST_STEP) for metrics in kinds)))
     assert [record.metrics for record in records] == kinds
 
 
-def test_a_series_has_its_steps_beside_its_values(tmp_path):
+def test_series_is_written_with_steps_and_values(tmp_path):
     path = written(tmp_path, ({"h/m": Series([5, 7], [0.5, math.inf])}, HookPoint.POST_STEP))
     assert json.loads(path.read_text())["h/m"] == {"steps": [5, 7], "values": [0.5, math.inf]}
 
 
-def test_non_finite_values_are_the_words_of_the_json_module(tmp_path):
+def test_non_finite_values_follow_json_module(tmp_path):
+    """NaN, Infinity and -Infinity are written as in the json module."""
     path = written(tmp_path, ({"h/m": [math.nan, math.inf, -math.inf]}, HookPoint.SNAPSHOT))
     assert '"h/m":[NaN,Infinity,-Infinity]' in path.read_text()
 
 
-def test_values_that_json_lacks_are_written_in_the_nearest_form(tmp_path):
+def test_unsupported_values_use_nearest_json_form(tmp_path):
+    """NumPy scalars, tuples, enums and other objects become numbers, lists or strings."""
     odd = {"h/a": np.float32(0.5), "h/b": {(1, 2): np.int64(3)}, "h/c": (1,), "h/d": object, "h/e": HookPoint.SNAPSHOT}
     (record,) = read_jsonl(written(tmp_path, (odd, HookPoint.POST_EPOCH)))
     assert record.metrics == {"h/a": 0.5, "h/b": {"(1, 2)": 3}, "h/c": [1], "h/d": str(object), "h/e": 6}
 
 
-def test_a_metric_named_like_the_position_is_refused_and_leaves_no_line(tmp_path):
+def test_reserved_metric_name_is_refused(tmp_path):
+    """A metric named like a position field raises an error, and no line is written."""
     sink = JSONLSink()
     sink.set_run_context(run_info(tmp_path))
     with pytest.raises(ValueError, match="hook/metric"):
@@ -90,13 +97,14 @@ def test_a_metric_named_like_the_position_is_refused_and_leaves_no_line(tmp_path
     assert (tmp_path / "only.jsonl").read_text() == ""
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out_by_the_reader(tmp_path):
+def test_truncated_line_is_skipped_by_reader(tmp_path):
     path = written(tmp_path, ({"h/m": 1}, HookPoint.POST_EPOCH), ({"h/m": 2}, HookPoint.POST_EPOCH))
     path.write_bytes(path.read_bytes()[:-3])
     assert [record.metrics for record in read_jsonl(path)] == [{"h/m": 1}]
 
 
-def test_an_emit_is_in_the_file_before_any_flush_or_close(tmp_path):
+def test_emitted_line_is_readable_immediately(tmp_path):
+    """The line is in the file before any flush or close."""
     sink = JSONLSink()
     sink.set_run_context(run_info(tmp_path))
     sink.emit({"h/m": 1.0}, 0, HookPoint.POST_EPOCH, step=1)

@@ -47,7 +47,8 @@ def content(path):
 @pytest.mark.parametrize("sink_class", FILES)
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), rows=st.lists(emits(NAMES), max_size=6))
-def test_wherever_the_kill_falls_the_resumed_file_is_the_one_of_an_uninterrupted_run(sink_class, data, rows):
+def test_resumed_file_matches_uninterrupted_file(sink_class, data, rows):
+    """This holds for any kill position and any position of the last checkpoint."""
     at = data.draw(st.integers(0, len(rows)), label="emits before the checkpoint")
     with tempfile.TemporaryDirectory() as name:
         whole, killed = Path(name, "whole"), Path(name, "killed")
@@ -67,7 +68,8 @@ def test_wherever_the_kill_falls_the_resumed_file_is_the_one_of_an_uninterrupted
 @pytest.mark.parametrize("sink_class", FILES)
 @settings(deadline=None, max_examples=30)
 @given(data=st.data(), rows=st.lists(emits(NAMES), min_size=1, max_size=3))
-def test_a_file_that_lost_what_the_checkpoint_knows_is_refused_and_left_as_it_is(sink_class, data, rows):
+def test_file_shorter_than_checkpoint_is_refused(sink_class, data, rows):
+    """The error has both sizes, and the file is unchanged."""
     with tempfile.TemporaryDirectory() as name:
         sink = begun(sink_class, Path(name), rows)
         position, path = sink.position(), Path(name, FILES[sink_class])
@@ -80,7 +82,8 @@ def test_a_file_that_lost_what_the_checkpoint_knows_is_refused_and_left_as_it_is
 
 
 @pytest.mark.parametrize("sink_class", FILES)
-def test_a_run_may_be_killed_and_resumed_any_number_of_times(tmp_path, sink_class):
+def test_repeated_kills_and_resumes_match(tmp_path, sink_class):
+    """A file that was killed and resumed after every row equals the uninterrupted one."""
     rows = [Emit({"h/a": number / 8}, number, HookPoint.POST_EPOCH, number) for number in range(8)]
     begun(sink_class, tmp_path / "whole", rows).close("completed")
     sink = begun(sink_class, tmp_path / "killed", [])
@@ -94,7 +97,8 @@ def test_a_run_may_be_killed_and_resumed_any_number_of_times(tmp_path, sink_clas
     assert content(tmp_path / "killed" / path) == content(tmp_path / "whole" / path)
 
 
-def test_a_csv_file_of_other_columns_is_refused_and_left_as_it_is(tmp_path):
+def test_csv_with_other_columns_is_refused(tmp_path):
+    """The file is unchanged."""
     sink = begun(CSVSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 1)])
     position, before = sink.position(), (tmp_path / "only.csv").read_bytes()
     sink.close("failed")
@@ -103,7 +107,8 @@ def test_a_csv_file_of_other_columns_is_refused_and_left_as_it_is(tmp_path):
     assert (tmp_path / "only.csv").read_bytes() == before
 
 
-def test_a_csv_file_of_an_older_version_is_refused_and_left_as_it_is(tmp_path):
+def test_csv_of_older_version_is_refused(tmp_path):
+    """The error suggests --overwrite, and the file is unchanged."""
     sink = begun(CSVSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 1)])
     size, before = sink.position()["size"], (tmp_path / "only.csv").read_bytes()
     sink.close("failed")
@@ -112,7 +117,8 @@ def test_a_csv_file_of_an_older_version_is_refused_and_left_as_it_is(tmp_path):
     assert (tmp_path / "only.csv").read_bytes() == before
 
 
-def test_the_hyper_parameters_are_written_once_and_the_newest_end_counts(tmp_path):
+def test_tensorboard_resume_writes_hyperparameters_once(tmp_path):
+    """The event file has one start and one end entry, and the end has the newest step."""
     config = SmallConfig(lr=0.25, output_dir=tmp_path)
     sink = begun(TensorBoardSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 3)], config=config)
     position = sink.position()
@@ -124,7 +130,8 @@ def test_the_hyper_parameters_are_written_once_and_the_newest_end_counts(tmp_pat
     assert [step for step, value in values(path) if value.tag.endswith("end_info")] == [3]
 
 
-def test_an_event_file_that_was_altered_in_the_length_of_an_event_is_refused(tmp_path):
+def test_altered_event_length_is_refused(tmp_path):
+    """An event file with a changed length field raises a UsageError and is unchanged."""
     sink = begun(TensorBoardSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 3)])
     position, path = sink.position(), tmp_path / FILES[TensorBoardSink]
     sink.close("failed")
@@ -139,7 +146,8 @@ def test_an_event_file_that_was_altered_in_the_length_of_an_event_is_refused(tmp
 @pytest.mark.parametrize("sink_class", FILES)
 @settings(deadline=None, max_examples=30)
 @given(data=st.data(), rows=st.lists(emits(NAMES), min_size=1, max_size=3))
-def test_bytes_that_were_changed_before_the_checkpoint_are_noticed(sink_class, data, rows):
+def test_bytes_changed_before_checkpoint_are_detected(sink_class, data, rows):
+    """Any changed byte raises a UsageError, and the file is unchanged."""
     with tempfile.TemporaryDirectory() as name:
         sink = begun(sink_class, Path(name), rows)
         position = sink.position()
@@ -155,7 +163,8 @@ def test_bytes_that_were_changed_before_the_checkpoint_are_noticed(sink_class, d
 
 @pytest.mark.parametrize("sink_class", FILES)
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_was_removed_under_the_run_is_noticed_at_its_position(sink_class, replaced, tmp_path):
+def test_removed_or_replaced_file_is_detected(sink_class, replaced, tmp_path):
+    """Asking for the position of the sink raises FileNotFoundError."""
     sink = begun(sink_class, tmp_path, [])
     path = tmp_path / FILES[sink_class]
     path.unlink()

@@ -45,7 +45,8 @@ def test_a_flush_forces_the_file_onto_the_disk(tmp_path, synced):
     assert synced == [(tmp_path / "only.txt").stat().st_ino]
 
 
-def test_an_older_file_is_written_over_and_others_are_left_alone(tmp_path):
+def test_existing_file_is_overwritten(tmp_path):
+    """Other files in the folder are unchanged."""
     (tmp_path / "only.txt").write_text("old and longer\n")
     (tmp_path / "other.txt").write_text("other")
     file = TextSink()
@@ -70,7 +71,8 @@ def a_megabyte_of_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_line_that_finds_no_room_is_an_error_rather_than_cut_short(tmp_path, a_megabyte_of_room):
+def test_full_disk_raises_an_error(tmp_path, a_megabyte_of_room):
+    """A line that does not fit raises OSError, and the lines before it stay complete."""
     file = TextSink()
     file.set_run_context(run_info(tmp_path))
     write(file, "x" * (2**20 - 2) + "\n")
@@ -80,7 +82,8 @@ def test_a_line_that_finds_no_room_is_an_error_rather_than_cut_short(tmp_path, a
     assert len(list(complete_lines(tmp_path / "only.txt"))) == 1
 
 
-def test_a_line_is_on_file_in_full_as_soon_as_it_is_written(tmp_path):
+def test_written_line_is_on_file_immediately(tmp_path):
+    """The complete line is in the file before the file is closed."""
     file = TextSink()
     file.set_run_context(run_info(tmp_path))
     text = "ü\r" * 100_000 + "\n"

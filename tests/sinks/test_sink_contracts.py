@@ -55,7 +55,8 @@ def run_with(folder, sinks, loop="epoch", **options):
     return of_the_run(state.digest())
 
 
-def test_it_needs_no_arguments_and_says_in_one_line_what_it_does(sink_class):
+def test_sink_needs_no_arguments_and_has_summary(sink_class):
+    """All arguments of the constructor are optional keywords."""
     assert isinstance(sink_class(), MetricSink)
     kinds = {option.kind for option in inspect.signature(sink_class).parameters.values()}
     assert kinds <= {inspect.Parameter.KEYWORD_ONLY}
@@ -113,7 +114,8 @@ def test_two_strategies_are_kept_apart(sink_class, tmp_path, capsys):
     assert text.index("7001") < text.index("7002")
 
 
-def test_it_may_be_flushed_and_closed_at_any_time_and_twice(sink_class, tmp_path, capsys):
+def test_sink_can_be_flushed_and_closed_repeatedly(sink_class, tmp_path, capsys):
+    """It can also be flushed and closed before a run, and nothing is written twice."""
     sink = sink_class()
     sink.flush()
     sink.close("failed")
@@ -146,7 +148,9 @@ def test_it_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
 
 
 @pytest.mark.parametrize("method", ["set_run_context", "emit", "flush", "close"])
-def test_one_that_raises_is_switched_off_and_the_run_goes_on(sink_class, tmp_path, method, capsys):
+def test_failing_sink_is_disabled_and_run_continues(sink_class, tmp_path, method, capsys):
+    """The run keeps its bytes, and other sinks receive every row."""
+
     def fail(self, *arguments, **options):
         raise OSError("No space left on device")
 
@@ -188,7 +192,8 @@ def torn(paths):
             file.write(path.read_bytes()[:20])
 
 
-def test_a_resume_at_a_position_leaves_what_an_uninterrupted_run_does(sink_class, tmp_path, capsys):
+def test_resumed_sink_matches_uninterrupted_run(sink_class, tmp_path, capsys):
+    """Rows after the position and a torn last line are removed from the files."""
     whole = begun(sink_class, tmp_path / "whole")
     capsys.readouterr()
     fed(whole, SECOND).close("completed")
@@ -205,7 +210,8 @@ def test_a_resume_at_a_position_leaves_what_an_uninterrupted_run_does(sink_class
     killed.close("failed")
 
 
-def test_every_file_of_a_run_is_named_while_it_is_open(sink_class, tmp_path, capsys):
+def test_sink_lists_its_open_files(sink_class, tmp_path, capsys):
+    """The list has every file of the run, and is empty before and after it."""
     sink = sink_class()
     assert not sink.files()
     sink.set_run_context(run_info(tmp_path))
@@ -215,7 +221,8 @@ def test_every_file_of_a_run_is_named_while_it_is_open(sink_class, tmp_path, cap
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "another"])
-def test_a_file_that_is_not_the_one_of_the_position_is_refused_and_left_as_it_is(sink_class, tmp_path, damage, capsys):
+def test_foreign_file_is_refused_and_left_unchanged(sink_class, tmp_path, damage, capsys):
+    """A missing, truncated or replaced file raises with a hint to use --overwrite."""
     sink = begun(sink_class, tmp_path)
     position, paths = sink.position(), list(sink.files())
     sink.close("completed")
@@ -232,7 +239,8 @@ def test_a_file_that_is_not_the_one_of_the_position_is_refused_and_left_as_it_is
         path.write_bytes(content)
 
 
-def test_a_position_outside_a_strategy_is_refused_by_a_sink_with_files(sink_class, tmp_path, capsys):
+def test_position_outside_a_strategy_is_refused(sink_class, tmp_path, capsys):
+    """This applies to sinks with files."""
     sink = begun(sink_class, tmp_path)
     paths = sink.files()
     sink.close("completed")
@@ -247,7 +255,8 @@ def test_the_registry_knows_it_by_name(sink_class):
         SinkRegistry.get(sink_class.name + "x")
 
 
-def test_a_class_without_a_name_of_its_own_or_with_a_bad_flag_is_refused(sink_class):
+def test_sink_class_with_bad_declaration_is_refused(sink_class):
+    """A missing name, a malformed flag, an unknown option and a default without a switch are refused."""
     registry = Registry("sink", "loopscope.none", check_sink_class)
     with pytest.raises(UsageError, match="needs a name"):
         registry.register(type("Nameless", (sink_class,), {"name": "sink"}))
@@ -259,7 +268,8 @@ def test_a_class_without_a_name_of_its_own_or_with_a_bad_flag_is_refused(sink_cl
         registry.register(type("Always", (sink_class,), {"default": True, "flag": None, "option": None}))
 
 
-def test_it_names_all_that_it_leaves_in_the_folder(sink_class, tmp_path, capsys):
+def test_sink_names_every_file_it_leaves(sink_class, tmp_path, capsys):
+    """leaves() has plain file names without placeholders or folders."""
     run_with(tmp_path, [sink_class()])
     assert {path.name for path in tmp_path.iterdir()} <= set(sink_class.leaves("only"))
     assert all("{" not in name and "/" not in name for name in sink_class.leaves("only"))

@@ -41,18 +41,19 @@ def at_epoch_end(metrics, step=7):
     return (metrics, HookPoint.POST_EPOCH, step)
 
 
-def test_a_scalar_stands_at_its_step(tmp_path):
+def test_scalar_is_written_at_its_step(tmp_path):
     folder = written(tmp_path, at_epoch_end({"h/a": 0.1}, 7), at_epoch_end({"h/a": 2, "h/b": True}, 14))
     assert scalars(folder) == {"h/a": [(7, float32(0.1)), (14, 2.0)], "h/b": [(14, 1.0)]}
 
 
-def test_every_value_of_a_series_stands_at_its_own_step(tmp_path):
+def test_series_values_are_written_at_their_steps(tmp_path):
     series = {"h/a": Series([3, 4, 9], [0.5, 0.25, 0.125]), "h/b": Series([4], [1])}
     folder = written(tmp_path, (series, HookPoint.POST_STEP, 9))
     assert scalars(folder) == {"h/a": [(3, 0.5), (4, 0.25), (9, 0.125)], "h/b": [(4, 1.0)]}
 
 
-def test_dicts_are_a_scalar_for_each_key_also_inside_a_series(tmp_path):
+def test_dict_gives_a_scalar_per_key(tmp_path):
+    """Nested dicts and dicts inside a series are expanded too."""
     by_layer = Series([1, 2], [{"w": 1.0}, {"w": 2.0, "b": 3.0}])
     folder = written(
         tmp_path, at_epoch_end({"h/n": {"w": 1.5, "in": {"b": 2}}}), ({"h/s": by_layer}, HookPoint.POST_STEP, 2)
@@ -68,7 +69,8 @@ def test_values_that_are_not_finite_survive(tmp_path):
     assert found == {"h/inf": math.inf, "h/neg": -math.inf, "h/huge": math.inf, "h/beyond": math.inf}
 
 
-def test_a_list_is_a_histogram_and_those_that_are_not_finite_are_counted(tmp_path):
+def test_list_is_written_as_histogram(tmp_path):
+    """Non-finite values are counted in a scalar, and an empty list writes nothing."""
     values = [1.0, 2.0, 2.0, 4, math.nan, -math.inf]
     found = accumulated(written(tmp_path, at_epoch_end({"h/list": values, "h/empty": []})))
     (event,) = found.Histograms("h/list")
@@ -78,14 +80,16 @@ def test_a_list_is_a_histogram_and_those_that_are_not_finite_are_counted(tmp_pat
     assert set(found.Tags()["histograms"]) == {"h/list"}
 
 
-def test_text_and_nested_lists_are_shown_and_nothing_is_left_out(tmp_path):
+def test_text_and_nested_lists_are_written(tmp_path):
+    """Text is a tensor, and every element of a nested list has its own tag."""
     folder = written(tmp_path, at_epoch_end({"h/word": "exact", "h/pairs": [{"a": 1.0}, {"a": 2.0}], "h/none": None}))
     assert scalars(folder) == {"h/pairs/0/a": [(7, 1.0)], "h/pairs/1/a": [(7, 2.0)]}
     assert accumulated(folder).Tensors("h/word")[0].tensor_proto.string_val == [b"exact"]
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=60))
-def test_a_histogram_counts_every_value_in_the_bucket_that_ends_at_or_above_it(values):
+def test_histogram_buckets_count_values_up_to_limit(values):
+    """Cumulative counts match the values at or below each sorted limit."""
     proto = histogram(np.array(values))
     limits, counts = list(proto.bucket_limit), list(proto.bucket)
     assert (len(limits), limits, sum(counts)) == (BUCKETS, sorted(limits), len(values))
@@ -114,7 +118,8 @@ def test_the_configuration_and_the_treatments_are_hyper_parameters(tmp_path):
     assert found.keys() >= config.as_dict().keys()
 
 
-def test_an_untreated_run_says_so_in_the_table_of_the_text_tab(tmp_path):
+def test_text_tab_shows_untreated_runs(tmp_path):
+    """The table has the flattened configuration, and the treatments as none."""
     found = accumulated(written(tmp_path, config={"lr": 0.5, "adam": {"eps": 1e-8}})).Tensors("run")
     lines = found[0].tensor_proto.string_val[0].decode().splitlines()
     assert {"| treatments | none |", "| lr | 0.5 |", "| adam.eps | 1e-08 |"} <= set(lines)
@@ -128,7 +133,8 @@ def test_how_it_ended_is_shown(tmp_path, status, shown):
     )
 
 
-def test_what_was_emitted_can_be_read_at_once_and_an_older_file_is_written_over(tmp_path):
+def test_emitted_rows_are_readable_immediately(tmp_path):
+    """An event file of an earlier run is overwritten."""
     written(tmp_path, at_epoch_end({"h/old": 1.0}))
     sink = TensorBoardSink()
     sink.set_run_context(run_info(tmp_path))
@@ -137,7 +143,8 @@ def test_what_was_emitted_can_be_read_at_once_and_an_older_file_is_written_over(
     sink.close("completed")
 
 
-def test_it_draws_no_random_number_and_starts_no_thread(tmp_path):
+def test_sink_uses_no_random_numbers_or_threads(tmp_path):
+    """Writing scalars and histograms leaves the state of the random module as it was."""
     random.seed(3)
     before, threads = random.getstate(), threading.enumerate()
     written(tmp_path, at_epoch_end({"h/a": 1.0, "h/list": [1.0, 2.0]}))
@@ -145,12 +152,13 @@ def test_it_draws_no_random_number_and_starts_no_thread(tmp_path):
     assert {*threading.enumerate()} <= {*threads}
 
 
-def test_a_file_that_could_not_be_begun_is_closed(tmp_path):
+def test_unopenable_event_file_is_closed(tmp_path):
+    """On a full disk the constructor raises, and no file object stays open."""
     with pytest.raises(OSError, match="No space left"):
         EventFile(tmp_path.__class__("/dev/full"))
 
 
-def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+def test_missing_tensorboard_error_shows_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError, match=r"'tensorboard' needs the package tensorboard.* pip install 'loopscope\[tens"):
         TensorBoardSink()

@@ -84,7 +84,8 @@ def synced(folders):
 
 
 @pytest.mark.process
-def test_a_run_resumed_online_goes_on_in_its_w_b_run_with_every_row_once(tmp_path, server):
+def test_online_resume_continues_the_same_wandb_run(tmp_path, server):
+    """Every row is in the run once, with consecutive steps."""
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
     resumed(tmp_path, position, ROWS[2:]).close("completed")
     (run,) = server.runs.values()
@@ -95,7 +96,8 @@ def test_a_run_resumed_online_goes_on_in_its_w_b_run_with_every_row_once(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arrived", [0, 1, 3])
-def test_rows_that_never_arrived_are_sent_after_the_resume(tmp_path, server, arrived):
+def test_missing_rows_are_sent_after_resume(tmp_path, server, arrived):
+    """For any number of rows that reached the server, the run ends with every row once."""
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
     (run,) = server.runs.values()
     del run.files[HISTORY][arrived:]
@@ -104,7 +106,8 @@ def test_rows_that_never_arrived_are_sent_after_the_resume(tmp_path, server, arr
 
 
 @pytest.mark.slow
-def test_a_run_resumed_offline_is_sent_whole_from_the_folders_that_the_notice_names(tmp_path, server, monkeypatch):
+def test_offline_resume_is_synced_from_named_folders(tmp_path, server, monkeypatch):
+    """The notice lists the folders for wandb sync, and together they give the whole run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
     with pytest.warns(RunNotice, match="recorded offline; to send it: wandb sync") as told:
@@ -118,7 +121,8 @@ def test_a_run_resumed_offline_is_sent_whole_from_the_folders_that_the_notice_na
 
 
 @pytest.mark.slow
-def test_folders_that_were_sent_and_removed_are_not_recorded_again(tmp_path, monkeypatch):
+def test_removed_offline_folders_are_not_recorded_again(tmp_path, monkeypatch):
+    """After a resume, only the new rows are recorded offline."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
     shutil.rmtree(logs_in(tmp_path)[0].parent)
@@ -127,7 +131,8 @@ def test_folders_that_were_sent_and_removed_are_not_recorded_again(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_run_begun_offline_and_resumed_online_is_sent_whole_and_its_folder_not_again(tmp_path, server, monkeypatch):
+def test_offline_run_resumed_online_is_sent_once(tmp_path, server, monkeypatch):
+    """Syncing the old offline folder afterwards adds no row."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
     monkeypatch.delenv("WANDB_MODE")
@@ -138,7 +143,8 @@ def test_a_run_begun_offline_and_resumed_online_is_sent_whole_and_its_folder_not
 
 
 @pytest.mark.slow
-def test_a_run_whose_sink_was_disabled_is_sent_whole_after_the_resume(tmp_path, server, monkeypatch):
+def test_disabled_sink_is_sent_whole_after_resume(tmp_path, server, monkeypatch):
+    """The run started with WANDB_MODE=disabled."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
     monkeypatch.delenv("WANDB_MODE")
@@ -159,7 +165,8 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_a_killed_run_that_is_resumed_at_once_waits_for_the_client_that_goes_on_alone(tmp_path, server):
+def test_resume_after_kill_waits_for_surviving_client(tmp_path, server):
+    """The client process of a killed run finishes first, and a torn record line is ignored."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         position = json.loads(run.stdout.readline())
@@ -172,7 +179,8 @@ def test_a_killed_run_that_is_resumed_at_once_waits_for_the_client_that_goes_on_
     assert (stored.rows(), stored.exit_code) == (WHOLE, 0)
 
 
-def test_a_client_does_not_begin_before_an_earlier_one_of_its_run_has_ended(tmp_path):
+def test_client_waits_for_earlier_client_of_run(tmp_path):
+    """Two clients of one run do not work at the same time."""
     job = Job("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc")
     (tmp_path / "wandb").mkdir()
     order = []

@@ -36,7 +36,8 @@ def test_values_of_an_epoch_are_one_row():
     assert row_of({"h/a": 0.5, "h/b": {"x": True}}) == [{"step": 7, "epoch": 3, "h/a": 0.5, "h/b/x": 1}]
 
 
-def test_a_series_has_each_value_at_its_step_and_mean_and_histogram_at_the_end():
+def test_series_rows_have_steps_mean_and_histogram():
+    """Each value is in the row of its step; mean and histogram are in the last row."""
     series = {"h/a": {"steps": [2, 4], "values": [3.0, 1.0]}, "h/b": {"steps": [4], "values": [{"w": 2.0}]}}
     assert row_of(series, "POST_STEP", step=4) == [
         {"step": 2, "epoch": 3, "h/a": 3.0},
@@ -44,12 +45,14 @@ def test_a_series_has_each_value_at_its_step_and_mean_and_histogram_at_the_end()
     ]
 
 
-def test_a_dict_that_looks_like_a_series_is_a_dict_where_no_series_come():
+def test_series_like_dict_outside_series_stays_dict():
+    """At hook points without series, steps and values are ordinary keys."""
     (row,) = row_of({"h/a": {"steps": 1, "values": 2}})
     assert row == {"step": 7, "epoch": 3, "h/a/steps": 1, "h/a/values": 2}
 
 
-def test_numbers_that_are_not_finite_are_counted_beside_a_histogram_and_shown_in_the_mean():
+def test_nonfinite_values_are_counted_beside_histogram():
+    """The mean shows them as NaN or infinity."""
     assert distribution("h", [1.0, math.nan, math.inf], sorted) == {"h": [1.0], "h/non_finite": 2}
     assert distribution("h", [-math.inf], sorted) == {"h/non_finite": 1}
     (row,) = row_of({"h/a": {"steps": [7], "values": [math.nan]}}, "POST_STEP")
@@ -62,12 +65,14 @@ def test_integers_that_w_b_cannot_hold_are_floats():
     assert type(row["h/a"]) is int
 
 
-def test_an_integer_beyond_all_floats_does_not_stop_the_others():
+def test_huge_integer_does_not_stop_other_values():
+    """An integer beyond the float range becomes infinity."""
     (row,) = row_of({"h/a": {"steps": [7], "values": [10**400]}, "h/b": 1.0}, "POST_STEP")
     assert (row["h/a/mean"], row["h/b"]) == (math.inf, 1.0)
 
 
-def test_a_record_is_read_as_it_grows_and_a_cut_last_line_is_left_out(tmp_path):
+def test_growing_record_is_read_without_torn_line(tmp_path):
+    """Lines are read as they are completed, and a torn last line is left out."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a":')
     more = iter([' 2}\n{"a": NaN}\n', '{"cut'])
@@ -85,7 +90,8 @@ def test_no_more_is_read_than_the_run_wrote(tmp_path):
     assert [line["a"] for line in found(0, path, Ending("completed", 9))] == [1]
 
 
-def test_a_record_that_another_run_writes_over_is_not_mixed_with_it(tmp_path):
+def test_overwritten_record_raises(tmp_path):
+    """A record that another run overwrites while it is read raises RecordReplacedError."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     with pytest.raises(RecordReplacedError, match="was written over"):

@@ -94,7 +94,8 @@ def offline(tmp_path_factory):
     return Offline(folder, [str(warning.message) for warning in caught if warning.category is RunNotice])
 
 
-def test_every_value_is_in_a_row_of_its_own_step(offline):
+def test_values_are_logged_at_their_own_step(offline):
+    """Series, nested values, flags and non-finite values are in the rows of their steps."""
     rows = history(log_of(offline.folder / "one"))
     assert [row.pop("epoch") for row in rows] == [0, 0, 0, 0]
     first, second, third, last = rows
@@ -108,13 +109,15 @@ def test_every_value_is_in_a_row_of_its_own_step(offline):
     }  # fmt: skip
 
 
-def test_a_list_is_a_histogram_of_all_its_finite_values(offline):
+def test_list_is_logged_as_histogram(offline):
+    """The histogram covers the finite values, and the others are counted."""
     last = history(log_of(offline.folder / "one"))[-1]
     counts, limits = last["h/list"]
     assert (sum(counts), limits[0], limits[-1], last["h/list/non_finite"]) == (2, 1.0, 2.0, 1)
 
 
-def test_the_record_beside_it_is_the_lossless_one(offline):
+def test_jsonl_record_is_lossless(offline):
+    """The JSONL file next to the W&B run has all values and series."""
     records = list(read_jsonl(offline.folder / "one/one.jsonl"))
     assert [record.hook_point for record in records] == [HookPoint.POST_STEP, HookPoint.POST_EPOCH]
     assert records[1].metrics["h/a"] == VALUES["h/a"]
@@ -125,7 +128,8 @@ def test_step_is_the_axis_of_every_metric(offline):
     assert axes(log_of(offline.folder / "one")) == {"step": "", "*": "step"}
 
 
-def test_strategies_are_runs_of_one_group_with_configuration_and_treatments(offline):
+def test_strategies_form_one_wandb_group(offline):
+    """Each run has the project, configuration, strategy and treatments."""
     runs = [only(log_of(offline.folder / name), "run") for name in ("one", "two")]
     assert [(run.project, run.run_group, run.display_name) for run in runs] == [
         ("demo", "exp", "one"),
@@ -141,19 +145,22 @@ def test_how_a_run_ended_is_its_exit_status(offline):
     assert [only(log_of(offline.folder / name), "exit").exit_code for name in ("one", "two")] == [0, 1]
 
 
-def test_without_a_login_the_user_is_told_how_to_sync(offline):
+def test_offline_notice_shows_sync_command(offline):
+    """Without a login, each run prints the sync command for its folder."""
     folders = [log_of(offline.folder / name).parent for name in ("one", "two")]
     assert [notice.partition("wandb sync ")[2] for notice in offline.notices] == list(map(str, folders))
 
 
-def test_a_run_that_is_to_be_online_without_a_login_says_so_and_loses_nothing(tmp_path, monkeypatch):
+def test_online_mode_without_login_warns(tmp_path, monkeypatch):
+    """The warning shows how to send the metrics later, and the local record is complete."""
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.warns(UserWarning, match=r"client failed: UsageError: No API key.* No metric is lost; send them with"):
         fed(started(tmp_path)).close("completed")
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 2
 
 
-def test_the_run_with_the_client_is_the_run_without_bit_for_bit(tmp_path):
+def test_wandb_sink_leaves_run_unchanged(tmp_path):
+    """The run has the same bytes with the sink, and every recorded step is in the W&B history."""
     bare = run_with(tmp_path, [])
     watched = run_with(tmp_path, [sink := WandbSink(project="demo")], audit=True)
     assert not differences(bare, watched)
@@ -188,7 +195,8 @@ def seconds_of(folder, sink):
     return time.perf_counter() - begin
 
 
-def test_a_client_that_hangs_costs_less_than_a_second_and_gives_up_later(tmp_path, monkeypatch, silent_server):
+def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server):
+    """A client without an answer costs less than a second and gives up in the background."""
     monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", DEFAULT_WAIT)
     monkeypatch.setattr(wandb_sink, "PATIENCE", 8.0)
     alone = min(seconds_of(tmp_path, JSONLSink()) for _ in range(3))
@@ -200,7 +208,8 @@ def test_a_client_that_hangs_costs_less_than_a_second_and_gives_up_later(tmp_pat
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
 
 
-def test_a_client_that_dies_is_told_of_once_and_the_record_goes_on(tmp_path):
+def test_dead_client_warns_once(tmp_path):
+    """The warning shows the replay command, and the local record is complete."""
     sink = started(tmp_path)
     client_of(sink).kill()
     client_of(sink).wait()
@@ -213,14 +222,16 @@ def test_a_client_that_dies_is_told_of_once_and_the_record_goes_on(tmp_path):
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 2
 
 
-def test_a_client_that_fails_says_why(tmp_path, monkeypatch):
+def test_failing_client_reports_its_reason(tmp_path, monkeypatch):
+    """The warning has the error of the client and the path of its log."""
     monkeypatch.setenv("WANDB_MODE", "online")
     sink = started(tmp_path)
     with pytest.warns(UserWarning, match=r"client failed: .*No API key.*client\.log has more"):
         sink.close("completed")
 
 
-def test_a_client_that_cannot_be_started_costs_a_warning(tmp_path, monkeypatch):
+def test_unstartable_client_causes_only_a_warning(tmp_path, monkeypatch):
+    """The local record is complete."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
     with pytest.warns(UserWarning, match="could not be started.*nowhere.*No metric is lost"):
         sink = started(tmp_path)
@@ -238,7 +249,8 @@ time.sleep(60)
 """
 
 
-def test_a_client_whose_run_is_killed_sends_what_was_recorded_and_ends(tmp_path):
+def test_client_survives_killed_run(tmp_path):
+    """The client sends all recorded rows, reports exit code 1 and ends."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         pid = int(run.stdout.readline())
@@ -260,18 +272,19 @@ def test_a_disabled_client_is_not_started(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "me:x", "p" * 129])
-def test_a_project_that_w_b_would_refuse_is_refused_before_the_run(name):
+def test_invalid_wandb_project_is_refused(name):
     with pytest.raises(UsageError, match=r"cannot be the name of a W&B project.*WANDB_ENTITY"):
         WandbSink(project=name)
 
 
-def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+def test_missing_wandb_error_shows_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"'wandb' needs the package wandb, .*: pip install 'loopscope\[wandb\]'"):
         WandbSink()
 
 
-def test_the_job_is_plain_json_and_names_the_experiment_where_no_project_is_given(tmp_path, monkeypatch):
+def test_client_job_is_plain_json(tmp_path, monkeypatch):
+    """The project defaults to the experiment, and paths in the configuration become strings."""
     monkeypatch.setattr(sys, "executable", "/bin/cat")
     sink = started(tmp_path, project=None, config={"path": Path("a"), "lr": 0.5})
     with pytest.warns(UserWarning, match="failed"):

@@ -31,7 +31,8 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_what_was_written_comes_back(tmp_path: Path) -> None:
+def test_written_checkpoint_reads_back(tmp_path: Path) -> None:
+    """Tensors, plain values and the recorded file size survive the round trip."""
     written(tmp_path)
     found = open_checkpoint(tmp_path / "step_000000003")
     content = found.content()
@@ -53,7 +54,8 @@ def test_a_flipped_bit_anywhere_is_noticed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [STATE, MANIFEST])
-def test_a_file_that_is_cut_off_empty_or_missing_is_noticed(name: str, tmp_path: Path) -> None:
+def test_truncated_empty_or_missing_file_is_detected(name: str, tmp_path: Path) -> None:
+    """Reading a damaged state file or manifest raises DamagedCheckpointError."""
     folder = written(tmp_path).folder
     whole = (folder / name).read_bytes()
     for rest in (whole[: len(whole) // 2], b""):
@@ -65,7 +67,8 @@ def test_a_file_that_is_cut_off_empty_or_missing_is_noticed(name: str, tmp_path:
         open_checkpoint(folder).content()
 
 
-def test_a_checkpoint_of_a_newer_format_is_named_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_checkpoint_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names both format versions and blames a newer loopscope."""
     monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", FORMAT + 1)
     folder = written(tmp_path).folder
     monkeypatch.undo()
@@ -73,7 +76,8 @@ def test_a_checkpoint_of_a_newer_format_is_named_as_that(tmp_path: Path, monkeyp
         open_checkpoint(folder)
 
 
-def test_a_checkpoint_of_the_format_before_is_named_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_checkpoint_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names both format versions and blames an older loopscope."""
     monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", 2)
     folder = written(tmp_path).folder
     monkeypatch.undo()
@@ -92,7 +96,8 @@ class Exploit:
 
 
 @pytest.mark.parametrize("write", ["torch.save", "pickle"])
-def test_a_crafted_file_is_refused_without_executing_what_it_holds(write: str, tmp_path: Path) -> None:
+def test_crafted_file_is_refused_without_execution(write: str, tmp_path: Path) -> None:
+    """The reader never executes a malicious object, whether torch.save or pickle wrote it."""
     content = {"weights": Exploit(tmp_path / "executed")}
     folder = write_checkpoint(tmp_path / checkpoint_name(1), content, {"step": 1, "score": None}).folder
     if write == "pickle":
@@ -106,7 +111,8 @@ def test_a_crafted_file_is_refused_without_executing_what_it_holds(write: str, t
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_newest_intact_one_is_used_and_the_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_newest_intact_checkpoint_is_used(tmp_path: Path) -> None:
+    """The search reports each damaged checkpoint that it skips by name."""
     for step in (1, 2, 3, 4):
         written(tmp_path, step)
     (tmp_path / checkpoint_name(4) / MANIFEST).unlink()
@@ -118,7 +124,8 @@ def test_the_newest_intact_one_is_used_and_the_damaged_ones_are_named(tmp_path: 
     assert [checkpoint_name(4) in told[0], checkpoint_name(3) in told[1], len(told)] == [True, True, 2]
 
 
-def test_nothing_that_was_intact_is_lost_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_intact_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If fsync or rename fails, the earlier checkpoint of the same step remains alone in the folder."""
     before = written(tmp_path, 3, value=1.0)
     for name in ("fsync", "rename"):
         with monkeypatch.context() as broken:
@@ -134,7 +141,8 @@ def refuse(*arguments: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_what_a_crash_left_half_written_or_half_removed_is_no_checkpoint(tmp_path: Path) -> None:
+def test_crash_leftovers_are_not_checkpoints(tmp_path: Path) -> None:
+    """The listing ignores partial and removed folders, and the next writer deletes them."""
     written(tmp_path, 1)
     for name in ("step_000000002.partial", "step_000000000.removed"):
         shutil.copytree(tmp_path / checkpoint_name(1), tmp_path / name)
@@ -155,7 +163,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         assert alive == expected[step], step
 
 
-def test_the_writer_keeps_but_a_few_also_after_a_restart(tmp_path: Path) -> None:
+def test_writer_keeps_few_checkpoints_across_restarts(tmp_path: Path) -> None:
+    """With keep=2, the two newest checkpoints and the best one remain after a restart."""
     for steps in ((1, 2, 3), (4, 5)):
         writer = CheckpointWriter(tmp_path, keep=2)
         for step in steps:
@@ -166,7 +175,8 @@ def test_the_writer_keeps_but_a_few_also_after_a_restart(tmp_path: Path) -> None
     assert sorted(path.name for path in checkpoints_in(tmp_path)) == [checkpoint_name(step) for step in (2, 4, 5)]
 
 
-def test_a_checkpoint_written_over_a_longer_one_that_was_set_aside_is_whole(tmp_path: Path) -> None:
+def test_checkpoint_written_over_longer_one_is_whole(tmp_path: Path) -> None:
+    """A checkpoint that reuses the files of a longer, set-aside one reads back complete."""
     spare = set_aside(written(tmp_path, 1).folder)
     content = {"weights": torch.zeros(2)}
     found = write_checkpoint(tmp_path / checkpoint_name(2), content, {"step": 2, "score": None}, (), spare)
@@ -174,7 +184,8 @@ def test_a_checkpoint_written_over_a_longer_one_that_was_set_aside_is_whole(tmp_
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(2)]
 
 
-def test_the_writer_leaves_nothing_but_checkpoints_when_it_has_finished(tmp_path: Path) -> None:
+def test_finished_writer_leaves_only_checkpoints(tmp_path: Path) -> None:
+    """With keep=1, only the newest checkpoint folder remains."""
     writer = CheckpointWriter(tmp_path, keep=1)
     for step in (1, 2, 3):
         writer.wait()
@@ -187,7 +198,8 @@ def writer_content(step: int) -> dict[str, Any]:
     return {"weights": torch.full((10,), float(step))}
 
 
-def test_a_staged_copy_shares_nothing_with_what_it_was_made_from() -> None:
+def test_staged_copy_shares_nothing_with_its_source() -> None:
+    """Later changes of the source tensors and containers do not reach the copy."""
     staging = Staging()
     weights = torch.arange(6.0).reshape(2, 3).t()
     content = {"a": [weights, (weights, "text")], "b": {"c": None, "d": {1, 2}}}
@@ -198,7 +210,8 @@ def test_a_staged_copy_shares_nothing_with_what_it_was_made_from() -> None:
     assert (len(first["a"]), first["b"]) == (2, {"c": None, "d": {1, 2}})
 
 
-def test_a_staging_area_uses_its_memory_again_where_it_fits() -> None:
+def test_staging_area_reuses_fitting_memory() -> None:
+    """A tensor of an earlier size reuses its buffer, and a tensor of another size gets a new one."""
     staging = Staging()
     first = staging.copy({"a": torch.ones(3), "b": torch.ones(3)})
     again = staging.copy({"b": torch.zeros(3), "c": torch.zeros(4)})

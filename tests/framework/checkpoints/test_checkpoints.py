@@ -64,7 +64,8 @@ def run(task: TrainingTask, state: TrainingState, case: Case, path: Path | None 
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_going_on_from_a_checkpoint_is_bit_for_bit_the_uninterrupted_run(case: Case, tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(case: Case, tmp_path: Path) -> None:
+    """Saving changes no byte, and a fresh build that loads the checkpoint ends with the same bytes."""
     plain = run(*noisy_build(case), case)
     saved = run(*noisy_build(case), case, tmp_path / "run")
     assert not differences(plain, saved), "saving changed the run"
@@ -75,7 +76,8 @@ def test_going_on_from_a_checkpoint_is_bit_for_bit_the_uninterrupted_run(case: C
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_checkpoint_holds_the_run_s_own_streams_and_not_those_it_was_written_on(loop: str, tmp_path: Path) -> None:
+def test_checkpoint_stores_streams_of_the_run(loop: str, tmp_path: Path) -> None:
+    """A checkpoint written in an isolated call stores the random streams of the run, not the isolated ones."""
     case = Case("batchnorm_mlp", "adamw_fused", loop)
     task, state = noisy_build(case)
     before = of_the_run(state.digest())
@@ -87,7 +89,8 @@ def test_a_checkpoint_holds_the_run_s_own_streams_and_not_those_it_was_written_o
     assert not differences(before, of_the_run(other.digest()))
 
 
-def test_the_states_of_hooks_come_back(tmp_path: Path) -> None:
+def test_hook_states_are_restored(tmp_path: Path) -> None:
+    """Tensors, lists, numbers and None in the state of a hook survive a checkpoint."""
     _, state = build(Case())
     states = {"mine": {"sum": torch.ones(2), "names": ["a"], "count": 3, "none": None}}
     save_checkpoint(tmp_path / "a", state, states, state.streams.save())
@@ -109,7 +112,8 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     [{"parameters": [1, 2]}, {"optimizer": {"state": {}, "param_groups": []}}, {"extras": {}}, {"kinds": None}],
     ids=str,
 )
-def test_content_of_the_wrong_shape_is_refused_in_a_sentence(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_malformed_checkpoint_content_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+    """Content of the wrong shape raises a UsageError of one sentence."""
     _, state = build(Case())
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
     rewritten(tmp_path / "a", lambda content: content["state"].update(damage))
@@ -119,7 +123,8 @@ def test_content_of_the_wrong_shape_is_refused_in_a_sentence(damage: dict[str, A
         load_checkpoint(tmp_path / "a", build(Case())[1])
 
 
-def test_a_generator_state_of_the_wrong_size_is_refused_since_it_is_copied_raw(tmp_path: Path) -> None:
+def test_wrong_generator_state_size_is_refused(tmp_path: Path) -> None:
+    """NumPy copies generator states without a check, so a size other than 2500 bytes raises a UsageError."""
     _, state = build(Case())
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
     rewritten(
@@ -130,7 +135,8 @@ def test_a_generator_state_of_the_wrong_size_is_refused_since_it_is_copied_raw(t
         load_checkpoint(tmp_path / "a", build(Case())[1])
 
 
-def test_gradients_modes_and_requires_grad_come_back(tmp_path: Path) -> None:
+def test_gradients_modes_and_flags_are_restored(tmp_path: Path) -> None:
+    """Gradients, missing gradients, training modes and requires_grad survive a checkpoint."""
     _, state = build(Case())
     first, *others = state.model.parameters()
     first.grad, others[0].grad = torch.full_like(first, 0.5), None
@@ -153,7 +159,8 @@ def test_gradients_modes_and_requires_grad_come_back(tmp_path: Path) -> None:
         (Case("batchnorm_mlp", "sgd_momentum"), "with the optimizer AdamW, but this one is SGD"),
     ],
 )
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused(case: Case, words: str, tmp_path: Path) -> None:
+def test_checkpoint_of_another_build_is_refused(case: Case, words: str, tmp_path: Path) -> None:
+    """The error reports that the model or the optimizer differs."""
     task, state = build(Case())
     epoch_loop(task, HookManager([], task, state))
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())

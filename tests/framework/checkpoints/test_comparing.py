@@ -86,7 +86,8 @@ def test_equal_runs_are_the_same(pair, capfd) -> None:
 
 
 @pytest.mark.parametrize("change", PLANTED)
-def test_a_planted_difference_is_found_at_its_first_step(change, pair, capfd) -> None:
+def test_planted_difference_is_found_at_first_step(change, pair, capfd) -> None:
+    """The command exits with status 1 and names the first step, its epoch and the first differing part."""
     steps = [open_checkpoint(path).step for path in checkpoints_in(pair[1] / "checkpoints")]
     for step in steps[: len(steps) - 1]:
         plant(pair[1], step, change)
@@ -111,7 +112,9 @@ def test_what_differs_in_one_bit_or_type_differs(finished: Path) -> None:
     assert differing(newest.content(), newest.content()) == []
 
 
-def test_minus_zero_and_nan_are_told_apart_bit_for_bit() -> None:
+def test_values_are_compared_bit_for_bit() -> None:
+    """NaN equals NaN, while minus zero, another shape or another type counts as a difference."""
+
     def content(value: Any) -> Content:
         return {"state": {"a": torch.tensor([1.0]), "b": value}}
 
@@ -124,7 +127,8 @@ def test_minus_zero_and_nan_are_told_apart_bit_for_bit() -> None:
     assert differing(content(True), content(1)) == ["b"]
 
 
-def test_hooks_and_what_the_loop_keeps_for_them_alone_do_not_differ(pair, tmp_path: Path, capfd) -> None:
+def test_runs_differing_only_in_hooks_are_equal(pair, tmp_path: Path, capfd) -> None:
+    """The diff lists the hooks of both runs and reports that the runs are the same."""
     hooks = ["consecutive", "batch_dynamics", "training_diagnostics"]
     session(tmp_path / "c", strategies=["plain"], hooks=hooks, epochs=3, save_checkpoints=1, sinks=False).run()
     status, said = diff(capfd, pair[0], tmp_path / "c/small/plain")
@@ -133,7 +137,8 @@ def test_hooks_and_what_the_loop_keeps_for_them_alone_do_not_differ(pair, tmp_pa
     assert "hooks: batch_dynamics: None / {" in said
 
 
-def test_a_metric_that_differs_is_named_with_its_step(pair, capfd) -> None:
+def test_differing_metric_is_named_with_its_step(pair, capfd) -> None:
+    """A difference of 1e-9 in one metric makes the command exit with status 1."""
     lines = (pair[1] / "plain.jsonl").read_text().splitlines()
     row = json.loads(lines[1])
     row["norms/total_weight_norm"] += 1e-9
@@ -152,7 +157,8 @@ def test_a_metric_that_differs_is_named_with_its_step(pair, capfd) -> None:
         (lambda data: b"\xff" + data, "in the metrics, line 1"),
     ],
 )
-def test_a_log_that_ends_early_or_is_damaged_parts_there(change, told: str, pair, capfd) -> None:
+def test_short_or_damaged_log_is_a_difference(change, told: str, pair, capfd) -> None:
+    """The message names the line where the metrics log ends early or is unreadable."""
     change_file(pair[1] / "plain.jsonl", change)
     status, said = diff(capfd, *pair)
     assert (status, told in said) == (1, True), said

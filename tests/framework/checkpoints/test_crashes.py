@@ -56,14 +56,16 @@ def case_of(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(name == "epochs")) for name in ALWAYS])
-def test_a_run_that_is_killed_several_times_ends_with_the_same_bytes_and_rows(name, case_of, tmp_path: Path) -> None:
+def test_repeatedly_killed_run_matches_uninterrupted_run(name, case_of, tmp_path: Path) -> None:
+    """After each kill the run is resumed; all files and records agree at the end."""
     case = case_of(name)
     assert case.killed(tmp_path / "run", ALWAYS[name], by_folder=name == "steps") == len(ALWAYS[name])
     assert outcome(tmp_path / "run").unlike(case.expected) == []
 
 
 @pytest.mark.process
-def test_what_is_compared_tells_two_runs_apart(case_of, tmp_path: Path) -> None:
+def test_comparison_detects_a_different_seed(case_of, tmp_path: Path) -> None:
+    """Records, weights, optimizer moments and generators all differ between two seeds."""
     case = case_of("epochs")
     assert run(["run", *case.words, "--seed", "1", "--output-dir", str(tmp_path / "run")], tmp_path / "run.log") == 0
     unlike = outcome(tmp_path / "run").unlike(case.expected)
@@ -87,7 +89,8 @@ def chains(name: str, case: Case) -> Iterator[list[Kill]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_killed_at_any_place_ends_with_the_same_bytes_and_rows(name, case_of, tmp_path: Path) -> None:
+def test_run_killed_anywhere_matches_uninterrupted_run(name, case_of, tmp_path: Path) -> None:
+    """Each run is killed twice, at places that cover all places which the case reaches."""
     case, deaths, places = case_of(name), 0, []
     for number, kills in enumerate(chains(name, case)):
         died = case.killed(tmp_path / str(number), kills, by_folder=name in ("steps", "tied_lm") and number % 2 == 1)
@@ -99,7 +102,8 @@ def test_a_run_killed_at_any_place_ends_with_the_same_bytes_and_rows(name, case_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["epochs", "steps", "mod_arithmetic"])
-def test_a_run_killed_from_outside_at_random_moments_ends_the_same(name, case_of, tmp_path: Path) -> None:
+def test_randomly_killed_run_matches_uninterrupted_run(name, case_of, tmp_path: Path) -> None:
+    """SIGKILL is sent to the process group at six random times."""
     case, chance, folder, log = case_of(name), random.Random(name), tmp_path / "run", tmp_path / "run.log"
     words = ["run", *case.words, "--output-dir", str(folder)]
     begin = time.monotonic()
@@ -121,7 +125,8 @@ def test_a_run_killed_from_outside_at_random_moments_ends_the_same(name, case_of
 
 
 @pytest.mark.slow
-def test_the_command_itself_is_killed_and_resumed_from_its_folder(tmp_path: Path) -> None:
+def test_killed_command_resumes_from_its_folder(tmp_path: Path) -> None:
+    """Kill loopscope run after a checkpoint; loopscope resume then reaches the result of an uninterrupted run."""
     words = [*LANGUAGE.replace("--steps 8", "--steps 60").split(), *BOTH_SINKS]
     command = [sys.executable, "-m", "loopscope"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -122,7 +122,8 @@ def trained(path: Path | None = None) -> dict[str, int]:
     return of_the_run(state.digest())
 
 
-def test_a_run_that_goes_on_has_every_attribute_that_the_whole_run_has(tmp_path: Path) -> None:
+def test_resumed_run_restores_module_attributes(tmp_path: Path) -> None:
+    """Plain attributes, enums, deques and shared objects match those of the uninterrupted run."""
     whole = trained()
     assert trained(tmp_path) == whole
     task, state = counting_build()
@@ -156,7 +157,8 @@ DEEDS = {
 
 
 @pytest.mark.parametrize("name", DEEDS)
-def test_a_changed_attribute_is_digested_rolled_back_and_seen_by_tripwire_and_audit(name: str) -> None:
+def test_attribute_changes_are_detected_and_reverted(name: str) -> None:
+    """The digest, tripwire and audit detect a changed module attribute, and a snapshot restores it."""
     task, state = counting_build()
     before = state.digest()
     snapshot = Snapshot().save(state)
@@ -172,7 +174,8 @@ def test_a_changed_attribute_is_digested_rolled_back_and_seen_by_tripwire_and_au
         audit.check("Somebody")
 
 
-def test_what_an_evaluation_puts_into_containers_and_objects_is_put_back() -> None:
+def test_evaluation_changes_to_attributes_are_reverted() -> None:
+    """Containers and objects of modules that an evaluation changes are restored afterwards."""
     task, state = counting_build()
     before = state.digest()
     with borrowed_for_evaluation(task.model):
@@ -181,7 +184,8 @@ def test_what_an_evaluation_puts_into_containers_and_objects_is_put_back() -> No
     assert differing(before, state.digest()) == []
 
 
-def test_a_transient_object_belongs_to_nobody() -> None:
+def test_transient_objects_are_not_watched() -> None:
+    """An observer may change a transient object, and the digest of the state is unchanged."""
     task, state = counting_build()
     before, isolation = state.digest(), Isolation(state)
     with isolation.visit():
@@ -189,7 +193,8 @@ def test_a_transient_object_belongs_to_nobody() -> None:
     assert differing(before, state.digest()) == []
 
 
-def test_what_the_run_itself_counts_between_two_fires_is_no_change() -> None:
+def test_training_between_dispatches_is_no_mutation() -> None:
+    """Attributes that the model itself changes between two dispatches do not trigger the tripwire."""
     task, state = counting_build()
     isolation = Isolation(state)
     for _ in range(3):
@@ -237,7 +242,8 @@ CHANGES = {"tensor": lambda place: place.kept["tensor"].add_(1), "number": lambd
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_part_that_is_added_is_known_to_digest_guardian_tripwire_and_audit(name: str) -> None:
+def test_custom_part_is_watched_and_restored(name: str) -> None:
+    """The digest, tripwire and audit detect a change in an added part, and a snapshot restores it."""
     place, state = with_made_up()
     before, snapshot = state.digest(), Snapshot().save(state)
     CHANGES[name](place)
@@ -252,7 +258,8 @@ def test_a_part_that_is_added_is_known_to_digest_guardian_tripwire_and_audit(nam
         audit.check("Somebody")
 
 
-def test_a_part_that_is_added_is_known_to_checkpoints(tmp_path: Path) -> None:
+def test_custom_part_is_checkpointed(tmp_path: Path) -> None:
+    """A checkpoint restores an added part, and a build without this part refuses the checkpoint."""
     place, state = with_made_up()
     for change in CHANGES.values():
         change(place)
@@ -289,7 +296,8 @@ UNSTORABLE = {
 
 
 @pytest.mark.parametrize("kind", UNSTORABLE)
-def test_what_no_checkpoint_can_hold_is_named_with_its_class_and_a_remedy(kind: str, tmp_path: Path) -> None:
+def test_unstorable_attribute_is_refused_with_remedy(kind: str, tmp_path: Path) -> None:
+    """The error names the attribute, its class and the remedies, and no checkpoint is written."""
     task, state = build(Case())
     task.model[0].kept = UNSTORABLE[kind]()
     with pytest.raises(
@@ -319,13 +327,15 @@ class SmallHolding(Small):
 
 
 @pytest.mark.parametrize("option", [{"save_checkpoints": 1}, {"checkpoint_every_steps": 2}], ids=str)
-def test_a_run_with_checkpoints_is_refused_at_its_start_and_leaves_nothing(option: Any, tmp_path: Path) -> None:
+def test_checkpointed_run_refuses_unstorable_state(option: Any, tmp_path: Path) -> None:
+    """A run with checkpoints is refused at its start if the model has such state, and writes no file."""
     with registered(SmallHolding), pytest.raises(UsageError, match=r"modules/\.cache/.* is a \S*Opaque"):
         session(tmp_path, SmallHolding, strategies=["plain"], **option).run()
     assert [*tmp_path.rglob("*.*")] == []
 
 
-def test_a_run_that_only_a_signal_may_ask_for_one_says_so_and_trains(tmp_path: Path) -> None:
+def test_run_without_checkpoints_warns_and_trains(tmp_path: Path) -> None:
+    """Without scheduled checkpoints, unstorable state causes a warning and the run completes."""
     with registered(SmallHolding), pytest.warns(RunNotice, match=r"No checkpoint is written where .* modules/\.cache/"):
         (summary,) = session(tmp_path, SmallHolding, strategies=["plain"]).run()
     assert summary["status"] == "completed"
@@ -339,7 +349,9 @@ class Config:
         self.own = self
 
 
-def test_what_building_the_model_makes_again_is_no_obstacle(tmp_path: Path) -> None:
+def test_rebuilt_attributes_do_not_block_checkpoints(tmp_path: Path) -> None:
+    """Functions, paths, locks, loggers and cyclic objects that the build makes again may stay on the model."""
+
     def made() -> TrainingState:
         task, state = build(Case())
         layer = task.model[0]
@@ -360,7 +372,8 @@ def test_what_building_the_model_makes_again_is_no_obstacle(tmp_path: Path) -> N
     assert fresh.model[0].config.own is fresh.model[0].config
 
 
-def test_an_object_that_came_up_in_the_run_and_that_the_new_model_lacks_is_refused(tmp_path: Path) -> None:
+def test_object_missing_from_new_model_is_refused(tmp_path: Path) -> None:
+    """An object that was added during the run, and that the new model lacks, raises a UsageError."""
     task, state = build(Case())
     task.model[0].late = Memory()
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
@@ -368,7 +381,9 @@ def test_an_object_that_came_up_in_the_run_and_that_the_new_model_lacks_is_refus
         load_checkpoint(tmp_path / "a", build(Case())[1])
 
 
-def test_parameters_that_only_the_optimizer_has_come_back(tmp_path: Path) -> None:
+def test_parameters_of_optimizer_only_are_restored(tmp_path: Path) -> None:
+    """A parameter that is in the optimizer but not in the model survives a checkpoint."""
+
     def made() -> tuple[TrainingState, nn.Parameter]:
         _, state = build(Case())
         own = nn.Parameter(torch.zeros(2))

@@ -119,14 +119,16 @@ def assert_the_same(folder: Path, whole: Path) -> None:
     "step", [pytest.param(step, marks=slow_unless(step in (2, 5, 9))) for step in (1, 2, 3, 5, 6, 9)]
 )
 @pytest.mark.parametrize("runner", EXPERIMENTS)
-def test_a_run_that_goes_on_ends_like_one_that_never_stopped(runner, step: int, whole, tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(runner, step: int, whole, tmp_path: Path) -> None:
+    """A run killed after any step leaves the same files as a run without interruption."""
     options = {**OPTIONS, "hooks": HOOKS[runner]}
     assert kill_after(step, tmp_path / "first", tmp_path / "killed", runner, **options)
     resume(tmp_path / "killed", runner, hooks=HOOKS[runner])
     assert_the_same(tmp_path / "killed", whole[runner])
 
 
-def test_nothing_is_said_where_the_scheduler_steps_before_the_optimizer_does(whole, tmp_path: Path) -> None:
+def test_resume_does_not_warn_about_scheduler_order(whole, tmp_path: Path) -> None:
+    """The only message of a resume at the end of an epoch is the one about the lock."""
     options = {**OPTIONS, "checkpoint_every_steps": STEPS_PER_EPOCH}
     assert kill_after(STEPS_PER_EPOCH + 1, tmp_path / "first", tmp_path / "killed", **options)
     assert steps_in(tmp_path / "killed") == [STEPS_PER_EPOCH]
@@ -136,7 +138,8 @@ def test_nothing_is_said_where_the_scheduler_steps_before_the_optimizer_does(who
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_the_weights_that_a_run_writes_over_stay_its_reference_when_it_goes_on(named: bool, tmp_path: Path) -> None:
+def test_overwritten_weights_remain_the_reference_after_resume(named: bool, tmp_path: Path) -> None:
+    """A run that overwrites its reference weights keeps a copy, and a new run without a reference removes it."""
     options = {**OPTIONS, "hooks": ["parameter_delta", "gradient_projection"], "hook_options": {}, "overwrite": True}
     given = lambda folder: {"reference": tmp_path / folder} if named else {}
     for folder in ("whole", "run"):
@@ -154,7 +157,8 @@ def test_the_weights_that_a_run_writes_over_stay_its_reference_when_it_goes_on(n
     assert not (folder / "plain_reference.pt").exists()
 
 
-def test_a_finished_strategy_is_left_as_it_is_and_said_nothing_of(tmp_path: Path) -> None:
+def test_finished_strategy_is_left_unchanged_without_warnings(tmp_path: Path) -> None:
+    """Resuming trains the strategies that remain."""
     session(tmp_path, strategies=["plain"]).run()
     before = contents(tmp_path)
     with warnings.catch_warnings():
@@ -164,14 +168,16 @@ def test_a_finished_strategy_is_left_as_it_is_and_said_nothing_of(tmp_path: Path
     assert read_json(tmp_path / "small/other-order/summary.json")["status"] == "completed"
 
 
-def test_without_any_checkpoint_it_begins_anew_and_says_so(tmp_path: Path, whole) -> None:
+def test_resume_without_checkpoint_restarts_with_a_warning(tmp_path: Path, whole) -> None:
+    """The restarted run matches the uninterrupted run."""
     options = {**OPTIONS, "checkpoint_every_steps": 0}
     assert kill_after(4, tmp_path / "first", tmp_path / "killed", **options)
     assert any("holds no intact checkpoint: the run begins anew" in said for said in resume(tmp_path / "killed"))
     assert_the_same(tmp_path / "killed", whole[Small])
 
 
-def test_a_hook_that_had_raised_stays_away_with_all_its_rows(tmp_path: Path) -> None:
+def test_failed_hook_stays_disabled_after_resume(tmp_path: Path) -> None:
+    """The rows it wrote before the failure and its error record stay in the run."""
     options = {**OPTIONS, "hooks": ["stumbling", "norms"], "hook_options": {"stumbling": {"at": 5}}}
     options["on_hook_error"] = "skip"
     with pytest.warns(UserWarning, match=r"stumbled \[.*\]\. The run goes on without it"):
@@ -184,7 +190,9 @@ def test_a_hook_that_had_raised_stays_away_with_all_its_rows(tmp_path: Path) -> 
     assert [(error["hook"], error["step"]) for error in errors] == [("stumbling", 5)]
 
 
-def test_a_hook_that_was_left_out_late_stays_out_with_its_reason(tmp_path: Path) -> None:
+def test_hook_left_out_late_stays_out(tmp_path: Path) -> None:
+    """After a resume, the reason is still in hooks_left_out."""
+
     class Late(Stumbling):
         """Finds out late that it does not suit."""
 
@@ -211,7 +219,8 @@ def test_a_hook_that_was_left_out_late_stays_out_with_its_reason(tmp_path: Path)
     assert "late" in read_json(folder_of(tmp_path / "killed", Watched) / "summary.json")["hooks_left_out"]
 
 
-def test_other_observers_are_told_of_and_the_run_is_the_same(killed: Path, whole) -> None:
+def test_changed_observers_are_reported_and_run_is_unchanged(killed: Path, whole) -> None:
+    """Resuming with other observers warns, and the final weights are those of the uninterrupted run."""
     (folder_of(killed) / "plain.csv").unlink()  # whose columns are those of the hooks
     said = resume(killed, hooks=["norms", "model_smoothing", "weight_tracking"], sinks=False)
     assert any("Hooks are not as they were" in sentence and "path_length" in sentence for sentence in said)
@@ -219,7 +228,8 @@ def test_other_observers_are_told_of_and_the_run_is_the_same(killed: Path, whole
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_new_hook_that_needs_the_state_before_the_epoch_begins_with_the_next(tmp_path: Path) -> None:
+def test_new_pre_epoch_hook_starts_at_next_epoch(tmp_path: Path) -> None:
+    """A hook that needs the state before the epoch is added by a resume within an epoch."""
     options = {**OPTIONS, "hooks": ["norms"], "hook_options": {}}
     session(tmp_path / "whole", strategies=["plain"], **options).run()
     assert kill_after(6, tmp_path / "first", tmp_path / "killed", **options)
@@ -232,7 +242,9 @@ def test_a_new_hook_that_needs_the_state_before_the_epoch_begins_with_the_next(t
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_pass_that_a_hook_takes_at_its_start_is_counted_once(tmp_path: Path) -> None:
+def test_first_pass_of_a_hook_is_counted_once(tmp_path: Path) -> None:
+    """The counts of passes match those of the uninterrupted run if a hook takes a pass at its start."""
+
     class Passing(Stumbling):
         """Looks at a first pass when it starts."""
 
@@ -251,7 +263,8 @@ def test_a_pass_that_a_hook_takes_at_its_start_is_counted_once(tmp_path: Path) -
     assert read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_samples"]["passing"]["forward"] > 0
 
 
-def test_another_environment_is_told_of(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_environment_is_reported(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning names the setting with its old and new value."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     (told,) = [sentence for sentence in resume(killed) if "another environment" in sentence]
@@ -264,7 +277,8 @@ def test_another_environment_is_told_of(killed: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("name", "place"), [(STATE, 0.02), (STATE, 0.5), (STATE, 0.999), (MANIFEST, 0.1), (MANIFEST, 0.6)]
 )
-def test_the_newest_intact_checkpoint_is_used_and_damaged_ones_are_named(name, place, killed: Path, whole) -> None:
+def test_newest_intact_checkpoint_is_used(name, place, killed: Path, whole) -> None:
+    """Damaged checkpoints are named in a warning, and the resumed run matches the uninterrupted one."""
     newest = steps_in(killed)[0]
     path = damage(killed, newest, name, place)
     said = resume(killed)
@@ -272,7 +286,8 @@ def test_the_newest_intact_checkpoint_is_used_and_damaged_ones_are_named(name, p
     assert_the_same(killed, whole[Small])
 
 
-def test_a_damaged_newer_checkpoint_pushes_no_intact_one_out(killed: Path, tmp_path: Path) -> None:
+def test_damaged_newer_checkpoint_evicts_no_intact_one(killed: Path, tmp_path: Path) -> None:
+    """With keep_checkpoints=1, the intact checkpoint of step 5 stays beside the damaged one of step 6."""
     damage(killed, 6)
     options = {**OPTIONS, "checkpoint_every_steps": 1, "keep_checkpoints": 1, "resume": True}
     with pytest.warns(RunNotice, match="step_000000006.*damaged"):
@@ -283,12 +298,14 @@ def test_a_damaged_newer_checkpoint_pushes_no_intact_one_out(killed: Path, tmp_p
     assert (found.step, len(told)) == (5, 1)
 
 
-def test_a_newer_checkpoint_than_the_one_that_is_written_counts_for_nothing_and_stays(tmp_path: Path) -> None:
+def test_newer_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    """When a checkpoint of step 5 is added, only that of step 4 is due for removal, not that of step 6."""
     older, _ = written(tmp_path, 4), written(tmp_path, 6)
     assert Kept.of(tmp_path, 1).add(written(tmp_path, 5)) == [older.folder]
 
 
-def test_a_checkpoint_of_a_newer_format_is_named_and_kept(killed: Path, whole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_newer_format_is_named_and_kept(killed: Path, whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume falls back to an older checkpoint and matches the uninterrupted run."""
     newest = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}"
     content, manifest = open_checkpoint(newest).content(), dict(open_checkpoint(newest).manifest)
     with monkeypatch.context() as newer:
@@ -299,9 +316,8 @@ def test_a_checkpoint_of_a_newer_format_is_named_and_kept(killed: Path, whole, m
 
 
 @pytest.mark.parametrize("where", ["state", "hooks"])
-def test_a_crafted_checkpoint_with_a_right_manifest_runs_nothing(
-    where: str, killed: Path, tmp_path: Path, whole
-) -> None:
+def test_crafted_checkpoint_executes_no_code(where: str, killed: Path, tmp_path: Path, whole) -> None:
+    """A checkpoint with an exploit and a valid manifest is refused."""
     newest = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}"
     found = open_checkpoint(newest)
     content = {**found.content(), where: Exploit(tmp_path / "executed")}
@@ -322,7 +338,8 @@ def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, 
 
 
 @pytest.mark.parametrize(("name", "place"), [("plain.csv", 0.0), ("plain.csv", None), ("plain.jsonl", None)])
-def test_files_of_sinks_that_are_not_those_of_the_run_are_refused(name, place, killed: Path) -> None:
+def test_foreign_sink_files_are_refused(name, place, killed: Path) -> None:
+    """A truncated or changed file of a sink raises, with advice to restore it or to use --overwrite."""
     path = folder_of(killed) / name
     if place is None:
         path.write_bytes(path.read_bytes()[:20])
@@ -365,7 +382,8 @@ class MistakenHook(PathLength):
         return super().compute(ctx)
 
 
-def test_a_mistake_in_the_users_own_code_keeps_its_own_lines(tmp_path: Path, monkeypatch: Any) -> None:
+def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatch: Any) -> None:
+    """An error in the loss or in a hook is raised as it is, not reported as a bad checkpoint."""
     with registered(Mistaken, MistakenHook):
         options = {**OPTIONS, "hooks": ["mistaken_hook"], "hook_options": {}}
         assert kill_after(4, tmp_path / "first", tmp_path / "killed", Mistaken, **options)
@@ -387,7 +405,8 @@ def test_a_mistake_in_the_users_own_code_keeps_its_own_lines(tmp_path: Path, mon
         ([], "already holds an unfinished run"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(words, told, killed: Path, capfd) -> None:
+def test_checkpoint_of_another_run_is_refused(words, told, killed: Path, capfd) -> None:
+    """Changed options or a missing --resume exit with status 2 and one line, and no file changes."""
     before = contents(killed)
     assert main(command(killed, *words)) == 2
     output, errors = capfd.readouterr()
@@ -403,7 +422,8 @@ def test_a_run_with_another_treatment_is_refused(killed: Path, capfd) -> None:
     assert contents(killed) == before
 
 
-def test_a_checkpoint_in_the_folder_of_another_experiment_is_refused(killed: Path, capfd) -> None:
+def test_checkpoint_of_another_experiment_is_refused(killed: Path, capfd) -> None:
+    """The folder of one experiment is moved to the place of another; no file changes."""
     shutil.move(killed / "small", killed / "small_steps")
     before = contents(killed)
     words = ["small_steps" if word == "small" else word for word in command(killed, "--resume")]
@@ -412,7 +432,8 @@ def test_a_checkpoint_in_the_folder_of_another_experiment_is_refused(killed: Pat
     assert contents(killed) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_tensors(killed: Path, monkeypatch, capfd) -> None:
+def test_checkpoint_of_another_model_names_differing_tensors(killed: Path, monkeypatch, capfd) -> None:
+    """The command exits with status 2, and no file changes."""
     wider = Small.build_model
     monkeypatch.setattr(Small, "build_model", lambda self: wider(self)[:-1].append(torch.nn.Linear(8, 3)))
     lock = folder_of(killed) / "run.lock"
@@ -423,7 +444,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_tensors(ki
     assert contents(killed) == before
 
 
-def test_a_hook_with_options_that_its_state_does_not_fit_is_named(killed: Path, monkeypatch, capfd) -> None:
+def test_hook_rejecting_its_saved_state_is_named(killed: Path, monkeypatch, capfd) -> None:
+    """The command exits with status 2 if load_state_dict of a hook raises."""
+
     def refuse(hook: Any, state: Any) -> None:
         raise KeyError("window")
 
@@ -432,7 +455,8 @@ def test_a_hook_with_options_that_its_state_does_not_fit_is_named(killed: Path, 
     assert "Hook 'path_length' cannot take its state back (KeyError: 'window' [" in capfd.readouterr().err
 
 
-def test_resume_goes_on_from_the_folder_alone_wherever_it_lies_now(tmp_path: Path, whole, capfd) -> None:
+def test_resume_needs_only_the_run_folder(tmp_path: Path, whole, capfd) -> None:
+    """A moved folder resumes to the result of the uninterrupted run, and any other folder is refused."""
     first = tmp_path / "first"
     assert main(command(first)) == 0
     folder = folder_of(first)
@@ -469,7 +493,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_training_goes_on_where_no_checkpoint_can_be_written_and_older_ones_stay(fault, killed, whole) -> None:
+def test_training_continues_if_checkpoints_cannot_be_written(fault, killed, whole) -> None:
+    """The failure is reported, older checkpoints stay, and the other files match the uninterrupted run."""
     before, (number, functions) = steps_in(killed), FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch:
         for function in functions:
@@ -481,7 +506,8 @@ def test_training_goes_on_where_no_checkpoint_can_be_written_and_older_ones_stay
     assert [name for name in unlike if "/checkpoints/" not in name] == []
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_state_costs_that_checkpoint_alone(killed, whole) -> None:
+def test_full_disk_costs_only_that_checkpoint(killed, whole) -> None:
+    """A disk that fills up in the middle of a write is reported once, and later checkpoints are written."""
     write, sizes = checkpoint_files._Digesting.write, []
 
     def full(file: Any, data: Any) -> int:
@@ -498,7 +524,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_state_costs_that_checkpoint_alon
     assert [name for name in outcome(killed).unlike(outcome(whole[Small])) if "/checkpoints/" not in name] == []
 
 
-def test_a_file_that_grows_beyond_its_limit_costs_the_checkpoint_only(tmp_path: Path) -> None:
+def test_file_size_limit_costs_only_the_checkpoint(tmp_path: Path) -> None:
+    """The run completes and leaves no partial checkpoint."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
@@ -510,7 +537,8 @@ def test_a_file_that_grows_beyond_its_limit_costs_the_checkpoint_only(tmp_path: 
     assert list((folder_of(tmp_path) / "checkpoints").iterdir()) == []
 
 
-def test_a_disk_slower_than_the_interval_leaves_checkpoints_out_and_nothing_waits(tmp_path, monkeypatch) -> None:
+def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> None:
+    """Checkpoints are left out with a notice, and training does not wait for the disk."""
     monkeypatch.setattr(Checkpointing, "take", TAKE)
     write = checkpoint_files._Digesting.write
     begun: list[float] = []
@@ -531,7 +559,9 @@ def test_a_disk_slower_than_the_interval_leaves_checkpoints_out_and_nothing_wait
 
 
 @pytest.mark.parametrize("saved", [0, 1])
-def test_a_disk_that_is_full_at_the_end_says_what_is_lost_and_how_to_go_on(saved: int, tmp_path: Path) -> None:
+def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> None:
+    """The error advises to resume from the last checkpoint, or to overwrite if there is none."""
+
     def full(file: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -556,7 +586,9 @@ def test_a_disk_that_is_full_at_the_end_says_what_is_lost_and_how_to_go_on(saved
         assert train(tmp_path, epochs=1, save_checkpoints=1, resume=True)["status"] == "completed"
 
 
-def test_a_record_that_was_removed_under_the_run_is_told_of_and_written_again(tmp_path: Path) -> None:
+def test_removed_record_is_reported_and_rewritten(tmp_path: Path) -> None:
+    """The config file is written again, and a sink whose file was removed is disabled with a warning."""
+
     class Removing(Display):
         def strategy_started(self, run: Any, *rest: Any) -> Any:
             (run.output_dir / "experiment_config.json").unlink()
@@ -575,9 +607,8 @@ def test_a_record_that_was_removed_under_the_run_is_told_of_and_written_again(tm
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_checkpoint_that_was_removed_under_the_run_is_told_of_and_the_rest_is_written(
-    at: int, tmp_path: Path
-) -> None:
+def test_removed_checkpoint_is_reported_and_later_ones_written(at: int, tmp_path: Path) -> None:
+    """The removal of a checkpoint while the run writes is a warning, and the run completes."""
     folder = tmp_path / "small/plain"
     evaluate = Small.evaluate
 

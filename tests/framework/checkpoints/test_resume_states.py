@@ -196,11 +196,13 @@ def check(machine: type[Lives], examples: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
-def test_a_few_sequences_of_lives_end_like_the_whole_run(runner: type[Small], machine_of) -> None:
+def test_few_interrupted_sequences_match_uninterrupted_run(runner: type[Small], machine_of) -> None:
+    """Random sequences train, kill, damage, resume and evaluate a run."""
     check(machine_of(runner), 2, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
-def test_many_sequences_of_lives_end_like_the_whole_run(runner: type[Small], machine_of) -> None:
+def test_many_interrupted_sequences_match_uninterrupted_run(runner: type[Small], machine_of) -> None:
+    """The slow variant runs more and longer sequences."""
     check(machine_of(runner), MANY, 12)

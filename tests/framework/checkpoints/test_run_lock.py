@@ -43,7 +43,8 @@ def held(tmp_path: Path):
 
 
 @pytest.mark.process
-def test_a_second_process_is_refused_with_the_first_one_named(held: Path) -> None:
+def test_second_process_is_refused_naming_the_first(held: Path) -> None:
+    """The error names the process, the host and the start time of the holder."""
     with pytest.raises(UsageError, match=r"process 4711 on elsewhere, since 2030-01-01 12:00:00; wait"), run_lock(held):
         pass
 
@@ -61,7 +62,8 @@ def test_the_command_is_refused_before_anything_is_written(option: str, held: Pa
     assert contents(tmp_path) == before
 
 
-def test_the_lock_says_who_holds_it_and_goes_when_the_run_ends(tmp_path: Path) -> None:
+def test_lock_names_its_holder_and_is_removed(tmp_path: Path) -> None:
+    """The lock file contains the process ID and disappears when the run ends."""
     with run_lock(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
         with pytest.raises(UsageError, match=f"process {os.getpid()}"), run_lock(tmp_path):
@@ -76,14 +78,16 @@ def test_the_lock_goes_after_an_error_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"pid": 4711, "host": "here", "since": "then"}', "cut off {", "[]"])
-def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_notice(text: str, tmp_path: Path) -> None:
+def test_stale_lock_is_taken_over_with_notice(text: str, tmp_path: Path) -> None:
+    """The stale file has a valid record, a truncated one or JSON of another shape."""
     (tmp_path / LOCK).write_text(text)
     who = "process 4711 on here, since then" if "4711" in text else "another process"
     with pytest.warns(RunNotice, match=f"was left by {who}, which is gone; it is taken over"), run_lock(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_a_lock_file_that_its_owner_removes_meanwhile_is_not_taken_for_the_lock(tmp_path: Path, monkeypatch) -> None:
+def test_lock_file_deleted_before_locking_is_retried(tmp_path: Path, monkeypatch) -> None:
+    """The owner deletes the file between open and lock, so the next process must lock a new file."""
     lock, tries = fcntl.flock, []
 
     def late(descriptor: int, operation: int) -> None:
@@ -105,14 +109,16 @@ def refuse(number: int) -> Any:
     return refusing
 
 
-def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch) -> None:
+def test_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
+    """The run issues a notice and continues."""
     monkeypatch.setattr("loopscope.checkpoints.lock.fcntl.flock", refuse(errno.ENOLCK))
     with pytest.warns(RunNotice, match="lies on a file system without locks"), run_lock(tmp_path):
         assert (tmp_path / LOCK).exists()
 
 
 @pytest.mark.parametrize(("function", "number"), [("open", errno.EROFS), ("pwrite", errno.ENOSPC)])
-def test_a_lock_that_cannot_be_written_is_a_sentence(function: str, number: int, tmp_path: Path, monkeypatch) -> None:
+def test_unwritable_lock_raises_a_clear_error(function: str, number: int, tmp_path: Path, monkeypatch) -> None:
+    """The error quotes the reason, here a read-only file system or a full disk."""
     monkeypatch.setattr(f"loopscope.checkpoints.lock.os.{function}", refuse(number))
     with (
         pytest.raises(LoopscopeError, match=rf"run\.lock could not be written: {os.strerror(number)}"),
@@ -122,7 +128,8 @@ def test_a_lock_that_cannot_be_written_is_a_sentence(function: str, number: int,
 
 
 @pytest.mark.parametrize("make", ["symlink_to", "hardlink_to"])
-def test_a_link_in_the_place_of_the_lock_is_refused_and_what_it_leads_to_is_left(make: str, tmp_path: Path) -> None:
+def test_link_instead_of_lock_is_refused(make: str, tmp_path: Path) -> None:
+    """The target of a symbolic or hard link keeps its content."""
     target, folder = tmp_path / "precious", tmp_path / "run"
     target.write_text("all of it")
     folder.mkdir()
@@ -133,26 +140,29 @@ def test_a_link_in_the_place_of_the_lock_is_refused_and_what_it_leads_to_is_left
 
 
 @pytest.mark.parametrize("target", ["nowhere", "/dev/null"])
-def test_a_lock_that_leads_nowhere_or_to_a_device_makes_nothing(target: str, tmp_path: Path) -> None:
+def test_dangling_or_device_link_creates_no_file(target: str, tmp_path: Path) -> None:
+    """The error asks the user to remove a link to a missing file or to a device."""
     (tmp_path / LOCK).symlink_to(target)
     with pytest.raises(UsageError, match="remove it"), run_lock(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
-def test_a_pipe_in_the_place_of_the_lock_is_refused_at_once(tmp_path: Path) -> None:
+def test_pipe_instead_of_lock_is_refused_at_once(tmp_path: Path) -> None:
+    """Opening the named pipe does not block."""
     os.mkfifo(tmp_path / LOCK)
     with pytest.raises(UsageError, match="no plain file"), run_lock(tmp_path):
         pass
 
 
-def test_a_folder_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+def test_folder_instead_of_lock_is_refused(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(UsageError, match="no plain file"), run_lock(tmp_path):
         pass
 
 
-def test_whoever_asks_whether_the_lock_is_held_keeps_no_run_from_beginning(tmp_path: Path) -> None:
+def test_lock_query_does_not_block_new_run(tmp_path: Path) -> None:
+    """The run waits while another process briefly holds a shared lock for its query."""
     (tmp_path / LOCK).touch()
     asking = (tmp_path / LOCK).open("rb")
     fcntl.flock(asking, fcntl.LOCK_SH)

@@ -149,7 +149,8 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "tp"])
-def test_as_many_processes_go_on_bit_for_bit(kind, runs):
+def test_resume_on_same_world_size_is_bitwise_identical(kind, runs):
+    """Records, digests, weights and the last checkpoint are the same under FSDP, DDP and tensor parallelism."""
     whole, resumed = runs / f"3, {kind}", runs / f"3, {kind}, then 3, {kind}"
     assert rows(resumed) == rows(whole)
     assert len(rows(whole)) > STOPPED_AT
@@ -172,7 +173,8 @@ def test_as_many_processes_go_on_bit_for_bit(kind, runs):
         *(f"3, {kind}, then alone" for kind in ("fsdp", "ddp", "tp")),
     ],
 )
-def test_others_go_on_up_to_the_order_of_sums(resumed, runs):
+def test_resume_on_another_world_size_matches_within_rounding(resumed, runs):
+    """Weights and records agree with those of one process up to the order of summation."""
     for name, value in weights(runs / "one").items():
         torch.testing.assert_close(weights(runs / resumed)[name], value, rtol=1e-12, atol=1e-12, msg=name)
     assert len(rows(runs / resumed)) == len(rows(runs / "one"))
@@ -181,7 +183,8 @@ def test_others_go_on_up_to_the_order_of_sums(resumed, runs):
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-10, nan_ok=True)
 
 
-def test_a_loop_of_ones_own_saves_and_loads_shards(runs):
+def test_custom_training_loop_saves_and_loads_shards(runs):
+    """After save_checkpoint and load_checkpoint the state of every rank is the saved one."""
     for rank in range(3):
         before, after = torch.load(runs / "said by_three" / f"{rank}.pt")["own loop"]
         assert len(before) > 20
@@ -201,7 +204,8 @@ FILES = (MANIFEST, "rank_0.pt", "rank_1.pt", "rank_2.pt")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(name, begun):
+def test_damaged_file_is_reported_and_previous_checkpoint_used(name, begun):
+    """Files are flipped, truncated, emptied, exchanged and deleted; the warning names the newest checkpoint."""
     newest, before = [*checkpoints_in(begun)][:2]
     whole, told = (newest / name).read_bytes(), list[str]()
     other = FILES[FILES.index(name) % 3 + 1] if name != MANIFEST else "rank_0.pt"
@@ -244,7 +248,8 @@ def ran() -> None:
 
 
 @pytest.mark.parametrize("name", FILES[1:])
-def test_a_pickle_that_is_planted_in_a_file_is_never_executed(name, begun):
+def test_planted_pickle_is_never_executed(name, begun):
+    """Loading raises DamagedCheckpointError, even if the manifest has the digests of the planted file."""
     newest = next(checkpoints_in(begun))
     for data in (pickle.dumps(Planted()), as_torch_file(begun / "planted.pt")):
         (newest / name).write_bytes(data)
@@ -277,7 +282,8 @@ def sign(folder: Path, name: str) -> None:
 # Refusals
 
 
-def test_exactly_as_it_was_is_refused_on_another_number_of_processes(runs, tmp_path):
+def test_exact_resume_rejects_another_world_size(runs, tmp_path):
+    """The error gives both numbers of processes, and no final weights are written."""
     with pytest.raises(UsageError, match=r"--exact: .* processes: 3 before, 1 now"):
         go_on(runs / "begun by 3, ddp", tmp_path / "run", None, exact=True)
     assert not list((tmp_path / "run" / RUN).glob("*_final.pt"))
@@ -294,7 +300,8 @@ REFUSALS = {
 }
 
 
-def test_what_cannot_be_is_refused_on_all_ranks_by_the_same_sentence_and_nothing_is_written(runs):
+def test_refusals_are_identical_on_all_ranks(runs):
+    """Every rank raises the same message, and nothing is written."""
     told = [torch.load(runs / "said by_two_again" / f"{rank}.pt") for rank in range(2)]
     assert told[0] == told[1]
     for name, sentence in REFUSALS.items():
@@ -304,7 +311,8 @@ def test_what_cannot_be_is_refused_on_all_ranks_by_the_same_sentence_and_nothing
     assert not [*runs.glob("no run [345]/*/*/*"), *(runs / "locked" / RUN).glob("*.jsonl")]
 
 
-def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_is_told_on_all(runs):
+def test_full_disk_on_one_rank_skips_one_checkpoint(runs):
+    """Every rank reports the error, training continues, and the record is unchanged."""
     sentence = r"step_000000002 could not be written: No space left on device. \[rank 1\] Training goes on"
     for rank in range(3):
         (told,) = torch.load(runs / "said by_three" / f"{rank}.pt")["disk"]

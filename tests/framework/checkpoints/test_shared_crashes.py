@@ -75,7 +75,8 @@ def crash(folder: Path, kind: str, count: int, kills: int, hooks: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_kill_of_a_random_process_leaves_no_trace(tmp_path):
+def test_killed_rank_leaves_no_trace(tmp_path):
+    """After one kill and restart, weights, rows and checkpoint match those of the uninterrupted run."""
     crash(tmp_path, "ddp", 2, 1, FEW)
 
 

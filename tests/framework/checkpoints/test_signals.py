@@ -58,7 +58,8 @@ def checkpointed(folder: Path, runner: type[Small]) -> list[int]:
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_step_is_finished_a_checkpoint_written_and_the_run_ends(runner, number, status, tmp_path: Path) -> None:
+def test_signal_finishes_step_and_writes_checkpoint(runner, number, status, tmp_path: Path) -> None:
+    """The run then ends with the status of the signal, complete metrics and the earlier signal handlers."""
     handlers = [signal.getsignal(item) for item in CAUGHT]
     with pytest.raises(StoppedError, match=f"Stopped by {number.name}") as stopped:
         signalled(tmp_path, runner, number)
@@ -73,7 +74,8 @@ def test_the_step_is_finished_a_checkpoint_written_and_the_run_ends(runner, numb
 
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
-def test_a_run_that_a_signal_ended_goes_on_to_the_same_end(runner, tmp_path: Path) -> None:
+def test_run_resumed_after_signal_matches_uninterrupted_run(runner, tmp_path: Path) -> None:
+    """All files of both runs are equal, except the checkpoints."""
     signalled(tmp_path / "whole", runner)
     with pytest.raises(StoppedError):
         signalled(tmp_path / "stopped", runner, signal.SIGTERM)
@@ -82,7 +84,8 @@ def test_a_run_that_a_signal_ended_goes_on_to_the_same_end(runner, tmp_path: Pat
     assert [name for name in unlike if "/checkpoints/" not in name] == []
 
 
-def test_a_checkpoint_on_demand_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
+def test_checkpoint_signal_does_not_stop_run(tmp_path: Path) -> None:
+    """SIGUSR1 writes one checkpoint after the current step, and the run completes."""
     signalled(tmp_path, Small, signal.SIGUSR1)
     assert checkpointed(tmp_path, Small) == [4]
     assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
@@ -118,7 +121,8 @@ def test_earlier_handlers_are_put_back_after_an_error() -> None:
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
-def test_a_run_in_another_thread_leaves_the_handlers_alone(tmp_path: Path) -> None:
+def test_run_in_thread_keeps_signal_handlers(tmp_path: Path) -> None:
+    """Outside the main thread, the run installs no signal handlers."""
     before, seen = [signal.getsignal(number) for number in CAUGHT], []
 
     def train() -> None:
@@ -145,9 +149,8 @@ class Early(Small):
 
 @pytest.mark.parametrize("strategy", ["plain", "other-order"])
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, StoppedError), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_before_the_loop_or_between_strategies_ends_the_session_cleanly(
-    number, error, strategy, tmp_path: Path, monkeypatch
-) -> None:
+def test_signal_outside_the_loop_ends_session_cleanly(number, error, strategy, tmp_path: Path, monkeypatch) -> None:
+    """Before the loop or between strategies, finished runs are kept, locks removed and handlers restored."""
     monkeypatch.setattr(Early, "number", number)
     monkeypatch.setattr(Early, "strategy", strategy)
     handlers = [signal.getsignal(item) for item in CAUGHT]
@@ -160,9 +163,8 @@ def test_a_signal_before_the_loop_or_between_strategies_ends_the_session_cleanly
 
 
 @pytest.mark.parametrize("strategy", ["plain", "other-order"])
-def test_a_checkpoint_that_is_asked_for_before_the_loop_is_written_after_the_first_step(
-    strategy, tmp_path: Path, monkeypatch
-) -> None:
+def test_early_checkpoint_request_waits_for_first_step(strategy, tmp_path: Path, monkeypatch) -> None:
+    """SIGUSR1 arrives before the loop of the first or of the second strategy."""
     monkeypatch.setattr(Early, "number", signal.SIGUSR1)
     monkeypatch.setattr(Early, "strategy", strategy)
     summaries = session(tmp_path, Early, epochs=1, strategies=["plain", "other-order"]).run()
@@ -190,7 +192,8 @@ def when_training(words: list[str], folder: Path, number: int) -> tuple[int | No
 
 @pytest.mark.process
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_process_ends_with_the_status_of_the_signal_and_says_how_to_go_on(number, status, tmp_path: Path) -> None:
+def test_process_exits_with_signal_status(number, status, tmp_path: Path) -> None:
+    """The output names the signal and the resume command, and the summary has the status interrupted."""
     words = [*WORDS, "--epochs", "500", "--checkpoint-every-steps", "2"]
     words.remove("--no-console-output")
     exitcode, said = when_training(words, tmp_path / "run", number)
@@ -205,7 +208,8 @@ def test_a_process_ends_with_the_status_of_the_signal_and_says_how_to_go_on(numb
 
 
 @pytest.mark.process
-def test_a_process_that_was_asked_for_a_checkpoint_ends_as_if_it_was_not(tmp_path: Path) -> None:
+def test_checkpoint_request_does_not_change_the_run(tmp_path: Path) -> None:
+    """A process that receives SIGUSR1 leaves the same files as one that does not, except the checkpoints."""
     words = [*WORDS, "--epochs", "12", "--save-checkpoints", "1"]
     exitcode, said = when_training(words, tmp_path / "run", signal.SIGUSR1)
     assert exitcode == 0, said

@@ -77,7 +77,8 @@ def positions_of(isolation, *sinks):
     return MetricDispatch(isolation, sinks, lambda *arguments: None).positions()
 
 
-def test_every_sink_is_asked_for_its_position_by_name(isolation):
+def test_sink_positions_are_stored_by_name(isolation):
+    """A sink that defines no position stores an empty one."""
     sinks = [Keeping("a", count=3), Keeping("b", count=5), RecordingSink()]
     assert positions_of(isolation, *sinks) == {"a": {"count": 3}, "b": {"count": 5}, "recording": {}}
 
@@ -87,26 +88,30 @@ def test_without_positions_every_sink_begins(isolation):
     assert sink.told == ["begin"]
 
 
-def test_each_sink_goes_on_at_its_own_position_and_a_new_one_begins(isolation):
+def test_sinks_resume_at_their_own_positions(isolation):
+    """A sink without a stored position starts from the beginning."""
     sinks = [Keeping("a"), Keeping("b"), Keeping("new"), recording := RecordingSink()]
     started(isolation, {"a": {"count": 3}, "b": {"count": 5}, "gone": {"count": 7}, "recording": {}}, *sinks)
     assert [sink.told for sink in sinks[:3]] == [[3], [5], ["begin"]]
     assert recording.events == ["start", "flush"]
 
 
-def test_a_sink_goes_on_in_the_files_of_one_that_it_includes_and_the_other_way_round(isolation):
+def test_sink_resumes_files_of_included_sink(isolation):
+    """A sink and the sink that it includes use the same position, in both directions."""
     assert positions_of(isolation, Keeping("a", includes=("b",), count=3)) == {"a": {"count": 3}, "b": {"count": 3}}
     started(isolation, {"b": {"count": 5}}, sink := Keeping("a", includes=("b",)))
     assert sink.told == [5]
 
 
-def test_a_sink_that_fails_at_its_position_is_switched_off_and_said_to_have_failed(isolation):
+def test_sink_failing_at_its_position_is_disabled(isolation):
+    """The run warns and stores None as the position, which marks the sink as failed."""
     with pytest.warns(UserWarning, match="Sink 'full' failed and is switched off.*No space left"):
         found = positions_of(isolation, Full("full"), Keeping("a", count=3))
     assert found == {"full": None, "a": {"count": 3}}
 
 
-def test_a_sink_that_had_failed_stays_off_and_is_still_said_to_have_failed(isolation):
+def test_failed_sink_stays_disabled_after_resume(isolation):
+    """The resumed run issues a notice and again stores None as the position of the sink."""
     with pytest.warns(RunNotice, match="Sink 'full' had failed before the checkpoint, and stays off"):
         dispatch = started(isolation, {"full": None, "a": {"count": 3}}, full := Keeping("full"), a := Keeping("a"))
     assert (full.told, a.told) == ([], [3])
@@ -114,13 +119,15 @@ def test_a_sink_that_had_failed_stays_off_and_is_still_said_to_have_failed(isola
     assert dispatch.files() == ["a.txt"]
 
 
-def test_a_sink_that_misses_its_files_is_not_dropped_but_stops_the_resume(isolation):
+def test_missing_sink_file_stops_the_resume(isolation):
+    """The error names the missing file instead of dropping the sink."""
     with pytest.raises(UsageError, match=r"keeping\.txt is missing"):
         started(isolation, {"keeping": {"count": 3}}, Refusing())
 
 
 @pytest.mark.parametrize("sink", [JSONLSink, CSVSink])
-def test_a_file_that_cannot_be_opened_again_is_refused(sink, isolation, tmp_path):
+def test_unopenable_file_is_refused_on_resume(sink, isolation, tmp_path):
+    """The error names the file and the reason, here a folder in its place."""
     (tmp_path / f"only.{sink.name}").mkdir()
     position = {"size": 0, **sink.notation}
     with pytest.raises(UsageError, match=rf"only\.{sink.name} cannot be opened to go on in it: Is a directory; put"):
@@ -134,7 +141,8 @@ def test_a_position_without_a_size_is_refused(size, isolation, tmp_path):
         started(isolation, {"jsonl": {"size": size}}, JSONLSink(), folder=tmp_path)
 
 
-def test_a_sink_that_draws_for_its_position_does_not_touch_the_run():
+def test_drawing_sink_leaves_random_state_unchanged():
+    """Random numbers that a sink draws for its position come from the isolated state."""
     isolation = Isolation(build(Case())[1])
     before = random.getstate()
     with isolation.visit():
@@ -144,7 +152,8 @@ def test_a_sink_that_draws_for_its_position_does_not_touch_the_run():
 
 
 @pytest.mark.parametrize(("before", "after"), [(JSONLSink, WandbSink), (WandbSink, JSONLSink)])
-def test_the_record_goes_on_under_the_other_sink_that_writes_it(isolation, tmp_path, monkeypatch, before, after):
+def test_record_continues_under_replacement_sink(isolation, tmp_path, monkeypatch, before, after):
+    """The W&B sink continues the file of the JSONL sink, and the reverse."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     first = started(isolation, None, earlier := before(), folder=tmp_path)
     earlier.emit({"h/number": 7001}, 0, HookPoint.POST_EPOCH, step=1)

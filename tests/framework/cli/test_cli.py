@@ -54,7 +54,8 @@ def test_help_names_every_command(words: list[str], capfd) -> None:
 
 @pytest.mark.parametrize("help_word", ["--help", "-h"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_a_help_of_its_own_that_fits_the_terminal(command: str, help_word: str, capfd) -> None:
+def test_every_command_help_fits_terminal(command: str, help_word: str, capfd) -> None:
+    """Each help text starts with the usage line of its command and has at most 80 columns."""
     text = shown([command, help_word], capfd)
     assert text.startswith(f"usage: loopscope {command}")
     assert max(map(len, text.splitlines())) <= 80
@@ -83,13 +84,15 @@ def test_list_names_every_experiment_with_strategies_and_presets(capfd) -> None:
             assert name in text
 
 
-def test_hooks_lists_every_hook_with_kind_points_and_one_line(capfd) -> None:
+def test_hooks_command_lists_every_hook(capfd) -> None:
+    """The list shows the kind, the hook points and a one-line summary of each hook."""
     text = shown(["hooks"], capfd)
     assert all(name in text for name in HookRegistry.names())
     assert all(kind in text for kind in ("observer", "intervention", "committing", "POST_EPOCH", "Clip the"))
 
 
-def test_hooks_name_shows_every_metric_with_formula_range_and_reading(capfd) -> None:
+def test_hook_help_shows_every_metric(capfd) -> None:
+    """The help of a hook shows formula, range and reading of each of its metrics."""
     for hook in HookRegistry:
         text = " ".join(shown(["hooks", hook.name.replace("_", "-")], capfd).split())
         for info in hook().describe_metrics():
@@ -103,7 +106,8 @@ def test_help_before_an_experiment_names_the_experiments(capfd) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", ["small", "mod_arithmetic"])
-def test_the_help_of_a_run_fits_the_terminal_and_spells_with_dashes(name: str, width: int, capfd, monkeypatch) -> None:
+def test_run_help_fits_terminal_and_uses_dashes(name: str, width: int, capfd, monkeypatch) -> None:
+    """The text has no underscored flags and no Python or Sphinx syntax."""
     monkeypatch.setenv("COLUMNS", str(width))
     text = shown(["run", name, "--help"], capfd)
     assert max(map(len, text.splitlines())) <= width
@@ -112,7 +116,7 @@ def test_the_help_of_a_run_fits_the_terminal_and_spells_with_dashes(name: str, w
     assert not [word for word in ("<class", "typing", "null", "None", "[]", "default: False", "``") if word in text]
 
 
-def test_the_help_of_a_run_shows_every_option_and_the_defaults_of_the_preset(capfd) -> None:
+def test_run_help_shows_options_and_preset_defaults(capfd) -> None:
     text = shown(["run", "small", "--preset", "tiny", "--help"], capfd)
     for option in ("--bright", "--folder PATH", "--ratio X", "--epochs N", "--label TEXT", "--mode {fast,exact}"):
         assert option in text
@@ -160,21 +164,24 @@ def test_dashes_and_underscores_are_the_same_everywhere(tmp_path: Path) -> None:
         assert config["hooks"]["grad_clip"]["max_norm"] == 2.0
 
 
-def test_a_repeated_list_adds_up_and_another_repeated_option_overwrites() -> None:
+def test_repeated_lists_add_up_and_others_overwrite() -> None:
+    """--hooks and --hook-config accumulate, while the last --strategy and --seed win."""
     words = "--hooks a b --strategy x --seed 1 --hooks c --hook-config h.o=1 --strategy y --seed 2"
     found = options(*words.split())
     assert (found["hooks"], found["strategy"], found["seed"]) == (["a", "b", "c"], ["x", "y"], 2)
     assert options("--hook-config", "h.o=1", "--hook-config", "h.p=2")["hook_config"] == ["h.o=1", "h.p=2"]
 
 
-def test_flags_win_over_files_wherever_they_stand_and_files_over_the_preset(tmp_path: Path) -> None:
+def test_flags_override_files_and_files_override_presets(tmp_path: Path) -> None:
+    """The position of a flag does not matter, and a later file overrides an earlier one."""
     (tmp_path / "a.yaml").write_text("preset: tiny\nseed: 5\nepochs: 4\nlabel: file")
     (tmp_path / "b.yaml").write_text("seed: 6")
     found = options("--label", "flag", "--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml")
     assert [found[name] for name in ("lr", "epochs", "seed", "label")] == [0.5, 4, 6, "flag"]
 
 
-def test_a_list_of_flags_replaces_that_of_a_file_and_hook_options_join_it(tmp_path: Path) -> None:
+def test_flag_list_replaces_list_from_file(tmp_path: Path) -> None:
+    """Flags replace the hooks and strategies of a file, but extend its hook options."""
     (tmp_path / "a.yaml").write_text("hooks: [norms, hessian]\nstrategy: plain\nhook_config: [a.b=1]")
     words = ["--config", f"{tmp_path}/a.yaml"]
     found = options(*words)
@@ -192,7 +199,8 @@ def test_a_list_of_flags_replaces_that_of_a_file_and_hook_options_join_it(tmp_pa
         "hook-config:\n  hessian:\n    epsilon: 5e-1\n    method: exact",
     ],
 )
-def test_options_of_hooks_may_be_a_list_or_a_mapping_in_a_file(text: str, tmp_path: Path) -> None:
+def test_hook_options_may_be_list_or_mapping(text: str, tmp_path: Path) -> None:
+    """A config file may contain a list, a flat mapping or a nested mapping of hook options."""
     (tmp_path / "a.yaml").write_text(text)
     found = options("--config", f"{tmp_path}/a.yaml")
     assert found["hook_config"] == ["hessian.epsilon=0.5", "hessian.method=exact"]
@@ -203,7 +211,8 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert options("--config", f"{tmp_path}/a.yaml") | {"config": None} == options() | {"config": None}
 
 
-def test_a_printed_config_is_a_config_file_of_the_same_options(tmp_path: Path, capfd) -> None:
+def test_printed_config_reproduces_its_options(tmp_path: Path, capfd) -> None:
+    """The output of --print-config is a config file that prints the same output again."""
     words = "--preset tiny --strategy plain --hooks norms hessian --hook-config hessian.epsilon=0.5 --lr 1e-5 --bright"
     text = shown(["run", "small", *words.split(), "--folder", "a b", "--print-config"], capfd)
     (tmp_path / "a.yaml").write_text(text)
@@ -216,7 +225,8 @@ def test_a_printed_config_is_a_config_file_of_the_same_options(tmp_path: Path, c
 # What reaches the run
 
 
-def test_a_run_has_the_options_hooks_and_sinks_that_were_asked_for(tmp_path: Path, capfd) -> None:
+def test_run_uses_requested_options_hooks_and_sinks(tmp_path: Path, capfd) -> None:
+    """The test reads the recorded config, the summary and the file names in the run folder."""
     words = "--strategy plain --epochs 1 --with-hooks minimal --hooks norms hessian --hook-config hessian.epsilon=0.5"
     more = "--hook-csv --hook-jsonl --seed 7 --profile-hooks --audit-hooks --guardian-device cpu"
     shown(["run", "small", *words.split(), *more.split(), "--output-dir", str(tmp_path)], capfd)
@@ -232,7 +242,8 @@ def test_a_run_has_the_options_hooks_and_sinks_that_were_asked_for(tmp_path: Pat
     }
 
 
-def test_silent_shows_less_than_normal_and_none_shows_nothing(tmp_path: Path, capfd) -> None:
+def test_silent_flags_reduce_or_remove_output(tmp_path: Path, capfd) -> None:
+    """--silent hides the results, and --no-console-output prints nothing."""
     words = ["run", "small", "--epochs", "1", "--hooks", "norms", "--overwrite", "--output-dir", str(tmp_path)]
     normal = shown(words, capfd)
     silent = shown([*words, "--silent"], capfd)
@@ -243,7 +254,8 @@ def test_silent_shows_less_than_normal_and_none_shows_nothing(tmp_path: Path, ca
 
 
 @pytest.mark.process
-def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_refused(tmp_path: Path) -> None:
+def test_script_with_duplicate_hook_is_refused(tmp_path: Path) -> None:
+    """A script can start the command with a custom hook, but two hooks of one name exit with one error line."""
     script = tmp_path / "twice.py"
     script.write_text(
         "import sys\nfrom loopscope.__main__ import main\n"
@@ -263,7 +275,8 @@ def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_
 
 
 @pytest.mark.process
-def test_a_package_whose_hook_cannot_be_used_is_named_once_and_stops_only_who_asks_for_it(tmp_path: Path) -> None:
+def test_unusable_plugin_hook_is_reported_once(tmp_path: Path) -> None:
+    """Only a run that requests the hook is refused, and other commands still work."""
     (tmp_path / "late.py").write_text(
         "from loopscope.training_hooks.gradients import Norms\n"
         "Late = type('Late', (Norms,), {'name': 'late', 'hook_points': {'MIDNIGHT'}})\n"

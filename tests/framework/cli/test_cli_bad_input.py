@@ -215,7 +215,8 @@ FILES: list[tuple[str | bytes, list[str]]] = [
 
 
 @pytest.mark.parametrize("text", ["top secret " * 9, "- top secret\n" * 9, "secret: 1\n" * 1000, "a: {b: [\n" * 50])
-def test_of_a_file_that_is_no_config_little_is_shown(text: str, tmp_path: Path, capfd) -> None:
+def test_refusal_quotes_little_of_an_invalid_config(text: str, tmp_path: Path, capfd) -> None:
+    """The message for a file that is not a config is short and repeats hardly any of its content."""
     (tmp_path / "foreign").write_text(text)
     sentence = refused(["run", "small", "--config", f"{tmp_path}/foreign"], tmp_path, capfd)
     assert len(sentence) < 300 + len(str(tmp_path))
@@ -230,7 +231,8 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=[ascii(value[:20]) for value in VALUES])
 @pytest.mark.parametrize("option", ["--hook-config=fourier.top_k=", "--epochs=", "--mode="])
-def test_a_value_that_is_no_value_of_an_option_is_refused(option: str, value: str, tmp_path: Path, capfd) -> None:
+def test_invalid_option_value_is_refused(option: str, value: str, tmp_path: Path, capfd) -> None:
+    """The message is short and printable for any value."""
     words = ["run", "small", "--hooks", "fourier", "--output-dir", f"{tmp_path}/out", f"{option}{value}"]
     sentence = refused(words, tmp_path, capfd)
     assert len(sentence) < 400
@@ -257,12 +259,14 @@ def test_a_bad_config_file_is_refused(text: str | bytes, fragments: list[str], t
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "folder"])
-def test_a_config_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path, capfd) -> None:
+def test_unreadable_config_file_is_refused(name: str, tmp_path: Path, capfd) -> None:
+    """The message names a missing file or a folder given as the config."""
     (tmp_path / "folder").mkdir()
     assert name in refused(["run", "small", "--config", f"{tmp_path}/{name}"], tmp_path, capfd)
 
 
-def test_the_file_that_holds_the_bad_value_is_named(tmp_path: Path, capfd) -> None:
+def test_file_with_the_bad_value_is_named(tmp_path: Path, capfd) -> None:
+    """With several config files, the message names the one with the bad value."""
     for name, text in (("a.yaml", "seed: 1"), ("b.yaml", "lr: fast"), ("c.yaml", "lr: 0.1")):
         (tmp_path / name).write_text(text)
     files = [word for name in "abc" for word in ("--config", f"{tmp_path}/{name}.yaml")]
@@ -288,7 +292,8 @@ P = [("1", "p is 1"), ("0", "p is 0"), ("-3", "p is -3"), ("2.5", "'2.5'"), ("ab
 
 
 @pytest.mark.parametrize(("p", "fragment"), P)
-def test_a_p_that_is_no_integer_above_1_is_refused(p: str, fragment: str, tmp_path: Path, capfd) -> None:
+def test_modulus_must_be_an_integer_above_one(p: str, fragment: str, tmp_path: Path, capfd) -> None:
+    """Other values of --p are refused with a message that asks for an integer."""
     words = ["run", "mod_arithmetic", "--output-dir", f"{tmp_path}/out", "--p", p]
     sentence = refused(words, tmp_path, capfd)
     assert fragment in sentence
@@ -312,14 +317,16 @@ def test_sizes_that_do_not_fit_are_refused(words: str, fragments: list[str], tmp
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", "/proc/none", "/dev/null", "x" * 300])
-def test_an_output_directory_that_cannot_be_written_is_refused(where: str, tmp_path: Path, capfd) -> None:
+def test_unwritable_output_directory_is_refused(where: str, tmp_path: Path, capfd) -> None:
+    """The message names the directory and states that it is not writable."""
     (tmp_path / "file").write_text("precious")
     sentence = refused(["run", "small", "--output-dir", str(tmp_path / where)], tmp_path, capfd)
     assert where in sentence
     assert "cannot be written" in sentence
 
 
-def test_a_finished_run_is_refused_and_left_as_it_is_unless_overwritten(tmp_path: Path, capfd) -> None:
+def test_finished_run_is_refused_unless_overwritten(tmp_path: Path, capfd) -> None:
+    """Without --overwrite no file changes; with it, the old checkpoints are removed."""
     words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "norms", "--hook-csv"]
     assert main([*words, "--save-checkpoints", "1", "--no-console-output"]) == 0
     capfd.readouterr()
@@ -338,14 +345,16 @@ def test_one_finished_strategy_is_enough_to_refuse_all(tmp_path: Path, capfd) ->
     assert "other-order already holds" in refused([*words, "--strategy", "plain", "other-order"], tmp_path, capfd)
 
 
-def test_a_refusal_at_the_start_of_hooks_loses_nothing_of_the_run_to_be_overwritten(tmp_path: Path, capfd) -> None:
+def test_hook_refusal_preserves_run_to_be_overwritten(tmp_path: Path, capfd) -> None:
+    """With --overwrite, no file is lost if a hook refuses the run when it starts."""
     words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hook-csv"]
     assert main([*words, "--hooks", "norms", "--no-console-output"]) == 0
     capfd.readouterr()
     refused([*words, "--hooks", "norms", "refuser", "--overwrite"], tmp_path, capfd)
 
 
-def test_a_group_that_the_experiment_does_not_have_is_refused(tmp_path: Path, capfd) -> None:
+def test_unknown_hook_group_is_refused(tmp_path: Path, capfd) -> None:
+    """The message names the experiment, the group and the groups that exist."""
     sentence = refused(["run", "odd_groups", "--with-hooks", "observers"], tmp_path, capfd)
     assert all(fragment in sentence for fragment in ("'odd_groups'", "'observers'", "none, weights"))
 
@@ -364,7 +373,8 @@ def test_two_hooks_of_one_name_are_refused(tmp_path: Path, capfd, monkeypatch) -
     assert refused_import("second_norms", capfd).startswith("loopscope: Two hooks are named 'norms': ")
 
 
-def test_a_hook_at_a_point_that_does_not_exist_is_refused(tmp_path: Path, capfd, monkeypatch) -> None:
+def test_hook_with_unknown_hook_point_is_refused(tmp_path: Path, capfd, monkeypatch) -> None:
+    """The message names the point and the valid ones, and the hook is not registered."""
     (tmp_path / "at_midnight.py").write_text(
         "from loopscope import HookRegistry\nfrom tests.framework.cli.test_cli_bad_input import Refuser\n"
         "HookRegistry.register(type('Late', (Refuser,), {'name': 'late', 'hook_points': {'MIDNIGHT'}}))\n"
@@ -386,7 +396,8 @@ def refused_import(package: str, capfd) -> str:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_undeclared_commit_ends_the_run_as_bad_input(on_error, tmp_path, capfd) -> None:
+def test_undeclared_commit_ends_the_run(on_error, tmp_path, capfd) -> None:
+    """The command exits with status 2 and one line that gives the missing declaration, even with skip."""
     words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "undeclared"]
     with registered(Undeclared):
         status = main([*words, "--on-hook-error", on_error, "--no-console-output"])
@@ -398,7 +409,8 @@ def test_an_undeclared_commit_ends_the_run_as_bad_input(on_error, tmp_path, capf
     assert not (tmp_path / "small/plain/checkpoints").exists()  # in the middle of a step
 
 
-def test_a_hook_that_declares_its_commits_is_not_refused(tmp_path: Path) -> None:
+def test_declared_commit_is_accepted(tmp_path: Path) -> None:
+    """A hook that declares its commits runs to the end."""
     with registered(type("Declared", (Undeclared,), {"name": "declared", "commits": {StatePart.GRADIENTS}})):
         words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "declared"]
         assert main([*words, "--no-console-output"]) == 0

@@ -50,7 +50,8 @@ RUN = ["run", "loud", "--strategy", "plain", "--hooks", "noisy", "--on-hook-erro
     [["list"], ["hooks"], ["hooks", "noisy"], ["run", "loud", "--help"], RUN, [*RUN, "--silent"], [*RUN, "--live"]],
     ids=" ".join,
 )
-def test_texts_of_plug_ins_give_the_terminal_no_commands(words: list[str], tmp_path: Path, capfd) -> None:
+def test_plugin_text_sends_no_terminal_control_codes(words: list[str], tmp_path: Path, capfd) -> None:
+    """Every line of every command is printable, even if a plug-in contains control characters."""
     with registered(Noisy, Loud):
         assert main([word.format(folder=tmp_path) for word in words]) == 0
     for text in capfd.readouterr():

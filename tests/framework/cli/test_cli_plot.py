@@ -67,14 +67,14 @@ def test_lists_are_left_out_with_a_sentence(tmp_path, monkeypatch, capfd):
     assert "m/top cannot be drawn" in refused(capfd, folder, "--metrics", "m/top")
 
 
-def test_a_png_has_pixels_of_the_colour_of_each_run(finished, tmp_path, capfd):
+def test_png_has_pixels_in_color_of_each_run(finished, tmp_path, capfd):
     path = tmp_path / "new/loss.png"
     assert plotted(finished, "--metrics", "training_metrics/loss", "--out", path) == 0
     assert capfd.readouterr().out == f"{path} is written.\n"
     assert [pixels(path, colour) > 500 for colour in COLOURS[:3]] == [True, True, False]
 
 
-def test_an_svg_holds_titles_labels_and_legend_as_text(finished, tmp_path):
+def test_svg_stores_titles_labels_and_legend_as_text(finished, tmp_path):
     path = tmp_path / "loss.svg"
     assert plotted(finished, "--metrics", "training_metrics/loss", "norms/total*", "--smooth=2", "--out", path) == 0
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
@@ -84,7 +84,8 @@ def test_an_svg_holds_titles_labels_and_legend_as_text(finished, tmp_path):
 
 
 @pytest.mark.parametrize(("suffix", "beginning"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
-def test_the_same_command_writes_the_same_bytes_whatever_the_user_s_settings(finished, tmp_path, suffix, beginning):
+def test_plot_bytes_ignore_user_matplotlib_settings(finished, tmp_path, suffix, beginning):
+    """The rcParams of the user neither change the file nor are changed."""
     words = [finished / "plain", "--metrics", "norms/total_grad_norm", "--out"]
     assert plotted(*words, tmp_path / f"a.{suffix}") == 0
     with matplotlib.rc_context({"text.usetex": True, "font.size": 30, "svg.fonttype": "path", "axes.grid": False}):
@@ -97,7 +98,8 @@ def test_the_same_command_writes_the_same_bytes_whatever_the_user_s_settings(fin
 
 
 @own_process
-def test_commands_never_write_over_each_other_s_pictures_but_over_their_own(finished, tmp_path):
+def test_plot_overwrites_only_output_of_same_command(finished, tmp_path):
+    """Different commands choose different file names; a repeated command rewrites its own file."""
     os.chdir(tmp_path)
     shutil.copytree(finished, "elsewhere/small")
     loss = ["--metrics", "training_metrics/loss"]
@@ -141,7 +143,8 @@ def test_commands_never_write_over_each_other_s_pictures_but_over_their_own(fini
     assert contents(Path()) == after
 
 
-def test_a_file_that_another_wrote_is_left_alone_unless_told(finished, tmp_path, monkeypatch, capfd):
+def test_foreign_file_is_overwritten_only_with_flag(finished, tmp_path, monkeypatch, capfd):
+    """A file with other content is refused without --overwrite, or another name is chosen."""
     monkeypatch.chdir(tmp_path)
     loss = [finished / "plain", "--metrics", "training_metrics/loss"]
     for name in ("mine.svg", "small_plain_loss.png", "a.pdf", "b.png"):
@@ -161,7 +164,8 @@ def test_a_file_that_another_wrote_is_left_alone_unless_told(finished, tmp_path,
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", pytest.param("pdf", marks=pytest.mark.slow)])
-def test_a_picture_carries_its_command_whatever_is_in_it(finished, tmp_path, monkeypatch, suffix):
+def test_plot_file_stores_the_command_that_drew_it(finished, tmp_path, monkeypatch, suffix):
+    """This includes titles with quotes, control characters and non-ASCII text, in PNG, SVG and PDF."""
     monkeypatch.chdir(tmp_path)
     words = [finished / "plain", "--metrics", "training_metrics/loss", "--title", "d’été <$1_2$> \x1b \n(学) \\"]
     path = tmp_path / f"a.{suffix}"
@@ -176,7 +180,7 @@ def test_a_picture_carries_its_command_whatever_is_in_it(finished, tmp_path, mon
     )
 
 
-def test_a_run_that_is_still_going_is_drawn_up_to_its_last_whole_line(tmp_path, monkeypatch, capfd):
+def test_unfinished_run_is_drawn_without_its_partial_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = curve_record(Path(), SLOPE)
     with (folder / "only.jsonl").open("a") as file:
@@ -186,7 +190,8 @@ def test_a_run_that_is_still_going_is_drawn_up_to_its_last_whole_line(tmp_path, 
     assert everything(folder).curves[CURVE].values.tolist() == SLOPE
 
 
-def test_odd_names_are_drawn_as_text_in_all_places(tmp_path):
+def test_unusual_names_are_drawn_as_literal_text(tmp_path):
+    """Names with dollar signs, backslashes or markup are not parsed; control characters become question marks."""
     odd = ["$a_1^2$", "_b\n{c}", "$x^", "\\frac{1}", "\x1b[31m", "%s {} <b>"]
     folders = []
     for number, name in enumerate(odd):
@@ -200,7 +205,8 @@ def test_odd_names_are_drawn_as_text_in_all_places(tmp_path):
 
 
 @pytest.mark.process
-def test_drawing_needs_no_pyplot_and_no_screen_and_other_commands_no_matplotlib(finished, tmp_path):
+def test_plot_avoids_pyplot_and_other_commands_avoid_matplotlib(finished, tmp_path):
+    """Run in a subprocess without a display."""
     program = (
         "import sys; from loopscope.__main__ import PACKAGES, cli; cli.main(['list'], packages=PACKAGES);"
         "early = 'matplotlib' in sys.modules; status = cli.main(sys.argv[1:]);"
@@ -212,14 +218,16 @@ def test_drawing_needs_no_pyplot_and_no_screen_and_other_commands_no_matplotlib(
     assert (tmp_path / "a.png").exists()
 
 
-def test_strategies_of_an_experiment_and_a_folder_named_twice_are_drawn_once_each(finished, tmp_path):
+def test_repeated_folders_are_drawn_once(finished, tmp_path):
+    """An experiment folder and one of its runs are given together."""
     path = tmp_path / "a.svg"
     assert plotted(finished / "plain", finished, "--metrics", "training_metrics/loss", "--out", path) == 0
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
     assert [texts.count(name) for name in ("plain", "clipped")] == [1, 1]
 
 
-def test_more_than_24_panels_are_refused_with_their_number(tmp_path, monkeypatch, capfd):
+def test_more_than_24_panels_are_refused(tmp_path, monkeypatch, capfd):
+    """The error gives the number of metrics; --overlay accepts them."""
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {f"m/{index}": 1.0 for index in range(25)})])
     assert "--metrics matches 25 metrics, and a picture has at most 24 panels" in refused(
@@ -229,7 +237,8 @@ def test_more_than_24_panels_are_refused_with_their_number(tmp_path, monkeypatch
     assert len(figure(folder, patterns=["m/?", "m/1?", "m/20", "m/21", "m/22", "m/23"]).axes) == 24
 
 
-def test_more_runs_and_metrics_than_can_be_told_apart_are_refused(tmp_path, monkeypatch, capfd):
+def test_too_many_curves_are_refused(tmp_path, monkeypatch, capfd):
+    """The limits are 28 metrics of one run, and the number of dash patterns for several runs."""
     monkeypatch.chdir(tmp_path)
     metrics = {f"m/{index}": 1.0 for index in range(29)}
     one, two = (record(tmp_path, [(1, metrics)], strategy=name) for name in ("one", "two"))
@@ -238,14 +247,16 @@ def test_more_runs_and_metrics_than_can_be_told_apart_are_refused(tmp_path, monk
     assert f"{len(DASHES)} metrics by dashes, but these are 2 runs and 5 metrics" in sentence
 
 
-def test_names_are_no_formulas_and_may_begin_with_an_underscore(tmp_path):
+def test_dollar_signs_and_leading_underscores_are_kept(tmp_path):
+    """Matplotlib treats neither as a formula nor as a hidden label."""
     folders = [record(tmp_path, [(1, {"m/$x_1$": 1.0})], strategy=name) for name in ("_a", "$b$")]
     path = tmp_path / "a.svg"
     assert plotted(*folders, "--metrics", "m/$x_1$", "--out", path) == 0
     assert {"m/$x_1$", "_a", "$b$"} <= set(re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text()))
 
 
-def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, monkeypatch, capfd):
+def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
+    """Without metrics of output_projection_clip the figure has three panels and a message."""
     monkeypatch.chdir(tmp_path)
     folder = tied_record(tmp_path / "tied", clip=False)
     assert plotted("--provenance", folder) == 0
@@ -316,7 +327,8 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
         (["run/exp/only", "--provenance"], "run/exp/only holds no metric of embedding_provenance or output_proj"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence_and_nothing_is_written(words, sentence, tmp_path, monkeypatch, capfd):
+def test_bad_input_is_refused_and_writes_nothing(words, sentence, tmp_path, monkeypatch, capfd):
+    """The command prints one line that names the bad value."""
     monkeypatch.chdir(tmp_path)
     curve_record(Path("run"), SLOPE)
     for name, text in {"summaries": "{", "listed": '{"initial": [1]}'}.items():
@@ -333,13 +345,13 @@ def test_bad_input_is_refused_in_a_sentence_and_nothing_is_written(words, senten
     assert sentence in refused(capfd, *words)
 
 
-def test_a_missing_matplotlib_is_refused_with_the_way_to_get_it(finished, tmp_path, monkeypatch, capfd):
+def test_missing_matplotlib_is_reported_with_install_command(finished, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'loopscope[plot]'" in refused(capfd, finished, "--metrics", "training_metrics/loss")
 
 
-def test_the_page_and_the_help_list_the_same_options(capfd):
+def test_plotting_page_and_help_list_same_options(capfd):
     assert plotted("--help") == 0
     found = set(re.findall(r"--[a-z-]+", capfd.readouterr().out)) - {"--hook-jsonl", "--hook-csv", "--help"}
     rows = [row["option"] for row in table_with(ROOT / "docs/plotting.md", "option", "meaning")]

@@ -35,7 +35,8 @@ def rows_and_weights(run: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(run).items() if name.endswith((".jsonl", "_final.pt"))}
 
 
-def test_a_run_goes_on_where_it_lies_now(tmp_path: Path) -> None:
+def test_moved_run_resumes_at_its_new_location(tmp_path: Path) -> None:
+    """Rows and weights match those of the uninterrupted run."""
     assert main(["run", "small", "--strategy", "plain", "--hook-jsonl", "--hooks", "norms", "--output-dir",
                  str(tmp_path / "whole"), "--no-console-output"]) == 0  # fmt: skip
     interrupted(tmp_path / "before", "plain")
@@ -44,7 +45,8 @@ def test_a_run_goes_on_where_it_lies_now(tmp_path: Path) -> None:
     assert rows_and_weights(tmp_path / "after/small/plain") == rows_and_weights(tmp_path / "whole/small/plain")
 
 
-def test_the_folder_of_an_experiment_goes_on_with_every_strategy_of_the_command(tmp_path: Path) -> None:
+def test_experiment_folder_resumes_every_strategy(tmp_path: Path) -> None:
+    """Strategies that have not started are trained, and finished ones stay unchanged."""
     run = interrupted(tmp_path, "plain", "other-order")
     done = contents(tmp_path / "small/plain")
     shutil.rmtree(run)
@@ -53,7 +55,8 @@ def test_the_folder_of_an_experiment_goes_on_with_every_strategy_of_the_command(
     assert contents(tmp_path / "small/plain") == done
 
 
-def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    """Both --resume and the resume command leave every file as it is."""
     words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
     assert main(words) == 0
     before = contents(tmp_path)
@@ -62,7 +65,8 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_what_cannot_go_on_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unresumable_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command exits with status 2 and one line for a bad folder, a damaged config or wrong arguments."""
     train(tmp_path)
     for folder, words in (
         (tmp_path / "small/plain", "was not started by loopscope run"),
@@ -76,7 +80,8 @@ def test_what_cannot_go_on_is_refused_in_a_sentence(tmp_path: Path, capsys: pyte
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_recorded_options_that_this_version_does_not_know_are_refused(tmp_path: Path, capsys) -> None:
+def test_unknown_recorded_options_are_refused(tmp_path: Path, capsys) -> None:
+    """The message names an unknown key or an invalid value of the recorded options."""
     interrupted(tmp_path, "plain")
     path = tmp_path / "small/plain/experiment_config.json"
     recorded = json.loads(path.read_text())
@@ -95,9 +100,8 @@ DISPLAYS = ("live", "silent", "no_console_output")
 
 @pytest.mark.parametrize("given", ["", *DISPLAYS])
 @pytest.mark.parametrize("before", ["", *DISPLAYS])
-def test_the_display_that_is_given_wins_over_that_of_the_command_that_started_the_run(
-    before, given, tmp_path, monkeypatch
-) -> None:
+def test_display_option_overrides_the_recorded_display(before, given, tmp_path, monkeypatch) -> None:
+    """Without an option, the display of the original command is used."""
     found: list[dict[str, bool]] = []
     monkeypatch.setattr(command, "_start", lambda experiment, options: found.append(options))
     monkeypatch.setattr(command, "parse_recorded", lambda path: (Small, {name: name == before for name in DISPLAYS}))
@@ -105,7 +109,8 @@ def test_the_display_that_is_given_wins_over_that_of_the_command_that_started_th
     assert [name for name in DISPLAYS if found[0][name]] == [name for name in [given or before] if name]
 
 
-def test_a_resumed_run_is_the_same_with_another_display_and_two_displays_are_refused(tmp_path: Path, capsys) -> None:
+def test_display_choice_does_not_change_resumed_run(tmp_path: Path, capsys) -> None:
+    """Two display options at once are refused; with one, the final weights match the uninterrupted run."""
     run = interrupted(tmp_path, "plain")
     assert main(["resume", str(run), "--live", "--silent"]) == 2
     assert "--live and --silent exclude each other" in capsys.readouterr().err

@@ -28,14 +28,16 @@ def made(*words):
     return [sink.name for sink in wanted_sinks(parse_run(Small, words))()]
 
 
-def test_every_sink_is_made_that_was_asked_for_and_no_other():
+def test_only_requested_sinks_are_created():
+    """The default is jsonl, and the last option for a sink wins."""
     assert made() == ["jsonl"]
     assert made("--no-hook-jsonl") == made("--hook-jsonl=false") == made("--hook-jsonl", "--no_hook_jsonl") == []
     assert made("--no-hook-jsonl", "--hook-jsonl") == ["jsonl"]
     assert made("--hook-csv", "--hook-tensorboard", "--no-hook-jsonl") == ["csv", "tensorboard"]
 
 
-def test_a_sink_whose_file_another_writes_too_is_left_out():
+def test_sink_included_in_another_is_left_out():
+    """Wandb writes the file of the jsonl sink too."""
     assert made("--hook-wandb", "demo", "--hook-jsonl", "--hook-csv") == ["csv", "wandb"]
 
 
@@ -67,14 +69,15 @@ def test_a_config_file_asks_for_sinks_too(tmp_path):
         (["--hook-tensorboard=perhaps"], "--hook-tensorboard is 'perhaps'; it must be true or false."),
     ],
 )
-def test_a_bad_value_is_refused_before_anything_is_written(words, sentence, tmp_path, capfd):
+def test_bad_sink_value_is_refused_before_any_output(words, sentence, tmp_path, capfd):
     assert main([*RUN, "--output-dir", str(tmp_path / "out"), *words]) == 2
     assert sentence in capfd.readouterr().err
     assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize("words", [["--hook-wandb", "demo"], ["--hook-tensorboard"]])
-def test_a_missing_package_is_refused_before_anything_is_written(words, tmp_path: Path, monkeypatch, capfd):
+def test_missing_package_is_refused_before_any_output(words, tmp_path: Path, monkeypatch, capfd):
+    """The message names the sink and its package, and other sinks are not affected."""
     package = words[0].removeprefix("--hook-")
     monkeypatch.setitem(sys.modules, package, None)
     assert main([*RUN, "--output-dir", str(tmp_path / "out"), *words]) == 2

@@ -53,7 +53,7 @@ def test_names_may_be_separated_by_commas(words: str, tmp_path: Path) -> None:
     assert from_file(f"hooks: {json.dumps(words.split())}", tmp_path)["hooks"] == wanted
 
 
-def test_strategies_may_be_separated_by_commas_and_are_recorded_apart() -> None:
+def test_comma_separated_strategies_are_recorded_separately() -> None:
     found = run_options(options("--strategy", "plain,clipped"))
     assert found.strategies == found.recorded["strategy"] == ["plain", "clipped"]
 
@@ -65,7 +65,8 @@ def test_what_is_no_name_between_commas_is_refused(words: str, name: str, tmp_pa
     assert name in refused(["run", "small", *words.split(" "), "--output-dir", str(tmp_path)], tmp_path, capfd)
 
 
-def test_a_strategy_with_a_comma_in_its_name_is_refused() -> None:
+def test_strategy_name_with_comma_is_refused() -> None:
+    """Registering an experiment with such a strategy raises a UsageError."""
     odd = type("Odd", (Small,), {"name": "odd", "strategies": ("a,b",)})
     with pytest.raises(UsageError, match=r"has the strategy 'a,b', which cannot be .* a word of the command line"):
         ExperimentRegistry.register(odd)
@@ -78,7 +79,8 @@ def test_a_strategy_with_a_comma_in_its_name_is_refused() -> None:
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 @example("--x")
 @example("-1e-3")
-def test_a_dotted_option_is_a_word_of_hook_config_whatever_its_value(value: str) -> None:
+def test_dotted_option_becomes_hook_config_entry(value: str) -> None:
+    """Every spelling of --hook.option gives the same entry of hook_config for any value."""
     with registered(Small):
         for spelling in (CLIP, f"hook_config.{CLIP}", f"hook-config.{CLIP}"):
             assert options(f"--{spelling}={value}")["hook_config"] == [f"{CLIP}={value}"]
@@ -91,7 +93,8 @@ def test_a_negative_number_is_a_value(value: str) -> None:
     assert options(f"--{CLIP}", value)["hook_config"] == [f"{CLIP}={value}"]
 
 
-def test_every_option_of_every_hook_has_a_dotted_form_with_dashes_or_underscores() -> None:
+def test_every_hook_option_has_dotted_form() -> None:
+    """The dotted form accepts dashes and underscores, with and without an equals sign."""
     defaults = {
         f"{hook.name}.{option}": parameter.default
         for hook in HookRegistry
@@ -115,14 +118,16 @@ def test_the_last_of_several_values_counts(words: str, value: float) -> None:
     assert of_hooks(*words.split())["grad_clip"] == {"max_norm": value}
 
 
-def test_a_dotted_option_is_recorded_and_goes_on_with_a_resume(tmp_path: Path) -> None:
+def test_dotted_option_is_recorded_for_resume(tmp_path: Path) -> None:
+    """The recorded configuration that a resume reads contains the option in hook_config."""
     words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
     assert main([*words, "--hooks", "grad_clip", f"--{CLIP}", "0.5"]) == 0
     _, found = parse_recorded(tmp_path / "small/plain")
     assert found["hook_config"] == [f"{CLIP}=0.5"]
 
 
-def test_the_printed_config_of_a_dotted_option_can_be_run(tmp_path: Path, capfd) -> None:
+def test_printed_config_of_dotted_option_is_valid(tmp_path: Path, capfd) -> None:
+    """The YAML output of --print-config contains the option and can be read back with --config."""
     assert main(["run", "small", "--hooks", "grad_clip", f"--{CLIP}=0.5", "--print-config"]) == 0
     printed = capfd.readouterr().out
     assert yaml.safe_load(printed)["hook_config"] == [f"{CLIP}=0.5"]
@@ -145,12 +150,13 @@ DOTTED = [
 
 
 @pytest.mark.parametrize(("words", "fragment"), DOTTED, ids=lambda value: value[:40])
-def test_a_dotted_option_that_cannot_be_meant_is_refused(words: str, fragment: str, tmp_path: Path, capfd) -> None:
+def test_invalid_dotted_option_is_refused(words: str, fragment: str, tmp_path: Path, capfd) -> None:
+    """A missing value, a wrong value and unknown names each raise an error with the reason."""
     where = ["--hooks", "grad_clip", "--output-dir", str(tmp_path)] if "--hooks" not in words else []
     assert fragment in refused(["run", "small", "--strategy", "plain", *where, *words.split()], tmp_path, capfd)
 
 
-def test_the_help_tells_of_it(capfd) -> None:
+def test_help_documents_dotted_options(capfd) -> None:
     assert main(["run", "small", "--help"]) == 0
     assert "--hook.option value" in " ".join(capfd.readouterr().out.split())
 
@@ -168,7 +174,8 @@ def test_the_help_tells_of_it(capfd) -> None:
         f"hook_config: {CLIP}=3\n{CLIP}: 0.5",
     ],
 )
-def test_a_key_of_a_file_may_be_dotted_too(text: str, tmp_path: Path) -> None:
+def test_config_file_accepts_dotted_keys(text: str, tmp_path: Path) -> None:
+    """Dotted keys override the same option in the hook_config section of the file."""
     assert parse_hook_options(from_file(text, tmp_path)["hook_config"]) == {"grad_clip": {"max_norm": 0.5}}
 
 
@@ -183,11 +190,13 @@ def test_a_key_of_a_file_may_be_dotted_too(text: str, tmp_path: Path) -> None:
         ("grad_clp.max_norm: 1", "Did you mean 'grad_clip'?"),
     ],
 )
-def test_a_file_that_says_a_thing_twice_is_refused(text: str, fragment: str, tmp_path: Path, capfd) -> None:
+def test_duplicate_config_keys_are_refused(text: str, fragment: str, tmp_path: Path, capfd) -> None:
+    """Repeated keys, mixed dash and underscore spellings and unknown hooks in a YAML file raise an error."""
     (tmp_path / "twice.yaml").write_text(text)
     assert fragment in refused(["run", "small", "--config", str(tmp_path / "twice.yaml")], tmp_path, capfd)
 
 
-def test_a_mapping_that_an_alias_repeats_is_not_one_with_a_key_twice(tmp_path: Path) -> None:
+def test_yaml_alias_is_no_duplicate_key(tmp_path: Path) -> None:
+    """A mapping that an alias repeats is accepted."""
     text = "hook_config:\n  grad_clip: &same {max_norm: 1}\n  grad-clip: *same"
     assert parse_hook_options(from_file(text, tmp_path)["hook_config"]) == {"grad_clip": {"max_norm": 1.0}}

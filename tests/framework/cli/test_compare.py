@@ -75,7 +75,8 @@ def parting(capsys, *words: str | Path) -> tuple[Any, ...]:
     return found["step"], found["metrics"], found["points"], found["problem"]
 
 
-def test_real_runs_over_seeds_are_compared_in_every_form(capsys, tmp_path) -> None:
+def test_real_multi_seed_runs_are_compared(capsys, tmp_path) -> None:
+    """Final and best values, spreads, tests, differences and divergence match the summaries of the runs."""
     words = ["run", "small", "--strategy", "plain", "clipped", "--no-console-output", "--max-epochs", "2"]
     with registered(Small):
         for seed in "012":
@@ -96,7 +97,8 @@ def test_real_runs_over_seeds_are_compared_in_every_form(capsys, tmp_path) -> No
     assert 1 <= pair["step"] <= 6
 
 
-def test_a_row_has_length_target_final_and_best_numbers(capsys) -> None:
+def test_row_shows_length_target_and_values(capsys) -> None:
+    """A row has epochs, steps, target epoch, treatments, and the last, best and final values of metrics."""
     run("low", [3.0, 1.0, 2.0], treatments={"grad_clip": ["gradients"]})
     accuracies = [(10, "POST_EPOCH", {ACC: 0.5}), (20, "POST_EPOCH", {ACC: 0.75}), (30, "POST_EPOCH", {ACC: 0.75})]
     run("high", [4.0], emits=accuracies, config={"lr": 0.1})
@@ -142,7 +144,8 @@ def test_the_page_names_every_key(capsys) -> None:
     assert all(f"`{key}`" in PAGE.read_text() for key in found["runs"][0]["metrics"][LOSS])
 
 
-def test_one_seed_each_tells_nothing_about_chance(capsys) -> None:
+def test_single_seeds_give_no_statistics(capsys) -> None:
+    """Spreads and tests are empty, and a sentence explains why."""
     run("a", [1.0])
     run("b", [2.0], strategy="b")
     found = told(capsys, "runs")
@@ -150,7 +153,8 @@ def test_one_seed_each_tells_nothing_about_chance(capsys) -> None:
     assert "With one seed nothing can be told about chance: a, b." in found["sentences"]
 
 
-def test_what_has_no_seed_is_unfinished_or_twice_there_does_not_count_and_is_said(capsys) -> None:
+def test_excluded_runs_are_reported_with_the_reason(capsys) -> None:
+    """Runs without a seed, unfinished runs and duplicates do not count in the statistics."""
     for seed in range(3):
         run(f"seed-{seed}", [1.0 + seed], seed)
     run("again", [5.0], 1)
@@ -164,7 +168,8 @@ def test_what_has_no_seed_is_unfinished_or_twice_there_does_not_count_and_is_sai
     assert "seed-2: killed, so compared as far as it goes, and missing over seeds" in text
 
 
-def test_records_part_at_the_first_step_of_any_common_metric(capsys) -> None:
+def test_divergence_is_at_first_differing_step(capsys) -> None:
+    """Every metric that both records share is compared, and records without a common value are reported."""
     tail = [(10, "POST_EPOCH", {LOSS: 1.0})]
     run("a", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.0, 3.0]) | series("h/own", [1.0])), *tail])
     run("b", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.5, 4.0])), (10, "POST_EPOCH", {LOSS: 2.0})])
@@ -183,7 +188,8 @@ def test_values_are_the_same_only_bit_for_bit(a, b, capsys) -> None:
     assert parting(capsys) == (1, ["h/x"], 2, "")
 
 
-def test_it_does_not_matter_in_what_pieces_and_how_often_values_were_written(capsys) -> None:
+def test_divergence_ignores_how_values_were_written(capsys) -> None:
+    """Series in other pieces are equal, and sparse values are compared at their own steps."""
     values = [1 / step for step in range(1, 41)]
     whole = [(20, "POST_STEP", series("h/x", values[:20])), (40, "POST_STEP", series("h/x", values[20:]))]
     pieces = [(10 * n, "POST_STEP", series("h/x", values[10 * n - 10 : 10 * n], 10 * n - 9)) for n in (1, 2, 3, 4)]
@@ -196,7 +202,7 @@ def test_it_does_not_matter_in_what_pieces_and_how_often_values_were_written(cap
     assert parting(capsys) == (30, ["h/x"], 3, "")
 
 
-def test_values_that_are_not_finite_are_counted_and_never_the_best(capsys) -> None:
+def test_nonfinite_values_are_counted_and_never_best(capsys) -> None:
     run("a", [math.nan, 2.0, math.inf, -math.inf])
     run("b", [10**400, math.nan])
     a, b = told(capsys, "runs")["runs"]
@@ -215,7 +221,8 @@ def test_values_that_are_not_finite_are_counted_and_never_the_best(capsys) -> No
         ("a.jsonl", None, "b: runs/b holds neither a.jsonl"),
     ],
 )
-def test_damaged_runs_are_compared_as_far_as_that_goes(file: str, content: str | None, sentence: str, capsys) -> None:
+def test_damaged_runs_are_compared_as_far_as_possible(file: str, content: str | None, sentence: str, capsys) -> None:
+    """The damaged file is named, and the other runs are compared in full."""
     for name in "abc":
         run(name, [2.0, 1.0 + (name == "b")])
     path = Path("runs/b", file)
@@ -228,7 +235,8 @@ def test_damaged_runs_are_compared_as_far_as_that_goes(file: str, content: str |
     assert {each["run"]: each["step"] for each in found["partings"]} == expected
 
 
-def test_running_runs_and_other_experiments_are_compared_and_it_is_said(capsys) -> None:
+def test_running_and_foreign_runs_are_compared_with_notes(capsys) -> None:
+    """The state of each run is shown, and runs of different experiments are not tested."""
     for seed in range(2):
         run(f"a{seed}", [1.0 + seed], seed)
         run(f"b{seed}", [3.0 + seed], seed, experiment="other")
@@ -266,7 +274,8 @@ def test_bad_input_is_refused_in_a_sentence(words, sentence: str, capsys) -> Non
 
 
 @pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_LINE", "MOST_METRICS", "MOST_WAITING"])
-def test_what_would_fill_the_memory_is_not_read_and_it_is_said(limit: str, capsys, monkeypatch) -> None:
+def test_oversized_records_are_not_read(limit: str, capsys, monkeypatch) -> None:
+    """Limits on bytes, line length, metrics and pending values are reported, and the other run is read."""
     many = [(10, "POST_EPOCH", {LOSS: 1.0}), (20, "POST_STEP", series("h/x", [0.5] * 400) | series("h/y", [0.5]))]
     for name in "ab":
         run(name, [], emits=many if name == "a" else [*many[:1], (30, "POST_STEP", series("h/x", [1.0], 900))])
@@ -281,7 +290,8 @@ def test_what_would_fill_the_memory_is_not_read_and_it_is_said(limit: str, capsy
     assert told_of[1] == ""
 
 
-def test_a_summary_that_would_fill_the_memory_is_damaged(capsys, monkeypatch) -> None:
+def test_oversized_summary_is_reported_as_damaged(capsys, monkeypatch) -> None:
+    """A summary of more than 64 MiB is not read."""
     for name in "abc":
         run(name, [1.0])
     with Path("runs/b", SUMMARY).open("ab") as file:

@@ -49,7 +49,8 @@ def rows_and_weights(run: Path) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.process
-def test_a_run_that_raises_and_one_that_is_killed_leave_the_others_alone_and_are_told_of(tmp_path: Path) -> None:
+def test_failed_runs_leave_other_runs_alone(tmp_path: Path) -> None:
+    """The command reports the raising and the killed run, and the third run equals a run by itself."""
     seeds = ["--seed", "0", "1", "2", "--jobs", "3"]
     process = begun(tmp_path, *seeds, "--trouble.raises", "0", "--trouble.kills", "2")
     output, _ = process.communicate(timeout=60)
@@ -66,7 +67,8 @@ def test_a_run_that_raises_and_one_that_is_killed_leave_the_others_alone_and_are
 
 
 @pytest.mark.process
-def test_ctrl_c_stops_all_with_checkpoints_from_which_each_goes_on_to_the_same_end(tmp_path, monkeypatch) -> None:
+def test_ctrl_c_checkpoints_all_runs_for_resume(tmp_path, monkeypatch) -> None:
+    """Each run is marked as interrupted, and a resumed one ends like an uninterrupted run."""
     process = training(tmp_path)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
@@ -92,7 +94,8 @@ def test_no_run_outlives_the_command_that_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_hook_refuses_of_every_run_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_refusal_of_every_run_is_reported_once(tmp_path: Path) -> None:
+    """A hook that refuses every run yields one line of output and leaves no files."""
     process = begun(tmp_path, "--hooks", "fourier", "--seed", "0", "1", "--jobs", "2")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -102,7 +105,8 @@ def test_what_a_hook_refuses_of_every_run_is_told_once_and_leaves_nothing(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_asked_for_is_written_by_every_run_and_live_is_said_to_be_none(tmp_path: Path) -> None:
+def test_checkpoint_request_reaches_every_run(tmp_path: Path) -> None:
+    """Each run writes a checkpoint on SIGUSR1, and a note explains why --live is not available."""
     process = training(tmp_path, "--live")
     runs, end = [tmp_path / f"small/plain/seed-{seed}" for seed in (0, 1)], time.monotonic() + 60
     process.send_signal(signal.SIGUSR1)

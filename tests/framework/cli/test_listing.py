@@ -54,7 +54,8 @@ def row(lines: list[str], name: str) -> str:
     return found
 
 
-def test_every_run_has_a_line_with_state_length_numbers_and_treatments(runs: Path, capsys) -> None:
+def test_ls_lists_every_run(runs: Path, capsys) -> None:
+    """Each line shows state, epochs or steps, treatments and final metrics; a folder argument limits the list."""
     lines = said(capsys, "ls")
     assert lines[0].split() == ["run", "state", "ep/steps", "time", "began", "treatments", "final"]
     assert len(lines) == 4
@@ -132,9 +133,8 @@ def failed(folder: Path) -> None:
         (failed, "failed", "val_acc"),
     ],
 )
-def test_a_damaged_record_is_a_line_that_says_so_and_hides_no_other(
-    runs: Path, damage, state, told, capsys, monkeypatch
-) -> None:
+def test_damaged_record_is_reported_in_its_line(runs: Path, damage, state, told, capsys, monkeypatch) -> None:
+    """ls still lists all other runs, show prints no traceback, and control characters never reach the terminal."""
     damage(runs / "small/plain")
     (runs.parent / "output/not/a/run").mkdir(parents=True)
     monkeypatch.setenv("COLUMNS", "300")
@@ -151,7 +151,8 @@ def test_a_damaged_record_is_a_line_that_says_so_and_hides_no_other(
     assert len(said(capsys, "show", "output/small")) >= 3 or damage is config_leads_nowhere
 
 
-def test_a_run_whose_lock_is_held_is_running_and_asking_harms_nobody(runs: Path, capsys) -> None:
+def test_locked_run_is_listed_as_running(runs: Path, capsys) -> None:
+    """ls and show report a run with a held lock as running and ignore the stale lock file of a killed process."""
     folder = runs / "small/plain"
     assert not is_locked(folder)
     with run_lock(folder):
@@ -218,7 +219,8 @@ def test_bad_input_is_refused_in_a_sentence(runs: Path, words, sentence, capsys)
     assert printed.err.count("\n") == 1
 
 
-def test_a_run_is_shown_with_what_was_asked_for_and_each_metric(runs: Path, capsys) -> None:
+def test_show_prints_options_and_metrics(runs: Path, capsys) -> None:
+    """show prints the state, treatments, hooks, chosen options and every metric; --metrics selects by pattern."""
     with registered(Small):
         lines = said(capsys, "show", "output/small/clipped")
     text = "\n".join(lines)
@@ -250,17 +252,20 @@ def test_an_experiment_shows_its_strategies_in_short(runs: Path, capsys) -> None
     assert "  error        HookError: Hook 'norms' raised at ?[1m." in lines
 
 
-def test_a_run_of_an_experiment_that_is_not_here_shows_all_its_options(runs: Path, capsys) -> None:
+def test_show_prints_options_of_unregistered_experiment(runs: Path, capsys) -> None:
+    """The class of the experiment, which holds the default options, is not available to show."""
     assert "  options      " in "\n".join(said(capsys, "show", "output/small_steps/plain"))
 
 
-def test_a_run_that_kept_nothing_is_shown_and_says_so(runs: Path, capsys) -> None:
+def test_show_reports_missing_metrics(runs: Path, capsys) -> None:
+    """The JSONL file was deleted; show exits with status 0 and its last line reports that none is left."""
     (runs / "small/plain/plain.jsonl").unlink()
     assert said(capsys, "show", "output/small/plain")[-1].startswith("  metrics      output/small/plain holds neither")
 
 
 @pytest.mark.process
-def test_a_reader_that_has_had_enough_is_no_error(runs: Path) -> None:
+def test_closed_pipe_is_no_error(runs: Path) -> None:
+    """ls and show exit with status 0 and write nothing to stderr when head closes the pipe after one line."""
     for command in ("ls", "show output/small/plain"):
         line = f"{sys.executable} -m loopscope {command} | head -1"
         done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True)

@@ -68,7 +68,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "kind", [pytest.param(KINDS[kind], id=kind, marks=slow_unless(kind != "intervention")) for kind in KINDS]
 )
-def test_the_commands_that_are_printed_run_it_and_test_it(kind: list[str], folder: Path, monkeypatch, capfd) -> None:
+def test_printed_commands_run_and_test_new_file(kind: list[str], folder: Path, monkeypatch, capfd) -> None:
+    """The command writes a module and its test for each kind, and both printed commands succeed."""
     assert main(["new", *kind, "spread"]) == 0
     said, run, test = capfd.readouterr().out.splitlines()
     assert said == "spread.py and test_spread.py are written. Run it, then test it:"

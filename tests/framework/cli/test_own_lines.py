@@ -28,7 +28,8 @@ def broken(name: str, method: str) -> type[Small]:
 
 
 @pytest.mark.parametrize("method", ["compute_loss", "evaluate", "build_model", "build_loader", "should_stop"])
-def test_an_error_of_the_experiment_is_one_line_with_its_own_lines(method, tmp_path: Path, capfd) -> None:
+def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) -> None:
+    """The error is one line with the file and source line of the user, and --traceback prints the traceback."""
     words = ["run", "broken", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
     with registered(broken("broken", method)):
         assert main(words) == 1
@@ -60,7 +61,8 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_data_set_is_told_with_its_line_from_a_worker_too(workers, tmp_path: Path, capfd) -> None:
+def test_dataset_error_shows_user_code_line(workers, tmp_path: Path, capfd) -> None:
+    """This holds in the main process and in a DataLoader worker."""
     load = lambda self, strategy: TorchLoader(DataLoader(Rows(), 4, num_workers=workers), 0)
     with registered(type("Loading", (Small,), {"name": "loading", "build_loader": load})):
         assert main(["run", "loading", "--strategy", "plain", "--output-dir", str(tmp_path)]) == 1
@@ -69,13 +71,16 @@ def test_an_error_of_a_data_set_is_told_with_its_line_from_a_worker_too(workers,
     assert told.count("\n") == 1
 
 
-def test_an_error_within_loopscope_alone_is_raised_as_it_is(tmp_path: Path, monkeypatch) -> None:
+def test_internal_error_is_raised_unchanged(tmp_path: Path, monkeypatch) -> None:
+    """An error whose traceback has no user code is raised with its own type and message."""
     monkeypatch.setattr(command, "check_device", json.loads)
     with registered(Small), pytest.raises(TypeError, match="the JSON object must be"):
         main(["run", "small", "--output-dir", str(tmp_path)])
 
 
-def test_of_many_lines_the_first_and_the_last_are_told() -> None:
+def test_long_user_traceback_is_shortened() -> None:
+    """The first two and last two lines remain, with the number of omitted lines between them."""
+
     def down(depth: int) -> int:
         return 1 // depth + down(depth - 1)
 
@@ -125,7 +130,8 @@ ROOT = str(Path(__file__).parents[3])
         pytest.param(["-m", "late_hook"], id="module", marks=pytest.mark.slow),
     ],
 )
-def test_the_printed_way_to_go_on_works_for_a_hook_in_a_script(start, tmp_path: Path) -> None:
+def test_printed_resume_command_works(start, tmp_path: Path) -> None:
+    """The command works for a hook defined in a script or module and for a folder name that needs quoting."""
     (tmp_path / "late hook.py").write_text(SCRIPT)
     (tmp_path / "late_hook.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}

@@ -49,9 +49,8 @@ EVALUATION = ["training_metrics/evaluation", "training_metrics/val_acc"]
     ("experiment", "points"),
     [(Small, {"POST_EPOCH": sorted(LOSS + EVALUATION)}), (SmallSteps, {"POST_STEP": LOSS, "SNAPSHOT": EVALUATION})],
 )
-def test_a_run_without_hooks_records_loss_and_evaluation_and_is_the_bare_run_bit_for_bit(
-    tmp_path, monkeypatch, experiment, points
-):
+def test_default_record_leaves_run_unchanged(tmp_path, monkeypatch, experiment, points):
+    """Recording loss and evaluation changes no bit of the batches, random state, checkpoints or weights."""
     seen: list[bytes] = []
     compute_loss = experiment.compute_loss
 
@@ -75,7 +74,8 @@ def test_a_run_without_hooks_records_loss_and_evaluation_and_is_the_bare_run_bit
     assert (kept / "plain_final.pt").read_bytes() == (bare / "plain_final.pt").read_bytes()
 
 
-def test_its_checkpoints_are_compared_without_a_word_about_hooks(tmp_path: Path, capfd) -> None:
+def test_default_record_validates_without_mentioning_hooks(tmp_path: Path, capfd) -> None:
+    """Validation reports equality, prints nothing to stderr and leaves the summary unchanged."""
     folder = run(tmp_path, Small, "--save-checkpoints", "1")
     words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--validate-checkpoints"]
     before = read_json(folder / "summary.json")
@@ -86,14 +86,16 @@ def test_its_checkpoints_are_compared_without_a_word_about_hooks(tmp_path: Path,
     assert read_json(folder / "summary.json") == before
 
 
-def test_a_run_that_is_to_keep_nothing_and_has_no_hooks_is_truly_bare(tmp_path: Path) -> None:
+def test_run_without_hooks_or_record_is_bare(tmp_path: Path) -> None:
+    """The run writes only config, summary and final weights, and its config lists no hooks."""
     folder = run(tmp_path, Small, *BARE)
     assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}
     assert read_json(folder / "experiment_config.json")["hooks"] == {}
     assert read_json(folder / "experiment_config.json")["options"]["hook_jsonl"] is False
 
 
-def test_any_sink_that_keeps_metrics_brings_them_and_a_display_does_not(tmp_path: Path) -> None:
+def test_recording_sink_adds_training_metrics(tmp_path: Path) -> None:
+    """A CSV sink adds the training metrics hook, and a console display alone does not."""
     folder = run(tmp_path / "csv", Small, *BARE, "--hook-csv")
     assert "training_metrics/val_acc" in (folder / "plain.csv").read_text()
     assert main(["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path / "shown"), *BARE]) == 0
@@ -101,8 +103,8 @@ def test_any_sink_that_keeps_metrics_brings_them_and_a_display_does_not(tmp_path
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_run_from_before_goes_on_with_what_it_was_started_with(tmp_path: Path, said: bool) -> None:
-    """Where it does not say, a sink begins at the resume, as with every sink that is new."""
+def test_resumed_run_keeps_its_original_sinks(tmp_path: Path, said: bool) -> None:
+    """If an older config does not mention a sink, the sink starts at the resume, like any new sink."""
     folder = run(tmp_path, Small, *BARE, "--save-checkpoints", "1", "--keep-checkpoints", "1")
     (folder / "plain_final.pt").unlink()
     config = read_json(folder / "experiment_config.json")
@@ -114,7 +116,9 @@ def test_a_run_from_before_goes_on_with_what_it_was_started_with(tmp_path: Path,
     assert (folder / "plain_final.pt").exists()
 
 
-def test_a_plugins_sink_may_be_on_by_default_too(tmp_path: Path, capsys) -> None:
+def test_plugin_sink_may_be_on_by_default(tmp_path: Path, capsys) -> None:
+    """The help shows the negated flag, which disables the sink."""
+
     class Counting(MetricSink):
         """Count what comes."""
 
@@ -141,7 +145,8 @@ def test_a_plugins_sink_may_be_on_by_default_too(tmp_path: Path, capsys) -> None
         SinkRegistry.unregister("counting")
 
 
-def test_an_option_that_is_called_as_the_negation_of_another_stays_what_it_is() -> None:
+def test_option_named_like_a_negation_keeps_meaning() -> None:
+    """--no-bright remains a separate option if no_bright exists, while --no-loud negates loud."""
     parser = CommandParser("test", "")
     for name in ("bright", "no_bright", "loud"):
         parser.add(name, bool, "", default=True)

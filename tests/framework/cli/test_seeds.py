@@ -37,7 +37,8 @@ def rows_and_weights(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if name.endswith((".jsonl", "_final.pt"))}
 
 
-def test_every_run_is_the_run_alone_with_its_seed(tmp_path: Path) -> None:
+def test_multi_seed_runs_match_single_seed_runs(tmp_path: Path) -> None:
+    """Rows and weights of every strategy and seed are those of the run with that seed alone."""
     several = run(tmp_path / "several", "--strategy", "plain", "clipped", "--seed", "3", "1", QUIET)
     for seed in ("3", "1"):
         alone = run(tmp_path / seed, "--strategy", "plain", "clipped", "--seed", seed, QUIET)
@@ -47,7 +48,8 @@ def test_every_run_is_the_run_alone_with_its_seed(tmp_path: Path) -> None:
             assert found == rows_and_weights(alone / strategy)
 
 
-def test_from_python_the_options_of_a_run_take_seeds(tmp_path: Path) -> None:
+def test_python_run_options_accept_seeds(tmp_path: Path) -> None:
+    """Each seed has its own folder and recorded configuration, and validation covers all of them."""
     summaries = session(tmp_path, strategies=["plain", "clipped"], seeds=[2, 0]).run()
     assert [(each["strategy"], each["seed"]) for each in summaries] == [
         *[("plain", 2), ("clipped", 2), ("plain", 0), ("clipped", 0)]
@@ -58,7 +60,8 @@ def test_from_python_the_options_of_a_run_take_seeds(tmp_path: Path) -> None:
     assert validated.validate() == {"plain seed-0": [3, 6], "plain seed-1": [3, 6]}
 
 
-def test_the_end_compares_strategies_by_mean_and_standard_deviation(tmp_path: Path, capsys) -> None:
+def test_summary_compares_strategies_across_seeds(tmp_path: Path, capsys) -> None:
+    """The final table shows mean and standard deviation, the result folders and the plot command."""
     run(tmp_path, "--strategy", "plain", "clipped", "--seed", "0", "1", "2")
     output = capsys.readouterr().out
     assert "plain seed-1: ran to the cap after 2 epochs" in output
@@ -90,7 +93,8 @@ def test_distances_are_those_of_runs_of_one_seed() -> None:
     assert (rows[1]["val_loss − fp32"], rows[1]["seeds"], rows[1]["epochs"]) == ("0.5 ± 0", "2", "5 ± 0")
 
 
-def test_runs_of_seeds_go_on_alone_by_strategy_and_all_together(tmp_path: Path) -> None:
+def test_seed_runs_resume_individually_and_together(tmp_path: Path) -> None:
+    """Resuming a seed, a strategy or the whole experiment restores the same files, rows and weights."""
     words = ("--strategy", "plain", "clipped", "--seed", "0", "10", "2", "--save-checkpoints", QUIET)
     run(tmp_path / "before", *words)
     (tmp_path / "before").rename(tmp_path / "after")
@@ -105,7 +109,8 @@ def test_runs_of_seeds_go_on_alone_by_strategy_and_all_together(tmp_path: Path) 
         assert rows_and_weights(runs) == trained
 
 
-def test_the_runs_of_an_experiment_are_found_in_the_order_of_seeds_and_shown(tmp_path, monkeypatch, capsys) -> None:
+def test_seed_runs_are_listed_in_order(tmp_path, monkeypatch, capsys) -> None:
+    """The commands show, ls and diff find the runs of an experiment, with seeds in numeric order."""
     monkeypatch.setenv("COLUMNS", "400")
     runs = run(tmp_path, "--strategy", "plain", "--seed", "10", "9", "--epochs", "1", QUIET)
     shutil.copytree(runs / "plain/seed-9", runs / "alone")
@@ -135,7 +140,8 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_what_is_wrong_with_one_run_is_told_once_before_any_is_written(words: str, tmp_path: Path, capsys) -> None:
+def test_invalid_seed_options_are_refused_once(words: str, tmp_path: Path, capsys) -> None:
+    """The command prints one line of error and changes no file."""
     (tmp_path / "small/plain/seed-7").mkdir(parents=True)
     (tmp_path / "small/plain/seed-7/summary.json").write_text("{}")
     before = contents(tmp_path)
@@ -146,7 +152,8 @@ def test_what_is_wrong_with_one_run_is_told_once_before_any_is_written(words: st
     assert contents(tmp_path) == before
 
 
-def test_one_seed_is_a_number_and_several_are_a_list_whose_folders_a_file_can_ask_for(tmp_path: Path) -> None:
+def test_seed_option_accepts_number_or_list(tmp_path: Path) -> None:
+    """One seed is recorded as a number and several as a list, while a list in a file keeps its seed folders."""
     (tmp_path / "one.yaml").write_text("seed: [4]")
     for words, seeds, recorded in (
         (["--seed", "4"], [], 4),
@@ -162,7 +169,8 @@ def test_one_seed_is_a_number_and_several_are_a_list_whose_folders_a_file_can_as
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_one_line_tells_of_all_runs(terminal: bool) -> None:
+def test_progress_line_covers_all_runs(terminal: bool) -> None:
+    """A terminal updates one line every second, and a file receives a line every 30 seconds."""
     file, now = io.StringIO(), [0.0]
     console = Console(file=file, width=80, force_terminal=terminal, force_interactive=terminal)
     line = RunsLine(console, 3, clock=lambda: now[0])

@@ -92,7 +92,9 @@ def assert_alike(alone: Path, together: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_two_processes_train_what_one_does_and_the_first_alone_writes_and_speaks(tmp_path):
+def test_two_ddp_processes_match_one_process(tmp_path):
+    """Weights and records agree within tolerance, the results are printed once, and the run folders hold the same
+    files."""
     process = torchrun(tmp_path / "two", 2, *SMALL, "--parallel", "ddp")
     loopscope(tmp_path / "one", SMALL)
     out = trained(process)
@@ -105,7 +107,8 @@ def test_two_processes_train_what_one_does_and_the_first_alone_writes_and_speaks
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [SMALL, TEXT, NARROW], ids=lambda words: words[0])
 @pytest.mark.parametrize(("kind", "count"), [("ddp", 3), ("fsdp", 3), ("tp", 2), ("fsdp+tp", 4)])
-def test_every_experiment_trains_in_every_kind_what_one_process_does(kind, count, words, tmp_path):
+def test_every_parallel_kind_matches_one_process(kind, count, words, tmp_path):
+    """Weights and records of every experiment agree within tolerance; tied_lm is refused for kinds with fsdp."""
     if words is TEXT and "fsdp" in kind:
         process = torchrun(tmp_path / "run", count, *words, "--parallel", kind)
         _, error = process.communicate(timeout=120)
@@ -119,7 +122,8 @@ def test_every_experiment_trains_in_every_kind_what_one_process_does(kind, count
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_rewind_together_bit_for_bit_with_other_hooks(kind, tmp_path):
+def test_parallel_rewind_matches_run_bit_for_bit(kind, tmp_path):
+    """Three ranks repeat the run from a checkpoint, and also from the start with other hooks."""
     hooks = ("--hooks", "norms", "path_length", "variance", "counterfactual", "--variance.window", "2")
     words = (*SMALL, "--parallel", kind, "--digest-every", "1", "--checkpoint-every-steps", "4", "--with-hooks", "none")
     for name, more in (("bare", ()), ("with hooks", hooks)):
@@ -149,7 +153,8 @@ def test_two_nodes_train_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_refused_is_said_once_with_status_2_and_leaves_nothing(tmp_path):
+def test_refused_launch_reports_once_and_writes_nothing(tmp_path):
+    """The error appears once for both ranks, the ranks exit with status 2, and no run folder is left."""
     for words, sentence in (
         (SMALL, "torchrun started 2 processes, but nothing says how they train one model: add --parallel"),
         ((*NARROW[:2], "fp8", *NARROW[3:], "--parallel", "tp"), "--parallel tp cuts layers up, and for this model"),
@@ -162,7 +167,8 @@ def test_what_is_refused_is_said_once_with_status_2_and_leaves_nothing(tmp_path)
         assert not list((tmp_path / "run").glob("*/*/*"))
 
 
-def test_kinds_and_processes_that_do_not_fit_are_refused_with_the_remedy(monkeypatch):
+def test_unsuitable_kind_or_world_size_is_refused(monkeypatch):
+    """The errors name the command or option to use; exact=True without resume is refused as well."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match=r"torchrun --nproc-per-node 2 -m loopscope run EXPERIMENT --parallel tp"):
         joined("tp").__enter__()
@@ -175,7 +181,8 @@ def test_kinds_and_processes_that_do_not_fit_are_refused_with_the_remedy(monkeyp
         RunOptions(exact=True)
 
 
-def test_the_shares_of_all_ranks_are_the_batches_of_one_process_in_its_order():
+def test_rank_shares_concatenate_to_whole_batches():
+    """The shares of all ranks keep the row order of one process; a batch with too few rows raises UnfitError."""
     rows = torch.arange(23)
     loader = TensorLoader((rows, rows * 2.0), 5, fixed_order(rows.flip(0)))
     for count in (1, 2, 3):

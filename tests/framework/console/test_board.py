@@ -25,7 +25,8 @@ def names(groups):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, -1.0, 1e30])
-def test_an_arrow_compares_the_last_of_three_values_with_the_first_whatever_their_scale(scale):
+def test_arrow_compares_last_value_with_first(scale):
+    """The middle of three values and their scale do not matter; a change of 0.09 percent is flat."""
     up, down = ("↑", "↓") if scale > 0 else ("↓", "↑")
     assert arrow_of([1.0 * scale, 9.0 * scale, 1.01 * scale]) == up
     assert arrow_of([1.0 * scale, 0.0, 0.99 * scale]) == down
@@ -50,7 +51,8 @@ def test_every_value_of_a_series_counts():
     assert (track.last, arrow_of(track.recent)) == (5.0, "↓")
 
 
-def test_metrics_are_parted_into_live_groups_and_hooks_in_the_order_described():
+def test_metrics_are_grouped_in_described_order():
+    """Live metrics form groups with headings, and the other metrics are grouped by hook."""
     emitted = {"b/x": 1.0, "a/loss": 2.0, "a/y": 3.0, "a/evaluation": {"val_loss": 4.0}, "c/z/weight": 5.0}
     live = {"loss": ["a/loss", "a/evaluation/val_loss", "a/absent"], "one": ["c/z/weight"]}
     board = board_of(emitted, live, described=["a/y", "b/x"])
@@ -69,7 +71,8 @@ def test_without_live_metrics_training_metrics_take_their_place():
     assert list(map(names, board.groups(cells_of(board)))) == [{"training": ["loss"]}, {"a": ["b"]}]
 
 
-def test_metrics_of_single_parameters_are_hidden_and_a_new_strategy_begins_empty():
+def test_parameter_metrics_are_hidden():
+    """Metrics of single parameters get no track, and a new strategy starts with an empty board."""
     board = board_of({"norms/grad/0.weight": 1.0, "norms/total": 2.0})
     assert list(board.tracks) == ["norms/total"]
     board.begin(run_info(None, "other"))

@@ -22,7 +22,8 @@ def test_every_piece_of_a_long_group_is_kept():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_blocks_hold_all_groups_in_order_and_the_tallest_is_as_low_as_can_be(most):
+def test_blocks_keep_order_and_minimal_height(most):
+    """Blocks contain all groups in order, and the tallest block is as low as possible."""
     groups = [Group(str(index), [Cell("m", "1")] * size) for index, size in enumerate([5, 1, 4, 2, 2, 7])]
     lowest = lowest_height(groups, most)
     blocks = list(in_blocks(groups, lowest))
@@ -64,7 +65,8 @@ def test_all_is_shown_where_there_is_room():
     assert fitted(groups, 160, 30)[1] == 18
 
 
-def test_every_hook_keeps_as_many_of_its_metrics_and_those_of_the_lowest_rank():
+def test_limited_space_is_shared_between_hooks():
+    """Each hook keeps the same number of metrics, those of the lowest rank first."""
     first = [Cell("list", "1, 2", rank=1), Cell("still", "1", rank=2), Cell("one", "1"), Cell("two", "2")]
     lines, shown = fitted([Group("a", first), *hooks([6, 6])], 30, 9)
     assert shown == 6
@@ -73,7 +75,8 @@ def test_every_hook_keeps_as_many_of_its_metrics_and_those_of_the_lowest_rank():
     ]
 
 
-def test_where_little_fits_there_is_one_list_under_full_names_of_every_hook_in_turn():
+def test_tiny_space_lists_full_metric_names():
+    """If few lines fit, one list takes metrics from each hook in turn, with full names."""
     lines, shown = fitted(hooks([6, 1, 6]), 40, 4)
     assert shown == 4
     assert [text.split()[0] for text in text_of(lines)] == [

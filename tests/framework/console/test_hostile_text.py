@@ -94,7 +94,8 @@ def named(text: str) -> type[TrainingHook]:
 @pytest.mark.parametrize("terminal", [False, True])
 @settings(max_examples=8, deadline=None)
 @given(text=HOSTILE)
-def test_a_session_shows_hostile_text_exactly_as_it_shows_its_printable_form(mode, terminal, text):
+def test_session_shows_hostile_text_as_printable_text(mode, terminal, text):
+    """In every mode, the output equals that of a session with the printable form of the same text."""
     assert shown(text, mode, terminal=terminal) == shown(printable(text), mode, terminal=terminal)
 
 
@@ -107,7 +108,8 @@ def test_markup_in_names_is_text(text):
 
 @settings(max_examples=20, deadline=None)
 @given(text=HOSTILE)
-def test_lists_and_pages_of_hooks_and_experiments_hold_nothing_but_text(text):
+def test_hook_and_experiment_pages_are_printable(text):
+    """Names and descriptions with control characters and markup leave only printable characters in lists and pages."""
     hook = named(text)
     kind = type("Kind", (ExperimentRunner,), {"name": text, "strategies": (text,), "presets": {text: {}},
                                               "__doc__": text})  # fmt: skip

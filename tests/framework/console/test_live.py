@@ -54,7 +54,8 @@ class Emitting:
 
 
 @pytest.mark.parametrize("seconds", [1 / 1024, 1 / 16, 0.75])
-def test_the_screen_is_drawn_at_most_twice_a_second_however_much_is_emitted(seconds, live):
+def test_screen_is_drawn_at_most_twice_a_second(seconds, live):
+    """The limit holds at any rate of emitted metrics."""
     for step in range(60):
         live.now += seconds
         live.emit(step)
@@ -63,7 +64,8 @@ def test_the_screen_is_drawn_at_most_twice_a_second_however_much_is_emitted(seco
     assert len(live.drawings) == pytest.approx(min(60, 60 * seconds / 0.5) + 1, abs=2)
 
 
-def test_a_slow_drawing_is_followed_by_a_long_pause(live):
+def test_slow_drawing_is_followed_by_a_long_pause(live):
+    """Drawing takes about one percent of the time."""
     draw = live.display._draw
 
     def slow():
@@ -88,7 +90,8 @@ def test_drawing_takes_nothing_from_any_random_generator(live):
     assert generators() == before
 
 
-def test_a_drawing_that_fails_ends_the_display_and_nothing_else(live):
+def test_failed_drawing_disables_only_the_display(live):
+    """The display warns once and the board still receives metrics."""
     live.display._draw = lambda: 1 / 0
     live.now += 1.0
     with pytest.warns(UserWarning, match="The live display failed and is switched off: ZeroDivisionError"):
@@ -98,7 +101,8 @@ def test_a_drawing_that_fails_ends_the_display_and_nothing_else(live):
     assert live.display.board.step == 2
 
 
-def test_what_is_printed_is_kept_up_to_a_million_characters(live):
+def test_printed_text_is_kept_up_to_a_limit(live):
+    """The display keeps the last million characters and reports how many it dropped."""
     told, printed = [], io.StringIO()
     for number in range(1100):
         live.display._keep(printed, f"{number:999}\n")

@@ -22,7 +22,8 @@ def emit(numbers, **metrics):
     numbers.emit({f"h/{name}": value for name, value in metrics.items()}, 0, HookPoint.POST_STEP, step=2)
 
 
-def test_series_are_averaged_and_labels_wait_for_all_their_values():
+def test_series_are_averaged_and_incomplete_labels_wait():
+    """A label of two metrics is shown once both have a value."""
     numbers = ProgressNumbers(NAMES)
     emit(numbers, loss=Series([1, 2], [1.0, 2.0]), elements=0.125)
     assert numbers.texts() == {"loss": "loss 1.5"}
@@ -30,13 +31,13 @@ def test_series_are_averaged_and_labels_wait_for_all_their_values():
     assert numbers.texts() == {"loss": "loss 1.5", "over": "over 0.12/1", "val": "val 3"}
 
 
-def test_a_series_with_both_infinities_is_said_to_be_nan():
+def test_series_with_both_infinities_is_nan():
     numbers = ProgressNumbers(NAMES)
     emit(numbers, loss=Series([1, 2], [math.inf, -math.inf]))
     assert numbers.texts() == {"loss": "loss nan"}
 
 
-def test_the_next_strategy_begins_without_the_numbers_of_the_last(tmp_path):
+def test_next_strategy_starts_without_old_numbers(tmp_path):
     numbers = ProgressNumbers(NAMES)
     emit(numbers, loss=1.0)
     numbers.set_run_context(run_info(tmp_path))
@@ -52,12 +53,14 @@ def test_the_next_strategy_begins_without_the_numbers_of_the_last(tmp_path):
         (45, "step 160  epoch 1.2  loss 4.123  reg 4.125"),
     ],
 )
-def test_chosen_numbers_give_way_after_what_the_bar_and_the_clock_say(room, line):
+def test_chosen_metrics_outlast_throughput_and_clock(room, line):
+    """With less room, the line drops throughput, time and total before the metrics of the experiment."""
     position = Position("step", 160, 400, 12.5, {"loss": 4.5}, epoch=1.24, chosen=CHOSEN)
     assert position.fitted(room) == line
 
 
-def test_everything_else_is_left_out_before_a_chosen_number():
+def test_chosen_metrics_are_dropped_before_the_step():
+    """Even a line without room shows the step."""
     assert Position("step", 160, 400, 12.5, {}, epoch=1.24, chosen=CHOSEN).fitted(1) == "step 160"
 
 
@@ -68,7 +71,8 @@ class Telling(SmallSteps):
     progress_metrics = {"rate": ["training_metrics/lr"], "mean": ["training_metrics/loss"]}
 
 
-def test_a_run_in_a_pipe_says_step_epoch_and_the_named_metrics(tmp_path: Path):
+def test_piped_run_prints_step_epoch_and_named_metrics(tmp_path: Path):
+    """The last line has the final step, the final epoch and the metrics that the experiment names."""
     out = io.StringIO()
     with registered(Telling), RunConsole("silent", progress_metrics=Telling.progress_metrics,
                                          console=Console(file=out, force_terminal=False)) as console:  # fmt: skip

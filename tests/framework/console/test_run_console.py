@@ -98,7 +98,8 @@ def test_a_session_without_a_terminal_is_plain_lines():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_session_on_a_terminal_shows_the_same_in_its_width(width):
+def test_terminal_session_fits_its_width(width):
+    """Header, treatments, warning, bar and table are shown at both widths."""
     text, _ = session("normal", terminal=True, width=width)
     lines = re.split(r"[\n\r]", plain(text))
     assert max(map(len, lines)) <= width
@@ -107,7 +108,8 @@ def test_a_session_on_a_terminal_shows_the_same_in_its_width(width):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_silent_shows_the_progress_and_in_the_end_what_was_warned_of(terminal):
+def test_silent_mode_shows_progress_and_final_warnings(terminal):
+    """The only sink is that of alerts."""
     text, shown = session("silent", terminal=terminal)
     lines = {line.strip() for line in re.split(r"[\n\r]", plain(text)) if line.strip()}
     assert lines
@@ -134,7 +136,8 @@ def test_the_terminal_gets_its_cursor_back_whatever_happens():
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def test_a_strategy_that_fails_before_it_starts_can_still_be_reported():
+def test_strategy_failing_before_start_is_reported():
+    """The console prints the status of a strategy that it has not seen start."""
     console = captured(terminal=False)
     with RunConsole(console=console) as shown:
         shown.strategy_ended({**SUMMARY, "status": "failed", "final": {}, "training_loss": None})
@@ -144,7 +147,8 @@ def test_a_strategy_that_fails_before_it_starts_can_still_be_reported():
     )
 
 
-def test_the_end_compares_the_strategies_and_names_the_folder():
+def test_end_shows_strategy_comparison_and_folder():
+    """Treatments and failed hooks of each strategy are listed below the comparison."""
     text, _ = session("normal", terminal=False)
     rows = [line.split() for line in text.splitlines()]
     assert ["stride", "epoch", "154", "155", "0.01235", "1", "0.9951", "1:03"] in rows
@@ -162,7 +166,7 @@ def test_a_single_strategy_is_not_compared(tmp_path, monkeypatch):
     )
 
 
-def test_the_header_tells_size_length_hooks_and_folder():
+def test_header_shows_size_length_hooks_and_folder():
     console = captured(terminal=False)
     task = TrainingTask(nn.Linear(9, 1), None, range(7), None, length=1000)
     RunConsole(console=console).strategy_started(run_info(Path("out/x"), loop="step"), task, [])
@@ -171,7 +175,8 @@ def test_the_header_tells_size_length_hooks_and_folder():
     )
 
 
-def test_warnings_go_back_to_where_they_went_even_after_an_error():
+def test_warning_handler_is_restored_after_an_error():
+    """While it is replaced, multi-line warnings arrive as one line."""
     before, seen = warnings.showwarning, []
     with pytest.raises(ZeroDivisionError), show_warnings(lambda *shown: seen.append(shown)), warnings.catch_warnings():  # noqa: PT012
         warnings.simplefilter("always")
@@ -181,7 +186,8 @@ def test_warnings_go_back_to_where_they_went_even_after_an_error():
     assert warnings.showwarning is before
 
 
-def test_a_notice_of_the_run_reads_as_a_note_and_other_warnings_as_warnings():
+def test_run_notices_are_shown_as_notes():
+    """Other warnings are shown as warnings."""
     console = captured(terminal=False)
     with RunConsole(console=console), warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -190,7 +196,8 @@ def test_a_notice_of_the_run_reads_as_a_note_and_other_warnings_as_warnings():
     assert console.file.getvalue() == "note: Left out: 'x'.\nwarning: Spikes.\n"
 
 
-def test_a_warning_that_is_said_again_and_again_is_told_once_after_a_silent_run():
+def test_repeated_warning_is_shown_once_with_count():
+    """A silent run shows warnings and notes at its end."""
     console = captured(terminal=False)
     with RunConsole("silent", console=console), warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -200,7 +207,8 @@ def test_a_warning_that_is_said_again_and_again_is_told_once_after_a_silent_run(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_live_without_a_terminal_is_normal_with_a_note(terminal):
+def test_live_without_terminal_falls_back_to_normal(terminal):
+    """A note explains it, and the full screen is not entered."""
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, force_interactive=False)
     with RunConsole("live", console=console) as shown:
         assert [sink.name for sink in shown.sinks()] == ["alerts", "console"]
@@ -218,7 +226,8 @@ class Closed(io.StringIO):
 
 @pytest.mark.parametrize("mode", ["normal", "silent", "live"])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_run_goes_on_without_anybody_to_show_it_to(mode, terminal):
+def test_run_continues_after_output_is_closed(mode, terminal):
+    """A pipe without a reader breaks no display mode."""
     console = LastingConsole(file=Closed(), width=80, force_terminal=terminal, force_interactive=terminal)
     now = [0.0]
     with RunConsole(mode, console=console, clock=lambda: now[0]) as shown, warnings.catch_warnings():
@@ -232,7 +241,8 @@ def test_a_run_goes_on_without_anybody_to_show_it_to(mode, terminal):
         shown.ended([SUMMARY, OTHER])
 
 
-def test_a_pipe_gets_no_control_codes_even_if_colours_are_forced(monkeypatch, capsys):
+def test_pipe_gets_no_control_codes(monkeypatch, capsys):
+    """This holds even if FORCE_COLOR is set."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     make_console().print(Text("[bold red]text", "bold red"))
     assert capsys.readouterr().out == "[bold red]text\n"
@@ -262,7 +272,8 @@ def alerts_shown(mode, *, snapshots=()):
 
 
 @pytest.mark.filterwarnings("always")
-def test_of_a_kind_of_alert_at_most_one_is_shown_in_an_epoch_and_between_two_snapshots_with_the_count():
+def test_repeated_alerts_are_counted_and_shown_once():
+    """At most one alert of a kind is shown per epoch and between two snapshots, with the count of the others."""
     assert alerts_shown("normal", snapshots=(0, 2)) == [
         "alert: h/a: a went wrong at 0.",
         "stride, epoch 0, step 0: x/y 1; 1 value not recorded; alerts: 2 h/a",
@@ -275,14 +286,16 @@ def test_of_a_kind_of_alert_at_most_one_is_shown_in_an_epoch_and_between_two_sna
 
 
 @pytest.mark.filterwarnings("always")
-def test_a_silent_display_tells_of_each_kind_of_alert_once_in_the_end():
+def test_silent_display_summarizes_alerts_at_the_end():
+    """Each kind of alert is one line with its count, and mode none shows nothing."""
     assert alerts_shown("silent") == [
         "alert: stride: h/a: a went wrong at 0. (and 29 more)", "alert: stride: h/b: b went wrong at 0. (and 27 more)",
     ]  # fmt: skip
     assert alerts_shown("none") == []
 
 
-def test_two_values_under_one_label_of_the_progress_line_are_explained_where_the_run_begins():
+def test_paired_progress_metrics_are_explained_at_start():
+    """The header lists the metrics of a label with two values, and omits labels with one."""
     console = captured(terminal=False)
     task = TrainingTask(nn.Linear(9, 1), None, range(7), None, length=1000)
     names = {"over": ["h/elements", "h/tensors"], "loss": ["h/loss"]}
@@ -291,7 +304,8 @@ def test_two_values_under_one_label_of_the_progress_line_are_explained_where_the
     assert "loss" not in console.file.getvalue()
 
 
-def test_the_end_says_where_everything_is_and_what_to_do_next(tmp_path):
+def test_end_lists_output_files_and_next_commands(tmp_path):
+    """Record, alerts, weights, and quoted show and plot commands come last."""
     summaries = [{**each, "output_dir": str(tmp_path / "an exp" / each["strategy"])} for each in (SUMMARY, OTHER)]
     for index, each in enumerate(summaries):
         folder = Path(each["output_dir"])
@@ -315,7 +329,8 @@ def test_the_end_says_where_everything_is_and_what_to_do_next(tmp_path):
     ]
 
 
-def test_tables_of_hooks_are_pointed_at_in_a_pipe_and_name_their_strategy_on_a_terminal():
+def test_hook_tables_are_referenced_in_pipes():
+    """A terminal shows the tables with their strategy; a pipe gets one line with the place in summary.json."""
     summary = {**SUMMARY, "hook_tables": {"overflow": {"a": {"n": 1}, "b": {"n": 2}}, "other": {"c": {"n": 1}}}}
     for terminal in (False, True):
         console = captured(terminal=terminal)

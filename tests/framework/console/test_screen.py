@@ -27,7 +27,8 @@ def numbers(lines):
 
 
 @pytest.mark.parametrize(("columns", "lines"), SIZES)
-def test_progress_results_live_metrics_others_and_warnings_are_readable(columns, lines):
+def test_screen_shows_progress_metrics_and_warnings(columns, lines):
+    """Results, live and hook metrics, notes and counts of messages are readable in terminals of several sizes."""
     (screen,) = show(whole, columns, lines).left
     text = "\n".join(screen)
     for part in (
@@ -47,7 +48,8 @@ def test_progress_results_live_metrics_others_and_warnings_are_readable(columns,
 
 
 @pytest.mark.parametrize(("columns", "lines"), [*SIZES, (100, 30), (60, 20)])
-def test_no_number_is_cut_and_the_sidebar_has_its_own_columns(columns, lines):
+def test_sidebar_numbers_are_never_cut(columns, lines):
+    """Every number on the screen is a whole value of a metric at every terminal size."""
     (screen,) = show(whole, columns, lines).left
     found = numbers(screen)
     assert len(found) >= (HOOKS * METRICS if columns == 160 else 1)
@@ -63,7 +65,7 @@ def test_a_terminal_of_any_size_is_drawn_on(columns, lines):
     assert terminal.is_as_it_was
 
 
-def test_sparklines_and_arrows_tell_how_the_live_metrics_went():
+def test_sparklines_and_arrows_show_the_trend():
     def body():
         session = Session()
         with session.console:
@@ -84,7 +86,8 @@ def test_sparklines_and_arrows_tell_how_the_live_metrics_went():
     }
 
 
-def test_afterwards_the_first_screen_shows_what_normal_mode_would_with_warnings_and_prints():
+def test_exit_prints_the_normal_output_in_order():
+    """After the screen closes, the terminal has the normal lines, warnings and prints."""
     terminal = show(whole, 80, 50)
     text = " ".join("\n".join(terminal.lines_shown).split())
     assert terminal.is_as_it_was
@@ -117,7 +120,8 @@ def test_the_screen_follows_the_size_of_the_terminal(exported, monkeypatch):
     assert process.finish().is_as_it_was
 
 
-def test_ctrl_c_gives_the_terminal_back_with_its_modes():
+def test_ctrl_c_restores_the_terminal():
+    """The process exits with status 130, and the terminal has its old modes."""
     process = Process(until)
     before = process.modes()
     process.read_until(shows("newest metrics"))
@@ -130,7 +134,9 @@ def test_ctrl_c_gives_the_terminal_back_with_its_modes():
     assert process.modes_left == before
 
 
-def test_an_error_gives_the_terminal_back_and_tells_the_warnings():
+def test_error_restores_terminal_and_prints_warnings():
+    """The warnings come before the error."""
+
     def body():
         session = Session()
         with session.console:
@@ -147,7 +153,8 @@ def test_an_error_gives_the_terminal_back_and_tells_the_warnings():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_a_signal_that_ends_the_process_gives_the_terminal_back_first(number):
+def test_fatal_signal_restores_the_terminal_first(number):
+    """The process then ends by SIGTERM, SIGHUP or SIGQUIT."""
     process = Process(until)
     process.read_until(shows("newest metrics"))
     process.kill(number)
@@ -155,7 +162,8 @@ def test_a_signal_that_ends_the_process_gives_the_terminal_back_first(number):
     assert process.status == -number
 
 
-def test_a_terminal_that_is_behind_with_reading_is_given_back_by_a_signal_too():
+def test_signal_restores_a_slow_terminal():
+    """A terminal with unread output is restored too when SIGTERM ends the process."""
     process = Process(until)
     process.read_until(shows("newest metrics"))
     time.sleep(1)  # what is drawn meanwhile fills what the terminal has not read yet
@@ -183,7 +191,8 @@ def shell():
     os.waitpid(job, 0)
 
 
-def test_ctrl_z_gives_the_terminal_back_and_the_screen_is_taken_again_in_the_foreground():
+def test_ctrl_z_restores_terminal_until_resumed():
+    """The screen is drawn again when the process returns to the foreground."""
     process = Process(shell)
     process.read_until(shows("newest metrics"))
     process.type(b"\x1a")
@@ -221,8 +230,8 @@ def test_a_forked_process_ends_without_touching_the_terminal():
     assert len(terminal.left) == terminal.entered == 1
 
 
-def test_a_terminal_that_takes_nothing_does_not_hold_the_run_up():
-    """Ctrl-S: drawings are left out, the steps go on, and after Ctrl-Q the newest drawing comes."""
+def test_stopped_terminal_does_not_block_training():
+    """After Ctrl-S drawings are skipped and steps continue; after Ctrl-Q the newest drawing appears."""
     marker = os.pipe()
 
     def body():
@@ -248,7 +257,9 @@ def test_a_terminal_that_takes_nothing_does_not_hold_the_run_up():
     assert process.status == 0
 
 
-def test_what_else_wrote_to_the_terminal_is_painted_over():
+def test_foreign_terminal_output_is_painted_over():
+    """The next drawing removes the text that a library wrote on the screen."""
+
     def body():
         session = Session()
         with session.console:
@@ -263,7 +274,7 @@ def test_what_else_wrote_to_the_terminal_is_painted_over():
 
 
 @pytest.mark.parametrize(("variable", "value", "colours"), [("TERM", "xterm-256color", True), ("NO_COLOR", "1", False)])
-def test_colours_are_left_out_where_they_are_not_wanted(variable, value, colours, monkeypatch):
+def test_no_color_variable_disables_colors(variable, value, colours, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv(variable, value)
     process = Process(whole)
@@ -271,7 +282,8 @@ def test_colours_are_left_out_where_they_are_not_wanted(variable, value, colours
     assert bool(re.search(rb"\x1b\[[\d;]*(3\d|38|48)[;m]", process.bytes)) == colours
 
 
-def test_a_dumb_terminal_gets_plain_lines_and_a_note(monkeypatch):
+def test_dumb_terminal_gets_plain_lines(monkeypatch):
+    """A note explains that --live needs a terminal."""
     monkeypatch.setenv("TERM", "dumb")
     process = Process(whole)
     terminal = process.finish()

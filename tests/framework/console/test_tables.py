@@ -66,7 +66,8 @@ def words(text):
     return " ".join(text.split())
 
 
-def test_every_hook_is_listed_with_kind_points_and_one_line():
+def test_hook_list_shows_kind_and_summary():
+    """Every registered hook has its kind and first line, in 80 columns."""
     text = rendered(hook_list(HookRegistry))
     assert max(map(cell_len, text.splitlines())) <= 80
     for hook in HookRegistry:
@@ -77,7 +78,8 @@ def test_every_hook_is_listed_with_kind_points_and_one_line():
 
 @pytest.mark.parametrize("hook", list(HookRegistry), ids=lambda hook: hook.name)
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_page_of_a_hook_holds_every_metric_and_option_in_its_width(hook, width):
+def test_hook_page_lists_metrics_and_options(hook, width):
+    """Every metric and option of every hook is in the page, within its width."""
     text = rendered(hook_page(hook), width)
     assert max(map(cell_len, text.splitlines())) <= width
     for info in hook().describe_metrics():
@@ -89,7 +91,8 @@ def test_the_page_of_a_hook_holds_every_metric_and_option_in_its_width(hook, wid
         assert f"default {parameter.default}" in words(text)
 
 
-def test_the_page_of_a_hook_reads_as_a_page():
+def test_hook_page_has_the_expected_layout():
+    """The page of an example hook matches line by line."""
     assert rendered(hook_page(Example)).splitlines() == [
         "example  observer, PRE_STEP, SNAPSHOT",
         "Watch the loss closely.",
@@ -117,7 +120,7 @@ def test_every_option_of_a_shipped_hook_is_described():
     assert undocumented == []
 
 
-def test_points_are_told_by_loop_and_epoch():
+def test_hook_points_are_shown_by_loop_and_epoch():
     windows = {
         "epoch": {HookPoint.SNAPSHOT: (50, None), HookPoint.POST_EPOCH: (None, 49)},
         "step": {HookPoint.SNAPSHOT},
@@ -142,13 +145,14 @@ def test_a_comparison_shows_the_columns_that_anyone_fills():
     assert [line.split() for line in lines[3:5]] == [["a", "1e-05"], ["[b]", "nan"]]
 
 
-def test_numbers_are_aligned_to_the_right_and_text_to_the_left():
+def test_numbers_align_right_and_text_left():
     lines = rendered(comparison_table([{"name": "a", "n": "5"}, {"name": "long", "n": "12,345"}])).splitlines()
     assert lines[3].index("5") == lines[4].index("12,345") + 5
     assert lines[3].index("a") == lines[4].index("long")
 
 
-def test_a_comparison_that_is_too_wide_has_a_line_for_each_number() -> None:
+def test_wide_comparison_is_transposed() -> None:
+    """A table that does not fit has a line for each value and a column for each strategy."""
     rows = [{"strategy": name, "a_number_with_a_long_name": "0.5", "another_with_a_long_name": "12"} for name in "ab"]
     wide, narrow = (rendered(comparison_table(rows, width)).splitlines() for width in (80, 50))
     assert wide[1].split() == ["strategy", "a_number_with_a_long_name", "another_with_a_long_name"]
@@ -157,7 +161,8 @@ def test_a_comparison_that_is_too_wide_has_a_line_for_each_number() -> None:
     ]  # fmt: skip
 
 
-def test_a_comparison_shows_how_far_strategies_are_from_the_one_that_the_experiment_names(tmp_path) -> None:
+def test_comparison_shows_distance_from_named_strategy(tmp_path) -> None:
+    """The distance column is omitted if the reference strategy is missing."""
     summaries = session(tmp_path, strategies=["plain", "clipped"], epochs=1).run()
     plain, clipped = comparison_rows(summaries, {"val_loss": "plain", "unknown": "plain"})
     distance = summaries[1]["final"]["val_loss"] - summaries[0]["final"]["val_loss"]
@@ -166,7 +171,8 @@ def test_a_comparison_shows_how_far_strategies_are_from_the_one_that_the_experim
     assert not any("−" in name for name in comparison_rows(summaries[1:], {"val_loss": "plain"})[0])
 
 
-def test_the_table_of_a_hook_has_a_line_for_each_row_and_room_for_what_a_row_lacks() -> None:
+def test_hook_table_leaves_missing_cells_empty() -> None:
+    """The table has a line for each row, with thousands separators."""
     rows = {"forward_input": {"total_elements": 1234567, "rate": 0.25}, "output_grad": {"rate": float("nan")}}
     lines = [
         line.split() for line in rendered(hook_table("fp4", "gradient_overflow", rows), 60).splitlines() if line.strip()
@@ -175,7 +181,8 @@ def test_the_table_of_a_hook_has_a_line_for_each_row_and_room_for_what_a_row_lac
     assert lines[3:] == [["forward_input", "1,234,567", "0.25"], ["output_grad", "nan"]]
 
 
-def test_a_comparison_of_many_strategies_is_cut_into_tables_that_fit() -> None:
+def test_comparison_of_many_strategies_is_split() -> None:
+    """Every table fits the width, and every strategy is in exactly one of them."""
     numbers = {"a_number_with_a_long_name": "0.25", "another_with_a_long_name": "1"}
     rows = [{"strategy": f"strategy_{name}", **numbers} for name in "abcdefg"]
     text = rendered(comparison_table(rows, 60), 60)
@@ -186,6 +193,7 @@ def test_a_comparison_of_many_strategies_is_cut_into_tables_that_fit() -> None:
     assert words(text).count("a_number_with_a_long_name") == len(headings) == 4
 
 
-def test_a_column_that_only_later_rows_fill_stands_where_they_have_it() -> None:
+def test_late_column_keeps_its_position() -> None:
+    """A column that only later rows fill is where those rows have it."""
     rows = [{"strategy": "a", "time": "1"}, {"strategy": "b", "gap": "0.5", "time": "2"}]
     assert rendered(comparison_table(rows)).splitlines()[1].split() == ["strategy", "gap", "time"]

@@ -17,7 +17,8 @@ def draw(block: int) -> torch.Generator:
 
 @given(rows=st.integers(1, 30), total=st.integers(0, 100), start=st.integers(0, 110), replacement=st.booleans())
 @settings(deadline=None)
-def test_a_random_order_is_the_same_from_any_row_on(rows, total, start, replacement):
+def test_random_order_is_same_from_any_row(rows, total, start, replacement):
+    """Reading from a later row gives the rest of the whole order, with and without replacement."""
     whole = list(random_rows(rows, total, 0, draw, replacement=replacement))
     assert list(random_rows(rows, total, start, draw, replacement=replacement)) == whole[start:]
     assert len(whole) == total
@@ -25,12 +26,14 @@ def test_a_random_order_is_the_same_from_any_row_on(rows, total, start, replacem
 
 
 @given(rows=st.integers(1, 30), total=st.integers(0, 100))
-def test_without_replacement_every_row_comes_equally_often(rows, total):
+def test_rows_without_replacement_occur_equally_often(rows, total):
+    """The counts of two rows differ by at most one."""
     counts = Counter(random_rows(rows, total, 0, draw, replacement=False))
     assert all(total // rows <= counts[row] <= -(-total // rows) for row in range(rows))
 
 
-def test_blocks_of_a_long_order_join_without_a_seam():
+def test_blocks_of_long_order_join_seamlessly():
+    """Reading may start just before, at or after a block boundary."""
     for replacement in (False, True):
         rows, total = 2 * BLOCK + 5, 2 * BLOCK + 3
         whole = list(random_rows(rows, total, 0, draw, replacement=replacement))
@@ -52,7 +55,8 @@ def test_batches_are_those_of_torch(rows, batch_size, drop_last, start):
     assert list(batch_indices(dataloader, start, draw)) == list(sampler)[start:]
 
 
-def test_every_known_sampler_yields_as_many_rows_as_it_says():
+def test_known_samplers_yield_their_length():
+    """The samplers are sequential, random with and without replacement, and over a subset."""
     subset = [3, 5, 9]
     for sampler in (
         SequentialSampler(range(7)),
@@ -65,7 +69,8 @@ def test_every_known_sampler_yields_as_many_rows_as_it_says():
     assert sorted(rows_from(SubsetRandomSampler(subset), 0, draw)) == subset
 
 
-def test_an_order_of_many_rows_is_not_turned_into_a_list():
+def test_long_order_is_not_stored_as_list():
+    """Reading from an order of two million rows takes less than 10 MB."""
     tracemalloc.start()
     try:
         rows = random_rows(2_000_000, 2_000_000, 500_000, draw, replacement=False)

@@ -35,7 +35,8 @@ def column(batches) -> list[list[int]]:
     return [batch[0].tolist() for batch in batches]
 
 
-def test_batches_follow_the_order_and_the_last_one_may_be_smaller():
+def test_batches_follow_order_with_smaller_last_batch():
+    """With a fixed order, every epoch has the same batches."""
     loader = tensor_loader(4, fixed_order(NUMBERS.flip(0)))
     assert column(loader.batches(0)) == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
     assert len(loader) == 3
@@ -48,7 +49,8 @@ def test_the_rows_of_all_tensors_stay_together():
 
 
 @given(st.integers(1, 11), st.integers(0, 3), st.integers(0, 12))
-def test_starting_later_gives_the_rest_of_the_same_epoch(batch_size, epoch, start):
+def test_later_start_yields_rest_of_epoch(batch_size, epoch, start):
+    """The property holds for any batch size, epoch and first batch."""
     loader = tensor_loader(batch_size)
     whole = column(loader.batches(epoch))
     assert column(loader.batches(epoch, start)) == whole[start:]
@@ -56,7 +58,7 @@ def test_starting_later_gives_the_rest_of_the_same_epoch(batch_size, epoch, star
     assert len(whole) == len(loader)
 
 
-def test_a_random_order_depends_on_seed_and_epoch_alone():
+def test_random_order_depends_only_on_seed_and_epoch():
     first = random_order(10, 3)(2)
     torch.rand(7)
     assert torch.equal(random_order(10, 3)(2), first)
@@ -71,20 +73,22 @@ def test_a_loader_draws_nothing_from_the_runs_streams():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_two_iterators_do_not_disturb_each_other():
+def test_two_iterators_do_not_interfere():
     loader = tensor_loader()
     pairs = list(zip(loader.batches(0), loader.batches(0), strict=True))
     assert all(torch.equal(a[0], b[0]) for a, b in pairs)
 
 
-def test_a_shuffled_loader_has_the_same_rows_in_an_order_of_its_own():
+def test_shuffled_loader_reorders_the_same_rows():
+    """The new order changes with the epoch and ignores the original order."""
     shuffled = tensor_loader(4, fixed_order(NUMBERS)).shuffled(5)
     assert sorted(chain(*column(shuffled.batches(0)))) == list(range(10))
     assert column(shuffled.batches(0)) != column(shuffled.batches(1))
     assert column(shuffled.batches(0)) == column(tensor_loader(4).shuffled(5).batches(0))
 
 
-def test_derived_seeds_are_the_same_on_every_machine_and_differ_by_every_part():
+def test_derived_seeds_are_portable_and_distinct():
+    """A seed is equal on every machine and changes with each part of its key."""
     assert derived_seed(199, "order", 0) == 7313308332965189692
     assert len({derived_seed(1, "order", 0), derived_seed(1, "order", 1), derived_seed(1, "x", 0)}) == 3
 
@@ -103,7 +107,8 @@ def test_tensors_that_make_no_batches_are_refused(tensors, batch_size, sentence)
         TensorLoader(tensors, batch_size, fixed_order(NUMBERS))
 
 
-def test_an_order_that_is_no_permutation_of_all_rows_is_refused():
+def test_incomplete_order_is_refused():
+    """The error names the number of rows in the order and in the data."""
     with pytest.raises(UsageError, match="The order of epoch 0 has 3 rows, the data 10"):
         list(tensor_loader(4, fixed_order(NUMBERS[:3])).batches(0))
 
@@ -148,7 +153,8 @@ def drawn(loader: TorchLoader, epoch: int, start: int = 0) -> list[list]:
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_a_dataloader_becomes_a_function_of_seed_and_epoch(make):
+def test_dataloader_depends_only_on_seed_and_epoch(make):
+    """The wrapped DataLoader ignores global random state and can start at a later batch."""
     loader = TorchLoader(make(), 3)
     first, second = drawn(loader, 0), drawn(loader, 1)
     torch.manual_seed(99)
@@ -177,7 +183,8 @@ def test_a_dataloader_stays_its_owners_as_it_was(make):
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_a_dataloader_leaves_the_runs_streams_alone_at_every_batch(make):
+def test_dataloader_leaves_global_random_streams_unchanged(make):
+    """The test compares all streams after every batch, including NumPy's cached Gaussian."""
     np.random.standard_normal()  # leaves a cached Gaussian behind, which is part of the state
     streams = RandomStreams(0)
     before = streams.save()
@@ -190,14 +197,14 @@ def test_a_dataloader_leaves_the_runs_streams_alone_at_every_batch(make):
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_a_dataloader_read_twice_at_once_gives_both_readers_the_same(make):
+def test_simultaneous_dataloader_readers_get_equal_batches(make):
     loader = TorchLoader(make(), 3)
     pairs = list(zip(loader.batches(0), loader.batches(0), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
     assert [a.tolist() for a, _ in pairs] == drawn(loader, 0)
 
 
-def test_drawing_between_two_batches_does_not_change_the_next_one():
+def test_drawing_between_batches_changes_no_batch():
     loader = TorchLoader(LOADERS["shuffle"](), 3)
     expected, found = drawn(loader, 0), []
     for batch in loader.batches(0):
@@ -208,7 +215,9 @@ def test_drawing_between_two_batches_does_not_change_the_next_one():
 
 
 @pytest.mark.slow
-def test_worker_processes_too_depend_on_seed_and_epoch_alone():
+def test_worker_processes_depend_on_seed_and_epoch():
+    """With a worker process, global random state is neither read nor changed."""
+
     def make() -> TorchLoader:
         workers = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="spawn")
         return TorchLoader(workers, 3)
@@ -225,7 +234,8 @@ def numbers_loader(**options) -> DataLoader:
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
-def test_a_dataloader_can_be_reshuffled_with_its_batching_kept(drop_last, sizes):
+def test_reshuffled_dataloader_keeps_its_batching(drop_last, sizes):
+    """Batch sizes and drop_last stay the same, and the order changes with the epoch."""
     shuffled = TorchLoader(numbers_loader(drop_last=drop_last), 3).shuffled(7)
     epochs = [column(shuffled.batches(epoch)) for epoch in (0, 1)]
     assert [len(batch) for batch in epochs[0]] == sizes
@@ -236,7 +246,8 @@ def test_a_dataloader_can_be_reshuffled_with_its_batching_kept(drop_last, sizes)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_what_is_drawn_depends_on_the_rows_and_not_on_their_order(drop_last):
+def test_drawn_batches_depend_on_rows_not_order(drop_last):
+    """Loaders that visit the same rows in different orders draw the same batches."""
     options = {"batch_size": 4, "drop_last": drop_last}
     order = NUMBERS.flip(0).tolist()
     batches = [order[:4], order[4:8], *([] if drop_last else [order[8:]])]
@@ -260,7 +271,8 @@ def test_only_rows_that_the_sampler_visits_are_drawn():
     assert sorted(chain(*column(TorchLoader(loader, 3).drawn(5).batches(0)))) == [1, 4, 7]
 
 
-def test_rows_are_drawn_one_by_one_where_there_are_no_batches():
+def test_rows_without_batches_are_drawn_singly():
+    """A DataLoader with batch_size=None yields each row by itself."""
     every = list(TorchLoader(DataLoader(NUMBERS, batch_size=None, sampler=[3, 1, 2]), 3).drawn(5).batches(0))
     assert sorted(map(int, every)) == [1, 2, 3]
 
@@ -297,7 +309,8 @@ class Alternating:
         lambda: DataLoader(TensorDataset(NUMBERS), batch_sampler=Alternating()),
     ],
 )
-def test_a_loader_that_does_more_than_order_its_data_is_not_reshuffled(make):
+def test_unshufflable_loader_is_refused(make):
+    """A subset, weighted, distributed or batch sampler or an iterable dataset cannot be reshuffled."""
     loader = TorchLoader(make(), 3)
     assert list(loader.batches(0))
     with pytest.raises(UsageError, match="cannot be reshuffled; only an order of the whole dataset can"):
@@ -337,7 +350,8 @@ def flat(batch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7, 8, 20])
-def test_micro_batches_keep_the_structure_and_join_to_the_batch(structure, pieces):
+def test_micro_batches_keep_structure_and_join(structure, pieces):
+    """Their number and sizes are bounded, and their concatenation equals the batch."""
     batch = structure(torch.arange(14).reshape(7, 2))
     parts = micro_batches(batch, pieces)
     assert len(parts) <= pieces

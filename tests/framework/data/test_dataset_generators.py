@@ -32,7 +32,8 @@ def test_a_generator_is_seeded_whatever_it_drew_before(make, draw, number):
 
 
 @pytest.mark.parametrize(("make", "draw"), KINDS.values(), ids=KINDS)
-def test_a_generator_is_put_back_even_after_an_error(make, draw):
+def test_generator_is_restored_after_an_error(make, draw):
+    """A seeded generator continues where it was, including a cached Gaussian draw."""
     held = make()
     draw(held)  # an odd number of Gaussians leaves one cached
     restore = restorer([held])
@@ -60,7 +61,8 @@ class Slots:
     __slots__ = ()
 
 
-def test_generators_of_wrapped_datasets_are_found_once_each():
+def test_generators_in_wrapped_datasets_are_found_once():
+    """The search follows nested and cyclic objects and omits random.SystemRandom."""
     one, two, three = np.random.default_rng(1), random.Random(2), torch.Generator()
     inner = Holder(rng=one, again=one, name="x", rows=[1, 2], system=random.SystemRandom())
     inner.loop = Holder(up=inner)

@@ -52,13 +52,15 @@ def write(batch: Any) -> None:
 
 @pytest.mark.parametrize("point", [HookPoint.PRE_STEP, HookPoint.POST_STEP])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_an_intervention_writes_into_a_batch_is_rolled_back(kind: str, point: HookPoint) -> None:
+def test_intervention_writes_to_batch_are_reverted(kind: str, point: HookPoint) -> None:
+    """Writes to batches of every kind leave the run identical to the run without hooks."""
     writing = at(ActingHook, point)(lambda run_ctx, model_ctx: write(run_ctx.batch_data))
     assert differences(run(Views(kind, kept=True), audit=False), run(Views(kind, kept=True), writing)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_observer_that_writes_into_a_batch_is_caught(kind: str) -> None:
+def test_observer_writes_to_batch_are_caught(kind: str) -> None:
+    """Observers and read-only hooks raise StateMutationError."""
     double = lambda ctx, *_: parts(ctx.batch_data)[0].mul_(2) and None
     for kind_of_hook in (SpyHook, ReadOnlyHook):
         with pytest.raises(StateMutationError, match="batch"):
@@ -73,7 +75,8 @@ def draw_and_write(ctx: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_hooks_write_into_batches_that_they_draw_reaches_no_data(kind: str) -> None:
+def test_writes_to_drawn_batches_leave_data_unchanged(kind: str) -> None:
+    """Hooks that draw batches and write to them change neither the data nor the run."""
     loader = Views(kind)
     before = loader.data[0].clone()
     observer = at(SpyHook, HookPoint.POST_EPOCH)(draw_and_write)
@@ -98,14 +101,16 @@ class Writing(SpyHook):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_at_the_start_into_batches_reaches_no_data(kind: str) -> None:
+def test_writes_at_start_leave_data_unchanged(kind: str) -> None:
+    """Batches that a hook changes in start() are copies."""
     loader = Views(kind)
     before = loader.data[0].clone()
     assert differences(run(Views(kind), audit=False), run(loader, Writing())) == []
     assert torch.equal(before, loader.data[0])
 
 
-def test_a_copy_of_a_view_takes_the_memory_of_the_view_alone() -> None:
+def test_copied_view_uses_only_its_own_memory() -> None:
+    """The copy of a batch that is a view does not copy the whole base tensor."""
     loader = Views("UserDict")
     drawn = next(iter(lent(loader)))
     assert drawn["x"].untyped_storage().nbytes() == drawn["x"].nbytes
@@ -125,7 +130,8 @@ class Items(Dataset):
         return 4
 
 
-def test_loaders_that_gather_rows_lend_them_as_they_are_and_all_others_copies() -> None:
+def test_only_loaders_that_share_data_are_copied() -> None:
+    """Loaders that build new tensors per batch are passed on as they are; other loaders yield copies."""
     data = torch.randn(ROWS, 3)
     gathering = TensorLoader((data,), 4, fixed_order(torch.arange(ROWS)))
     stacking = TorchLoader(DataLoader(TensorDataset(data), batch_size=2), 0)
@@ -139,7 +145,8 @@ def test_loaders_that_gather_rows_lend_them_as_they_are_and_all_others_copies() 
     assert torch.equal(data, before)
 
 
-def test_a_batch_in_which_nothing_is_found_is_refused_where_a_hook_might_change_it() -> None:
+def test_opaque_batch_is_refused_for_interventions() -> None:
+    """An intervention within a step raises a UsageError, while hooks that only read are accepted."""
     writing = at(ActingHook, HookPoint.PRE_STEP, needs_pre_epoch_state=False)(lambda *ctx: None)
     with pytest.raises(UsageError, match="'acting' is rolled back within a step, but in its batch, a Opaque, there"):
         run(Views("opaque"), writing)
@@ -159,11 +166,13 @@ def test_batches_of_these_kinds_are_counted_and_split(kind: str) -> None:
     assert differences(bare, hooked) == []
 
 
-def test_an_object_with_tensors_that_nobody_knows_how_to_split_is_refused() -> None:
+def test_unsplittable_batch_object_is_refused() -> None:
+    """Splitting a batch with an unknown object that contains tensors raises an error with its class."""
     with pytest.raises(LoopscopeError, match="A batch with a Graph cannot be split into micro-batches; set"):
         micro_batches(next(iter(Views("object"))), 2)
 
 
-def test_a_batch_with_a_sparse_tensor_is_not_split():
+def test_sparse_batch_is_not_split():
+    """Splitting a batch with a sparse tensor raises an error with its layout."""
     with pytest.raises(LoopscopeError, match=r"tensor of layout torch.sparse_coo cannot be split into micro-batches"):
         micro_batches((torch.eye(4).to_sparse(), torch.ones(4)), 2)

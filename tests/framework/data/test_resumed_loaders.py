@@ -172,7 +172,8 @@ def drawn(loader: Loader, epoch: int, start: int = 0) -> list[list]:
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_an_epoch_starts_at_any_batch_with_the_same_rest(make):
+def test_epoch_resumes_at_any_batch(make):
+    """The remaining batches are the same, also for a new loader and after random draws."""
     loader = TorchLoader(make(), 3)
     for epoch in (0, 2):
         whole = drawn(loader, epoch)
@@ -191,7 +192,8 @@ def test_workers_yield_the_batches_of_the_main_process(make):
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_two_readers_of_different_epochs_do_not_disturb_each_other(make):
+def test_interleaved_epochs_do_not_affect_each_other(make):
+    """Two iterators of one loader read different epochs in turn."""
     loader = TorchLoader(make(), 3)
     pairs = list(zip(loader.batches(0), loader.batches(1, start=1), strict=False))
     assert [first.tolist() for first, _ in pairs] == drawn(loader, 0)[: len(pairs)]
@@ -204,7 +206,9 @@ def test_two_readers_of_different_epochs_do_not_disturb_each_other(make):
     workers=st.sampled_from([0, 0, 0, 0, 2]), seed=st.integers(0, 5), drop=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_a_batch_is_a_function_of_seed_epoch_and_batch(rows, batch_size, epoch, start, workers, seed, drop):
+def test_batch_depends_only_on_seed_epoch_and_index(rows, batch_size, epoch, start, workers, seed, drop):
+    """Workers, the start and earlier draws have no effect, and no row occurs twice in an epoch."""
+
     def make(workers: int) -> TorchLoader:
         options = {"batch_size": batch_size, "shuffle": True, "drop_last": drop, "num_workers": workers}
         return TorchLoader(DataLoader(Noisy(rows), **options), seed)
@@ -216,7 +220,8 @@ def test_a_batch_is_a_function_of_seed_epoch_and_batch(rows, batch_size, epoch, 
     assert len(set(seen)) == len(seen) == (rows // batch_size * batch_size if drop else rows)
 
 
-def test_no_batch_before_the_first_one_is_loaded_and_none_ahead_of_the_reader():
+def test_skipped_and_future_batches_are_not_loaded():
+    """Only the rows of the requested batch are read from the dataset."""
     dataset = Noisy(1000)
     batches = TorchLoader(DataLoader(dataset, batch_size=10, shuffle=True), 3).batches(0, start=90)
     assert dataset.fetched == []
@@ -253,20 +258,22 @@ class Counting(Sampler):
     [SequentialSampler(Rows(10**9)), RandomSampler(Rows(10**9), replacement=True), Counting()],
     ids=["sequence", "with replacement", "unknown"],
 )
-def test_a_hundred_thousand_batches_are_skipped_in_no_time(sampler):
+def test_skipping_many_batches_is_fast(sampler):
+    """Skipping 100,000 batches takes less than a second of processor time."""
     loader = TorchLoader(DataLoader(Rows(10**9), batch_size=8, sampler=sampler), 3)
     begin = time.process_time()
     assert len(next(loader.batches(0, start=100_000))) == 8
     assert time.process_time() - begin < 1
 
 
-def test_tensors_are_gathered_from_any_batch_on_without_listing_the_others():
+def test_tensor_loader_starts_late_without_listing_earlier_batches():
     loader = TensorLoader((torch.arange(1_000_001),), 4, random_order(1_000_001, 3))
     assert [len(batch) for (batch,) in loader.batches(0, start=249_999)] == [4, 1]
     assert list(loader.batches(0, start=250_001)) == []
 
 
-def test_a_datasets_own_generators_are_left_where_they_were():
+def test_generators_of_the_dataset_are_preserved():
+    """Reading an epoch leaves them in the state they had."""
     dataset, untouched = OwnGenerators(), OwnGenerators()
     for _ in TorchLoader(DataLoader(dataset, batch_size=4), 3).batches(0):
         pass
@@ -285,7 +292,8 @@ class Stream(IterableDataset):
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_is_read_up_to_the_batch_and_then_yields_the_same(workers):
+def test_stream_is_skipped_up_to_the_batch(workers):
+    """An iterable dataset yields the same batches in the same epoch."""
     loader = TorchLoader(DataLoader(Stream(), batch_size=3, num_workers=workers), 3)
     first, second = drawn(loader, 0), drawn(loader, 1)
     assert drawn(loader, 0) == first != second
@@ -299,7 +307,8 @@ class Doubled(DataLoader):
         return (2 * batch for batch in super().__iter__())
 
 
-def test_a_dataloader_that_iterates_in_its_own_way_is_left_to_it():
+def test_custom_dataloader_iteration_is_preserved():
+    """A subclass of DataLoader that overrides __iter__ is iterated as it is."""
     whole = drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0)
     assert sorted(chain(*whole)) == [2 * row for row in range(8)]
     assert drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0, start=3) == whole[3:]
@@ -322,7 +331,7 @@ def open_dataset(worker: int) -> None:
 
 
 @pytest.mark.process
-def test_a_worker_is_started_with_the_dataset_that_its_owner_knows():
+def test_worker_init_fn_receives_the_original_dataset():
     loader = TorchLoader(DataLoader(Opened(), batch_size=2, num_workers=1, worker_init_fn=open_dataset), 3)
     assert drawn(loader, 0) == [[[100, 1], [101, 1]], [[102, 1], [103, 1]]]
 

@@ -85,7 +85,8 @@ def loader(kind: str, rows: int, size: int, *, drop_last: bool = False) -> tuple
     drop_last=st.booleans(),
 )
 @settings(deadline=None, max_examples=150)
-def test_the_rows_that_are_named_are_those_of_the_batches(kind, rows, size, epoch, start, drop_last):
+def test_row_indices_match_the_batches(kind, rows, size, epoch, start, drop_last):
+    """They select the rows of each batch for every sampler, epoch and start, without random draws."""
     made, data = loader(kind, rows, size, drop_last=drop_last)
     before = torch.get_rng_state()
     for each in (made, lent(made)):
@@ -98,7 +99,8 @@ def test_the_rows_that_are_named_are_those_of_the_batches(kind, rows, size, epoc
 
 @given(rows=st.integers(6, 40), count=st.integers(1, 3))
 @settings(deadline=None, max_examples=20)
-def test_ranks_have_the_rows_of_one_process_between_them(rows, count):
+def test_rows_of_all_ranks_form_the_full_batch(rows, count):
+    """The indices of each rank select the rows of its own batches."""
     made, data = loader("reshuffled", rows, 6)
     if rows % 6 in range(1, count):
         return
@@ -111,14 +113,15 @@ def test_ranks_have_the_rows_of_one_process_between_them(rows, count):
         assert all(torch.equal(data[index], batch) for (batch,), index in zip(share.batches(1), found, strict=True))
 
 
-def test_windows_of_tokens_are_named_by_where_they_begin():
+def test_token_windows_are_numbered_by_their_offset():
     tokens = torch.arange(200).numpy()
     made = TokenLoader(tokens, context=5, batch_size=4, vocabulary=200, seed=1, device=torch.device("cpu"))
     for (inputs, _), places in zip(made.batches(2, 3), made.row_indices(2, 3), strict=True):
         assert torch.equal(inputs[:, 0], places)
 
 
-def test_a_sampler_of_ones_own_is_left_where_it_was():
+def test_custom_sampler_is_not_advanced():
+    """Its row numbers are nevertheless those of the batches."""
     sampler = Counting(10)
     made = TorchLoader(DataLoader(TensorDataset(torch.arange(10)), 4, sampler=sampler), 1)
     named = [index.tolist() for index in made.row_indices(0)]
@@ -161,14 +164,15 @@ def test_rows_without_numbers_are_unknown(made):
     assert RowNumbers(made).of(0, 0) is None
 
 
-def test_a_sampler_within_a_batch_sampler_is_read_too():
+def test_sampler_inside_batch_sampler_is_read():
     made = TorchLoader(DataLoader(range(7), batch_sampler=BatchSampler(SequentialSampler(range(7)), 3, False)), 1)
     assert [each.tolist() for each in made.row_indices(0, 1)] == [[3, 4, 5], [6]]
 
 
 @given(asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12))
 @settings(deadline=None, max_examples=40)
-def test_any_batch_is_found_in_whatever_order_they_are_asked_for(asked):
+def test_row_numbers_can_be_requested_in_any_order(asked):
+    """The returned tensor can be modified by the caller."""
     made, _ = loader("reshuffled", 19, 4)
     numbers = RowNumbers(made)
     for epoch, batch in asked:
@@ -187,7 +191,8 @@ def test_what_is_given_out_may_be_written_to():
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_hooks_know_the_rows_of_the_step_and_of_no_other_moment(loop, pieces):
+def test_hooks_see_row_indices_only_during_steps(loop, pieces):
+    """ctx.row_indices is None at all other hook points."""
     seen: dict[str, int] = {}
     data = build(Case(loop=loop))[0].loader._tensors
 
@@ -203,7 +208,8 @@ def test_hooks_know_the_rows_of_the_step_and_of_no_other_moment(loop, pieces):
     }
 
 
-def test_rows_of_a_batch_are_cut_out_by_place():
+def test_batch_rows_are_selected_by_position():
+    """Nested tensors and arrays are indexed; other values are kept."""
     batch = {"x": torch.arange(4), "y": [torch.arange(8).reshape(4, 2).numpy()], "z": 3}
     for places in ([3, 1], torch.tensor([3, 1])):
         found = part_of(batch, places)

@@ -14,7 +14,8 @@ from tests.support.ranks import on_ranks
 from tests.support.vandals import Scene, train_one_step
 
 
-def test_two_builds_have_one_digest_and_a_step_changes_every_trained_parameter():
+def test_digests_match_builds_and_detect_training():
+    """Equal builds have equal digests, and a step changes the digest of every trained parameter."""
     (task, state), (_, again) = build(Case()), build(Case())
     before = state_digests(state)
     assert before == state_digests(again)
@@ -25,7 +26,8 @@ def test_two_builds_have_one_digest_and_a_step_changes_every_trained_parameter()
     assert {f"parameters/{name}" for name, _ in task.model.named_parameters()} <= set(changed)
 
 
-def test_what_hooks_ask_the_loop_to_keep_is_left_out():
+def test_gradients_kept_for_hooks_are_not_digested():
+    """Gradients that the loop keeps for hooks are excluded, while the step counter is included."""
     _, state = build(Case())
     before = state_digests(state)
     state.loop.current_grads = state.loop.accumulated_grads = {"0.weight": torch.ones(2)}
@@ -34,14 +36,15 @@ def test_what_hooks_ask_the_loop_to_keep_is_left_out():
     assert differences(before, state_digests(state)) == ["loop/step"]
 
 
-def test_a_digest_leaves_the_training_state_as_it_is():
+def test_digest_leaves_training_state_unchanged():
     _, state = build(Case())
     before = state.digest()
     state_digests(state)
     assert differences(before, state.digest()) == []
 
 
-def test_plain_values_and_tensors_of_any_kind_have_digests_of_their_own():
+def test_different_values_have_different_digests():
+    """Plain values and dense, sparse, complex, meta, freed and empty tensors all have distinct digests."""
     sparse = partial(torch.sparse_coo_tensor, check_invariants=False)
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
@@ -55,7 +58,8 @@ def test_plain_values_and_tensors_of_any_kind_have_digests_of_their_own():
     assert len({digests({"a": value})["a"] for value in values}) == len(values)
 
 
-def test_every_link_of_a_chain_depends_on_all_before_it():
+def test_chain_link_depends_on_all_earlier_links():
+    """A link depends on the step and the digests but not on the order of the entries."""
     first, other = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
     start = link("", 10, first)
     assert link("", 10, dict(reversed(first.items()))) == start
@@ -111,7 +115,8 @@ def of_four() -> list[dict[str, str]]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_tensor_has_one_digest_however_it_lies_on_three_ranks(tmp_path):
+def test_tensor_digest_is_independent_of_sharding(tmp_path):
+    """Three ranks compute the digest of the unsharded tensor for every layout."""
     tensors = plain_tensors()
     _, state = build(Case())
     for laid_out, changed, sharded in on_ranks(of_three, tmp_path, 3):
@@ -125,7 +130,8 @@ def test_a_tensor_has_one_digest_however_it_lies_on_three_ranks(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_tensor_has_one_digest_however_it_lies_on_a_mesh(tmp_path):
+def test_tensor_digest_is_independent_of_mesh(tmp_path):
+    """Four ranks on a mesh of two dimensions compute the digests of the unsharded tensors."""
     for layer, whole, tensor, full in on_ranks(of_four, tmp_path, 4):
         assert layer == whole
         assert tensor == full

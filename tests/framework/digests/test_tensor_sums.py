@@ -58,7 +58,8 @@ def test_sums_are_those_of_the_formula(tensor):
     assert sums(tensor).tolist() == by_hand(bytes_of(tensor))
 
 
-def test_the_constants_are_those_that_records_were_written_with():
+def test_digest_constants_match_existing_records():
+    """A change of the constants would invalidate recorded digests."""
     assert sums(torch.arange(5000.0)).tolist() == CONSTANT
 
 
@@ -66,7 +67,8 @@ CONSTANT = [-4107546890572157914, -2984730789834667656]
 
 
 @given(tensors(), st.data())
-def test_digests_are_equal_where_name_dtype_shape_and_bytes_are(tensor, data):
+def test_digest_depends_on_name_dtype_shape_and_bytes(tensor, data):
+    """A flipped bit, another name, shape or dtype changes it; the memory format does not."""
     entry = digests({"a": tensor})
     assert digests({"a": tensor.clone(memory_format=torch.contiguous_format)}) == entry
     assert digests({"b": tensor})["b"] != entry["a"]
@@ -103,14 +105,16 @@ def test_one_element_may_have_any_stride():
 
 
 @pytest.mark.parametrize("cut", [1, 1023, 1024, 2**21 - 1, 2**21, 2**21 + 5, 2**22])
-def test_parts_of_a_tensor_of_several_chunks_add_up(cut):
+def test_chunked_tensor_parts_add_up(cut):
+    """The sums do not depend on where a large tensor is cut."""
     tensor = torch.randint(256, (2**22 + 2**21 + 3000,), dtype=torch.uint8)
     whole = sums(tensor)
     assert torch.equal(whole, sums(tensor[:cut]) + sums(tensor[cut:], [cut], tensor.shape))
     assert torch.equal(whole, sums(tensor, at_once=64))
 
 
-def test_a_part_scattered_over_a_large_tensor_adds_up():
+def test_scattered_parts_of_large_tensor_add_up():
+    """The parts are column blocks."""
     tensor = torch.randn(700, 3000)
     pieces = [(0, tensor[:, :1001]), (1001, tensor[:, 1001:])]
     assert torch.equal(sums(tensor), sum(sums(part, [0, at], tensor.shape) for at, part in pieces))
@@ -136,7 +140,8 @@ def test_processors_without_products_of_bytes_find_the_same(monkeypatch):
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 @pytest.mark.parametrize("trials", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_every_corruption_is_seen_and_the_page_says_how_many_others_miss(corruption, trials):
+def test_every_corruption_is_detected(corruption, trials):
+    """The documented rates of other checksums that miss a corruption are confirmed."""
     torch.manual_seed(trials)
     found = missed(corruption, trials)
     assert found["loopscope-1"] == 0

@@ -53,14 +53,16 @@ def test_scores_are_distances_from_the_median_in_spreads(values, both):
 
 @pytest.mark.parametrize("heavy", [False, True])
 @pytest.mark.statistical
-def test_at_most_about_one_in_twenty_quiet_runs_departs(heavy):
+def test_quiet_runs_rarely_show_departures(heavy):
+    """At most 9 of 60 runs of plain noise report a departure, which is about 5% with a margin."""
     found = sum(first_departure(noise(seed, heavy=heavy), LENGTH)[0] is not None for seed in range(60))
     assert found <= 9  # P(more) is below 0.1 % at a rate of 5 %
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient/layer.7"])
 @pytest.mark.parametrize("late", range(LOOKED_AT - 1))
-def test_a_jump_is_found_at_its_step_and_by_its_name(name, late):
+def test_planted_jump_is_found(name, late):
+    """The departure has the step, name and value of the planted jump and p of at most 0.05."""
     history = noise(1)
     step = LENGTH - late
     history[name][step] *= 50
@@ -83,7 +85,8 @@ def test_what_is_infinite_leaves_its_history(value):
     assert {"output/second", "gradient/layer.3"} <= {*found.others}
 
 
-def test_a_second_moment_that_falls_counts_and_a_gradient_that_falls_does_not():
+def test_falling_second_moment_is_a_departure():
+    """A second moment that drops is reported, while a gradient that drops is not."""
     history = noise(3)
     history["gradient/layer.1"][LENGTH] *= 1e-4
     assert first_departure(history, LENGTH)[0] is None
@@ -92,7 +95,8 @@ def test_a_second_moment_that_falls_counts_and_a_gradient_that_falls_does_not():
     assert first_departure(history, LENGTH)[0].quantity == "state"
 
 
-def test_an_effect_that_only_the_next_step_shows_is_that_steps_own():
+def test_lone_effect_yields_to_next_departure():
+    """A departure of the effect alone counts, unless other quantities depart in the next step."""
     history = noise(4)
     history["effect"] = {step: 0.01 * math.sin(step) for step in range(1, LENGTH + 1)}
     history["effect"][LENGTH - 2] = 50.0
@@ -102,7 +106,8 @@ def test_an_effect_that_only_the_next_step_shows_is_that_steps_own():
     assert first_departure(history, LENGTH)[0].step == LENGTH - 1
 
 
-def test_too_short_a_history_is_told():
+def test_short_history_is_reported():
+    """The reason gives the number of recorded steps and the number needed."""
     history = {name: {step: series[step] for step in range(1, 45)} for name, series in noise(5).items()}
     found, why = first_departure(history, 44)
     assert found is None

@@ -61,7 +61,8 @@ def names_what_was_planted(found: Explanation, plant: str, step: int, seed: int)
 
 @pytest.mark.parametrize("plant", ["corrupted_row", "bit"])
 @pytest.mark.slow
-def test_a_planted_cause_is_told(plant, tmp_path):
+def test_planted_cause_is_identified(plant, tmp_path):
+    """The explanation and its JSON file contain the planted cause, step and location."""
     step, found = explained_plant(tmp_path, plant, seed=3)
     assert found.cause == CAUSES[plant], found.verdict
     assert names_what_was_planted(found, plant, step, 3), found.where
@@ -72,7 +73,8 @@ def test_a_planted_cause_is_told(plant, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS)
-def test_of_forty_runs_nine_in_ten_are_told_right_and_hardly_any_without_a_cause(plant, tmp_path):
+def test_most_planted_causes_are_identified(plant, tmp_path):
+    """In 40 runs, 90% of the causes are right, and 95% of the runs without a cause report none."""
     causes, named = Counter(), 0
     for seed in range(RUNS):
         step, found = explained_plant(tmp_path / str(seed), plant, seed)
@@ -91,7 +93,8 @@ def printed_by(*words: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:The .* spiked")
 @own_process
-def test_the_command_explains_the_spike_that_the_record_warns_of(tmp_path):
+def test_command_explains_recorded_spike(tmp_path):
+    """The command rewind --spike explains the step of the alert, and a quiet step has no explanation."""
     with registered(Planted):  # fixtures stay in the process of pytest
         words = ["run", "planted", "--steps", "140", "--plant", "rate", "--plant-step", "130"]
         spikes = ["--hooks", "loss_spikes", "--loss_spikes.window", "60", "--loss_spikes.threshold", "20"]
@@ -119,7 +122,8 @@ def test_the_command_explains_the_spike_that_the_record_warns_of(tmp_path):
         (["--step", "2", "--explain"], "too few to tell what is unusual"),
     ],
 )
-def test_what_cannot_be_explained_is_told(words, sentence, tmp_path, capfd):
+def test_unexplainable_requests_are_reported(words, sentence, tmp_path, capfd):
+    """Missing alerts, wrong steps and conflicting options each print a sentence."""
     run = ["run", "planted", "--steps", "4", "--output-dir", str(tmp_path), "--no-console-output"]
     assert main(run) == 0
     status = 0 if "too few" in sentence else 2

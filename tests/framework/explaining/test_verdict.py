@@ -45,7 +45,8 @@ def judged(effects=(), sizes=None, loss=1.0, fresh=(), low_precision=0, **more):
         ({"effects": {"run": 0.0}, "sizes": {"as_it_was": [9.0], "fresh": [9.0] * 39}}, None),
     ],
 )
-def test_each_cause_is_that_of_the_branch_that_removes_the_harm(case, cause):
+def test_cause_is_the_branch_that_removes_harm(case, cause):
+    """Without such a branch the cause is None, and the sentence reports no cause."""
     found = judged(**case)
     assert found.cause == cause
     assert found.sentence.startswith("It cannot be told:" if cause is None else cause.capitalize())
@@ -57,7 +58,8 @@ def test_a_sentence_has_its_numbers_and_rows():
     assert found.sentence.endswith("p = 0.025), and 0.05 without row 7.")
 
 
-def test_what_is_beyond_is_so_by_rank_and_by_far():
+def test_outlier_needs_rank_and_distance():
+    """A value is beyond the usual ones if it exceeds all of at least 40 by far, or is NaN."""
     usual = [float(value) for value in range(40)]
     assert is_beyond(150.0, usual)
     assert not is_beyond(40.0, usual)  # by rank alone

@@ -34,7 +34,8 @@ def test_metrics_are_named_hook_slash_metric():
     assert (epoch, point, step) == (0, HookPoint.POST_EPOCH, 3)
 
 
-def test_values_of_every_allowed_kind_arrive_as_host_values():
+def test_allowed_values_arrive_as_host_values():
+    """A hook returns numbers, tensors of several dtypes, lists, nested dicts, NaN and infinity."""
     given = {
         "float": 0.5,
         "int": torch.tensor(2**40),
@@ -57,11 +58,12 @@ def test_values_of_every_allowed_kind_arrive_as_host_values():
     assert type(metrics["spy/int"]) is int
 
 
-def test_a_hook_that_returns_nothing_is_not_heard_of():
+def test_hook_returning_nothing_emits_nothing():
     assert train(Case(), [returning(*HookPoint)]).sink.emitted == []
 
 
-def test_step_metrics_arrive_at_the_end_of_the_epoch_as_series_by_point():
+def test_step_metrics_arrive_as_series_per_epoch():
+    """The sink receives one series per hook point at the end of each epoch."""
     hook = at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_STEP)(lambda ctx: {"step": torch.tensor(ctx.step)})
     run = train(Case(), [hook], steps=6)
     expected = [
@@ -72,7 +74,9 @@ def test_step_metrics_arrive_at_the_end_of_the_epoch_as_series_by_point():
     assert run.sink.emitted == expected
 
 
-def test_a_metric_reported_now_and_then_keeps_the_steps_at_which_it_was():
+def test_occasional_metric_keeps_its_steps():
+    """A metric that a hook reports at some steps arrives with exactly these steps."""
+
     def sometimes(ctx):
         return {"odd": ctx.step, "always": -ctx.step} if ctx.step % 2 else {"always": -ctx.step}
 
@@ -81,13 +85,16 @@ def test_a_metric_reported_now_and_then_keeps_the_steps_at_which_it_was():
     assert metrics == {"spy/odd": Series([1, 3], [1, 3]), "spy/always": Series([1, 2, 3], [-1, -2, -3])}
 
 
-def test_the_step_loop_flushes_every_so_many_steps_and_at_the_end():
+def test_step_loop_flushes_periodically_and_at_end():
+    """A flush happens every log_every steps."""
     hook = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"n": ctx.step})
     run = train(Case(loop="step"), [hook], steps=5, log_every=2)
     assert [metrics["spy/n"].steps for metrics, *_ in run.sink.emitted] == [[1, 2], [3, 4], [5]]
 
 
-def test_what_was_buffered_when_a_run_ends_early_is_delivered_at_the_end():
+def test_early_end_delivers_buffered_metrics():
+    """The sink receives the metrics of steps 1 and 2 when a hook raises at step 3."""
+
     def raise_at_three(ctx):
         if ctx.step == 3:
             raise Mishap("too late for the flush")
@@ -99,7 +106,8 @@ def test_what_was_buffered_when_a_run_ends_early_is_delivered_at_the_end():
 
 
 @pytest.mark.parametrize("point", [HookPoint.PRE_STEP, HookPoint.POST_BACKWARD])
-def test_a_live_tensor_is_copied_when_it_is_returned(point):
+def test_returned_live_tensor_is_copied(point):
+    """The metric keeps the weight's value at the time of the call."""
     truth: list[float] = []
 
     def corner(ctx) -> dict[str, Tensor]:
@@ -126,7 +134,9 @@ def test_a_hook_may_reuse_the_containers_it_returns():
     assert found["spy/mixed"].values == [{"tensor": step, "plain": step} for step in (1, 2, 3)]
 
 
-def test_an_interventions_metrics_keep_their_values_through_the_rollback():
+def test_intervention_metrics_survive_rollback():
+    """A returned view of a changed weight keeps the changed value after the rollback."""
+
     def zero_everything(run_ctx, model_ctx) -> dict[str, Tensor]:
         for parameter in model_ctx.model.parameters():
             parameter.data.fill_(7)
@@ -137,7 +147,8 @@ def test_an_interventions_metrics_keep_their_values_through_the_rollback():
     assert_same_bytes(run, Case())
 
 
-def test_the_last_metrics_of_a_step_do_not_change_when_the_weights_do():
+def test_last_metrics_do_not_follow_weight_updates():
+    """The value from PRE_STEP stays the same at POST_STEP, while the weight changes."""
     seen: list[float] = []
 
     def look(ctx):
@@ -164,26 +175,30 @@ def many(*points: HookPoint) -> list[SpyHook]:
     return [returning(*points, name=name, **metrics) for name in ("one", "two", "three")]
 
 
-def test_one_fire_is_one_transfer_however_many_hooks_and_tensors():
+def test_one_dispatch_is_one_transfer():
+    """The number of hooks and tensors does not matter."""
     bare = transfers([])
     assert transfers(many(HookPoint.PRE_EPOCH)) == bare + 1
     assert transfers(many(HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH)) == bare + 2
 
 
 @pytest.mark.parametrize(("loop", "options", "flushes"), [("epoch", {}, 1), ("step", {"log_every": 3}, 1)])
-def test_one_flush_is_one_transfer_however_many_steps_points_and_hooks(loop, options, flushes):
+def test_one_flush_is_one_transfer(loop, options, flushes):
+    """The number of steps, hook points and hooks does not matter, in both loops."""
     bare = transfers([], loop, **options)
     assert transfers(many(*STEP_POINTS), loop, **options) == bare + flushes
 
 
 @pytest.mark.parametrize("read", [float, bool, Tensor.item, Tensor.tolist, np.asarray, Tensor.cpu, Tensor.neg])
-def test_the_count_of_transfers_sees_every_way_to_read_a_tensor(read):
+def test_transfer_count_sees_every_tensor_read(read):
+    """The counter detects item, tolist, float, bool, cpu and NumPy conversion, but not arithmetic."""
     with TransferCount() as counter:
         read(torch.ones(()))
     assert counter.count == (read is not Tensor.neg)
 
 
-def test_the_count_of_transfers_knows_what_has_come_to_the_host():
+def test_transfer_count_ignores_host_copies():
+    """Reads of a tensor that is already on the host do not count."""
     with TransferCount() as counter:
         host = torch.ones(2).to("cpu")
         assert (host[0].item(), host.tolist()) == (1.0, [1.0, 1.0])
@@ -213,7 +228,8 @@ def test_values_of_many_dtypes_are_one_transfer():
     assert transfers(hooks) == transfers([]) + 1
 
 
-def test_values_of_many_dtypes_arrive_exactly_in_their_places():
+def test_values_of_many_dtypes_arrive_exactly():
+    """Each value keeps its name and position over several calls."""
     pending = PendingMetrics()
     given = [of_every_dtype(shift) for shift in range(3)]
     for metrics in given:
@@ -230,7 +246,8 @@ def test_values_of_many_dtypes_arrive_exactly_in_their_places():
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(DTYPES), max_size=8), max_size=5), st.randoms(use_true_random=False))
-def test_any_mixture_of_dtypes_is_brought_to_the_host_bit_by_bit(calls, draw):
+def test_random_dtype_mixtures_arrive_bit_exact(calls, draw):
+    """Random bits of random dtypes survive the transfer to the host."""
     pending, expected = PendingMetrics(), []
     for dtypes in calls:
         bits = [torch.tensor([draw.getrandbits(8) for _ in range(dtype.itemsize)], dtype=torch.uint8)
@@ -241,7 +258,7 @@ def test_any_mixture_of_dtypes_is_brought_to_the_host_bit_by_bit(calls, draw):
     assert [{name: repr(value) for name, value in row.items()} for _, row in pending.to_host()] == expected
 
 
-def test_numbers_that_are_on_the_host_already_are_not_transferred():
+def test_host_numbers_are_not_transferred():
     assert transfers([returning(HookPoint.PRE_EPOCH, a=1.0, b=2, c=[True])]) == transfers([])
 
 
@@ -266,7 +283,8 @@ class Checking(SpyHook):
         self.checked.append((dict(values), step, list(self.seen)))
 
 
-def test_check_is_shown_host_values_with_their_step_after_the_transfer():
+def test_check_receives_host_values_after_transfer():
+    """The check method receives Python numbers together with their step."""
     hook = Checking(lambda ctx: {"n": torch.tensor(ctx.step), "loss": [ctx.loss]})
     train(Case(), [hook])
     assert [(values["n"], step) for values, step, _ in hook.checked] == [(1, 1), (2, 2), (3, 3), (3, 3)]
@@ -274,7 +292,9 @@ def test_check_is_shown_host_values_with_their_step_after_the_transfer():
     assert [len(seen) for *_, seen in hook.checked] == [3, 3, 3, 4]
 
 
-def test_check_may_warn_and_draw_without_touching_the_run():
+def test_check_may_draw_without_changing_run():
+    """Random numbers that check draws leave the run unchanged."""
+
     class Warning_(Checking):
         def check(self, values, step):
             torch.rand(3)
@@ -313,7 +333,8 @@ class Failing(MetricSink):
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(0)], ids=repr)
-def test_a_sink_that_fails_is_closed_with_a_warning_and_the_others_go_on(error):
+def test_failing_sink_is_closed_with_warning(error):
+    """The other sinks continue, the run is unchanged, and SystemExit counts as a failure."""
     failing, told = Failing(error), f"{type(error).__name__}: {error}"
     with pytest.warns(UserWarning, match=f"Sink 'failing' failed .* for the rest of the run: {told}"):
         run = train(Case(), [returning(HookPoint.POST_EPOCH, n=1.0)], steps=9, sinks=[failing])
@@ -337,12 +358,13 @@ class Drawing(MetricSink):
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_sink_that_draws_does_not_touch_the_run(loop):
+def test_drawing_sink_leaves_run_unchanged(loop):
     case = Case(loop=loop)
     assert_same_bytes(train(case, [returning(*HookPoint, n=1.0)], sinks=[Drawing()]), case)
 
 
-def test_sinks_are_started_flushed_and_closed_with_the_status():
+def test_sinks_are_closed_with_run_status():
+    """The manager starts, flushes and closes each sink, with status failed if a hook raises."""
     assert train(Case(), []).sink.events == ["start", "flush", "close completed"]
     failed = train(Case(), [at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: 1 / 0)], raises=Exception)
     assert failed.sink.events == ["start", "flush", "close failed"]

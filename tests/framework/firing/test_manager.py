@@ -55,7 +55,8 @@ def noting(calls: list[str], name: str):
     return lambda *contexts: calls.append(name) or {}
 
 
-def test_observers_come_first_then_interventions_then_committing_hooks_as_named():
+def test_dispatch_order_follows_hook_kinds():
+    """Observers run first, then interventions, then committing hooks in their given order."""
     calls: list[str] = []
 
     def make(hook_class, name, **attributes):
@@ -72,7 +73,8 @@ def test_observers_come_first_then_interventions_then_committing_hooks_as_named(
     assert calls[:4] == ["observer", "intervention", "second_commit", "first_commit"]
 
 
-def test_an_intervention_reads_the_metrics_that_observers_returned_at_this_point():
+def test_interventions_read_observer_metrics():
+    """An intervention reads the metrics that observers returned at the same point."""
     read: list[float] = []
 
     def read_metrics(run_ctx, model_ctx) -> None:
@@ -83,7 +85,8 @@ def test_an_intervention_reads_the_metrics_that_observers_returned_at_this_point
     assert read == [1, 2, 3]
 
 
-def test_the_last_metrics_are_the_newest_of_a_point_or_of_all_points():
+def test_last_metrics_are_the_newest():
+    """get_last_metrics() returns the newest values of one point or of all points."""
     seen: list[tuple] = []
 
     def look(ctx):
@@ -96,7 +99,8 @@ def test_the_last_metrics_are_the_newest_of_a_point_or_of_all_points():
                     ("PRE_EPOCH", 1, 1, 1), ("POST_EPOCH", 1, 1, 10)]  # fmt: skip
 
 
-def test_changing_the_last_metrics_changes_no_other_hooks_view():
+def test_last_metrics_are_copies():
+    """A hook that clears the mapping does not change the view of any hook."""
     seen: list[dict] = []
 
     def look(ctx):
@@ -160,7 +164,8 @@ def target(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("loop", "table"), [("epoch", SET_IN_EPOCH_LOOP), ("step", SET_IN_STEP_LOOP)])
-def test_every_field_is_set_where_the_table_says_and_none_elsewhere(loop, table):
+def test_context_fields_match_the_table(loop, table):
+    """Every field is set at exactly the points where the table lists it, in both loops."""
     found: dict[str, set[str]] = {}
 
     def look(ctx):
@@ -174,7 +179,8 @@ def test_every_field_is_set_where_the_table_says_and_none_elsewhere(loop, table)
     assert found == table
 
 
-def test_the_loss_is_the_steps_tensor_and_then_the_epochs_mean():
+def test_loss_is_step_tensor_or_epoch_mean():
+    """ctx.loss is a scalar tensor at steps and the mean of the epoch at its end."""
     losses: list = []
     train(Case(), [SpyHook(lambda ctx: losses.append((ctx.hook_point.name, ctx.loss)))])
     of_steps = [loss for name, loss in losses if name == "POST_STEP"]
@@ -192,7 +198,8 @@ def test_an_evaluation_is_shown_until_the_next_step():
     assert {tuple(evaluation.items()) for *_, evaluation in seen} == {(), (("val_acc", 0.5), ("val_loss", 2.0))}
 
 
-def test_a_target_gradient_is_computed_only_for_hooks_that_ask_when_they_are_due():
+def test_target_gradient_is_computed_on_demand():
+    """The gradient is computed only at steps where a hook that needs it runs."""
     asked: list[int] = []
     schedule = StepSchedule(mode="stride", every_n_steps=2)
     asking = named(SpyHook, "asking", HookPoint.POST_STEP, needs_target_grad=True, step_schedule=schedule)()
@@ -200,7 +207,8 @@ def test_a_target_gradient_is_computed_only_for_hooks_that_ask_when_they_are_due
     assert len(asked) == 2
 
 
-def test_computing_a_target_gradient_by_backward_leaves_every_byte_as_it_was():
+def test_target_gradient_leaves_state_unchanged():
+    """A target gradient that uses backward() changes no byte of the run."""
     batch = data_for("batchnorm_mlp")
 
     def by_backward(model):
@@ -214,7 +222,7 @@ def test_computing_a_target_gradient_by_backward_leaves_every_byte_as_it_was():
     assert seen == [True] * 15
 
 
-def test_the_context_is_frozen_and_its_mappings_are_read_only():
+def test_context_is_frozen_with_readonly_mappings():
     def check(ctx) -> None:
         with pytest.raises(FrozenInstanceError):
             ctx.epoch = 5
@@ -239,7 +247,8 @@ class CountingStreams(RandomStreams):
         return super().save()
 
 
-def test_a_point_at_which_nobody_is_due_is_not_even_entered():
+def test_point_without_due_hooks_is_skipped():
+    """The manager does not switch random streams at a point where no hook runs."""
     task, state = build(Case())
     state.streams = CountingStreams(7)
     schedule = StepSchedule(mode="stride", every_n_steps=3)
@@ -255,7 +264,8 @@ def test_a_point_at_which_nobody_is_due_is_not_even_entered():
 
 
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
-def test_a_hook_that_raises_is_named_with_its_point_and_step_and_changes_nothing(hook_class):
+def test_raising_hook_is_reported_with_location(hook_class):
+    """HookError has the hook, point, step and source line, and the manager records the error."""
     run = train(Case(), [at(hook_class, HookPoint.POST_STEP)(raising)], steps=3, raises=HookError)
     assert str(run.error).startswith(f"Hook {hook_class.name!r} raised at POST_STEP of step 1: Mishap: as told [")
     assert 'in raising: raise Mishap("as told")]' in str(run.error)
@@ -267,7 +277,8 @@ def test_a_hook_that_raises_is_named_with_its_point_and_step_and_changes_nothing
 
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_skipped_hook_is_not_called_again_and_the_run_has_the_same_bytes(hook_class, loop):
+def test_skipped_hook_leaves_run_unchanged(hook_class, loop):
+    """The hook is not called again, a warning is issued, and the run has the bytes of the bare run."""
     other = named(SpyHook, "other", HookPoint.POST_STEP)()
     with pytest.warns(UserWarning, match=r"raised at PRE_STEP of step 1: Mishap.* goes on without it"):
         run = train(Case(loop=loop), [at(hook_class, *STEP_POINTS - {HookPoint.PRE_UPDATE})(raising), other],
@@ -286,7 +297,8 @@ def test_a_skipped_hook_is_not_called_again_and_the_run_has_the_same_bytes(hook_
     ],
 )
 @pytest.mark.parametrize("point", [HookPoint.POST_STEP, HookPoint.POST_EPOCH])
-def test_a_metric_that_is_no_scalar_is_refused_naming_hook_point_and_step(returned, sentence, point):
+def test_non_scalar_metric_is_refused(returned, sentence, point):
+    """The error names the hook, point, step and shape."""
     run = train(Case(), [at(SpyHook, point)(lambda ctx: {"bad": returned})], raises=HookError)
     step = 1 if point is HookPoint.POST_STEP else 3
     with pytest.raises(HookError, match=f"Hook 'spy' raised at {point.name} of step {step}: {sentence}"):
@@ -294,14 +306,17 @@ def test_a_metric_that_is_no_scalar_is_refused_naming_hook_point_and_step(return
 
 
 @pytest.mark.parametrize("value", [None, "text", np.complex64(1.0), 1j, [1.0, None], {"deep": {"er": "text"}}])
-def test_a_value_that_is_no_metric_is_refused_naming_hook_point_and_step(value):
+def test_invalid_metric_value_is_refused(value):
+    """The error names the hook, point and step and lists the accepted types."""
     run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"good": 1.0, "bad": value})], raises=HookError)
     assert "'spy' raised at POST_STEP of step 1: TypeError: returned a " in str(run.error)
     assert "as a metric; a metric is a float, int, bool or zero-dimensional tensor" in str(run.error)
 
 
 @pytest.mark.parametrize("returned", [[("loss", 1.0)], 3.0, torch.tensor(1.0), "text"])
-def test_a_return_value_that_is_no_mapping_is_refused_naming_hook_point_and_step(returned):
+def test_non_mapping_result_is_refused(returned):
+    """The error names the hook, point, step and returned type."""
+
     class Odd(at(SpyHook, HookPoint.POST_STEP)):
         def compute(self, ctx):
             return returned
@@ -310,7 +325,9 @@ def test_a_return_value_that_is_no_mapping_is_refused_naming_hook_point_and_step
     assert f"'spy' raised at POST_STEP of step 1: TypeError: returned a {type(returned).__name__}" in str(run.error)
 
 
-def test_a_usage_error_at_the_start_keeps_its_own_sentence():
+def test_usage_error_at_start_is_unchanged():
+    """A UsageError raised in start() keeps its message, even with on_error set to skip."""
+
     class Picky(SpyHook):
         def start(self, run):
             raise UsageError(f"There is nothing for me in {type(run.model).__name__}.")
@@ -319,14 +336,17 @@ def test_a_usage_error_at_the_start_keeps_its_own_sentence():
         train(Case(), [Picky()], on_error="skip")
 
 
-def test_a_usage_error_in_mid_run_is_a_hooks_error_like_any_other():
+def test_usage_error_during_run_becomes_hook_error():
+    """The HookError contains the message of the UsageError."""
     hook = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: ctx.forward(ctx.batch_data[0], capture=["no_such"]))
     run = train(Case(), [hook], raises=HookError)
     assert "POST_STEP of step 1: UsageError: Unknown module 'no_such'" in str(run.error)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_change_by_an_observer_is_fatal_whatever_was_asked_for_errors(on_error):
+def test_observer_mutation_is_always_fatal(on_error):
+    """A StateMutationError is raised with on_error set to raise or skip."""
+
     def vandalise(ctx) -> None:
         next(ctx.model.parameters()).add_(1)
 
@@ -358,7 +378,8 @@ class Clocked(SpyHook):
             raise Mishap("in end")
 
 
-def test_a_hook_is_started_called_and_ended_once_each():
+def test_hook_lifecycle_calls_each_method_once():
+    """The calls are start, compute, check and end, in this order."""
     log: list[str] = []
     train(Case(), [Clocked(log)])
     assert log == ["start only", "compute", "check {'n': 1.0} at 3", "end completed"]
@@ -379,7 +400,8 @@ class Closing(MetricSink):
         self.log.append(f"close {status}")
 
 
-def test_every_hook_is_ended_and_every_sink_closed_even_if_one_of_them_raises():
+def test_all_hooks_and_sinks_are_closed():
+    """Each hook ends and each sink closes even if end() of several hooks raises."""
     log: list[str] = []
     second = type("Second", (Clocked,), {"name": "second"})
     task, state = build(Case())
@@ -390,14 +412,17 @@ def test_every_hook_is_ended_and_every_sink_closed_even_if_one_of_them_raises():
     assert log[2:] == ["end completed", "end completed", "close completed"]
 
 
-def test_the_values_that_made_a_check_raise_are_in_the_sinks():
+def test_metrics_of_failed_check_reach_sinks():
+    """The values are emitted before check() of the hook raises."""
     log: list[str] = []
     run = train(Case(), [Clocked(log, check=True)], sinks=[Closing(log)], raises=HookError)
     assert str(run.error).startswith("Hook 'spy' raised at check of step 3: Mishap: in check [")
     assert log[1:] == ["compute", "emit ['spy/n']", "check {'n': 1.0} at 3", "end failed", "close failed"]
 
 
-def test_states_of_hooks_are_kept_by_name_and_given_back():
+def test_hook_states_are_restored_by_name():
+    """A hook with a name that is not in the saved states keeps its initial state."""
+
     class Counter(SpyHook):
         count = 0
 
@@ -431,7 +456,8 @@ class Loading(SpyHook):
         self.act()
 
 
-def test_a_hook_that_draws_when_it_is_given_its_state_back_or_measured_leaves_the_streams_alone():
+def test_hook_random_draws_leave_streams_unchanged():
+    """Draws in load_state_dict() and in the measurement of state size do not advance the streams."""
     task, state = build(Case())
     manager = HookManager([Loading(lambda: (torch.rand(3), np.random.rand(2)))], task, state, profile=True)
     before = state.digest()
@@ -441,14 +467,16 @@ def test_a_hook_that_draws_when_it_is_given_its_state_back_or_measured_leaves_th
     assert "state_bytes" in manager.profiler.report()["spy"]
 
 
-def test_a_hook_that_changes_the_run_when_it_is_given_its_state_back_is_named():
+def test_mutation_in_load_state_dict_is_caught():
+    """The error names the hook and load_state_dict."""
     task, state = build(Case())
     manager = HookManager([Loading(lambda: task.optimizer.param_groups[0].update(lr=5.0))], task, state)
     with pytest.raises(StateMutationError, match="Hook 'spy' at load_state_dict of step 0 may only read, but changed"):
         manager.hooks.load_state_dict({"spy": {}})
 
 
-def test_a_hook_that_leaves_when_it_is_given_its_state_back_is_refused():
+def test_exit_in_load_state_dict_is_refused():
+    """A hook that calls sys.exit() while its state is restored raises a UsageError."""
     manager = HookManager([Loading(partial(raising_exit, 0))], *build(Case()))
     with pytest.raises(UsageError, match="Hook 'spy' cannot take its state back \\(SystemExit: 0 \\["):
         manager.hooks.load_state_dict({"spy": {}})
@@ -458,12 +486,14 @@ def raising_exit(status):
     raise SystemExit(status)
 
 
-def test_two_hooks_of_one_name_are_refused_before_the_run():
+def test_duplicate_hook_names_are_refused():
+    """The manager raises a UsageError before the run."""
     with pytest.raises(UsageError, match="Two hooks are named 'spy'"):
         HookManager([SpyHook(), SpyHook()], *build(Case()))
 
 
-def test_described_metrics_and_treatments_are_known_before_the_run():
+def test_metric_infos_and_treatments_are_available_early():
+    """The manager lists metric descriptions and treatments before the run starts."""
     info = MetricInfo("size", "‖g‖", "[0, ∞)", "big")
     described = type("Described", (SpyHook,), {"describe_metrics": lambda self: [info]})()
     committing = at(ReadOnlyHook, POST_BACKWARD, commits=frozenset(StatePart))(raising)
@@ -482,13 +512,16 @@ def test_described_metrics_and_treatments_are_known_before_the_run():
         ("norm", "norm/0.weight", False),
     ],
 )
-def test_a_description_covers_its_metric_or_one_per_parameter(name, metric, described):
+def test_metric_description_matches_names(name, metric, described):
+    """A description matches its own metric name, or one name per parameter with the placeholder."""
     info = MetricInfo(name, "", "", "")
     assert info.describes(metric) is described
     assert info.column == "norm"
 
 
-def test_a_hook_without_compute_says_so_when_it_is_asked_to_observe():
+def test_missing_compute_is_reported():
+    """An intervention hook that observes without compute() raises an error with its name and the point."""
+
     class Idle(InterventionHook):
         name = "idle"
         hook_points = frozenset({HookPoint.POST_STEP})
@@ -531,14 +564,16 @@ class Hoarding(SpyHook):
         return {"kept": self.kept, "again": [self.kept]}
 
 
-def test_profiling_measures_what_a_hook_remembers_and_what_it_takes_at_its_peak():
+def test_profiling_reports_state_and_peak_memory():
     manager = train(Case(), [Hoarding()], manager_class=partial(HookManager, profile=True)).manager
     report = manager.profiler.report()["hoarding"]
     assert report["state_bytes"] == 1_000_000
     assert 55_000_000 < report["peak_bytes"] < 90_000_000
 
 
-def test_samples_sent_through_the_model_are_counted_by_hook_also_without_profiling():
+def test_processed_samples_are_counted_per_hook():
+    """Forward, backward and Hessian passes are counted per hook even without profiling."""
+
     def act(ctx, model_ctx):
         model_ctx.compute_batch_loss()
         model_ctx.compute_batch_gradients()
@@ -552,7 +587,8 @@ def test_samples_sent_through_the_model_are_counted_by_hook_also_without_profili
     assert samples["acting"] == {"forward": ROWS, "forward_backward": ROWS * (1 + 1 + 3), "hessian_product": ROWS}
 
 
-def test_an_observer_may_take_gradients_of_a_batch_and_leaves_no_trace():
+def test_observer_gradients_leave_no_trace():
+    """An observer that computes the gradients of a batch changes no byte of the run."""
     found = []
 
     def probe(ctx):
@@ -565,7 +601,8 @@ def test_an_observer_may_take_gradients_of_a_batch_and_leaves_no_trace():
         assert set(gradient) == {name for name, _ in run.task.model.named_parameters()}
 
 
-def test_a_section_that_raises_is_timed_and_one_that_is_switched_off_is_not():
+def test_profiler_times_failing_sections():
+    """A section that raises is timed, and a disabled profiler records no section."""
     on, off = Profiler(enabled=True), Profiler()
     for profiler in (on, off):
         with pytest.raises(Mishap), profiler.section("part"):

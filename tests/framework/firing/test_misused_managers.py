@@ -23,13 +23,15 @@ from tests.support import LOOPS, Case, RecordingSink, SpyHook, at, build
         (print, "A hook is an object, but got <built-in function print>"),
     ],
 )
-def test_what_is_no_hook_is_refused_with_the_way_to_make_one(hook, sentence) -> None:
+def test_non_hook_is_refused_with_a_remedy(hook, sentence) -> None:
+    """The error shows how to create a hook from a name or a class."""
     with pytest.raises(UsageError, match=sentence):
         HookManager([hook], *build(Case()))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_refuses_hooks_that_were_made_for_the_other(loop) -> None:
+def test_loop_refuses_manager_of_other_loop(loop) -> None:
+    """No step is taken."""
     task, state = build(Case(loop=loop))
     manager = HookManager([SpyHook()], task, state, loop=loop)
     other = step_loop if loop == "epoch" else epoch_loop
@@ -68,19 +70,21 @@ def forget(*, end: bool, sinks: bool = True) -> None:
     gc.collect()
 
 
-def test_a_manager_that_was_not_ended_says_what_is_lost() -> None:
+def test_unended_manager_warns_about_lost_metrics() -> None:
+    """The notice names manager.end if the last step has metrics that no sink received."""
     with pytest.warns(RunNotice, match=r"was not ended: metrics of its last steps are lost.*manager\.end"):
         forget(end=False)
 
 
 @pytest.mark.parametrize("options", [{"end": True}, {"end": False, "sinks": False}])
-def test_a_manager_that_loses_nothing_says_nothing(options, recwarn) -> None:
+def test_manager_without_losses_does_not_warn(options, recwarn) -> None:
+    """There is no warning after manager.end or without sinks."""
     forget(**options)
     assert not [each for each in recwarn if "was not ended" in str(each.message)]
 
 
 @pytest.mark.process
-def test_it_is_said_at_the_end_of_the_program_too() -> None:
+def test_unended_manager_warns_at_program_exit() -> None:
     program = """
 from tests.framework.firing.test_misused_managers import *
 spy = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"x": 1.0})

@@ -46,7 +46,8 @@ def test_the_state_is_away_after_a_call():
     assert hook.state["count"] == 0
 
 
-def test_the_state_is_back_on_its_device_during_the_next_call():
+def test_offloaded_state_returns_for_the_next_call():
+    """The state is back on its own device, even in nested containers."""
     hook, offload = Remembering(), StateOffload(META)
     hook.state["nested"][0]["last"] = torch.zeros(3, device=META)
     offload.call(hook, lambda: None)
@@ -54,7 +55,7 @@ def test_the_state_is_back_on_its_device_during_the_next_call():
     assert offload.call(hook, lambda: hook.last().device.type) == "meta"
 
 
-def test_the_state_is_moved_away_also_when_the_hook_raises():
+def test_state_is_offloaded_after_hook_raises():
     hook = Remembering()
 
     def fail() -> None:
@@ -65,7 +66,7 @@ def test_the_state_is_moved_away_also_when_the_hook_raises():
     assert hook.last().device == META
 
 
-def test_a_run_with_offloaded_states_reports_the_same_numbers():
+def test_offloaded_run_reports_the_same_numbers():
     kept, offloaded = Remembering(), Remembering()
     runs = [train(Case(), [kept]), train(Case(), [offloaded], offload_state=True)]
     assert runs[0].sink.rows() == runs[1].sink.rows()

@@ -34,7 +34,8 @@ def outcome(case: Case, make, *, start: bool):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("make", HOOKS, ids=lambda make: type(make()).__name__)
-def test_a_run_and_its_metrics_are_those_of_a_manager_that_was_started(make, loop):
+def test_unstarted_manager_matches_a_started_one(make, loop):
+    """Final state and metrics of every hook are the same in both loops."""
     case = Case("tied", loop=loop)
     (mine, emitted), (started, expected) = [outcome(case, make, start=start) for start in (False, True)]
     assert differences(started, mine) == []
@@ -51,7 +52,8 @@ class Told(SpyHook):
         self.run = run
 
 
-def test_a_hook_is_told_what_is_known_of_the_run():
+def test_hook_receives_run_info_without_start():
+    """The RunInfo has default names, and the loop, seed, model, task and reference weights of the manager."""
     task, state = build(Case())
     hook = Told()
     manager = HookManager([hook], task, state, reference_weights={"0.bias": torch.ones(8)})
@@ -75,7 +77,8 @@ def test_it_starts_once_and_no_second_time():
         manager.start(run_info(task, manager, "epoch"))
 
 
-def test_a_hook_that_does_not_suit_the_run_is_refused_before_the_first_step():
+def test_unsuitable_hook_is_refused_before_first_step():
+    """No table of hooks is changed."""
     task, state = build(Case())
     manager = HookManager([OutputProjectionClip()], task, state)
     with pytest.raises(UsageError, match="output_projection_clip"):
@@ -84,7 +87,8 @@ def test_a_hook_that_does_not_suit_the_run_is_refused_before_the_first_step():
     assert manager.hooks.tables == {}
 
 
-def test_a_sink_that_needs_a_folder_is_refused_with_what_to_do(tmp_path, monkeypatch):
+def test_sink_that_needs_a_folder_is_refused(tmp_path, monkeypatch):
+    """The error advises to call manager.start, and nothing is trained or written."""
     monkeypatch.chdir(tmp_path)
     task, state = build(Case())
     hook = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"x": 1.0})

@@ -19,7 +19,8 @@ def state_of(model: nn.Module) -> TrainingState:
 
 
 @matrix("model, train_mode, loop", MODELS, [False, True], ["epoch", "step"])
-def test_a_forward_pass_at_every_point_leaves_every_byte_as_it_was(model, train_mode, loop):
+def test_forward_pass_leaves_run_unchanged(model, train_mode, loop):
+    """An observer runs a forward pass at every hook point, in both modes, for every model and loop."""
     inputs = data_for(model)[0]
     outputs: list[torch.Tensor] = []
     look = SpyHook(lambda ctx: outputs.append(ctx.forward(inputs, train=train_mode).output))
@@ -29,7 +30,8 @@ def test_a_forward_pass_at_every_point_leaves_every_byte_as_it_was(model, train_
 
 
 @pytest.mark.parametrize("train_mode", [False, True])
-def test_a_forward_pass_leaves_digest_and_module_hooks_alone_even_if_it_raises(train_mode):
+def test_forward_pass_restores_state_and_module_hooks(train_mode):
+    """The state digest is the same afterwards, even if the pass raises."""
     _, state = build(Case())
     before = state.digest()
     forward_pass(state, data_for("batchnorm_mlp")[0], ["1", "3"], train_mode)
@@ -39,7 +41,8 @@ def test_a_forward_pass_leaves_digest_and_module_hooks_alone_even_if_it_raises(t
     assert state.digest() == before
 
 
-def test_a_forward_pass_in_eval_mode_is_that_of_the_model_in_eval_mode():
+def test_eval_forward_pass_matches_eval_model():
+    """The output requires no gradient."""
     task, state = build(Case())
     inputs = data_for("batchnorm_mlp")[0]
     found = forward_pass(state, inputs, [], False).output
@@ -47,7 +50,8 @@ def test_a_forward_pass_in_eval_mode_is_that_of_the_model_in_eval_mode():
     assert torch.equal(found, task.model.eval()(inputs))
 
 
-def test_in_train_mode_batches_are_normalised_by_themselves_and_dropout_draws():
+def test_train_forward_pass_uses_batchnorm_and_dropout():
+    """Batch norm uses the statistics of the batch, and dropout zeroes activations."""
     _, state = build(Case())
     inputs = data_for("batchnorm_mlp")[0]
     result = forward_pass(state, inputs, ["1", "3"], True)
@@ -57,7 +61,8 @@ def test_in_train_mode_batches_are_normalised_by_themselves_and_dropout_draws():
     assert not torch.equal(result.output, forward_pass(state, inputs, [], False).output)
 
 
-def test_an_observers_dropout_masks_depend_on_its_name_point_and_step_alone():
+def test_dropout_masks_ignore_other_hooks():
+    """An observer's masks depend only on its name, the hook point and the step."""
     inputs = data_for("batchnorm_mlp")[0]
 
     def outputs(*others) -> list[torch.Tensor]:
@@ -70,7 +75,8 @@ def test_an_observers_dropout_masks_depend_on_its_name_point_and_step_alone():
     assert all(map(torch.equal, outputs(), outputs(other)))
 
 
-def test_captured_outputs_are_those_of_the_modules_before_a_later_one_writes_to_them():
+def test_captured_outputs_survive_inplace_modules():
+    """Each captured output is that of its module, before a later module writes to it in place."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     inputs = torch.randn(16, 3)
     captured = forward_pass(state_of(model), inputs, ["0", "1", "2", ""], False).captured
@@ -95,7 +101,8 @@ class Pair(nn.Module):
         return self.inner(a), {"b": self.inner(b)}
 
 
-def test_several_inputs_are_passed_as_a_tuple_and_outputs_come_as_they_are():
+def test_input_tuple_and_outputs_pass_through():
+    """The model receives several inputs as a tuple, and a structured output is returned as it is."""
     a, b = torch.ones(2), torch.zeros(3)
     result = forward_pass(TrainingState(Pair(), None, RandomStreams(0)), (a, b), ["inner", "alias"], False)
     assert result.output[0] is a
@@ -104,14 +111,16 @@ def test_several_inputs_are_passed_as_a_tuple_and_outputs_come_as_they_are():
     assert result.captured["inner"] is not b
 
 
-def test_a_module_that_does_not_exist_is_answered_with_the_nearest_and_nothing_is_run():
+def test_unknown_module_name_suggests_nearest():
+    """The error is raised before the model runs or gets a forward hook."""
     model = MODELS["tied"]()
     with pytest.raises(UsageError, match=r"Unknown module 'embeding'\. Did you mean 'embedding'"):
         forward_pass(state_of(model), None, ["embeding"], False)
     assert not model.embedding._forward_hooks
 
 
-def test_what_is_captured_can_be_overwritten_without_reaching_the_model():
+def test_overwriting_captured_output_leaves_model_unchanged():
+    """The captured tensor is a copy, even if a module returns its parameter."""
     model = nn.Sequential(nn.Linear(3, 4))
     state = state_of(model)
 
@@ -160,7 +169,8 @@ def test_optimizer_groups_cannot_be_written_to():
         group.options["lr"] = 5.0
 
 
-def test_a_context_shows_the_optimizers_groups_of_the_moment():
+def test_context_shows_current_optimizer_groups():
+    """The learning rate in the context follows the scheduler from epoch to epoch."""
     seen: list[float] = []
     run = train(
         Case(), [at(SpyHook, HookPoint.PRE_EPOCH)(lambda ctx: seen.append(ctx.optimizer_groups[0].lr))], steps=6

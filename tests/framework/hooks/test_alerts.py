@@ -38,7 +38,8 @@ def alerts_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("action", ["default", "ignore", "once", "always"])
-def test_alerts_are_recorded_each_time_with_their_place_whatever_is_filtered(action, tmp_path):
+def test_alerts_are_recorded_despite_warning_filters(action, tmp_path):
+    """Each alert keeps its epoch, step and batch rows, even if Python filters the warning."""
     with registered(Anxious), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(action)
         session(tmp_path, hooks=["anxious"], strategies=["plain"]).run()
@@ -60,7 +61,8 @@ def test_alerts_are_recorded_each_time_with_their_place_whatever_is_filtered(act
     assert all(Path(each.filename).name == "test_alerts.py" or each.lineno for each in told)
 
 
-def test_warnings_that_are_errors_still_end_the_run_and_what_was_warned_of_is_recorded(tmp_path):
+def test_warnings_as_errors_still_record_alerts(tmp_path):
+    """The run ends with a HookError at the check, and the alert is in the file."""
     with registered(Anxious), pytest.raises(HookError, match="'anxious' raised at check of step 3: Alert: All is lost"):
         session(tmp_path, hooks=["anxious"], strategies=["plain"]).run()
     assert alerts_of(tmp_path / "small/plain")[0]["sentence"] == "All is lost."
@@ -83,7 +85,8 @@ def test_other_modules_remember_what_they_have_warned_of():
         assert ("always", None, UserWarning, None, 0) not in warnings.filters
 
 
-def test_alerts_go_where_the_jsonl_record_goes_and_a_new_run_removes_them(tmp_path):
+def test_alerts_follow_the_jsonl_record(tmp_path):
+    """Overwriting the run without a JSONL sink removes the alerts of the earlier run."""
     with registered(Anxious), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = session(tmp_path, hooks=["anxious"], strategies=["plain"])

@@ -20,7 +20,8 @@ def record(*parts: StatePart) -> CommitRecord:
     return CommitRecord("smoother", frozenset(parts))
 
 
-def test_a_recorded_change_happens_at_apply_and_in_the_order_asked_for():
+def test_recorded_changes_apply_in_order():
+    """A change takes effect only at apply, in the order of recording."""
     commits, done = record(StatePart.GRADIENTS, StatePart.PARAMETERS), []
     commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: done.append("parameters"))
     commits.record(StatePart.GRADIENTS, "scale_gradients", lambda: done.append("gradients"))
@@ -29,7 +30,8 @@ def test_a_recorded_change_happens_at_apply_and_in_the_order_asked_for():
     assert done == ["parameters", "gradients"]
 
 
-def test_an_undeclared_change_is_refused_by_name_and_with_the_remedy():
+def test_undeclared_change_is_refused_with_remedy():
+    """The error names the hook and the missing declaration, and nothing is recorded."""
     commits = record(StatePart.GRADIENTS)
     with pytest.raises(
         UndeclaredCommitError, match=r"'smoother' does not declare; add commits = \{StatePart.PARAMETERS"
@@ -57,7 +59,8 @@ def test_scaling_multiplies_in_place_and_keeps_dtypes(factor):
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16]
 
 
-def test_each_named_gradient_is_scaled_by_its_own_factor_and_no_other_one_is():
+def test_each_gradient_gets_its_own_factor():
+    """Other gradients, dtypes and missing gradients stay as they are."""
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2).bfloat16())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 4.0)
@@ -68,7 +71,8 @@ def test_each_named_gradient_is_scaled_by_its_own_factor_and_no_other_one_is():
     assert (model[1].weight.grad.tolist(), model[1].bias.grad) == ([[1.0]] * 2, None)
 
 
-def test_a_factor_that_is_no_number_and_a_name_that_is_no_parameters_are_refused():
+def test_invalid_factor_or_name_is_refused():
+    """A factor must be a scalar, and an unknown parameter name gets a suggestion."""
     model = nn.Linear(2, 1)
     check_factors(model, {"weight": 0.5, "bias": torch.tensor(0.5)})
     with pytest.raises(UsageError, match=r"Unknown parameter 'weigth'\. Did you mean 'weight'"):
@@ -88,7 +92,8 @@ def test_clamping_is_that_of_torch(dtype):
     clamp([], 0.3)
 
 
-def test_replacing_gradients_writes_into_those_that_are_there_and_makes_those_that_are_not():
+def test_replacing_gradients_writes_in_place():
+    """Existing gradients are overwritten in place, and missing ones are created as copies."""
     model = nn.Linear(2, 1)
     model.weight.grad = present = torch.zeros(1, 2)
     values = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}
@@ -115,7 +120,8 @@ def test_blending_towards_a_float32_shadow_is_rounded_once():
     assert torch.equal(model.weight.detach(), before.float().lerp(target, 0.3).bfloat16())
 
 
-def test_a_vector_that_does_not_fit_the_model_is_refused_before_anything_is_recorded():
+def test_mismatched_vector_is_refused():
+    """An unknown name gets a suggestion, and a wrong shape is reported with both shapes."""
     model = nn.Linear(2, 1)
     check_vector(model, copied(trainable(model)))
     with pytest.raises(UsageError, match=r"Unknown parameter 'weigth'\. Did you mean 'weight'"):

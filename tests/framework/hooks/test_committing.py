@@ -29,7 +29,7 @@ def test_commits_are_recorded_and_not_applied():
 
 
 @pytest.mark.parametrize("mutates", [True, False])
-def test_a_thawed_parameter_is_trained_from_the_next_pass_on(mutates):
+def test_thawed_parameter_trains_from_the_next_pass(mutates):
     def thaw(run_ctx, ctx):
         if run_ctx.step == 3:
             ctx.thaw_parameters(["0.weight"])
@@ -44,7 +44,9 @@ def test_a_thawed_parameter_is_trained_from_the_next_pass_on(mutates):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_begins_anew_with_the_parameters_it_is_to_forget_and_with_no_others(optimizer):
+def test_reset_optimizer_state_affects_only_named_parameters(optimizer):
+    """The step counts of the other parameters continue."""
+
     def forget(run_ctx, ctx):
         if run_ctx.step == 3:
             ctx.reset_optimizer_state(["0.weight", "0.bias"])
@@ -61,7 +63,8 @@ def test_an_optimizer_begins_anew_with_the_parameters_it_is_to_forget_and_with_n
     assert states[3]["0.weight"] == states[3]["0.bias"] == (2 if kept == 4 else kept)
 
 
-def test_what_several_optimizers_behind_one_face_remember_is_read_and_forgotten():
+def test_wrapped_optimizers_expose_and_reset_their_state():
+    """A wrapper around two optimizers lists and resets the state of both."""
     names = []
 
     def forget(run_ctx, ctx):
@@ -84,7 +87,8 @@ def counted(optimizer_state):
     return {name: int(state.get("step", -1)) for name, state in optimizer_state.items()}
 
 
-def test_names_that_the_model_lacks_are_refused_when_asked_for():
+def test_unknown_parameter_is_refused_at_the_request():
+    """No commit is recorded."""
     ctx = context()
     for ask in (ctx.thaw_parameters, ctx.reset_optimizer_state):
         with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
@@ -93,7 +97,8 @@ def test_names_that_the_model_lacks_are_refused_when_asked_for():
 
 
 @pytest.mark.parametrize("mutates", [True, False])
-def test_commits_of_one_call_build_on_each_other(mutates):
+def test_commits_of_one_call_are_applied_in_order(mutates):
+    """The result equals the same operations in plain PyTorch."""
     ctx = context(mutates=mutates)
     live = copied(gradients(ctx.model))
     ctx.replace_gradients(scaled(10.0, live))
@@ -136,7 +141,8 @@ SEEN_AS = {
 @pytest.mark.parametrize("mutates", [True, False])
 @pytest.mark.parametrize("kind", SEEN_AS)
 @pytest.mark.parametrize("verb", ALIASING)
-def test_what_a_commit_is_given_counts_as_it_was_when_asked_for_though_it_is_a_live_tensor(verb, kind, mutates):
+def test_commit_uses_values_at_the_time_of_request(verb, kind, mutates):
+    """Live tensors that alias gradients or parameters give the same result as copies."""
     found = []
     for see in (SEEN_AS[kind], lambda tensor: tensor.detach().clone()):
         ctx = context(mutates=mutates)
@@ -146,7 +152,8 @@ def test_what_a_commit_is_given_counts_as_it_was_when_asked_for_though_it_is_a_l
     assert_equal(*found)
 
 
-def test_what_a_commit_is_given_is_copied_only_where_a_commit_could_write_to_it():
+def test_commit_copies_only_tensors_that_alias_the_model():
+    """Memory.holds is true only for tensors that share storage with a parameter."""
     ctx = context(mutates=False)
     memory = Memory(ctx.model.parameters())
     assert not memory.holds(torch.ones(8))
@@ -174,7 +181,8 @@ def test_a_commit_to_an_undeclared_part_is_refused(verb):
     assert ctx._commits.changes == []
 
 
-def test_a_commit_that_does_not_fit_the_model_is_refused_when_asked_for():
+def test_commit_of_wrong_shape_is_refused():
+    """Unknown parameter names are refused as well."""
     ctx = context()
     for ask in (ctx.replace_gradients, lambda vector: ctx.blend_parameters(vector, 0.5)):
         with pytest.raises(LoopscopeError, match="shape"):
@@ -184,7 +192,8 @@ def test_a_commit_that_does_not_fit_the_model_is_refused_when_asked_for():
     assert ctx._commits.changes == []
 
 
-def test_factors_and_limits_that_cannot_be_are_refused_when_asked_for():
+def test_invalid_factors_and_limits_are_refused_at_request():
+    """Factors have a wrong name or shape; limits are zero, negative or NaN."""
     ctx = context()
     with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
         ctx.scale_gradients({"bias": 2.0})
@@ -196,7 +205,9 @@ def test_factors_and_limits_that_cannot_be_are_refused_when_asked_for():
     assert ctx._commits.changes == []
 
 
-def test_factors_that_a_hook_takes_from_what_is_rolled_back_count_as_they_were():
+def test_factors_from_rolled_back_tensors_keep_their_value():
+    """A factor is a view of a parameter that the hook changed before the rollback."""
+
     def shrink(run_ctx, ctx):
         factor = ctx.model[0].bias.detach()[0]
         factor.fill_(0.5)
@@ -212,7 +223,9 @@ def committing(act, **attributes):
     return hook(act)
 
 
-def test_a_hook_that_mutates_commits_the_values_it_had_and_is_rolled_back_otherwise():
+def test_mutating_hook_commits_values_and_is_rolled_back():
+    """Only the committed gradients remain; mode and parameters are restored."""
+
     def double(run_ctx, ctx):
         live = gradients(ctx.model)
         for gradient in live.values():
@@ -227,7 +240,9 @@ def test_a_hook_that_mutates_commits_the_values_it_had_and_is_rolled_back_otherw
     assert doubled.final == scaled_by_two.final
 
 
-def test_a_hook_that_raises_after_asking_leaves_no_trace():
+def test_hook_that_raises_after_a_request_commits_nothing():
+    """With on_error="skip" the run is the bare run; otherwise it ends with HookError."""
+
     def ask_and_raise(run_ctx, ctx):
         ctx.scale_gradients(0.0)
         raise ValueError("half-way")

@@ -82,16 +82,19 @@ def assert_refused(late: Late) -> None:
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_context_kept_after_its_call_is_of_no_use_in_a_later_one(name):
+def test_kept_context_is_refused_in_later_call(name):
+    """Every method of a context that a hook has kept raises an error and changes nothing."""
     assert_refused(Late(lambda ctx: ctx, LATE[name]))
 
 
 @pytest.mark.parametrize("name", MADE_BEFORE)
-def test_what_a_context_made_in_its_call_is_of_no_use_in_a_later_one(name):
+def test_objects_made_by_context_expire_with_it(name):
+    """Functions that a context created in its call raise an error in a later call."""
     assert_refused(Late(MADE_BEFORE[name], lambda made: made()))
 
 
-def test_an_error_of_a_late_use_is_that_of_the_hook_that_uses_it():
+def test_late_use_error_names_the_using_hook():
+    """The error is raised for the hook that uses the context and also names the hook that kept it."""
     late = Late(lambda ctx: ctx, LATE["take_step"])
     hooks = [at(ActingHook, HookPoint.PRE_STEP, name="keeper")(late.keep),
              at(SpyHook, HookPoint.POST_STEP)(lambda ctx: late.use(late.kept[0]))]  # fmt: skip
@@ -101,7 +104,8 @@ def test_an_error_of_a_late_use_is_that_of_the_hook_that_uses_it():
     )
 
 
-def test_the_commits_of_a_call_are_made_though_its_context_is_of_no_use_any_more():
+def test_commits_survive_their_expired_context():
+    """The loop applies a committed gradient scaling after the context has expired."""
     halve = lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5)
     committing = at(ActingHook, HookPoint.POST_BACKWARD, commits=frozenset({StatePart.GRADIENTS}))
     seen = []

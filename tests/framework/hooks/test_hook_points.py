@@ -115,37 +115,43 @@ def test_the_docstring_of_hook_point_is_the_loop(interval):
     assert log.said == [event for event in documented_events(batches=2, epochs=2) if event != other]
 
 
-def test_the_docstring_names_every_point_in_the_order_of_the_enum():
+def test_docstring_lists_points_in_enum_order():
+    """The loop in the docstring of HookPoint contains every point once."""
     points = [event for event in documented_events(batches=1, epochs=1) if event in HookPoint.__members__]
     assert points == [point.name for point in HookPoint]
 
 
-def test_the_step_loop_fires_the_indented_points_and_snapshot():
+def test_step_loop_dispatches_step_points_and_snapshot():
+    """Each step dispatches the four step points in order, and SNAPSHOT follows every second step."""
     spy = SpyHook()
     train(Case(loop="step"), [spy], steps=4, snapshot_every=2)
     step = ["PRE_STEP", "POST_BACKWARD", "PRE_UPDATE", "POST_STEP"]
     assert [name for name, _, _ in spy.seen] == [*step, *step, "SNAPSHOT", *step, *step, "SNAPSHOT"]
 
 
-def test_snapshots_come_every_so_many_epochs_and_after_the_last():
+def test_snapshots_follow_interval_and_last_epoch():
+    """With snapshot_every=2 and five epochs, SNAPSHOT occurs in epochs 1, 3 and 4."""
     spy = SpyHook()
     train(Case(), [spy], steps=15, snapshot_every=2)
     assert [epoch for name, epoch, _ in spy.seen if name == "SNAPSHOT"] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_the_step_is_the_same_at_all_four_points_and_counts_from_one(loop):
+def test_step_number_is_constant_within_step(loop):
+    """All four step points see the same number, and the first step is step 1."""
     spy = at(SpyHook, *STEP_POINTS)()
     train(Case(loop=loop), [spy], steps=6)
     assert [step for _, _, step in spy.seen] == [step for step in range(1, 7) for _ in range(4)]
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_hook_fires_at_its_points_as_far_as_the_loop_has_them(loop):
+def test_hook_runs_at_points_of_its_loop(loop):
+    """Without loop_points, a hook runs at all of its points that the loop has."""
     assert windows_for(frozenset(HookPoint), None, loop) == dict.fromkeys(POINTS_OF_LOOP[loop], ALWAYS)
 
 
-def test_loop_points_take_precedence_and_leave_the_hook_out_of_loops_they_do_not_name():
+def test_loop_points_take_precedence():
+    """loop_points override hook_points, and the hook does not run in loops that loop_points omits."""
     loop_points = {"step": {HookPoint.POST_STEP}}
     assert windows_for({HookPoint.POST_EPOCH}, loop_points, "step") == {HookPoint.POST_STEP: ALWAYS}
     assert windows_for({HookPoint.POST_EPOCH}, loop_points, "epoch") == {}
@@ -184,7 +190,8 @@ def tiny_run() -> tuple[TrainingTask, TrainingState]:
         (5, "Unknown hook point 5"),
     ],
 )
-def test_a_point_that_does_not_exist_is_refused_by_the_manager_too(point, sentence):
+def test_manager_refuses_unknown_hook_point(point, sentence):
+    """A string or a number in place of a HookPoint raises UsageError."""
     with pytest.raises(UsageError, match=sentence):
         HookManager([at(SpyHook, point)()], *tiny_run())
 
@@ -216,12 +223,13 @@ def steps_by_definition(schedule: StepSchedule, last: int) -> list[int]:
 
 
 @given(schedules(), st.integers(0, 60))
-def test_a_schedule_is_warm_up_and_then_the_first_steps_of_every_period(schedule, last):
+def test_schedule_matches_its_definition(schedule, last):
+    """The first steps of every period after the warm-up are due, and no others."""
     assert [step for step in range(1, last + 1) if schedule.is_due(step)] == steps_by_definition(schedule, last)
 
 
 @given(schedules(), st.integers(1, 5))
-def test_every_whole_period_has_the_same_number_of_due_steps(schedule, periods):
+def test_whole_periods_have_equally_many_due_steps(schedule, periods):
     every = schedule.every_n_steps
     steps = range(schedule.warmup + 1, schedule.warmup + 1 + periods * every)
     per_period = {"continual": every, "stride": 1, "burst": schedule.burst_length}[schedule.mode]
@@ -235,13 +243,16 @@ def test_a_schedule_repeats_after_the_warm_up(schedule, step):
 
 
 @given(schedules())
-def test_the_first_step_after_the_warm_up_is_due_and_none_before(schedule):
+def test_first_step_after_warmup_is_due(schedule):
+    """No step of the warm-up is due."""
     assert schedule.is_due(schedule.warmup + 1)
     assert not any(map(schedule.is_due, range(1, schedule.warmup + 1)))
 
 
 @given(everies, warmups)
-def test_a_burst_as_long_as_its_period_is_continual_and_a_burst_of_one_is_a_stride(every, warmup):
+def test_extreme_bursts_match_continual_and_stride(every, warmup):
+    """A burst as long as its period equals continual mode, and a burst of one step equals stride mode."""
+
     def due(mode, length):
         schedule = StepSchedule(mode=mode, every_n_steps=every, burst_length=length, warmup=warmup)
         return [schedule.is_due(step) for step in range(1, 50)]

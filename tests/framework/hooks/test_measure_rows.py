@@ -41,7 +41,8 @@ def test_the_gradient_of_a_linear_regression_is_known() -> None:
     torch.testing.assert_close(norms, 2 * errors.abs() * inputs.norm(dim=1), rtol=1e-12, atol=0)
 
 
-def test_rows_see_one_dropout_mask_and_tracked_statistics_and_leave_nothing_behind() -> None:
+def test_equal_rows_measure_equally_and_leave_no_trace() -> None:
+    """Copies of one row get the same dropout mask and tracked statistics, and the state is unchanged."""
     ctx = context(noisy_model().double())
     before = ctx._state.digest()
     row = tuple(part[2:3] for part in ctx._state.loop.batch)
@@ -53,7 +54,8 @@ def test_rows_see_one_dropout_mask_and_tracked_statistics_and_leave_nothing_behi
     assert all(module.training for module in ctx.model.modules())
 
 
-def test_micro_batches_of_a_loop_of_ones_own_have_their_rows_in_order() -> None:
+def test_micro_batch_rows_keep_their_order() -> None:
+    """A custom training loop gives the batch as micro-batches."""
     ctx = context(plain_model().double())
     whole = ctx._state.loop.batch
     parts = MicroBatches(tuple(part[place] for part in whole) for place in (slice(0, 3), slice(3, None)))
@@ -61,7 +63,8 @@ def test_micro_batches_of_a_loop_of_ones_own_have_their_rows_in_order() -> None:
         assert torch.equal(found, expected)
 
 
-def test_what_the_loss_does_not_depend_on_has_no_norm() -> None:
+def test_loss_without_gradient_has_zero_norm() -> None:
+    """The loss does not depend on the parameters."""
     ctx = context(plain_model())
     ctx._probe._task.compute_loss = lambda model, batch: mean_loss(model, batch).detach() + 0 * model[0].bias.sum()
     assert ctx.measure_rows()[1].tolist() == [0.0] * 4

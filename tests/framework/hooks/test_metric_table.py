@@ -5,7 +5,8 @@ from loopscope.errors import UsageError
 from loopscope.hooks import MetricInfo, metric_table
 
 
-def test_each_row_is_a_metric_wherever_its_lines_are_broken():
+def test_line_breaks_do_not_change_metric_rows():
+    """A row may span several lines, and a formula may contain vertical bars."""
     in_one_line = metric_table("""
         norm | ‖g‖₂ | [0, ∞) | Large: the run may diverge.
         share/<parameter> | |a·b| / ‖a‖ of one parameter | [0, 1] | Small: noise.
@@ -26,7 +27,8 @@ def test_each_row_is_a_metric_wherever_its_lines_are_broken():
 
 
 @pytest.mark.parametrize("row", ["norm | ‖g‖₂ | [0, ∞)", "norm | a | b | c | d", "norm ‖g‖₂"])
-def test_a_row_that_has_not_four_cells_is_refused_with_its_text(row):
+def test_row_without_four_cells_is_refused(row):
+    """The error quotes the row and names the expected columns."""
     with pytest.raises(UsageError, match=r"name . formula . range . reading.*this is not: 'norm"):
         metric_table(f"""
             loss | mean | [0, ∞) | Should fall.

@@ -21,7 +21,8 @@ def disturb(ctx: ModelDataContext) -> None:
         parameter.grad = None
 
 
-def test_a_full_checkpoint_puts_back_every_byte_as_often_as_wanted():
+def test_full_checkpoint_restores_every_byte_repeatedly():
+    """One checkpoint restores the digest twice after changes to every part of the state."""
     ctx = context()
     before = ctx._state.digest()
     token = ctx.save_checkpoint()
@@ -32,7 +33,8 @@ def test_a_full_checkpoint_puts_back_every_byte_as_often_as_wanted():
         assert differing(before, ctx._state.digest()) == []
 
 
-def test_a_light_checkpoint_puts_back_parameters_buffers_and_streams():
+def test_light_checkpoint_restores_parameters_buffers_and_streams():
+    """Only the optimizer state keeps its changes."""
     ctx = context()
     before = ctx._state.digest()
     token = ctx.save_checkpoint(full=False)
@@ -42,7 +44,8 @@ def test_a_light_checkpoint_puts_back_parameters_buffers_and_streams():
     assert {name.split("/")[0] for name in differing(before, ctx._state.digest())} == {"optimizer"}
 
 
-def test_checkpoints_nest_and_each_holds_its_own_moment():
+def test_nested_checkpoints_keep_their_own_states():
+    """Two checkpoints are restored in any order."""
     ctx = context()
     digests, tokens = [], []
     for _ in range(2):
@@ -54,7 +57,8 @@ def test_checkpoints_nest_and_each_holds_its_own_moment():
         assert differing(digests[index], ctx._state.digest()) == []
 
 
-def test_a_discarded_or_unknown_checkpoint_is_refused_by_its_token():
+def test_discarded_or_unknown_checkpoint_is_refused():
+    """The error names the token and the tokens in use."""
     ctx = context()
     token, other = ctx.save_checkpoint(), ctx.save_checkpoint(full=False)
     ctx.discard_checkpoint(token)
@@ -73,7 +77,8 @@ def test_a_branch_is_undone_whatever_happens_in_it(full):
     assert ctx._checkpoints == {}
 
 
-def test_restoring_the_pre_epoch_state_replays_the_epoch_bit_for_bit_and_more_than_once():
+def test_restored_pre_epoch_state_replays_the_epoch_exactly():
+    """Two replays give the gradients and weights of the run bit for bit, and the run keeps its bytes."""
     replayed: list[bool] = []
 
     def act(run_ctx, ctx):
@@ -91,12 +96,14 @@ def test_restoring_the_pre_epoch_state_replays_the_epoch_bit_for_bit_and_more_th
     assert len(replayed) == 6
 
 
-def test_there_is_no_pre_epoch_state_without_having_asked_for_it():
+def test_pre_epoch_state_must_be_requested():
+    """Without needs_pre_epoch_state, restoring raises with a hint to set it."""
     with pytest.raises(LoopscopeError, match="needs_pre_epoch_state = True"):
         context().restore_pre_epoch()
 
 
-def test_batch_gradients_are_those_of_autograd_even_in_the_middle_of_an_accumulation():
+def test_batch_gradients_match_autograd_during_accumulation():
+    """The loss of the current or a given batch is exact too."""
     ctx = context(plain_model())
     batch = ctx._state.loop.batch
     found = ctx.compute_batch_gradients()
@@ -110,7 +117,8 @@ def test_batch_gradients_are_those_of_autograd_even_in_the_middle_of_an_accumula
 
 @pytest.mark.parametrize("verb", ["compute_batch_loss", "compute_batch_gradients", "compute_gradients"])
 @pytest.mark.parametrize("training", [True, False])
-def test_measuring_leaves_every_byte_and_every_gradient_tensor_in_place(verb, training):
+def test_measurement_leaves_state_and_gradients_in_place(verb, training):
+    """Digest, gradient tensors and buffer addresses stay the same in both modes."""
     ctx = context()
     ctx.model.train(training)
     before, held = ctx._state.digest(), gradients(ctx.model)
@@ -141,7 +149,8 @@ def test_gradients_outlive_the_measurement():
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_the_full_gradient_is_that_of_all_rows_though_the_last_batch_is_smaller(accumulation_steps):
+def test_full_gradient_weights_batches_by_rows(accumulation_steps):
+    """The gradient matches that of all rows, though the last batch is smaller, with and without accumulation."""
     ctx = context(plain_model().double(), accumulation_steps=accumulation_steps)
     everything = ctx.loader._tensors
     parameters = trainable(ctx.model)
@@ -154,14 +163,16 @@ def test_the_full_gradient_is_that_of_all_rows_though_the_last_batch_is_smaller(
     )
 
 
-def test_a_parameter_outside_the_optimizer_does_not_pile_up_gradients():
+def test_unoptimized_parameter_does_not_accumulate_gradients():
+    """The full gradient of a parameter outside the optimizer matches autograd."""
     ctx = context(plain_model().double())
     ctx._task.optimizer.param_groups[0]["params"].pop()
     expected = torch.autograd.grad(mean_loss(ctx.model, ctx.loader._tensors), ctx.model[2].bias)
     torch.testing.assert_close(ctx.compute_gradients()["2.bias"], expected[0], rtol=1e-12, atol=1e-14)
 
 
-def test_a_batch_must_come_from_somewhere():
+def test_missing_batch_is_refused():
+    """Without a current batch, each method asks for one."""
     ctx = context()
     ctx._state.loop.batch = None
     for verb in (ctx.compute_batch_loss, ctx.compute_batch_gradients, ctx.take_step):
@@ -184,7 +195,8 @@ def hand_written_epoch(ctx: ModelDataContext, *, per_step: bool) -> dict[str, Te
 
 
 @pytest.mark.parametrize(("loop", "interval"), [("epoch", "epoch"), ("epoch", "step"), ("step", "epoch")])
-def test_a_training_epoch_is_the_one_written_by_hand(loop, interval):
+def test_training_epoch_matches_handwritten_loop(loop, interval):
+    """Mean gradients and state match, with the scheduler stepped per epoch or per step."""
     ctx, other = context(loop=loop, scheduler_interval=interval), context()
     seed_everything(5)
     found = ctx.run_training_epoch(ctx.loader)
@@ -196,7 +208,8 @@ def test_a_training_epoch_is_the_one_written_by_hand(loop, interval):
     assert all(parameter.grad is not None for parameter in ctx.model.parameters())
 
 
-def test_an_epoch_without_steps_moves_nothing_and_averages_the_gradients_of_its_batches():
+def test_epoch_without_steps_only_averages_batch_gradients():
+    """With step=False, the digest of the state stays the same."""
     ctx = context(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     before = ctx._state.digest()
     found = ctx.run_training_epoch(ctx.loader, step=False)
@@ -207,7 +220,8 @@ def test_an_epoch_without_steps_moves_nothing_and_averages_the_gradients_of_its_
 
 
 @pytest.mark.parametrize(("loop", "interval"), [("epoch", "epoch"), ("epoch", "step"), ("step", "epoch")])
-def test_steps_over_the_batches_of_an_epoch_are_the_training_epoch(loop, interval):
+def test_steps_over_batches_match_training_epoch(loop, interval):
+    """take_step on each batch gives the same state bit for bit, and detached scalar losses."""
     ctx, other = context(loop=loop, scheduler_interval=interval), context(loop=loop, scheduler_interval=interval)
     seed_everything(5)
     losses = [ctx.take_step(batch) for batch in ctx.loader.batches(0)]
@@ -221,7 +235,8 @@ def test_steps_over_the_batches_of_an_epoch_are_the_training_epoch(loop, interva
 
 
 @pytest.mark.parametrize("tensor", [False, True])
-def test_learning_rates_given_with_a_step_hold_for_it_alone_and_leave_the_scheduler_where_it_is(tensor):
+def test_step_learning_rates_apply_to_that_step_only(tensor):
+    """The optimizer keeps its learning rate object and the scheduler its state."""
     ctx, other = context(loop="step"), context(loop="step")
     if tensor:
         ctx._task.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
@@ -236,7 +251,8 @@ def test_learning_rates_given_with_a_step_hold_for_it_alone_and_leave_the_schedu
     assert_close(copied(trainable(ctx.model)), copied(trainable(other.model)), rtol=1e-6, atol=1e-8)
 
 
-def test_a_step_that_fails_gives_back_learning_rates_and_gradients():
+def test_failed_step_restores_learning_rates_and_gradients():
+    """A wrong number of learning rates is refused."""
     ctx = context()
     held = gradients(ctx.model)
 
@@ -266,7 +282,8 @@ def order(ctx: ModelDataContext) -> list[float]:
     return [x for inputs, _ in ctx.get_shuffled_loader().batches(0) for x in inputs[:, 0].tolist()]
 
 
-def test_the_shuffled_order_depends_on_the_stream_of_the_call_and_on_nothing_drawn_or_restored():
+def test_shuffled_order_depends_only_on_call_stream():
+    """Draws in a branch do not matter; another hook, point or step gives another order."""
     ctx, again = context(), context()
     first, second = order(ctx), order(ctx)
     assert sorted(first) == sorted(second) == sorted(ctx.loader._tensors[0][:, 0].tolist())
@@ -279,7 +296,8 @@ def test_the_shuffled_order_depends_on_the_stream_of_the_call_and_on_nothing_dra
         assert order(context(stream=stream)) not in (first, second)
 
 
-def test_a_perturbation_is_added_to_the_parameters_it_names():
+def test_perturbation_changes_only_named_parameters():
+    """An unknown parameter name is refused."""
     ctx = context()
     before = copied(dict(ctx.model.named_parameters()))
     ctx.apply_perturbation({"0.bias": torch.ones(8)}, -0.5)
@@ -288,7 +306,8 @@ def test_a_perturbation_is_added_to_the_parameters_it_names():
         ctx.apply_perturbation({"0.bia": torch.ones(8)}, 1.0)
 
 
-def test_the_optimizer_state_is_shown_by_parameter_name_and_not_for_writing():
+def test_optimizer_state_is_read_only_by_parameter_name():
+    """The values are the tensors of the optimizer, not copies."""
     ctx = context()
     assert ctx.optimizer_state == {}
     ctx.run_training_epoch(ctx.loader)
@@ -312,7 +331,8 @@ CHANGING = {
 
 
 @pytest.mark.parametrize("verb", CHANGING)
-def test_a_hook_that_only_reads_is_refused_what_changes_the_state(verb):
+def test_read_only_hook_cannot_change_state(verb):
+    """Every changing method raises ReadOnlyError and leaves the digest as it was."""
     ctx = context(mutates=False)
     before = ctx._state.digest()
     with pytest.raises(ReadOnlyError, match=rf"{verb}.* changes the training state, but the hook declares mutates"):
@@ -321,7 +341,9 @@ def test_a_hook_that_only_reads_is_refused_what_changes_the_state(verb):
 
 
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "transformer", "tied"])
-def test_everything_else_passes_tripwire_and_audit_of_a_hook_that_only_reads(model):
+def test_reading_methods_pass_tripwire_and_audit(model):
+    """A read-only hook that uses all of them leaves the run its bytes."""
+
     def read(run_ctx, ctx):
         if run_ctx.batch_data is not None:
             ctx.compute_batch_loss()

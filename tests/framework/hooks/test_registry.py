@@ -81,7 +81,8 @@ def registered():
         HookRegistry.unregister(name)
 
 
-def test_two_classes_of_one_name_are_refused_naming_both():
+def test_duplicate_class_name_is_refused():
+    """The error names both classes, and the first one stays registered."""
     hooks = registry()
     hooks.register(Watcher)
     with pytest.raises(UsageError, match=r"Two hooks are named 'watcher': .*Watcher and .*Impostor"):
@@ -141,7 +142,8 @@ def init(signature: str):
         (lambda: print, "is not a subclass of TrainingHook"),
     ],
 )
-def test_a_class_that_could_not_work_is_refused_in_a_sentence(hook, sentence):
+def test_invalid_hook_class_is_refused(hook, sentence):
+    """Wrong names, points, options and missing methods each raise a UsageError with the reason."""
     hooks = registry()
     with pytest.raises(UsageError, match=sentence):
         hooks.register(hook())
@@ -154,7 +156,8 @@ def test_loop_points_alone_are_enough():
     assert registry().register(hook) is hook
 
 
-def test_an_observer_may_watch_pre_update_even_as_part_of_an_intervention():
+def test_intervention_may_observe_pre_update():
+    """PRE_UPDATE is allowed for an intervention hook that only observes there."""
     hook = variant(
         Meddler,
         "m",
@@ -170,7 +173,8 @@ def test_options_are_the_keyword_only_arguments():
     assert {name: option.default for name, option in hook_options(hook).items()} == {"top_k": 5, "scale": 0.5}
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_one():
+def test_unknown_name_suggests_nearest_one():
+    """The error also lists the known hooks."""
     hooks = registry()
     hooks.register(Watcher)
     hooks.register(Meddler)
@@ -213,7 +217,8 @@ def install(tmp_path, monkeypatch):
     return put
 
 
-def test_hooks_of_installed_packages_are_discovered_and_not_switched_on(install):
+def test_plugin_hooks_are_discovered_but_not_selected(install):
+    """Hooks of installed packages are listed, but a group does not select them."""
     install("plugin_one", PLUGIN.format(name="plugged"))
     hooks = registry()
     assert "plugged" in hooks.names()
@@ -221,7 +226,8 @@ def test_hooks_of_installed_packages_are_discovered_and_not_switched_on(install)
     assert "plugged" not in select_hooks("minimal", [], {"minimal": ["training_metrics"]}, "any")
 
 
-def test_a_package_that_cannot_be_imported_is_left_out_with_a_warning_and_refused_by_name(install):
+def test_unimportable_plugin_warns_and_is_refused(install):
+    """A plugin with a failing import causes a warning and is refused only when its hook is requested."""
     install("plugin_two", "import no_such_package_anywhere")
     hooks = registry()
     hooks.register(Watcher)
@@ -233,14 +239,16 @@ def test_a_package_that_cannot_be_imported_is_left_out_with_a_warning_and_refuse
         hooks.get("plugged")
 
 
-def test_a_package_that_is_no_python_is_named_with_its_line(install):
+def test_plugin_syntax_error_shows_its_line(install):
+    """The warning contains the file and line of the syntax error."""
     install("plugin_typo", "\nimport")
     with pytest.warns(UserWarning, match=r"plugin_typo:Plugin cannot be used\. SyntaxError: .*plugin_typo\.py, line 2"):
         registry().discover()
 
 
 @pytest.mark.parametrize("source", ["import sys; sys.exit()", "raise KeyboardInterrupt", "raise SystemExit('x')"])
-def test_a_package_whose_import_ends_the_process_is_named_and_left_out(install, source):
+def test_exiting_plugin_is_excluded_with_warning(install, source):
+    """A plugin whose import raises SystemExit or KeyboardInterrupt is named and refused on request."""
     module = f"plugin_ending_{abs(hash(source))}"
     install(module, source)
     hooks = registry()
@@ -251,7 +259,8 @@ def test_a_package_whose_import_ends_the_process_is_named_and_left_out(install, 
         hooks.get("plugged")
 
 
-def test_ctrl_c_during_the_import_of_a_package_is_no_fault_of_it(install):
+def test_interrupt_during_plugin_import_propagates(install):
+    """A SIGINT from the user raises KeyboardInterrupt, and the signal handler is unchanged."""
     install("plugin_pressed", "import signal; signal.raise_signal(signal.SIGINT)")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -262,7 +271,8 @@ def test_ctrl_c_during_the_import_of_a_package_is_no_fault_of_it(install):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_malformed_hook_of_another_package_is_refused_with_the_reason(install):
+def test_malformed_plugin_hook_is_refused(install):
+    """The warning and the error contain the reason."""
     install("plugin_three", PLUGIN.format(name="plugged").replace("HookPoint.POST_EPOCH", "'POST_EPOCH'"))
     hooks = registry()
     with pytest.warns(UserWarning, match="Unknown hook point 'POST_EPOCH'"):
@@ -271,7 +281,8 @@ def test_a_malformed_hook_of_another_package_is_refused_with_the_reason(install)
         hooks.get("plugged")
 
 
-def test_a_package_that_claims_a_taken_name_is_an_error_every_time(install):
+def test_plugin_with_taken_name_always_fails(install):
+    """Every attempt to list the names raises the same UsageError."""
     install("plugin_four", PLUGIN.format(name="watcher"))
     hooks = registry()
     hooks.register(Watcher)
@@ -305,7 +316,8 @@ def test_bulk_selections_never_contain_debug_or_committing_hooks(keyword):
 
 
 @pytest.mark.usefixtures("four_kinds")
-def test_keywords_among_the_names_expand_in_place_and_every_hook_comes_once():
+def test_selection_keywords_expand_in_place():
+    """Each hook occurs once, and training_metrics comes first."""
     selected = select_hooks(None, ["meddler", "observers", "meddler", "watcher"], {}, "any")
     assert selected[:2] == ["training_metrics", "meddler"]
     assert sorted(selected) == sorted({*bulk_hooks("observers"), "meddler"})
@@ -313,38 +325,44 @@ def test_keywords_among_the_names_expand_in_place_and_every_hook_comes_once():
 
 
 @pytest.mark.usefixtures("four_kinds")
-def test_with_debug_adds_the_debug_hooks_that_commit_nothing():
+def test_with_debug_adds_observers_and_debug_hooks():
+    """The keyword with_debug selects no committing hook."""
     chosen = select_hooks(None, ["with_debug"], {}, "any")
     assert {"training_metrics", "debugger"} <= set(chosen)
     assert {hook_kind(HookRegistry.get(name)) for name in chosen} == {"observer", "debug"}
 
 
 @pytest.mark.usefixtures("four_kinds")
-def test_committing_and_debug_hooks_are_switched_on_by_name():
+def test_committing_and_debug_hooks_selectable_by_name():
+    """Hooks of these kinds run when they are named explicitly."""
     named = ["debug_committer", "committer", "debugger"]
     assert select_hooks(None, named, {}, "any") == ["training_metrics", *named]
 
 
 @pytest.mark.usefixtures("four_kinds")
 @pytest.mark.parametrize(("name", "kind"), [("committer", "committing"), ("debugger", "debug")])
-def test_a_group_with_a_committing_or_debug_hook_is_refused(name, kind):
+def test_group_with_committing_hook_is_refused(name, kind):
+    """A group must not contain committing or debug hooks."""
     with pytest.raises(UsageError, match=f"Group 'mine' of experiment 'own' contains the {kind} hook '{name}'"):
         select_hooks("mine", [], {"mine": ["watcher", name]}, "own")
 
 
 @pytest.mark.usefixtures("four_kinds")
-def test_a_group_and_names_add_up_with_training_metrics_first():
+def test_group_and_names_are_combined():
+    """The order is training_metrics, then the group, then the named hooks."""
     assert select_hooks("mine", ["meddler"], {"mine": ["watcher"]}, "own") == ["training_metrics", "watcher", "meddler"]
     assert select_hooks("none", [], {"none": []}, "own") == []
     assert select_hooks(None, [], {}, "own") == []
 
 
-def test_a_group_among_the_names_is_refused_with_the_option_that_takes_it():
+def test_group_name_among_hooks_is_refused():
+    """The error suggests --with-hooks."""
     with pytest.raises(UsageError, match=r"'minimal' is no hook, but a group of hooks: --with-hooks minimal\."):
         select_hooks(None, ["minimal"], {"minimal": ["training_metrics"]}, "own")
 
 
-def test_an_unknown_group_names_the_experiment_and_its_groups():
+def test_unknown_group_lists_known_groups():
+    """The error names the experiment and suggests the nearest group."""
     with pytest.raises(UsageError, match=r"'own' has no hook group .*Did you mean 'minimal'\? Known: minimal, none"):
         select_hooks("minmal", [], {"none": [], "minimal": []}, "own")
 
@@ -352,7 +370,7 @@ def test_an_unknown_group_names_the_experiment_and_its_groups():
 @pytest.mark.parametrize(
     ("name", "nearest"), [("norm", "norms"), ("observer", "observers"), ("with_debg", "with_debug")]
 )
-def test_an_unknown_hook_or_keyword_is_answered_with_the_nearest(name, nearest):
+def test_unknown_hook_or_keyword_suggests_nearest(name, nearest):
     with pytest.raises(UsageError, match=f"Unknown hook '{name}'. Did you mean '{nearest}'"):
         select_hooks(None, [name], {}, "any")
 
@@ -372,7 +390,8 @@ class Again(TrainingHook):
 
 
 @pytest.mark.process
-def test_a_cell_that_is_run_again_replaces_its_hook_and_a_script_must_not_name_two_alike(tmp_path):
+def test_rerun_cell_replaces_its_hook(tmp_path):
+    """Code without a file may define a hook again, while a script with two equal names is refused."""
     last = "assert HookRegistry.get('again').metrics.startswith('value | 2')"
     twice = CELL.format(value=1) + CELL.format(value=2) + last
     assert subprocess.run([sys.executable, "-c", twice], check=False).returncode == 0

@@ -46,13 +46,15 @@ def used() -> Watch:
     return hook
 
 
-def test_the_state_has_what_is_remembered_but_not_what_is_used_up_within_a_step():
+def test_state_contains_only_saved_attributes():
+    """Attributes that live within a step are not in the state."""
     state = used().state_dict()
     assert torch.equal(state.pop("zeros"), torch.ones(3))
     assert state == {"best": 0.5, "names": {"a": ["x"]}, "window": {"values": [7.0]}}
 
 
-def test_a_new_hook_goes_on_from_the_state_and_shares_no_list_with_it():
+def test_loaded_hooks_share_no_values_with_state():
+    """Changes in one hook reach neither the state nor a second hook."""
     state = used().state_dict()
     hook = Watch()
     hook.load_state_dict(state)
@@ -64,14 +66,15 @@ def test_a_new_hook_goes_on_from_the_state_and_shares_no_list_with_it():
     assert (hook._names, hook._window.values) == ({"a": ["x", "y"]}, [7.0, 8.0])
 
 
-def test_what_is_not_saved_stays_when_a_state_is_loaded():
+def test_unsaved_attributes_survive_loading_a_state():
     hook = used()
     hook.load_state_dict(Watch().state_dict())
     assert hook.best is None
     assert hook._seen == {"b"}
 
 
-def test_a_reset_leaves_what_a_new_hook_has_and_gives_no_value_to_two_hooks():
+def test_reset_restores_fresh_unshared_values():
+    """After a reset, attributes equal those of a new hook and are shared with none."""
     hook, other = used(), Watch()
     names = hook._names
     hook.reset()
@@ -82,7 +85,9 @@ def test_a_reset_leaves_what_a_new_hook_has_and_gives_no_value_to_two_hooks():
     assert hook._window is not other._window
 
 
-def test_merged_entries_stand_beside_the_others():
+def test_merged_entries_join_the_other_entries():
+    """The entries of a merged helper are at the top level of the state."""
+
     class Merging(Remembering):
         count = Remembered(int)
         window = Remembered(Window, merged=True)
@@ -95,7 +100,7 @@ def test_merged_entries_stand_beside_the_others():
     assert again.window.values == [1.0]
 
 
-def test_a_subclass_adds_to_what_its_base_remembers_and_may_replace_it():
+def test_subclass_extends_and_overrides_remembered_attributes():
     class Sub(Window):
         count = Remembered(int)
         values = Remembered(lambda: [1.0])
@@ -103,17 +108,20 @@ def test_a_subclass_adds_to_what_its_base_remembers_and_may_replace_it():
     assert Sub().state_dict() == {"values": [1.0], "count": 0}
 
 
-def test_a_state_that_lacks_a_part_is_refused_by_the_name_of_the_part():
+def test_incomplete_state_names_the_missing_part():
     with pytest.raises(UsageError, match="its state has no 'names', so it is that of another version"):
         Watch().load_state_dict({"best": None})
 
 
-def test_two_attributes_that_would_be_saved_under_one_name_are_refused():
+def test_attributes_with_equal_saved_names_are_refused():
+    """A public and a private attribute of one name would share an entry."""
     with pytest.raises(UsageError, match="Twice remembers two attributes as 'count'; rename one of them"):
         type("Twice", (Remembering,), {"count": Remembered(int), "_count": Remembered(int)})
 
 
-def test_a_hook_that_defines_the_three_methods_itself_is_asked_nothing_else():
+def test_handwritten_state_methods_are_sufficient():
+    """A hook that defines state_dict, load_state_dict and reset needs nothing else."""
+
     class ByHand(Watch):
         def state_dict(self):
             return {"mine": 1}

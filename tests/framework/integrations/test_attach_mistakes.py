@@ -77,14 +77,16 @@ def test_what_cannot_be_attached_is_refused_at_once(tmp_path, mistake):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_run_for_one_optimizer_waits_for_the_end_of_the_first(tmp_path):
+def test_second_open_run_for_optimizer_is_refused(tmp_path):
+    """After the first run is closed, the optimizer can be attached again."""
     parts = Parts(Loop())
     with parts.attach(tmp_path / "a", ["norms"]), pytest.raises(UsageError, match=r"close it first: scope\.close\(\)"):
         parts.attach(tmp_path / "b", ["norms"])
     parts.attach(tmp_path / "b", ["norms"]).close()
 
 
-def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path):
+def test_folder_with_a_run_is_not_overwritten(tmp_path):
+    """The error suggests another out= or overwrite=True, and no file changes."""
     attached(Loop(), tmp_path, ["norms"])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UsageError, match=r"already holds a finished run.*out=, or overwrite=True"):
@@ -105,7 +107,8 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_is_no_loss_is_refused_before_its_backward_pass(tmp_path, loss):
+def test_invalid_loss_is_refused_before_backward(tmp_path, loss):
+    """Each kind of invalid loss has its own message."""
     parts = Parts(Loop())
     make, sentence = LOSSES[loss]
     with pytest.raises(UsageError, match=sentence), parts.attach(tmp_path, ["norms"]) as scope:
@@ -211,7 +214,8 @@ ENDS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("end", [pytest.param("forgotten", marks=pytest.mark.slow), "crashed"])
-def test_a_run_that_its_program_does_not_close_is_complete_and_says_how_it_ended(tmp_path, end):
+def test_unclosed_run_is_complete_with_its_status(tmp_path, end):
+    """A program that forgets to close or crashes leaves a summary and complete records."""
     last, sentence, status, steps, epochs = ENDS[end]
     said, summary, found = program(tmp_path / "run", last)
     assert sentence in " ".join(said.split())
@@ -232,7 +236,8 @@ def test_observers_of_updates_need_nothing_but_attach(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("hooks", [["norms", "adam_dynamics"], [Vandal()]], ids=["observer", "intervention"])
-def test_a_hook_asked_for_by_name_that_cannot_be_served_is_refused_before_the_first_update(tmp_path, hooks):
+def test_unservable_hook_is_refused_before_first_update(tmp_path, hooks):
+    """The message suggests scope.batches(loader); no parameter changes and no folder is written."""
     parts = Parts(Loop())
     before = parts.digest()
     refused = rf"Hook '{'norms' if 'norms' in hooks else 'vandal'}' cannot be served.*scope\.batches\(loader\)"
@@ -280,12 +285,14 @@ def remembered(out: Path, hooks: list[Any]) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def test_a_loop_that_keeps_graphs_across_steps_can_be_observed(tmp_path):
+def test_loop_keeping_graphs_across_steps_can_be_observed(tmp_path):
+    """With observers, the final weights match those without hooks."""
     pairs = zip(remembered(tmp_path, []), remembered(tmp_path, ["weight_updates", "norms"]), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_a_loop_that_keeps_graphs_across_steps_is_told_of_the_hook_that_is_rolled_back(tmp_path):
+def test_loop_keeping_graphs_refuses_rolled_back_hooks(tmp_path):
+    """The error names the hook whose changes are rolled back."""
     acting = at(ActingHook, HookPoint.POST_STEP)(lambda run_ctx, model_ctx: None)
     with pytest.raises(UsageError, match="keeps a graph across steps, in which hook 'acting' is rolled back"):
         remembered(tmp_path, [acting])

@@ -21,14 +21,16 @@ def test_hooks_measure_against_the_reference_that_is_given(tmp_path):
     assert any(name.startswith("gradient_projection/") for name in names)
 
 
-def test_a_schedule_says_at_which_steps_a_hook_fires(tmp_path):
+def test_schedule_selects_the_steps_of_hooks(tmp_path):
+    """The hook runs only at the steps of its schedule."""
     spy, parts = at(SpyHook, HookPoint.POST_STEP)(), Parts(Loop())
     with parts.attach(tmp_path, [spy], schedules={spy.name: StepSchedule(mode="stride", every_n_steps=2)}) as scope:
         train(parts, scope)
     assert [step for _, _, step in spy.seen] == [1, 3, 5]
 
 
-def test_sinks_are_made_by_name_and_each_keeps_the_metrics(tmp_path):
+def test_sinks_are_created_by_name(tmp_path):
+    """The CSV and JSONL files of an attached loop contain the metrics."""
     parts = Parts(Loop())
     with parts.attach(tmp_path, ["norms"], sinks=["csv", "jsonl"]) as scope:
         train(parts, scope)
@@ -38,7 +40,8 @@ def test_sinks_are_made_by_name_and_each_keeps_the_metrics(tmp_path):
 
 
 @pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
-def test_a_silent_run_tells_in_the_end_what_was_warned_of(tmp_path, capsys):
+def test_silent_run_prints_warnings_at_end(tmp_path, capsys):
+    """With display set to silent, repeated warnings appear once at the end with their count."""
     spy = at(SpyHook, HookPoint.POST_EPOCH)(lambda ctx: warnings.warn("look", RunNotice, stacklevel=1))
     parts = Parts(Loop())
     with parts.attach(tmp_path, [spy], display="silent") as scope:

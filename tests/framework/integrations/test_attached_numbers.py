@@ -120,7 +120,8 @@ def made(names: list[str], case: Case) -> list[TrainingHook]:
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("case", [pytest.param(each, id=str(each), marks=slow_unless(each in QUICK)) for each in CASES])
 @own_process
-def test_every_hook_reports_the_same_as_in_a_loop_of_ours(tmp_path, case, names):
+def test_attached_loop_reports_the_same_metrics(tmp_path, case, names):
+    """Every hook records the same lines as in the loops of loopscope."""
     steps = 5 if case.loop == "step" else 6
     ours = record_of_ours(case, made(names, case), tmp_path / "ours", steps)
     theirs = record_of_theirs(case, made(names, case), tmp_path / "theirs", steps)
@@ -128,7 +129,8 @@ def test_every_hook_reports_the_same_as_in_a_loop_of_ours(tmp_path, case, names)
     assert theirs == [re.sub(INDEX, "", line) for line in ours]
 
 
-def test_the_cases_meet_every_hook_that_an_attached_loop_can_serve():
+def test_fast_cases_cover_every_attachable_hook():
+    """The hooks left out are those that no attached loop can serve."""
     met = {name for case in QUICK for name in able(QUIET + COMMITTING, case)}
     left = {"counterfactual", "counterfactual_validator", "gradient_projection", "metis_split"}
     assert met == set(HookRegistry.names()) - left - set(SHORT)
@@ -144,7 +146,8 @@ ROWS = [
 
 @pytest.mark.parametrize(("loop", "where", "names"), ROWS)
 @own_process
-def test_a_loop_that_goes_on_from_a_state_leaves_the_record_of_one_not_broken_off(tmp_path, loop, where, names):
+def test_resumed_attached_loop_writes_uninterrupted_record(tmp_path, loop, where, names):
+    """An interrupted custom training loop continues from its saved state."""
     case, steps, run = Case("tied", loop=loop), 5 if loop == "step" else 9, tmp_path / "run"
     whole = record_of_theirs(case, made(names, case), tmp_path / "whole", steps)
     with pytest.raises(Interrupted):

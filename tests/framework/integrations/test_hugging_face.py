@@ -43,19 +43,21 @@ LOOPS: dict[str, dict[str, Any]] = {
         for loop in LOOPS
     ],
 )
-def test_a_trainer_with_hooks_trains_as_without_at_every_step(tmp_path: Path, hooks: str, loop: str) -> None:
+def test_trainer_with_hooks_matches_plain_trainer(tmp_path: Path, hooks: str, loop: str) -> None:
+    """The traces are equal at every step, for each set of hooks and each loop."""
     assert same(traced(tmp_path / "a", HOOKS[hooks](), **LOOPS[loop]), traced(tmp_path / "b", **LOOPS[loop]))
 
 
-def test_evaluation_changes_a_trainer_and_does_not_with_us(tmp_path: Path) -> None:
+def test_evaluation_with_hooks_leaves_training_unchanged(tmp_path: Path) -> None:
+    """The Trainer's evaluation alone changes the training, and with hooks attached it does not."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     bare = traced(tmp_path / "bare")
     assert not same(traced(tmp_path / "theirs", **evaluating), bare)
     assert same(traced(tmp_path / "ours", WATCHING, **evaluating), bare)
 
 
-def test_steps_that_a_scaler_skips_are_seen_as_skipped(tmp_path: Path) -> None:
-    """On a CPU the Trainer has no scaler: this one is put in. With a GPU see the tests marked ``gpu``."""
+def test_steps_skipped_by_scaler_are_counted(tmp_path: Path) -> None:
+    """The test injects a GradScaler on the CPU, and the tests marked gpu use the Trainer's own scaler."""
 
     def scaled(folder: str, hooks: Any) -> Any:
         def train(made: Any) -> None:
@@ -72,8 +74,8 @@ def test_steps_that_a_scaler_skips_are_seen_as_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_numbers_equal_those_of_our_own_loop(tmp_path: Path, accumulate: int) -> None:
-    """To the last bit; of several micro-batches to rounding, since their losses are weighted in another order."""
+def test_metrics_match_the_loopscope_loop(tmp_path: Path, accumulate: int) -> None:
+    """The match is exact, or within rounding if the losses of several micro-batches are weighted."""
     constant: dict[str, Any] = {
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0,
@@ -113,8 +115,8 @@ def _own_loop(hooks: list[str], accumulate: int) -> RecordingSink:
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_trainer_that_goes_on_records_what_one_does_that_was_not_stopped(tmp_path: Path, step: int) -> None:
-    """Step 3 lies within the first epoch; step 7 is its last."""
+def test_resumed_trainer_records_like_uninterrupted_trainer(tmp_path: Path, step: int) -> None:
+    """Step 3 is within the first epoch and step 7 at its end, and a damaged state file is refused."""
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -168,7 +170,8 @@ def test_a_training_that_fails_is_recorded_as_failed(tmp_path: Path) -> None:
     assert "get_batch_samples" not in vars(made)
 
 
-def test_clipping_comes_between_the_two_looks_at_gradients(tmp_path: Path) -> None:
+def test_clipping_happens_between_backward_and_update_points(tmp_path: Path) -> None:
+    """POST_BACKWARD sees the full gradient norm, and PRE_UPDATE sees the clipped one."""
     norms: dict[str, list[float]] = {"POST_BACKWARD": [], "PRE_UPDATE": []}
 
     def note(ctx: Any) -> None:
@@ -219,13 +222,14 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told(tmp_path: Path, mistake: str) -> None:
+def test_usage_mistakes_raise_specific_errors(tmp_path: Path, mistake: str) -> None:
     do, sentence = MISTAKES[mistake]
     with pytest.raises(UsageError, match=sentence):
         do(trainer(tmp_path, num_train_epochs=1))
 
 
-def test_all_points_come_in_the_order_of_our_loop(tmp_path: Path) -> None:
+def test_hook_points_follow_the_loop_order(tmp_path: Path) -> None:
+    """The Trainer dispatches every hook point in the order of the loopscope loop."""
     spy = SpyHook()
     made = trainer(tmp_path, num_train_epochs=1, max_steps=2)
     attached(made, [spy])

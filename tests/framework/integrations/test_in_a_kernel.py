@@ -128,7 +128,8 @@ def test_importing_leaves_the_interpreter_as_it_was(outputs):
     assert shown(outputs["import"]) == ["True\n"]
 
 
-def test_a_training_shows_a_bar_and_a_table_that_change_in_place(outputs):
+def test_training_updates_its_outputs_in_place(outputs):
+    """A notebook cell shows one header, bar, table, result and folder."""
     header, bar, table, result, where = shown(outputs["train"])
     assert "hooks: training_metrics, norms" in header
     assert "100%  epoch 30/30" in bar
@@ -139,14 +140,16 @@ def test_a_training_shows_a_bar_and_a_table_that_change_in_place(outputs):
     assert all("text/html" in out.data for out in outputs["train"])
 
 
-def test_a_scope_is_a_table_and_its_curves_a_picture(outputs):
+def test_scope_displays_table_and_curves(outputs):
+    """A scope renders as an HTML table, and its curves render as a PNG image."""
     (table,) = outputs["table"]
     assert "norms/total_grad_norm" in table.data["text/html"]
     (curves,) = outputs["curves"]
     assert base64.b64decode(curves.data["image/png"]).startswith(b"\x89PNG")
 
 
-def test_a_second_run_in_a_folder_is_refused_and_overwriting_is_an_argument(outputs):
+def test_second_run_in_folder_is_refused(outputs):
+    """The error suggests another out or overwrite=True, and overwriting works."""
     kind, trace = error(outputs["refused"])
     assert kind == "UsageError"
     assert "runs/a already holds a finished run" in trace
@@ -157,7 +160,8 @@ def test_a_second_run_in_a_folder_is_refused_and_overwriting_is_an_argument(outp
     assert "runs/a" in folder
 
 
-def test_what_is_shown_gives_neither_a_page_nor_a_terminal_commands(outputs):
+def test_displayed_text_is_escaped(outputs):
+    """Output has no terminal escape sequences in plain text and no script tags in HTML."""
     (output,) = outputs["hostile"]
     assert "\x1b[2J" not in output.data["text/plain"]
     assert "[2Jb&lt;script&gt;" in output.data["text/html"]
@@ -168,20 +172,23 @@ def test_running_a_cell_again_replaces_its_hook(outputs):
     assert shown(outputs["hooked"]) == ["2.0\n"]
 
 
-def test_the_error_of_a_hook_shows_the_users_own_line(outputs):
+def test_hook_error_shows_user_code_line(outputs):
+    """The traceback in the notebook contains the failing line of the hook."""
     kind, trace = error(outputs["broken"])
     assert kind == "HookError"
     assert re.search(r'ZeroDivisionError: division by zero \[.*in compute: return {"x": 1 / 0}\]', trace)
     assert "train(hooks=['mine'], out='runs/c', display='none')" in trace
 
 
-def test_a_cell_that_was_interrupted_may_run_again_though_nobody_closed_its_scope(outputs):
+def test_interrupted_cell_can_run_again(outputs):
+    """The new cell runs although the scope of the interrupted cell was never closed."""
     assert error(outputs["interrupted"])[0] == "KeyboardInterrupt"
     assert "runs/d already holds an unfinished run" in error(outputs["unclosed"])[1]
     assert shown(outputs["again"]) == ["runs/d\n"]
 
 
-def test_a_session_shows_few_outputs_and_ends_with_a_table_of_strategies(outputs):
+def test_session_shows_few_outputs(outputs):
+    """A session ends with a table of strategies, and a second session in the folder is refused."""
     texts = shown(outputs["session"])
     assert len(texts) == 2 * len(("header", "bar", "table", "result")) + len(("comparison", "where"))
     assert re.search(r"strategy +epochs.*\n.*\n +stride +12 .*\n +random +12 ", texts[-2])
@@ -190,7 +197,8 @@ def test_a_session_shows_few_outputs_and_ends_with_a_table_of_strategies(outputs
     assert trace.endswith("choose another output_dir in the config, or write over it: RunOptions(overwrite=True).")
 
 
-def test_an_interrupted_session_is_resumed_by_the_next_cell(outputs):
+def test_interrupted_session_is_resumed(outputs):
+    """The interrupted cell prints how to resume, and the next cell completes both strategies."""
     kind, trace = error(outputs["session interrupted"])
     assert (kind, trace.splitlines()[-1]) == ("StoppedError", "StoppedError: Stopped by SIGINT.")
     assert "resume=True in its RunOptions" in "".join(shown(outputs["session interrupted"]))

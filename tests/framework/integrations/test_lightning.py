@@ -109,7 +109,8 @@ CASES = {
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_a_fit_with_hooks_is_the_fit_without_them(options, tmp_path):
+def test_fit_with_hooks_matches_bare_fit(options, tmp_path):
+    """Weights, optimizer state, generators, learning rate and metrics are equal, even with a misbehaving hook."""
     bare, _, alone = fit(tmp_path, **options)
     with_hooks, _, attached = fit(tmp_path, [*OBSERVERS, ActingHook(vandalise)], **options)
     assert with_hooks == bare
@@ -117,14 +118,17 @@ def test_a_fit_with_hooks_is_the_fit_without_them(options, tmp_path):
 
 
 @pytest.mark.trainer
-def test_a_fit_under_audit_is_the_fit_without_hooks(tmp_path):
+def test_audited_fit_matches_bare_fit(tmp_path):
+    """The hooks include one that trains, draws random numbers and zeroes the weights."""
     hooks = ["norms", "training_metrics", "hessian", ActingHook(vandalise)]
     audited, *_ = fit(tmp_path, hooks, max_epochs=1, choices={"audit": True})
     assert audited == fit(tmp_path, max_epochs=1)[0]
 
 
 @pytest.mark.trainer
-def test_a_validation_changes_a_fit_only_where_no_hook_is_attached(tmp_path):
+def test_validation_changes_only_fits_without_hooks(tmp_path):
+    """With hooks attached, frequent validation leaves the fit unchanged, and the validation loop is unwrapped
+    afterwards."""
     often = {"validate": True, "val_check_interval": 2}
     bare, *_ = fit(tmp_path)
     assert fit(tmp_path, **often)[0] != bare
@@ -136,7 +140,9 @@ def test_a_validation_changes_a_fit_only_where_no_hook_is_attached(tmp_path):
 
 
 @pytest.mark.trainer
-def test_hooks_see_the_numbers_of_an_own_loop(tmp_path):
+def test_attached_hooks_match_epoch_loop_metrics(tmp_path):
+    """Hooks on the Trainer emit the same rows as hooks in the framework's epoch loop on the same task."""
+
     class Calm(Classifier):
         def __init__(self):
             super().__init__()
@@ -159,7 +165,9 @@ def test_hooks_see_the_numbers_of_an_own_loop(tmp_path):
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("at_the_end_of", ["epoch", "validation"])
-def test_a_fit_that_goes_on_from_a_checkpoint_has_the_same_record(at_the_end_of, tmp_path):
+def test_resumed_fit_has_the_same_record(at_the_end_of, tmp_path):
+    """The checkpoint is saved after the training epoch or after validation; record and weights match the whole fit."""
+
     class Calm(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
             torch.manual_seed(batch_idx)  # Lightning does not store the generators
@@ -189,7 +197,9 @@ def test_a_fit_that_breaks_off_closes_the_run(error, status, tmp_path):
 
 
 @pytest.mark.trainer
-def test_an_epoch_that_the_module_cuts_short_drops_its_step(tmp_path):
+def test_epoch_cut_short_drops_its_open_step(tmp_path):
+    """The module ends the epoch within an accumulated step, which dispatches PRE_STEP but no later step point."""
+
     class Cutting(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 3 else None
@@ -203,7 +213,9 @@ def test_an_epoch_that_the_module_cuts_short_drops_its_step(tmp_path):
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_float16_skips_is_seen_as_skipped(fused, tmp_path):
+def test_float16_overflow_is_a_skipped_step(fused, tmp_path):
+    """The step dispatches no PRE_UPDATE or POST_STEP, and the summary counts it as skipped."""
+
     class Overflowing(Classifier):
         def on_after_backward(self):
             if self.trainer.fit_loop.total_batch_idx == 2:
@@ -241,7 +253,8 @@ def test_numbers_reach_the_loggers_of_the_trainer(tmp_path):
     assert (Path(logger.log_dir) / "loopscope-runs/run_0/summary.json").is_file()
 
 
-def test_a_private_name_that_is_missing_is_told_at_once(tmp_path, monkeypatch):
+def test_missing_private_lightning_name_is_refused(tmp_path, monkeypatch):
+    """attach raises UsageError with the missing name and a version of Lightning that works."""
     made = trainer(tmp_path)
     monkeypatch.delattr(Precision, "_clip_gradients")
     with pytest.raises(UsageError, match=r"has no Trainer\.precision_plugin\._clip_gradients.*Lightning 2\.6 works"):
@@ -249,7 +262,9 @@ def test_a_private_name_that_is_missing_is_told_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.trainer
-def test_mistakes_are_told_in_sentences(tmp_path):
+def test_unsupported_trainers_are_refused(tmp_path):
+    """A second or late attach, ddp_spawn, FSDP, barebones mode, manual optimization and LBFGS raise UsageError."""
+
     def attached(made):
         return attach(made, hooks=["norms"], out=tmp_path / "run", display="none") and made
 

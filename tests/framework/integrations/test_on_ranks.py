@@ -159,7 +159,8 @@ def ranks(out, tmp_path_factory):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_hooks_in_a_loop_of_ones_own_leave_every_rank_its_bytes_at_every_step(ranks):
+def test_hooks_leave_every_rank_unchanged(ranks):
+    """In a custom training loop, each rank matches the run without hooks at every step."""
     for result in ranks:
         assert [way for way, holds in result["is neutral"].items() if not holds] == []
         assert len(result["is neutral"]) == 2
@@ -167,7 +168,8 @@ def test_hooks_in_a_loop_of_ones_own_leave_every_rank_its_bytes_at_every_step(ra
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_every_rank_measures_what_one_process_does_with_all_rows_under_the_names_of_the_users_model(ranks, tmp_path):
+def test_ranks_measure_like_one_process(ranks, tmp_path):
+    """Each rank reports the metrics of one process with all rows, under the user's parameter names."""
     expected = numbers("alone", tmp_path / "alone")
     assert "norms/weight_norm/0.weight" in expected
     for result in ranks:
@@ -185,7 +187,8 @@ def test_the_main_rank_alone_writes_one_whole_record(ranks, out):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_mistakes_are_told_on_all_ranks_in_one_sentence(ranks):
+def test_mistakes_are_reported_on_all_ranks(ranks):
+    """All ranks raise the same message, or one that names the failing rank."""
     told = {name: [result["said"][name][0] for result in ranks] for name in ranks[0]["said"]}
     parts = {
         "a plain model": "UsageError: This process is one of 3, and the model does not tell which of them train it",
@@ -206,14 +209,16 @@ def test_mistakes_are_told_on_all_ranks_in_one_sentence(ranks):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_rank_goes_on_from_its_own_state_and_from_no_other(ranks):
+def test_rank_resumes_only_from_its_own_state(ranks):
+    """The error names the rank that the state belongs to."""
     assert [result["gone on"]["its own"] for result in ranks] == [""] * RANKS
     assert all("is that of rank 0, and this is rank" in result["gone on"]["another's"] for result in ranks)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_what_torch_stores_of_hooks_with_the_loop_goes_on_bit_for_bit_on_as_many_ranks(ranks, out):
+def test_distributed_checkpoint_resumes_bit_for_bit(ranks, out):
+    """On the same number of ranks, loop and hooks resume exactly from torch.distributed.checkpoint."""
     for kind in ("FSDP2", "by hand"):
         for number, result in enumerate(ranks):
             whole, parts = result["stored"][kind]
@@ -227,7 +232,8 @@ def test_what_torch_stores_of_hooks_with_the_loop_goes_on_bit_for_bit_on_as_many
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_it_goes_on_in_one_process_with_all_rows(ranks, out):
+def test_distributed_state_resumes_in_one_process(ranks, out):
+    """One process with all rows continues with the same metrics."""
     shown = gone_on("alone", out / "FSDP2", "one")
     torch.testing.assert_close(shown["loaded"], remembered(0), rtol=0, atol=0)
     assert shown["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
@@ -235,7 +241,8 @@ def test_it_goes_on_in_one_process_with_all_rows(ranks, out):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_it_goes_on_on_two_ranks_in_their_shards(ranks, out, tmp_path):
+def test_distributed_state_resumes_on_two_ranks(ranks, out, tmp_path):
+    """Two ranks with FSDP2 shards continue with the same metrics."""
     for rank in on_ranks(partial(gone_on, "FSDP2", out / "FSDP2", "two"), tmp_path, 2):
         torch.testing.assert_close(rank["loaded"], remembered(0), rtol=0, atol=0)
         assert rank["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
@@ -243,7 +250,8 @@ def test_it_goes_on_on_two_ranks_in_their_shards(ranks, out, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_state_that_is_not_there_or_not_read_yet_is_refused(ranks, out):
+def test_missing_or_unread_state_is_refused(ranks, out):
+    """The error lists the stored keys or names the load call that is missing."""
     metadata = checkpoint.FileSystemReader(out / "FSDP2/stored").read_metadata()
     with Loop("alone").attach(["norms"], out / "refused") as scope:
         with pytest.raises(
@@ -256,7 +264,8 @@ def test_a_state_that_is_not_there_or_not_read_yet_is_refused(ranks, out):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_rank_whose_script_fails_closes_its_part_and_the_others_end_as_it_leaves(ranks, out):
+def test_failing_rank_closes_and_others_end(ranks, out):
+    """The run of the failing rank is marked failed, and the other ranks raise an error as it leaves."""
     assert [result["left"] for result in ranks][1] == "ValueError"
     assert {ranks[0]["left"], ranks[2]["left"]} <= {"RuntimeError", "RankLostError"}
     assert json.loads((out / "deserted" / "summary.json").read_text())["status"] == "failed"
@@ -264,7 +273,8 @@ def test_a_rank_whose_script_fails_closes_its_part_and_the_others_end_as_it_leav
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_rank_that_attaches_alone_is_told_that_all_have_to(ranks):
+def test_attaching_on_one_rank_is_refused(ranks):
+    """RankLostError asks the user to call attach on every rank."""
     assert ranks[0]["alone"].startswith("RankLostError: Another rank is gone")
     assert ranks[0]["alone"].endswith("Call attach on every rank of the training.")
 
@@ -282,7 +292,8 @@ def otherwise() -> dict[str, bool]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_so_they_do_whatever_the_reducer_is_told(tmp_path, monkeypatch):
+def test_hooks_are_neutral_for_all_reducer_settings(tmp_path, monkeypatch):
+    """Hooks leave every rank unchanged for further DDP and FSDP2 settings, with and without accumulation."""
     monkeypatch.setenv("OUT", str(tmp_path))
     for result in on_ranks(otherwise, tmp_path, RANKS):
         assert [way for way, holds in result.items() if not holds] == []
@@ -290,7 +301,8 @@ def test_so_they_do_whatever_the_reducer_is_told(tmp_path, monkeypatch):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_script_of_the_page_runs_under_torchrun_and_one_rank_speaks(tmp_path):
+def test_documented_script_runs_under_torchrun(tmp_path):
+    """Only one rank prints and writes the record, and no parameter name has a module prefix."""
     (script,) = [block.text for block in blocks(ROOT / "docs/own-loop.md") if block.file == "train.py"]
     (tmp_path / "train.py").write_text(script)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]

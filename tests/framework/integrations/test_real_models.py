@@ -34,7 +34,10 @@ from tests.framework.integrations.real_trainings import (
 from tests.support.cases import slow_unless
 from tests.support.processes import own_process
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=slow_unless(name in ("GPT-2", "ResNet"))) for name in MODELS]
 )

@@ -16,13 +16,15 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_trainer_in_float16_trains_as_without_hooks_at_every_step(tmp_path: Path, accumulate: int) -> None:
+def test_float16_trainer_matches_run_without_hooks(tmp_path: Path, accumulate: int) -> None:
+    """A float16 Trainer trains identically at every step, with and without gradient accumulation."""
     options = {"use_cpu": False, "fp16": True, "gradient_accumulation_steps": accumulate, "max_grad_norm": 0.1}
     with_hooks = traced(tmp_path / "a", ["norms", "hessian", vandal()], **options)
     assert same(with_hooks, traced(tmp_path / "b", **options))
 
 
-def test_a_fit_in_float16_is_the_fit_without_hooks(tmp_path: Path) -> None:
+def test_float16_lightning_fit_matches_unhooked_fit(tmp_path: Path) -> None:
+    """A Lightning fit with precision 16-mixed trains identically."""
     options = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed", "gradient_clip_val": 0.1}
     with_hooks, _, _ = fit(tmp_path / "a", ["norms", vandal()], **options)
     bare, _, _ = fit(tmp_path / "b", **options)

@@ -30,7 +30,8 @@ def test_switched_off_it_checks_nothing():
 
 
 @pytest.mark.parametrize("name", ["write_through_data", "write_through_numpy", "write_to_the_storage"])
-def test_it_names_the_culprit_and_the_entry_that_changed(name):
+def test_audit_names_caller_and_changed_entry(name):
+    """The writes go through .data, through a NumPy view and directly to the storage."""
     scene, audit = audited()
     DEEDS[name](scene)
     entry = "parameters/0.weight" if name == "write_to_the_storage" else "parameters/4.bias"
@@ -38,7 +39,8 @@ def test_it_names_the_culprit_and_the_entry_that_changed(name):
         audit.check("Somebody")
 
 
-def test_it_names_at_most_five_entries_and_counts_the_rest():
+def test_audit_lists_at_most_five_entries():
+    """The error counts the remaining entries."""
     scene, audit = audited()
     for parameter in scene.model.parameters():
         parameter.data.add_(1)
@@ -55,7 +57,8 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("what", REPLACED)
-def test_it_sees_objects_replaced_by_others_that_look_the_same(what):
+def test_audit_detects_replaced_lookalike_objects(what):
+    """A replaced gradient, parameter table, hook table or function is found even where the digest is unchanged."""
     scene, _ = audited()
     scene.model[2].act = act
     audit = Audit(scene.state, enabled=True)
@@ -72,7 +75,8 @@ def act():
     return 1
 
 
-def test_a_state_that_cannot_be_read_any_more_counts_as_changed():
+def test_unreadable_state_counts_as_changed():
+    """The state of the optimizer was replaced by None."""
     scene, audit = audited()
     scene.optimizer.state = None
     with pytest.raises(StateMutationError, match="cannot be read any more"):

@@ -120,7 +120,8 @@ BARE: list[Any] = []
 
 @pytest.mark.parametrize("audit", [False, True])
 @pytest.mark.parametrize("name", MEASUREMENTS)
-def test_measuring_a_model_with_state_in_odd_places_changes_no_byte(name: str, audit: bool) -> None:
+def test_measuring_odd_models_changes_no_bytes(name: str, audit: bool) -> None:
+    """Each measurement runs with and without audit on a model that keeps state in unusual places."""
     hook = MEASUREMENTS[name]
     if not BARE:
         BARE.append(train(Case(), steps=4, audit=False, introduce=make_odd))
@@ -131,7 +132,8 @@ def test_measuring_a_model_with_state_in_odd_places_changes_no_byte(name: str, a
     assert run.final == BARE[0].final
 
 
-def test_a_model_whose_state_is_all_in_buffers_lends_nothing_else() -> None:
+def test_buffer_only_model_borrows_nothing_else() -> None:
+    """A forward pass inside the context leaves the version of every tensor unchanged."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     versions = [tensor._version for tensor in model.state_dict().values()]
     with borrowed_buffers(model):
@@ -153,7 +155,8 @@ class Renormed(nn.Module):
 
 
 @pytest.mark.compile
-def test_passes_through_renormed_embeddings_and_compiled_parts_change_no_byte(monkeypatch):
+def test_renormed_and_compiled_modules_stay_unchanged(monkeypatch):
+    """Evaluation, gradients, a training epoch and a branch leave the state digest of every step unchanged."""
     monkeypatch.setitem(MODELS, "renormed", Renormed)
 
     def measure(run_ctx, model_ctx):

@@ -33,7 +33,8 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_forward_pass_leaves_no_trace_in_buffers_and_attributes(raises):
+def test_borrowed_buffers_restore_buffers_and_attributes(raises):
+    """A forward pass leaves no trace, even if the body raises."""
     model = Remembering()
     table, buffers = model._buffers, dict(model.norm._buffers)
     with suppress(Mishap), borrowed_buffers(model):
@@ -49,7 +50,8 @@ def test_a_forward_pass_leaves_no_trace_in_buffers_and_attributes(raises):
     assert model.norm.num_batches_tracked == 0
 
 
-def test_a_buffer_that_two_modules_share_is_shared_while_lent():
+def test_shared_buffer_stays_shared_while_borrowed():
+    """The original tensor keeps its values."""
     first, second = nn.Module(), nn.Module()
     shared = torch.zeros(2)
     first.register_buffer("shared", shared)
@@ -62,7 +64,8 @@ def test_a_buffer_that_two_modules_share_is_shared_while_lent():
 
 
 @pytest.mark.parametrize("train", [True, False, None])
-def test_modes_come_back_module_by_module(train):
+def test_training_modes_are_restored_per_module(train):
+    """This holds after an error and for a module that was in eval mode."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(), nn.Dropout())
     model[1].eval()
     with suppress(Mishap), borrowed_modes(model, train=train):
@@ -72,7 +75,8 @@ def test_modes_come_back_module_by_module(train):
     assert [module.training for module in model] == [True, False, True]
 
 
-def test_gradients_come_back_as_the_same_tensors():
+def test_gradients_are_restored_as_the_same_tensors():
+    """Within the context gradients are None, and missing ones are None again afterwards."""
     model = nn.Linear(2, 1)
     model(torch.ones(2)).backward()
     model.bias.grad = None
@@ -104,7 +108,8 @@ def test_under_audit_a_borrowed_pass_is_no_change(model):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_lent_weights_stand_under_all_names_of_a_tied_parameter_and_the_live_ones_come_back(raises):
+def test_borrowed_weights_cover_tied_names_and_are_restored(raises):
+    """The live parameter comes back unchanged under both names, even if the body raises."""
     model = TiedModel()
     live, table, order = model.embedding.weight, model.decoder._parameters, list(model.state_dict())
     version, other = live._version, torch.ones_like(live, dtype=torch.float64)
@@ -120,7 +125,8 @@ def test_lent_weights_stand_under_all_names_of_a_tied_parameter_and_the_live_one
 
 @torch.no_grad()
 @pytest.mark.parametrize("build_model", [batchnorm_mlp, lambda: nn.LSTM(4, 3)], ids=["batchnorm", "lstm"])
-def test_a_model_with_lent_weights_computes_what_one_that_loaded_them_does(build_model):
+def test_borrowed_weights_compute_like_loaded_weights(build_model):
+    """Outputs match those of a model that loaded the weights, and afterwards those of the live weights."""
     model, other, inputs = build_model(), build_model(), torch.randn(5, 4)
     for buffer in other.buffers():
         buffer.add_(1)
@@ -132,7 +138,8 @@ def test_a_model_with_lent_weights_computes_what_one_that_loaded_them_does(build
         assert torch.equal(*(each[0] if isinstance(each, tuple) else each for each in (expected, found)))
 
 
-def test_weights_that_do_not_fit_are_refused_before_any_is_lent():
+def test_mismatched_weights_are_refused_before_borrowing():
+    """An unknown name and a wrong shape are each named in the error."""
     model = nn.Linear(2, 1)
     with pytest.raises(UsageError, match=r"Unknown weight 'weigth'\. Did you mean 'weight'"):
         borrowed_weights(model, {"weigth": torch.ones(1, 2)}).__enter__()
@@ -141,7 +148,8 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_lent():
 
 
 @pytest.mark.parametrize("case", [Case(model, loop=loop) for loop in LOOPS for model in MODELS], ids=str)
-def test_an_observer_may_evaluate_other_weights_and_the_run_keeps_its_bytes(case):
+def test_observer_may_evaluate_other_weights(case):
+    """The evaluation of the live weights matches that of the run, and the run keeps its bytes."""
     seen = []
 
     def probe(ctx):

@@ -30,7 +30,8 @@ def test_a_call_names_itself_in_words():
     assert str(Call("evaluation", "the loop", 2, "The")) == "The 'evaluation' at the loop of step 2"
 
 
-def test_an_observer_runs_without_gradients_on_a_stream_of_its_own():
+def test_observer_has_no_gradients_and_separate_stream():
+    """Its draws do not depend on earlier draws of the run, and the run's generator and grad mode are restored."""
     _, isolation = isolated()
     drawn = []
     for past in (0, 5):
@@ -52,7 +53,8 @@ def test_the_result_is_passed_on():
         assert isolation.intervene(CALL, lambda: 5, mutates=False) == 5
 
 
-def test_each_intervention_of_a_visit_starts_from_the_true_state():
+def test_every_intervention_starts_from_true_state():
+    """Three mutating interventions in one visit each see the original parameters."""
     scene, isolation = isolated()
     before, seen = scene.state.digest()["parameters/4.bias"], []
 
@@ -89,7 +91,8 @@ def test_visits_within_a_visit_are_part_of_it():
 
 
 @pytest.mark.parametrize("name", ["write_in_place", "freeze_a_parameter", "edit_the_learning_rate"])
-def test_a_warm_observer_is_caught_as_well_and_named(name):
+def test_warm_observer_mutation_is_caught_by_name(name):
+    """An observer that passed its individual checks is still checked; the error names hook, point and step."""
     scene, isolation = isolated()
     for step in range(CALLS_CHECKED_ALONE + 2):
         with isolation.visit():
@@ -98,7 +101,8 @@ def test_a_warm_observer_is_caught_as_well_and_named(name):
         isolation.observe(Call("spy", "POST_STEP", 9), do(scene, name))
 
 
-def test_several_warm_observers_that_cannot_be_told_apart_are_all_named():
+def test_ambiguous_observer_mutation_names_all_suspects():
+    """Two warm observers share one check, so the error names both."""
     scene, isolation = isolated()
     for _ in range(CALLS_CHECKED_ALONE + 1):  # the next call is none at which the count has doubled
         with isolation.visit():
@@ -114,7 +118,8 @@ def test_several_warm_observers_that_cannot_be_told_apart_are_all_named():
         fire()
 
 
-def test_what_a_warm_observer_changed_is_fatal_even_if_the_next_one_raises():
+def test_observer_mutation_outranks_later_exception():
+    """A mutation by a warm observer raises StateMutationError even if another exception follows in the same visit."""
     scene, isolation = isolated()
     for _ in range(CALLS_CHECKED_ALONE + 1):
         with isolation.visit():
@@ -129,7 +134,8 @@ def test_what_a_warm_observer_changed_is_fatal_even_if_the_next_one_raises():
         fire()
 
 
-def test_a_state_that_cannot_be_put_back_is_fatal():
+def test_failed_restore_raises_state_mutation_error():
+    """The load_state_dict of one entry raises, and the error quotes its exception."""
     scene, isolation = isolated()
 
     class Stubborn:
@@ -144,7 +150,8 @@ def test_a_state_that_cannot_be_put_back_is_fatal():
         isolation.intervene(CALL, lambda: None, mutates=True)
 
 
-def test_modes_that_a_call_left_entered_are_left_before_anything_is_checked():
+def test_leaked_modes_are_exited_before_checks():
+    """A function mode that an observer or intervention left entered does not affect the audit or the state."""
     scene, isolation = isolated(audit=True)
     before = scene.state.digest()
     with isolation.visit():
@@ -165,7 +172,8 @@ def test_gradients_are_not_kept_alive_after_the_visit():
 
 
 @pytest.mark.parametrize("audit", [False, True])
-def test_an_exception_passes_and_the_streams_come_back(audit):
+def test_exception_restores_random_streams(audit):
+    """The state is unchanged after an observer or intervention draws and raises, with and without audit."""
     scene, isolation = isolated(audit=audit)
     before = scene.state.digest()
 

@@ -70,7 +70,8 @@ def mixed(matrix: Tensor, size: int) -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_recipe_without_casts_is_a_linear_layer_bit_for_bit(shape, bias):
+def test_recipe_without_casts_matches_linear_layer(shape, bias):
+    """Outputs and gradients are equal bit for bit for every shape."""
     assert_same(results(lowbit("fp32", bias), drawn(*shape)), results(plain(bias), drawn(*shape)))
 
 
@@ -81,7 +82,8 @@ def no_casts(role: Any, values: Tensor, call: Any) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES[:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_without_casts_the_function_itself_is_that_of_a_linear_layer_bit_for_bit(shape, bias, dtype):
+def test_quantized_linear_without_casts_matches_linear_layer(shape, bias, dtype):
+    """The autograd function alone is exact bit for bit in float32, bfloat16 and float64."""
     run = lambda layer, x: QuantizedLinear.apply(x, layer.weight, layer.bias, no_casts, LayerCall())
     x, layer = drawn(*shape, dtype=dtype), plain(bias, dtype)
     assert_same(results(layer, x, run), results(layer, x))
@@ -90,7 +92,8 @@ def test_without_casts_the_function_itself_is_that_of_a_linear_layer_bit_for_bit
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NARROW)
-def test_products_and_gradients_are_those_of_the_cast_matrices_bit_for_bit(name, shape, bias):
+def test_results_match_products_of_cast_matrices(name, shape, bias):
+    """Outputs and gradients equal a computation by hand bit for bit, up to rare roundings with Hadamard."""
     x, recipe = drawn(*shape), RECIPES[name].with_every(rounding="nearest")
     found, expected = results(lowbit(recipe, bias), x), by_hand(plain(bias), recipe, x)
     if recipe.hadamard:  # its sums in another order may round to another number, here and there
@@ -100,7 +103,8 @@ def test_products_and_gradients_are_those_of_the_cast_matrices_bit_for_bit(name,
     assert_same(found, expected)
 
 
-def test_the_random_hadamard_transform_leaves_a_product_what_it_is():
+def test_random_hadamard_transform_preserves_products():
+    """The matrix is orthogonal with entries of equal size, and spreads an outlier evenly."""
     left, right = drawn(7, 41, dtype=torch.float64), drawn(5, 41, seed=3, dtype=torch.float64)
     for size in (2, 16, 64):
         matrix = random_hadamard_matrix(size)
@@ -111,7 +115,8 @@ def test_the_random_hadamard_transform_leaves_a_product_what_it_is():
     assert transformed(outlier, 16).abs().unique().tolist() == [2.0]
 
 
-def test_the_two_casts_of_a_gradient_draw_apart_and_have_full_precision_as_their_mean():
+def test_stochastic_gradient_casts_are_independent_and_unbiased():
+    """The two casts use different seeds, and the mean over runs is the full-precision gradient."""
     recipe = replace(Recipe("x"), output_grad=replace(BLOCK, rounding="stochastic"), along_sum=True)
     layer, x = lowbit(recipe), drawn(6, 20)
     runs = [results(layer, x) for _ in range(225)]
@@ -125,6 +130,7 @@ def test_the_two_casts_of_a_gradient_draw_apart_and_have_full_precision_as_their
 
 @pytest.mark.parametrize("role", ROLES)
 def test_each_role_can_be_cast_alone(role):
+    """Only the results that depend on the role differ from those of a linear layer."""
     recipe = replace(Recipe("alone"), **{role: BLOCK})
     found = results(lowbit(recipe), drawn(6, 20))
     assert_same(found, by_hand(plain(), recipe, drawn(6, 20)))
@@ -134,7 +140,8 @@ def test_each_role_can_be_cast_alone(role):
     assert unlike == [*affected[role if role in affected else "forward"], False]
 
 
-def test_with_forward_casts_alone_the_gradient_is_straight_through():
+def test_forward_casts_alone_give_straight_through_gradients():
+    """Gradients use the uncast input and weight."""
     layer = lowbit(Recipe("forward", forward_input=BLOCK, forward_weight=BLOCK))
     x = drawn(6, 20)
     y, dx, dw, db = results(layer, x)
@@ -150,7 +157,8 @@ def test_q_scalar_reaches_the_products():
     assert not torch.equal(found[0], results(lowbit("fp8"), drawn(6, 20))[0])
 
 
-def test_a_transposed_input_and_an_expanded_gradient_are_cast_as_any():
+def test_noncontiguous_tensors_are_cast_correctly():
+    """A transposed input and an expanded gradient give the products of their cast matrices."""
     layer, x = lowbit("fp4_block"), drawn(20, 6).T.requires_grad_(True)
     layer(x).sum().backward()
     g = BLOCK(torch.ones(6, 12))
@@ -178,7 +186,8 @@ def test_under_autocast_matrices_are_converted_and_then_cast(name, amp):
     assert_same([y, dx, dw, db], [expected[0], *[gradient.float() for gradient in expected[1:]]])
 
 
-def test_an_overflow_of_float16_reaches_the_gradients_so_that_the_scaler_sees_it():
+def test_float16_overflow_reaches_the_gradients():
+    """The rows with infinity are non-finite, so that the loss scaler can detect them; the others stay finite."""
     layer, x = lowbit("fp8", dtype=torch.float16), drawn(6, 20, dtype=torch.float16).requires_grad_(True)
     gradient = torch.ones(6, 12, dtype=torch.float16)
     gradient[2, 3] = torch.inf
@@ -188,7 +197,8 @@ def test_an_overflow_of_float16_reaches_the_gradients_so_that_the_scaler_sees_it
     assert x.grad[[0, 1, 3, 4, 5]].isfinite().all()
 
 
-def test_a_scaler_skips_the_step_of_such_an_overflow():
+def test_loss_scaler_skips_the_overflowed_step():
+    """The weight stays the same and the loss scale is halved."""
     layer = lowbit("fp4_block", bias=False)
     optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = layer.weight.detach().clone()
@@ -223,7 +233,8 @@ def test_kept_for_backward_are_input_and_weight_themselves(recipe):
     assert kept_for_backward(layer, x) == [layer.weight.data_ptr()]
 
 
-def test_a_listener_is_told_of_every_cast_and_changes_none():
+def test_quantization_hook_receives_every_cast():
+    """The results stay the same, an inactive hook receives nothing, and removal leaves no hook."""
     layer, heard, unheard = lowbit("fp4_block"), Heard(), Heard(heard=False)
     expected = results(layer, drawn(6, 20))
     handles = [layer.register_quantization_hook(listener) for listener in (heard, unheard)]
@@ -267,7 +278,8 @@ def test_a_layer_of_its_own_names_its_recipe():
 
 
 @pytest.mark.compile
-def test_a_compiled_model_runs_the_layers_between_its_graphs_with_the_same_bits():
+def test_compiled_model_with_casts_keeps_every_bit():
+    """The layers run between the compiled graphs with stochastic rounding."""
     ordinary, compiled = stack(STOCHASTIC), stack(STOCHASTIC)
     compiled.compile(backend="eager", dynamic=False)
     for seed in range(2):
@@ -289,7 +301,8 @@ def compiled_steps(recipe: str, *, listener: Heard | None = None, convert: bool 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("recipe", ["e2m1/block/stochastic", "fp4_metis", "fp8"])
-def test_a_listener_changes_no_bit_of_a_compiled_model(recipe):
+def test_quantization_hook_preserves_compiled_model(recipe):
+    """Steps of a compiled model have the same bits with and without the hook."""
     heard = Heard()
     assert_same(compiled_steps(recipe, listener=heard), compiled_steps(recipe))
     assert heard.roles.count("forward_weight") == 2 * 3
@@ -297,5 +310,6 @@ def test_a_listener_changes_no_bit_of_a_compiled_model(recipe):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_without_casts_a_compiled_model_is_that_of_linear_layers_bit_for_bit():
+def test_compiled_model_without_casts_matches_linear_layers():
+    """Several training steps are equal bit for bit."""
     assert_same(compiled_steps("fp32"), compiled_steps("fp32", convert=False))

@@ -31,7 +31,8 @@ from tests.framework.lowbit.lowbit_layers import (
 )
 
 
-def test_stochastic_rounding_draws_from_the_generator_of_the_layers_alone():
+def test_stochastic_rounding_draws_from_layer_generator():
+    """The global generator is unchanged, and restoring the layer's generator repeats the results."""
     layer, x = lowbit(STOCHASTIC), drawn(6, 20)
     state, own = torch.get_rng_state(), layer.generator.get_state()
     first, second = results(layer, x), results(layer, x)
@@ -41,7 +42,8 @@ def test_stochastic_rounding_draws_from_the_generator_of_the_layers_alone():
     assert_same(results(layer, x), first)
 
 
-def test_stochastic_rounding_has_the_products_of_full_precision_as_its_mean():
+def test_stochastic_rounding_is_unbiased():
+    """The means of 225 runs are within five standard errors of the full-precision results."""
     layer, x = lowbit(STOCHASTIC), drawn(6, 20)
     runs = [results(layer, x) for _ in range(225)]
     for index, exact in enumerate(results(plain(), x)[:3]):
@@ -83,7 +85,8 @@ def test_what_checkpointing_repeats_is_counted_once():
     ("recipe", "counts"),
     [("fp8", 3), ("fp8,backward_weight=e5m2/current", 4), ("e2m1/block/stochastic", 5), ("e4m3/delayed", 5)],
 )
-def test_a_backward_cast_like_the_forward_one_is_told_of_and_not_counted_again(recipe, counts, monkeypatch):
+def test_repeated_backward_cast_is_not_recounted(recipe, counts, monkeypatch):
+    """Hooks receive every role, but a backward cast equal to the forward one is not computed twice."""
     calls, count = [], Cast.counted
 
     def counted(cast: Cast, *given: Tensor, **options: Any) -> Any:
@@ -110,7 +113,8 @@ def test_reentrant_checkpointing_of_other_casts_changes_no_bit(recipe):
     assert_same(found, results(stack(find_recipe(recipe)), drawn(6, 20)))
 
 
-def test_repeating_a_call_that_is_not_the_newest_is_refused():
+def test_repeating_an_older_call_is_refused():
+    """Activation checkpointing raises an error if the layer was called again before backward."""
     layer, x = lowbit(STOCHASTIC), drawn(6, 20).requires_grad_(True)
     early = checkpoint(layer, x, use_reentrant=False)
     layer(x)
@@ -130,7 +134,8 @@ def test_delayed_scaling_scales_by_the_tensors_before():
     assert torch.equal(layer.forward_input_history[-3:], peaks)
 
 
-def test_the_history_goes_on_once_a_training_pass_and_not_in_evaluation():
+def test_history_advances_once_per_training_pass():
+    """Evaluation leaves the histories unchanged."""
     layer = lowbit(DELAYED)
     results(layer, drawn(6, 20))
     assert all(int((buffer > 0).sum()) == 1 for buffer in layer.buffers())
@@ -151,7 +156,8 @@ def hessian(model: nn.Module) -> tuple[ExactHessian, dict[str, nn.Parameter]]:
 
 
 @pytest.mark.parametrize("recipe", ["fp4_block", "fp8", STOCHASTIC, DELAYED], ids=named)
-def test_the_hessian_is_symmetric_and_linear_and_leaves_histories_alone(recipe):
+def test_hessian_is_symmetric_and_linear(recipe):
+    """Hessian-vector products leave the histories of the layers unchanged."""
     model = stack(recipe)
     operator, parameters = hessian(model)
     before = [buffer.clone() for buffer in model.buffers()]
@@ -163,7 +169,7 @@ def test_the_hessian_is_symmetric_and_linear_and_leaves_histories_alone(recipe):
     assert_same([*model.buffers()], before)
 
 
-def test_the_hessian_of_the_recipe_without_casts_is_that_of_linear_layers():
+def test_fp32_hessian_matches_plain_linear_layers():
     torch.manual_seed(0)
     reference = stack("fp32")
     dequantize_model(reference)
@@ -174,7 +180,8 @@ def test_the_hessian_of_the_recipe_without_casts_is_that_of_linear_layers():
     assert_same([*products[0].values()], [*products[1].values()])
 
 
-def test_copies_of_a_model_share_a_generator_of_their_own():
+def test_model_copy_has_its_own_generator():
+    """The layers of the copy share one generator, which is not that of the original."""
     model = stack(STOCHASTIC)
     twin = copy.deepcopy(model)
     assert twin[0].generator is twin[2].generator is not model[0].generator

@@ -61,7 +61,8 @@ def everything() -> Any:
     return sharded_steps(shard=True), sharded_steps(shard=False), tensor_parallel_refusal()
 
 
-def test_fsdp_has_the_bits_of_one_process_and_tensor_parallelism_is_refused(tmp_path):
+def test_fsdp_matches_one_process(tmp_path):
+    """Low-bit layers give the same bits under FSDP, and tensor parallelism is refused."""
     for sharded, alone, refusal in on_two_ranks(everything, tmp_path):
         assert sharded.keys() == alone.keys()
         for name, value in alone.items():

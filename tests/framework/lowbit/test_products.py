@@ -42,7 +42,8 @@ def as_linear(weight: torch.Tensor, bias: torch.Tensor | None, recipe: Any) -> n
 
 
 @pytest.mark.parametrize("recipe", RECIPES_TRIED)
-def test_a_conv1d_is_the_linear_layer_with_the_transposed_weight(recipe):
+def test_conv1d_matches_transposed_linear_layer(recipe):
+    """Outputs and gradients are those of a low-bit linear layer with the transposed weight."""
     layer = Conv1D(12, 20)
     twin = as_linear(layer.weight.T, layer.bias, recipe)
     assert quantize_model(layer, recipe) == [""]
@@ -88,7 +89,8 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["e2m1/nvfp4", "fp4_direct", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_are_a_low_bit_layer_each_however_they_are_multiplied(form, recipe):
+def test_experts_match_separate_lowbit_layers(form, recipe):
+    """Outputs and gradients match one low-bit layer per expert for every form of the product."""
     experts = Experts(form)
     twins = [as_linear(matrix, None, recipe) for matrix in experts.w]
     assert quantize_model(experts, recipe) == ["w"]
@@ -111,7 +113,8 @@ def test_experts_are_a_low_bit_layer_each_however_they_are_multiplied(form, reci
         (lambda x, w: torch.baddbmm(x.new_zeros(1), x, w.mT, alpha=2), "baddbmm"),
     ],
 )
-def test_what_else_is_done_with_a_matrix_stays_as_it_is_and_is_told_once(use, name):
+def test_unsupported_matrix_use_warns_once(use, name):
+    """An operation that cannot be cast keeps its exact result and issues one warning."""
     FORMS["odd"] = use
     experts, x = Experts("odd"), drawn(3, 6, 32)
     expected = experts(x)
@@ -153,7 +156,8 @@ def test_the_projections_of_attention_are_low_bit_layers(width, crossed, trainin
             torch.testing.assert_close(found, out(attend(q(x), k(other), v(other), 2)), rtol=1e-4, atol=1e-5)
 
 
-def test_an_encoder_of_torch_leaves_its_fast_path_for_the_projections_alone():
+def test_encoder_projections_bypass_fast_path():
+    """Quantized projections disable the fused path of TransformerEncoder, and dequantizing restores it."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2), drawn(3, 5, 16)
@@ -197,7 +201,8 @@ def mixture(recipe: Any = None) -> nn.Module:
 NAMES = ["up", "down", "conv", "attention.in_proj_weight", "attention.out_proj", "head"]
 
 
-def test_all_is_undone_without_a_trace_and_no_random_number_is_drawn():
+def test_dequantizing_restores_the_model():
+    """Classes, attributes and outputs are those of an untouched model, and no random number is drawn."""
     model, untouched = mixture(), mixture()
     before = torch.get_rng_state()
     assert quantize_model(model, "e2m1/delayed/stochastic") == NAMES
@@ -257,14 +262,16 @@ def test_a_compiled_model_makes_the_same_products():
 
 
 @pytest.mark.compile
-def test_a_graph_of_the_whole_model_is_refused_with_the_reason():
+def test_full_graph_compilation_is_refused():
+    """The error gives the reason and suggests leaving out fullgraph=True."""
     model = mixture("nvfp4")
     model.conv.compile(backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.* leave out fullgraph=True"):
         model(drawn(4, 4))
 
 
-def test_a_model_is_converted_and_moved_with_its_histories():
+def test_histories_follow_dtype_and_device_moves():
+    """Histories stay float32, keep their values and are zero after to_empty."""
     model = mixture("fp8_delayed")
     model(drawn(4, 4)).sum().backward()
     before = {name: each.clone() for name, each in model.named_buffers()}
@@ -282,7 +289,8 @@ def test_a_model_is_converted_and_moved_with_its_histories():
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 @own_process
-def test_counting_changes_no_byte_of_a_run_with_random_casts_and_histories(monkeypatch, loop):
+def test_counting_leaves_random_casts_unchanged(monkeypatch, loop):
+    """The hook gradient_overflow changes no byte of a run with stochastic casts and histories."""
     from loopscope.training_hooks.lowbit import GradientOverflow
 
     monkeypatch.setitem(MODELS, "mixture", lambda: mixture("e4m3/delayed/stochastic,output_grad=e5m2/delayed"))
@@ -318,7 +326,8 @@ def told(model: nn.Module, **options: Any) -> tuple[Any, list[str]]:
     return names, [str(each.message) for each in caught]
 
 
-def test_the_shares_are_those_of_a_count_by_hand():
+def test_shares_match_manual_count():
+    """The shares of matrix parameters and multiplications are exact, and a small share is reported."""
     names, notes = told(Head(tied=False), include=["lm_head"])
     assert (names, names.matrix_share, names.flop_share) == (["lm_head"], 400 / 864, 400 / 464)
     assert (names.left, names.tied, notes) == ({"block": 64}, {}, [])
@@ -330,7 +339,8 @@ def test_the_shares_are_those_of_a_count_by_hand():
     ]
 
 
-def test_a_tied_head_is_told_of_unless_it_is_excluded():
+def test_tied_head_is_reported_unless_excluded():
+    """The note names the head and the embedding that share the matrix."""
     names, notes = told(Head())
     assert (names.matrix_share, names.flop_share, names.tied) == (1.0, 1.0, {"lm_head": "wte"})
     assert len(notes) == 1
@@ -339,7 +349,8 @@ def test_a_tied_head_is_told_of_unless_it_is_excluded():
     assert told(Head(), exclude=["lm_head"])[0].tied == {}
 
 
-def test_what_earlier_calls_cast_is_part_of_the_share_and_factors_are_not():
+def test_shares_include_earlier_quantization():
+    """The share counts matrices that earlier calls cast and excludes factors."""
     model = mixture()
     names = quantize_model(model, find_recipe("fp4_metis"), include=["head"])
     elements = {"up": 256, "down": 256, "conv": 64, "attention.in_proj_weight": 768, "attention.out_proj": 256}
@@ -349,7 +360,8 @@ def test_what_earlier_calls_cast_is_part_of_the_share_and_factors_are_not():
     assert (rest.flop_share, rest.matrix_share, rest.left) == (1.0, 1.0, {})
 
 
-def test_the_real_gpt2_is_cast_but_for_its_embeddings():
+def test_gpt2_is_quantized_except_embeddings():
+    """The names and shares match GPT-2, the error is moderate, and dequantizing restores the logits."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(

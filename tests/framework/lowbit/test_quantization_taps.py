@@ -33,7 +33,8 @@ def elements(counts: dict[str, Counts]) -> dict[str, int]:
     return {role: int(found.by_name()["total_elements"]) for role, found in counts.items()}
 
 
-def test_quantising_modules_are_found_by_what_they_can_do():
+def test_quantizing_modules_are_found_by_capability():
+    """Modules are recognized by what they can do, not by their class."""
     assert quantized_modules(quantised()) == ["0"]
     assert quantized_modules(nn.Linear(2, 2)) == []
 
@@ -61,7 +62,8 @@ def test_two_listeners_have_counts_of_their_own():
     assert elements(second)["output_grad"] == 128
 
 
-def test_nothing_is_counted_while_taps_are_silenced_or_not_due_or_gone():
+def test_inactive_taps_count_nothing():
+    """Silenced, idle and removed taps count nothing, and removal leaves no hook on the layer."""
     counts: dict[str, Counts] = {}
     model = quantised()
     idle = attached(model, QuantizationTap("0", counts), owner=TapOwner("idle", lambda: False, OWNER.call, False))
@@ -93,7 +95,8 @@ def test_a_listener_copies_what_it_is_given():
     assert not kept["any"].sums.any()
 
 
-def test_an_input_tap_sees_what_the_module_is_given_in_passes_that_are_differentiated():
+def test_input_tap_sees_inputs_of_differentiated_passes():
+    """A pass under no_grad is ignored, and the tap receives detached values."""
     seen: list[Tensor] = []
     model, given = quantised(), torch.randn(3, 32)
     attached(model, GradientTap("0", "input", lambda values: seen.append(values.clone())))
@@ -105,7 +108,8 @@ def test_an_input_tap_sees_what_the_module_is_given_in_passes_that_are_different
     assert not seen[0].requires_grad
 
 
-def test_an_input_that_a_tap_writes_to_is_noticed_and_none_can_be_replaced():
+def test_input_tap_may_only_read():
+    """Writing to an input raises StateMutationError, and a tap that replaces inputs is refused."""
     model = quantised()
     taps = attached(model, GradientTap("0", "input", lambda values: values.mul_(2) and None))
     with pytest.raises(StateMutationError, match="on '0' changed an input that it may only read"):

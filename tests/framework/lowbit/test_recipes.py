@@ -19,18 +19,21 @@ def test_the_recipes_are_those_of_the_issue():
     assert all(recipe.name == name for name, recipe in RECIPES.items())
 
 
-def test_fp32_casts_nothing_and_every_other_recipe_casts_every_role():
+def test_every_recipe_except_fp32_casts_all_roles():
+    """The recipe fp32 has no casts."""
     assert not RECIPES["fp32"].casts
     assert all(tuple(recipe.casts) == ROLES for name, recipe in RECIPES.items() if name != "fp32")
 
 
-def test_fp8_is_finer_forward_and_wider_for_the_output_gradient():
+def test_fp8_uses_e5m2_only_for_output_gradient():
+    """The four other roles use E4M3."""
     formats = [cast.format for cast in RECIPES["fp8"].casts.values()]
     assert formats == ["e4m3"] * 4 + ["e5m2"]
 
 
 @pytest.mark.parametrize("values", ["gaussian", "laplace", "student", "log_normal"])
-def test_the_rule_of_mxfp4_has_the_smallest_error_of_the_four(values):
+def test_mxfp4_rule_has_the_smallest_error(values):
+    """The test compares four scaling rules on Gaussian, Laplace, Student and log-normal values."""
     torch.manual_seed(0)
     drawn = {
         "gaussian": torch.randn(60, 256),
@@ -43,7 +46,8 @@ def test_the_rule_of_mxfp4_has_the_smallest_error_of_the_four(values):
     assert RECIPES["mxfp4"].forward_weight == Cast("e2m1", min(errors, key=errors.__getitem__))
 
 
-def test_a_recipe_draws_if_any_cast_is_stochastic_and_varies_if_a_forward_one_is():
+def test_recipe_draws_and_varies_with_its_casts():
+    """A stochastic cast makes a recipe draw, and a stochastic or delayed forward cast makes it vary."""
     plain, stochastic = Cast("e2m1", "block"), Cast("e2m1", "block", "stochastic")
     backward = replace(uniform("x", plain), output_grad=stochastic)
     forward = replace(uniform("x", plain), forward_weight=stochastic)
@@ -121,12 +125,13 @@ def test_a_text_describes_a_recipe(text, expected):
         ("e4m3/delayed/margin=65", r"The margin is 65; it is an exponent of two from -64 to 64\."),
     ],
 )
-def test_a_text_that_describes_none_is_refused_in_a_sentence(text, sentence):
+def test_invalid_recipe_text_is_refused(text, sentence):
+    """Each error names the invalid part and, where one exists, the nearest valid name."""
     with pytest.raises(UsageError, match=sentence):
         find_recipe(text)
 
 
-def test_metis_is_refused_with_a_rule_that_has_a_history():
+def test_metis_refuses_rule_with_history():
     with pytest.raises(UsageError, match=r"several matrices as one forward_input .*other than 'delayed'\."):
         replace(uniform("x", Cast("e4m3", "delayed")), metis=MetisOptions())
 
@@ -142,7 +147,7 @@ def test_metis_is_refused_with_a_rule_that_has_a_history():
         ({"backward": "no"}, r"backward of Metis is 'no'; it must be True or False\."),
     ],
 )
-def test_options_of_metis_of_another_type_are_refused_in_a_sentence(options, sentence):
+def test_metis_options_of_wrong_type_are_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
         MetisOptions(**options)
 
@@ -155,7 +160,7 @@ def test_options_of_metis_of_another_type_are_refused_in_a_sentence(options, sen
         ({"along_sum": "yes"}, r"along_sum of recipe 'x' is 'yes'; it must be True or False\."),
     ],
 )
-def test_a_recipe_of_other_types_is_refused_in_a_sentence(options, sentence):
+def test_recipe_options_of_wrong_type_are_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
         Recipe("x", **options)
 
@@ -163,12 +168,13 @@ def test_a_recipe_of_other_types_is_refused_in_a_sentence(options, sentence):
 @pytest.mark.parametrize(
     "options", [{"block": 2.0}, {"rows": 1.5}, {"margin": "1"}, {"q_scalar": "2"}, {"block": True}]
 )
-def test_a_cast_of_other_types_is_refused_in_a_sentence(options):
+def test_cast_options_of_wrong_type_are_refused(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         Cast("e2m1", "block", **options)
 
 
-def test_first_and_last_layers_are_kept_in_the_order_of_the_model():
+def test_first_and_last_layers_stay_unquantized():
+    """Layers count in model order, and a recipe that keeps every layer is refused."""
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
     assert quantize_model(model, find_recipe("nvfp4,keep_first=1,keep_last=2"), exclude=["2"]) == ["1"]
     with pytest.raises(UsageError, match=r"the first 3 and the last 2 of 5 matrices as they are, so none is cast"):
@@ -193,7 +199,8 @@ def test_forward_and_backward_see_one_weight(name):
     assert torch.equal(cast(weight), cast(weight.t()).t())
 
 
-def test_metis_rounds_all_five_roles_stochastically_by_the_published_rule_if_asked_to():
+def test_metis_can_round_every_role_stochastically():
+    """with_every and a recipe text select the published rule for all five roles."""
     recipe = find_recipe("fp4_metis").with_every(rule="metis_block", rounding="stochastic")
     assert [(cast.rule, cast.rounding) for cast in recipe.casts.values()] == [("metis_block", "stochastic")] * 5
     text = ",".join(["fp4_metis", *(f"{role}=e2m1/metis_block/stochastic" for role in ROLES)])

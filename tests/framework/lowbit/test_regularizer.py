@@ -18,7 +18,8 @@ def matrices(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("large", "small"), [(1.0, 1.0), (0.5, 0.0), (0.0, 2.0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
-def test_value_and_gradient_are_those_of_the_closed_form(dtype, tolerance, large, small):
+def test_penalty_and_gradient_match_closed_form(dtype, tolerance, large, small):
+    """The weights of the large and small terms and the dtype vary."""
     given, weight = matrices(dtype), 0.25
     penalty = RangePenalty(weight=weight, large=large, small=small)(given)
     penalty.backward()
@@ -30,7 +31,8 @@ def test_value_and_gradient_are_those_of_the_closed_form(dtype, tolerance, large
     torch.testing.assert_close(found, slope, rtol=tolerance, atol=1e-5 * tolerance)
 
 
-def test_it_is_one_mean_over_all_elements_and_no_sum_of_means():
+def test_penalty_is_one_mean_over_all_elements():
+    """The penalty is not a sum of the means of the matrices."""
     given = matrices()
     penalty = RangePenalty(weight=1.0)(given)
     apart = [RangePenalty(weight=1.0)({name: value}) for name, value in given.items()]
@@ -45,21 +47,23 @@ def test_half_precision_is_summed_in_float32():
     assert RangePenalty(weight=1.0)(given).item() == pytest.approx(1e4, rel=2e-3)
 
 
-def test_without_weight_it_is_zero_and_leaves_no_gradient():
+def test_zero_weight_gives_zero_without_gradient():
     given = matrices()
     penalty = RangePenalty()(given)
     assert penalty == 0
     assert not penalty.requires_grad
 
 
-def test_a_step_against_it_moves_weights_away_from_both_ends():
+def test_gradient_step_moves_weights_off_both_ends():
+    """A step against the gradient shrinks large magnitudes and grows small ones."""
     given = {"w": torch.tensor([[4.0, 0.2, -4.0, -0.2]], requires_grad=True)}
     RangePenalty(weight=1.0)(given).backward()
     moved = given["w"] - 1e-3 * given["w"].grad
     assert ((moved.abs() < given["w"].abs()) == torch.tensor([[True, False, True, False]])).all()
 
 
-def test_the_matrices_of_a_model_are_those_without_norms_biases_and_frozen_ones():
+def test_norms_biases_and_frozen_weights_are_not_penalized():
+    """A name pattern restricts the selection further."""
     model = nn.ModuleDict(
         {"a": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "b": nn.Linear(4, 4), "c": nn.Embedding(5, 3)}
     )

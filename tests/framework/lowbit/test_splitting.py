@@ -57,13 +57,15 @@ def inputs(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 5, 12)])
-def test_a_split_layer_is_the_function_that_it_was(shape, bias):
+def test_splitting_keeps_the_layer_output(shape, bias):
+    """The inputs have one to three dimensions, and the layer has a bias or none."""
     layer, x = layer_of(bias=bias), inputs(*shape)
     before = layer(x)
     torch.testing.assert_close(split(layer)(x), before)
 
 
-def test_a_split_layer_is_split_again_from_what_it_has_become():
+def test_second_split_keeps_the_trained_function():
+    """Splitting a trained layer again keeps its output and changes its factors."""
     layer, x = split(layer_of()), inputs(5, 12)
     layer(x).square().sum().backward()
     with torch.no_grad():
@@ -74,7 +76,8 @@ def test_a_split_layer_is_split_again_from_what_it_has_become():
     assert not torch.equal(layer.factors.s, old)
 
 
-def test_the_gradients_of_a_split_layer_are_those_of_its_formula():
+def test_split_layer_gradients_match_the_formula():
+    """Autograd differentiates the factored formula in float64 as the reference."""
     layer, x = split(layer_of()), inputs(5, 12).double()
     layer(x.float()).square().sum().backward()
     u, s, v, weight, bias = (
@@ -86,7 +89,7 @@ def test_the_gradients_of_a_split_layer_are_those_of_its_formula():
         torch.testing.assert_close(live.grad, expected.grad.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_residual_has_the_gradient_of_the_whole_matrix():
+def test_residual_gradient_equals_whole_weight_gradient():
     plain, x = layer_of(), inputs(5, 12)
     apart = split(copy.deepcopy(plain))
     for layer in (plain, apart):
@@ -94,7 +97,8 @@ def test_the_residual_has_the_gradient_of_the_whole_matrix():
     torch.testing.assert_close(apart.weight.grad, plain.weight.grad)
 
 
-def test_quantised_every_matrix_of_a_split_layer_is_cast_and_s_is_not():
+def test_quantized_split_layer_casts_all_but_s():
+    """The layer casts every matrix, but not the vector of singular values."""
     layer, x = split(layer_of(FP4)), inputs(5, 12)
     u, s, v = layer.factors.decomposition
     expected = functional.linear(BLOCK(functional.linear(BLOCK(x), BLOCK(v)) * s), BLOCK(u))
@@ -102,7 +106,8 @@ def test_quantised_every_matrix_of_a_split_layer_is_cast_and_s_is_not():
     assert torch.equal(layer(x), expected)
 
 
-def test_the_output_gradient_is_decomposed_before_it_enters_both_products():
+def test_output_gradient_is_decomposed_before_both_products():
+    """The weight and input gradients use the same decomposed and quantized output gradient."""
     recipe = Recipe("backward", output_grad=BLOCK, metis=MetisOptions(2, forward=False))
     layer, x = layer_of(recipe), inputs(6, 12).double().requires_grad_()
     layer.double()
@@ -123,7 +128,8 @@ def layer_seeds(layer: BitLinear) -> list[int]:
     return [layer.calls.newest["weight"].seed + role for role in range(len(ROLES))]
 
 
-def test_the_decomposition_of_gradients_draws_from_the_models_generator_only():
+def test_gradient_decomposition_draws_from_model_generator():
+    """The global generator is unchanged, and restoring the model's generator repeats the gradient."""
     layer, x, before = layer_of(FP4), inputs(6, 12), torch.get_rng_state()
     own = layer.generator.get_state()
     first, second = (gradient_of(layer, x) for _ in range(2))
@@ -139,7 +145,7 @@ def gradient_of(layer: BitLinear, x: Tensor) -> Tensor:
     return layer.weight.grad.clone()
 
 
-def test_an_infinite_output_gradient_gives_gradients_that_are_not_finite():
+def test_infinite_output_gradient_gives_nonfinite_gradients():
     layer, x = split(layer_of(FP4)), inputs(6, 12)
     (layer(x) * torch.inf).sum().backward()
     assert not any(parameter.grad.isfinite().all() for parameter in layer.parameters())
@@ -148,7 +154,8 @@ def test_an_infinite_output_gradient_gives_gradients_that_are_not_finite():
 @pytest.mark.parametrize(
     "recipe", [FP4, uniform("stochastic", Cast("e2m1", "block", "stochastic"))], ids=lambda r: r.name
 )
-def test_activation_checkpointing_repeats_every_product_of_a_split_layer(recipe):
+def test_activation_checkpointing_keeps_split_layer_gradients(recipe):
+    """All gradients equal those without checkpointing bit for bit."""
     recipe = Recipe(recipe.name, *recipe.casts.values(), metis=MetisOptions(4))
     layer, x = split(layer_of(recipe)), inputs(6, 12).requires_grad_()
     own, found = layer.generator.get_state(), []
@@ -163,7 +170,8 @@ def test_activation_checkpointing_repeats_every_product_of_a_split_layer(recipe)
 # State dicts
 
 
-def test_the_state_dict_of_a_split_layer_is_that_of_a_plain_one():
+def test_split_layer_state_dict_matches_plain_layer():
+    """The names are equal, and the weight agrees within rounding."""
     layer = layer_of()
     names, weight = [*nn.Linear(12, 8).state_dict()], layer.weight.detach().clone()
     assert [*layer.state_dict()] == names
@@ -171,7 +179,8 @@ def test_the_state_dict_of_a_split_layer_is_that_of_a_plain_one():
     torch.testing.assert_close(layer.state_dict()["weight"], weight, rtol=1e-6, atol=1e-7)
 
 
-def test_it_loads_into_a_plain_layer_and_computes_the_same():
+def test_split_state_dict_loads_into_plain_layer():
+    """The plain layer computes the same output."""
     layer, plain, x = split(layer_of()), nn.Linear(12, 8), inputs(5, 12)
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
@@ -195,7 +204,7 @@ def test_loading_the_bias_alone_leaves_the_split():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_merging_gives_the_weight_back_within_a_rounding_of_its_type(dtype):
+def test_merged_weight_matches_original_within_rounding(dtype):
     layer = layer_of(dtype=dtype)
     weight = layer.weight.detach().clone()
     merged = split(layer).merged_weight()
@@ -244,7 +253,8 @@ def test_recipes_without_metis_give_none():
     assert all(layer_of(recipe).factors is None for recipe in RECIPES.values() if recipe.metis is None)
 
 
-def test_a_rank_above_a_weight_is_refused_and_nothing_is_changed():
+def test_too_large_rank_is_refused_without_changes():
+    """The error names the layer and the largest possible rank, and no layer is replaced."""
     model = nn.Sequential(nn.Linear(80, 70), nn.Linear(70, 8))
     with pytest.raises(
         UsageError, match="The rank of Metis is 60, but the weight of '1' is a 8 x 70 matrix; choose at most 8,"

@@ -51,7 +51,8 @@ def inner(left: Parameters, right: Parameters) -> float:
 
 
 @every_recipe
-def test_grad_of_torch_func_has_the_bits_of_backward(recipe):
+def test_functional_grad_matches_backward(recipe):
+    """torch.func.grad gives the same gradients and histories as backward(), bit for bit."""
     functional, ordinary = stack(recipe), stack(recipe)
     for seed in range(3):
         x = drawn(6, 20, seed=seed)
@@ -64,7 +65,7 @@ def test_grad_of_torch_func_has_the_bits_of_backward(recipe):
 
 @vectorises
 @pytest.mark.parametrize("recipe", PLAIN)
-def test_vectorised_gradients_are_those_of_each_sample_alone(recipe):
+def test_vmapped_gradients_match_single_samples(recipe):
     model, x = stack(recipe), drawn(5, 3, 20)
     together = vmap(grad(loss_of(model)), (None, 0))(trained(model), x)
     for index, sample in enumerate(x):
@@ -74,7 +75,8 @@ def test_vectorised_gradients_are_those_of_each_sample_alone(recipe):
 
 
 @every_recipe
-def test_the_tangent_is_straight_through_the_casts_of_the_forward_product(recipe):
+def test_jvp_is_straight_through_forward_casts(recipe):
+    """The tangent is the derivative of the product of the cast input and the cast weight."""
     layer, x, dx = lowbit(recipe).eval(), drawn(6, 20), drawn(6, 20, seed=8)
     parameters, change = trained(layer), tangents(trained(layer), 9)
     state = layer.generator.get_state()
@@ -98,7 +100,8 @@ def test_the_tangent_is_straight_through_the_casts_of_the_forward_product(recipe
 
 
 @pytest.mark.parametrize("recipe", ["fp4_block", "fp8", "fp8_rowwise", STOCHASTIC, DELAYED], ids=named)
-def test_the_hessian_of_torch_func_is_symmetric_and_linear_and_that_of_autograd(recipe):
+def test_functional_hessian_matches_autograd(recipe):
+    """The Hessian product of torch.func is symmetric and linear and matches double backward."""
     model, x = stack(recipe).eval(), drawn(6, 20)
     parameters = trained(model)
     u, v = tangents(parameters, 5), tangents(parameters, 50)
@@ -117,7 +120,8 @@ def test_the_hessian_of_torch_func_is_symmetric_and_linear_and_that_of_autograd(
 
 @vectorises
 @pytest.mark.parametrize("recipe", PLAIN)
-def test_every_piece_of_a_jacobian_casts_its_output_gradients(recipe):
+def test_chunked_jacobian_matches_whole_jacobian(recipe):
+    """Every chunk casts its own output gradients."""
     model, x = stack(recipe), drawn(2, 20)
     run = lambda parameters: functional_call(model, parameters, (x,)).reshape(-1)
     whole, pieces = jacrev(run)(trained(model)), jacrev(run, chunk_size=5)(trained(model))
@@ -134,14 +138,16 @@ def test_forward_over_reverse_goes_through_the_gradient():
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp4_metis", STOCHASTIC, DELAYED], ids=named)
-def test_what_vmap_cannot_vectorise_is_refused_in_a_sentence(recipe):
+def test_unvectorizable_casts_are_refused(recipe):
+    """Stochastic rounding and histories under vmap raise an error with the alternatives."""
     model = stack(recipe)
     with pytest.raises(LoopscopeError, match=r"torch\.vmap cannot vectorise the random .* nearest rounding and a rule"):
         vmap(grad(loss_of(model)), (None, 0))(trained(model), drawn(5, 3, 20))
 
 
 @vectorises
-def test_a_history_does_not_go_on_under_vmap_in_evaluation():
+def test_vmap_in_evaluation_keeps_histories():
+    """Evaluation under vmap matches single samples and leaves all buffers unchanged."""
     model = stack(DELAYED)
     results(model, drawn(6, 20))
     model.eval()
@@ -152,7 +158,8 @@ def test_a_history_does_not_go_on_under_vmap_in_evaluation():
 
 
 @vectorises
-def test_nobody_hears_of_vectorised_casts():
+def test_quantization_hooks_skip_vmapped_casts():
+    """Quantization hooks receive no vmapped casts, but all casts of an ordinary gradient."""
     model, heard = stack("fp4_block"), Heard()
     for layer in model[::2]:
         layer.register_quantization_hook(heard)
@@ -164,7 +171,8 @@ def test_nobody_hears_of_vectorised_casts():
 
 @pytest.mark.parametrize("recipe", [*NARROW, "fp4_metis"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_an_exported_model_has_the_bits_of_the_model(recipe):
+def test_exported_model_matches_original(recipe):
+    """The export has the bits of the model and draws no random number."""
     model, x = stack(recipe).eval(), drawn(6, 20)
     state = model[0].generator.get_state()
     exported = torch.export.export(model, (x,), strict=False).module()
@@ -172,13 +180,15 @@ def test_an_exported_model_has_the_bits_of_the_model(recipe):
     assert torch.equal(exported(drawn(6, 20, seed=4)), model(drawn(6, 20, seed=4)))
 
 
-def test_stochastic_rounding_is_not_exported_but_refused_in_a_sentence():
+def test_exporting_stochastic_rounding_is_refused():
+    """The error suggests dequantize_model."""
     with pytest.raises(LoopscopeError, match=r"^torch\.export cannot record stochastic rounding .*dequantize_model\.$"):
         torch.export.export(stack(STOCHASTIC), (drawn(6, 20),), strict=False)
 
 
 @pytest.mark.compile
-def test_one_graph_is_refused_with_the_reason_and_the_remedy():
+def test_full_graph_compilation_is_refused():
+    """The error gives the reason and suggests leaving out fullgraph=True."""
     model = torch.compile(stack("fp4_block"), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.*leave out fullgraph=True"):
         model(drawn(6, 20))
@@ -207,7 +217,8 @@ def test_histories_begin_with_nothing_after_to_empty():
     assert_same(results(layer, drawn(6, 20)), results(source, drawn(6, 20)))
 
 
-def test_histories_stay_float32_and_whole_wherever_the_layer_goes():
+def test_histories_stay_float32_and_unchanged():
+    """Conversions and to_empty on the same device keep the values, and dequantizing removes the buffers."""
     layer = lowbit(DELAYED)
     results(layer, drawn(6, 20) * 1e6)
     before = [buffer.clone() for buffer in layer.buffers()]
@@ -218,7 +229,8 @@ def test_histories_stay_float32_and_whole_wherever_the_layer_goes():
     assert not [*layer.buffers()]
 
 
-def test_histories_have_the_length_that_the_cast_asks_for():
+def test_history_length_follows_the_recipe():
+    """The history keeps the last magnitudes, and the scale uses the most recent one."""
     recipe = find_recipe("e4m3/delayed/history=3/amax=most_recent")
     layer = lowbit(recipe)
     for size in (1.0, 8.0, 2.0, 4.0):

@@ -24,7 +24,8 @@ EMITS = [
 ]
 
 
-def test_a_frame_has_a_column_for_each_metric_and_a_row_for_each_step(tmp_path: Path) -> None:
+def test_frame_has_metric_columns_and_step_rows(tmp_path: Path) -> None:
+    """The columns keep dtypes, missing values, NaN, infinity and lists."""
     run = loopscope.read_run(record(tmp_path, EMITS))
     assert run.names == ["m/loss", "m/list", "m/grad/a/weight", "m/grad/b/c", "m/flag", "m/word", "m/count"]
     loss = run.frame("m/loss")
@@ -41,7 +42,8 @@ def test_a_frame_has_a_column_for_each_metric_and_a_row_for_each_step(tmp_path: 
     assert list(run.frame().columns) == run.names
 
 
-def test_the_long_frame_has_every_value_that_the_record_has(tmp_path: Path) -> None:
+def test_long_frame_has_every_recorded_value(tmp_path: Path) -> None:
+    """Each value of a series has its own step, and a dict has one metric per key."""
     emits = [(6, {"m/loss": Series([4, 6], [0.5, 0.25]), "m/grad": Series([5], [{"a": 1.0}])})]
     run = loopscope.read_run(record(tmp_path, emits, point=HookPoint.POST_STEP))
     rows = [tuple(row) for row in run.metrics.itertuples(index=False)]
@@ -54,7 +56,8 @@ def test_the_long_frame_has_every_value_that_the_record_has(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
-def test_a_real_run_reads_back_as_its_record_and_summary_have_it(tmp_path: Path, runner: type[Small]) -> None:
+def test_real_run_matches_its_record_and_summary(tmp_path: Path, runner: type[Small]) -> None:
+    """A CSV record gives the same frame as the JSONL record."""
     summary = train(tmp_path, runner=runner, epochs=3, hooks=["norms"])
     folder = tmp_path / runner.name / "plain"
     run = loopscope.read_run(str(folder))
@@ -74,7 +77,7 @@ def test_a_real_run_reads_back_as_its_record_and_summary_have_it(tmp_path: Path,
     pandas.testing.assert_frame_equal(by_csv.frame(*run.names), run.frame())
 
 
-def test_rows_by_epoch_have_the_last_value_of_each(tmp_path: Path) -> None:
+def test_epoch_rows_hold_last_value_of_epoch(tmp_path: Path) -> None:
     with registered(SmallSteps):
         train(tmp_path, runner=SmallSteps, epochs=2, log_every=1)
     run = loopscope.read_run(tmp_path / "small_steps/plain")
@@ -85,7 +88,8 @@ def test_rows_by_epoch_have_the_last_value_of_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sink_class", [JSONLSink, CSVSink])
-def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line(tmp_path: Path, sink_class) -> None:
+def test_unfinished_record_is_read_to_last_line(tmp_path: Path, sink_class) -> None:
+    """The reader ignores an incomplete last line in JSONL and CSV files."""
     folder = record(tmp_path, EMITS[:1], sink_class=sink_class)
     with (folder / f"only.{sink_class.name}").open("a") as file:
         file.write('{"epoch":0,"step":2,"hook_po' if sink_class is JSONLSink else '0,2,"POST')
@@ -94,13 +98,14 @@ def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line(tmp_path: Path, si
     assert run.frame("m/loss").to_dict() == {"m/loss": {1: 0.5}}
 
 
-def test_a_run_that_has_recorded_nothing_yet_has_empty_frames(tmp_path: Path) -> None:
+def test_run_without_records_has_empty_frames(tmp_path: Path) -> None:
     run = loopscope.read_run(record(tmp_path, []))
     assert (run.names, len(run.frame()), len(run.metrics)) == ([], 0, 0)
     assert list(run.metrics.columns) == ["epoch", "step", "hook_point", "metric", "value"]
 
 
-def test_patterns_choose_and_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_patterns_select_and_unknown_names_are_refused(tmp_path: Path) -> None:
+    """The error suggests the nearest name or lists the existing ones."""
     run = loopscope.read_run(record(tmp_path, EMITS))
     assert list(run.frame("m/*o*", "m/loss").columns) == ["m/loss", "m/word", "m/count"]
     with pytest.raises(UsageError, match=r"has no metric 'm/los'; the nearest: m/loss"):
@@ -111,7 +116,8 @@ def test_patterns_choose_and_unknown_names_are_refused_with_the_nearest(tmp_path
         run.frame("m/loss", by="epochs")
 
 
-def test_a_folder_that_cannot_be_read_is_refused_and_a_run_without_a_record_keeps_its_rest(tmp_path: Path) -> None:
+def test_unreadable_folder_or_record_is_refused(tmp_path: Path) -> None:
+    """The config and state of a run without a record stay readable, and a damaged summary is reported."""
     with pytest.raises(UsageError, match="is not the folder of a run"):
         loopscope.read_run(tmp_path)
     folder = record(tmp_path, EMITS)
@@ -130,14 +136,15 @@ def test_a_folder_that_cannot_be_read_is_refused_and_a_run_without_a_record_keep
     assert "summary.json cannot be used: it has no field" in run.problem
 
 
-def test_where_pandas_is_missing_it_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
+def test_missing_pandas_error_names_install_command(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("loopscope.errors.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"read_run needs the package pandas.*pip install 'loopscope\[frames\]'"):
         read_run(tmp_path)
 
 
 @pytest.mark.process
-def test_the_door_alone_is_enough_and_brings_in_no_pandas_before_it_is_asked_for(tmp_path: Path) -> None:
+def test_reading_names_does_not_import_pandas(tmp_path: Path) -> None:
+    """pandas is imported only when a frame is requested, after import loopscope alone."""
     folder = record(tmp_path, EMITS)
     code = (
         f"import sys, loopscope; run = loopscope.read_run({str(folder)!r}); names = run.names; "

@@ -37,7 +37,8 @@ def test_a_page_has_every_number_of_the_records(finished: Path) -> None:
         assert all(both.curve(name, index) == points[name] for name in points)
 
 
-def test_a_page_says_what_runs_were_and_how_they_ended_and_what_metrics_are(finished: Path) -> None:
+def test_page_describes_runs_and_metrics(finished: Path) -> None:
+    """Status, treatments, formulas and readings are shown, and the loss comes first."""
     both = reported(finished)
     assert "clipped (small/clipped): ran to the cap after 5 epochs, 15 steps" in both.text
     assert "treatments: grad_clip (gradients)" in both.text
@@ -49,7 +50,8 @@ def test_a_page_says_what_runs_were_and_how_they_ended_and_what_metrics_are(fini
     assert [by_name[name]["first"] for name in ("training_metrics/loss", "norms/total_grad_norm")] == [True, False]
 
 
-def test_a_page_fetches_nothing_and_forbids_the_browser_to(finished: Path) -> None:
+def test_page_loads_no_external_resources(finished: Path) -> None:
+    """The content security policy forbids requests, and no element has a source or link."""
     both = reported(finished)
     (policy,) = [found["content"] for _, found in both.tags if found.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'unsafe-inline'")
@@ -58,7 +60,8 @@ def test_a_page_fetches_nothing_and_forbids_the_browser_to(finished: Path) -> No
     assert [tag for tag, _ in both.tags].count("label") == [tag for tag, _ in both.tags].count("input") > 5
 
 
-def test_names_and_texts_of_others_are_text_on_the_page(tmp_path: Path) -> None:
+def test_foreign_text_is_escaped_on_the_page(tmp_path: Path) -> None:
+    """Names, treatments and alerts with HTML or control codes add no tags."""
     folder = record(tmp_path, [(1, {f"{BAD}/loss": 1.0, "m/loss": 2.0})])
     names = {"experiment": "<script>", "strategy": "only", "config": {}, "treatments": {"<i>": ["<b>\x1b"]}}
     (folder / "experiment_config.json").write_text(json.dumps(names))
@@ -72,7 +75,8 @@ def test_names_and_texts_of_others_are_text_on_the_page(tmp_path: Path) -> None:
     assert found.data["runs"][0]["alerts"][0]["sentence"] == BAD
 
 
-def test_values_that_are_not_finite_and_metrics_of_one_run_are_there(tmp_path: Path) -> None:
+def test_nonfinite_values_and_partial_metrics_are_shown(tmp_path: Path) -> None:
+    """A metric that only one run has is shown too."""
     folders = [curve_record(tmp_path, [NAN] * 3), curve_record(tmp_path, [1.0, -INF, INF], strategy="other")]
     record(tmp_path, [(4, {"m/alone": 4})], strategy="third")
     found = reported(*folders, tmp_path / "exp/third")
@@ -82,7 +86,8 @@ def test_values_that_are_not_finite_and_metrics_of_one_run_are_there(tmp_path: P
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=200), st.integers(1, 20))
-def test_thinning_keeps_the_ends_and_the_extremes_and_what_is_not_finite(values: list[float], pixels: int) -> None:
+def test_thinning_keeps_ends_extremes_and_nonfinite_values(values: list[float], pixels: int) -> None:
+    """The number of points is at most five per pixel plus two."""
     curve = Curve.of_points(range(len(values)), values)
     kept = thinned(curve, pixels)
     assert {0, len(values) - 1} <= set(kept.tolist())
@@ -94,7 +99,8 @@ def test_thinning_keeps_the_ends_and_the_extremes_and_what_is_not_finite(values:
         assert odd(curve.values).any() == odd(left).any()
 
 
-def test_a_page_of_a_long_run_is_small_and_keeps_its_spike(tmp_path: Path) -> None:
+def test_long_run_page_is_small_and_keeps_spikes(tmp_path: Path) -> None:
+    """A curve of 200,000 points is thinned, and its largest value stays."""
     values = np.random.default_rng(0).normal(size=200_000)
     values[123_456] = 99.0
     emits = [(200_000, {f"m/{name}": Series(list(range(1, 200_001)), values.tolist()) for name in "ab"})]
@@ -106,7 +112,8 @@ def test_a_page_of_a_long_run_is_small_and_keeps_its_spike(tmp_path: Path) -> No
 
 
 @own_process
-def test_two_thousand_metrics_fit_into_a_page_and_what_does_not_is_counted(tmp_path: Path) -> None:
+def test_page_fits_two_thousand_metrics(tmp_path: Path) -> None:
+    """Metrics that exceed the size limit are left out and counted."""
     rows = np.random.default_rng(0).normal(size=(50, 2000))
     folder = record(
         tmp_path, [(step, {f"m/{at}": value for at, value in enumerate(row)}) for step, row in enumerate(rows)]
@@ -118,7 +125,8 @@ def test_two_thousand_metrics_fit_into_a_page_and_what_does_not_is_counted(tmp_p
         assert 0 < len(found.data["metrics"]) == 2000 - found.data["leftOut"]
 
 
-def test_damaged_and_empty_runs_are_shown_as_far_as_they_go(tmp_path: Path, capsys) -> None:
+def test_damaged_and_empty_runs_are_partly_shown(tmp_path: Path, capsys) -> None:
+    """The readable part is shown with a sentence about the damage."""
     folder, empty = curve_record(tmp_path, [1.0, 2.0]), record(tmp_path, [], strategy="empty")
     with (folder / "only.jsonl").open("a") as file:
         file.write("{]\n")
@@ -148,7 +156,8 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch) -> None:
     assert "summary.json cannot be read: it is no file" in found.text
 
 
-def test_lists_are_maps_of_which_every_second_row_is_dropped(tmp_path: Path) -> None:
+def test_lists_are_drawn_as_thinned_maps(tmp_path: Path) -> None:
+    """A list metric with too many rows keeps every second one, repeatedly."""
     emits = [(step, {"m/spectrum": [float(step), 0.12345678, NAN] * 100, "m/odd": ["a"]}) for step in range(500)]
     found = reported(record(tmp_path, emits)).data["metrics"]
     (spectrum,) = found[0]["maps"]
@@ -157,7 +166,7 @@ def test_lists_are_maps_of_which_every_second_row_is_dropped(tmp_path: Path) -> 
     assert [row[:3] for row in spectrum["rows"]] == [[step, 0.123457, "nan"] for step in spectrum["steps"]]
 
 
-def test_tables_tell_differences_environment_and_costs(tmp_path: Path, finished: Path) -> None:
+def test_tables_show_differences_environment_and_costs(tmp_path: Path, finished: Path) -> None:
     folders = [shutil.copytree(finished / "plain", tmp_path / name) for name in "ab"]
     config, summary = (
         json.loads((folders[1] / name).read_text()) for name in ("experiment_config.json", "summary.json")
@@ -172,7 +181,8 @@ def test_tables_tell_differences_environment_and_costs(tmp_path: Path, finished:
     assert "torch" in environment
 
 
-def test_seeds_are_shown_by_mean_and_interval_where_all_of_them_have_a_point(tmp_path: Path) -> None:
+def test_seeds_are_shown_as_mean_with_interval(tmp_path: Path) -> None:
+    """Means and intervals match scipy, and tests between groups are corrected."""
     found = reported(*seeded_runs(tmp_path))
     loss = next(each for each in found.data["metrics"] if each["name"] == "m/loss")
     assert [(mean["group"], mean["runs"], mean["steps"]) for mean in loss["means"]] == [
@@ -190,7 +200,8 @@ def test_seeds_are_shown_by_mean_and_interval_where_all_of_them_have_a_point(tmp
     assert f"paired t 3 of 3 {wanted.statistic:.4g} {wanted.pvalue:.4g} {wanted.pvalue:.4g}" in tests
 
 
-def test_a_run_that_did_not_end_and_a_second_run_of_a_seed_count_in_no_mean(tmp_path: Path) -> None:
+def test_unfinished_and_duplicate_runs_are_excluded_from_means(tmp_path: Path) -> None:
+    """The page names each of them with the reason."""
     folders = seeded_runs(tmp_path)[:3]
     (folders[0] / SUMMARY).unlink()
     again = shutil.copytree(folders[1], tmp_path / "again")

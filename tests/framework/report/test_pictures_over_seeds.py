@@ -40,7 +40,8 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_line_is_the_mean_and_the_band_the_t_interval_where_every_seed_has_a_value(runs):
+def test_seed_plot_shows_mean_and_interval(runs):
+    """The line is the mean and the band is the 95% t interval, up to the last step that every seed has."""
     figure = loopscope.plot(runs, CURVE, seeds=True)
     lines, bands = figure.axes[0].lines, figure.axes[0].collections
     assert len(lines) == len(bands) == len(VALUES)
@@ -56,7 +57,8 @@ def test_the_line_is_the_mean_and_the_band_the_t_interval_where_every_seed_has_a
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b", BAND]
 
 
-def test_whether_groups_differ_is_told_as_compare_tells_it(tmp_path):
+def test_group_test_matches_compare_command(tmp_path):
+    """The remark of a panel and the compare command report the same paired t test."""
     for strategy, rows in VALUES.items():
         for seed, row in enumerate(rows.tolist()):
             folder = seeded(tmp_path, strategy, seed, row)
@@ -74,7 +76,8 @@ def test_whether_groups_differ_is_told_as_compare_tells_it(tmp_path):
     assert picture.sentences == [f"{CURVE}: {picture.panels[0].remark}."]
 
 
-def test_what_is_left_out_or_cut_is_told(runs):
+def test_omitted_runs_and_steps_are_reported(runs):
+    """Duplicate runs, shortened curves and groups with too few seeds are listed."""
     shutil.copytree(runs / "a/seed-1", runs / "again")
     seeded(runs, "c", 0, [1.0, 2.0])
     read, _ = read_runs([runs, runs / "again"], lambda name: True, None)
@@ -85,7 +88,7 @@ def test_what_is_left_out_or_cut_is_told(runs):
     assert f"{CURVE}: last a − c: too few seeds." in told
 
 
-def test_values_that_are_not_finite_leave_gaps_with_marks(tmp_path):
+def test_non_finite_means_leave_marked_gaps(tmp_path):
     for seed, values in enumerate(([1.0, 2.0, 3.0], [1.0, float("nan"), 4.0])):
         seeded(tmp_path, "a", seed, values)
     line, mark = loopscope.plot(tmp_path, CURVE, seeds=True).axes[0].lines
@@ -93,7 +96,8 @@ def test_values_that_are_not_finite_leave_gaps_with_marks(tmp_path):
     assert mark.get_xdata().tolist() == [2]
 
 
-def test_on_a_logarithmic_axis_an_interval_that_reaches_0_ends_at_half_of_the_lowest_mean(tmp_path):
+def test_log_axis_clips_nonpositive_intervals(tmp_path):
+    """An interval that reaches zero ends at half of the lowest mean."""
     for seed, values in enumerate(([1.0, 1.0, 0.2], [1.1, 3.0, 0.6])):
         seeded(tmp_path, "a", seed, values)
     (band,) = loopscope.plot(tmp_path, CURVE, seeds=True, log_y=True).axes[0].collections
@@ -109,7 +113,8 @@ def test_runs_without_a_seed_are_refused(tmp_path):
         loopscope.plot(folder)
 
 
-def test_a_metric_of_some_seeds_is_their_mean_and_an_unknown_one_is_named(runs):
+def test_metric_of_some_seeds_is_averaged(runs):
+    """The mean covers the seeds that have the metric, and an unknown metric raises an error with its name."""
     for at in (2, 3):
         path = next((runs / f"a/seed-{at}").glob("*.jsonl"))
         path.write_text(path.read_text().replace(CURVE, "m/other"))

@@ -47,7 +47,8 @@ def recorded(folder: Path, metric: str) -> tuple[list[float], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def test_the_lines_of_a_figure_are_the_values_of_the_record_at_their_steps(finished):
+def test_plotted_lines_match_recorded_values(finished):
+    """Each panel shows the values at their steps in the color of the run."""
     runs = run_folders(finished, "plot")
     patterns = ["training_metrics/loss", "norms/total_*"]
     for axes in figure(*runs, patterns=patterns).axes:
@@ -60,7 +61,7 @@ def test_the_lines_of_a_figure_are_the_values_of_the_record_at_their_steps(finis
     assert titles == ["training_metrics/loss", "norms/total_weight_norm", "norms/total_grad_norm"]
 
 
-def test_a_csv_record_has_the_curves_of_the_jsonl_record(finished, tmp_path):
+def test_csv_record_gives_same_curves_as_jsonl(finished, tmp_path):
     shutil.copytree(finished / "plain", tmp_path / "plain", ignore=shutil.ignore_patterns("*.jsonl"))
     lossless, table = everything(finished / "plain"), everything(tmp_path / "plain")
     assert lossless.curves.keys() == table.curves.keys() >= {"norms/grad_norm/0.weight"}
@@ -94,14 +95,17 @@ def test_wildcards_stop_at_slashes_but_for_two_stars(pattern, matched):
 
 
 @given(st.text("ab/.*?[]!-", max_size=8), st.text("ab/.", max_size=8))
-def test_without_slashes_patterns_match_as_those_of_the_shell_and_no_pattern_breaks(pattern, name):
+def test_patterns_without_slashes_match_like_shell(pattern, name):
+    """Any pattern is accepted without an error."""
     found = matcher([pattern])(name)
     if "/" not in name + pattern:
         assert found == (name == pattern or fnmatchcase(name, pattern))
 
 
 @pytest.mark.parametrize("sink_class", [sinks.JSONLSink, CSVSink])
-def test_series_are_drawn_at_their_own_steps_and_dicts_as_curves_of_their_keys(tmp_path, sink_class):
+def test_series_and_dicts_become_curves(tmp_path, sink_class):
+    """A series is drawn at its own steps, and each key of a dict is one curve."""
+
     def emit(steps, values):
         return steps[-1], {CURVE: Series(steps, values), "m/grad/a": Series(steps, [{"x": value} for value in values])}
 
@@ -113,7 +117,7 @@ def test_series_are_drawn_at_their_own_steps_and_dicts_as_curves_of_their_keys(t
         np.testing.assert_array_equal(curve.values, [0.5, NAN, 2.5, -1.0, 1.0])
 
 
-def test_smoothing_is_the_mean_of_the_values_around_with_the_curve_faintly_behind(tmp_path):
+def test_smoothing_draws_mean_over_faint_raw_curve(tmp_path):
     (axes,) = figure(curve_record(tmp_path, SLOPE), smooth=3, log_y=False).axes
     (_, steps, raw), (_, _, smooth) = drawn(axes)
     assert (steps, raw) == ([1, 2, 3, 4, 5], SLOPE)
@@ -136,7 +140,8 @@ def test_running_means_are_those_of_brute_force(window, geometric):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), st.integers(1, 12))
-def test_smoothing_keeps_both_ends_and_curves_of_any_length(values, window):
+def test_smoothing_keeps_both_end_points(values, window):
+    """The property holds for curves of any length, since the window shrinks toward the ends."""
     found = running_mean(Curve(np.arange(float(len(values))), np.array(values)), window).values
     assert (len(found), found[0], found[-1]) == (len(values), values[0], values[-1])
     halves = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
@@ -144,7 +149,8 @@ def test_smoothing_keeps_both_ends_and_curves_of_any_length(values, window):
     np.testing.assert_allclose(found, means, rtol=1e-9, atol=1e-6)
 
 
-def test_a_spike_leaves_no_rounding_error_in_the_mean_behind_it():
+def test_spike_leaves_no_rounding_error_behind():
+    """The running mean is exact again as soon as the window has passed the spike."""
     values = np.array([1e20] + [1e-6] * 50)
     found = running_mean(Curve(np.arange(51.0), values), 5).values
     np.testing.assert_allclose(found[3:], 1e-6, rtol=1e-12)
@@ -159,7 +165,8 @@ def legend(whole) -> list[str]:
     return [text.get_text().replace("\n", "") for text in whole.legends[0].get_texts()]
 
 
-def test_the_legend_says_what_smoothing_is(tmp_path):
+def test_legend_describes_the_smoothing(tmp_path):
+    """The legend names the number of points and the geometric mean on logarithmic axes."""
     emits = [(step, {"m/a": 10.0 ** (2 * step), "m/b": step}) for step in (1, 2, 3)]
     folder = record(tmp_path, emits)
     said = "mean of 5 points, fewer towards the ends"
@@ -181,7 +188,8 @@ def test_the_legend_says_what_smoothing_is(tmp_path):
         ([-1.0, 0.0], {"log_y": True}, "linear"),
     ],
 )
-def test_an_axis_is_logarithmic_where_asked_for_or_where_positive_values_span_decades(tmp_path, values, look, scale):
+def test_axis_scale_follows_request_or_range(tmp_path, values, look, scale):
+    """An axis is logarithmic on request, or if positive values span more than three decades."""
     (axes,) = figure(curve_record(tmp_path, values), **look).axes
     assert axes.get_yscale() == scale
 
@@ -192,7 +200,8 @@ def test_steps_have_a_logarithmic_axis_if_asked_for(finished):
     assert {panel.get_xscale() for panel in axes} == {"log"}
 
 
-def test_values_that_are_not_finite_are_gaps_and_marks_and_are_counted(tmp_path):
+def test_nonfinite_values_are_marked_and_counted(tmp_path):
+    """The curve has a gap at each of them."""
     values = [1.0, 2.0, NAN, 3.0, INF, -INF, NAN, 4.0]
     (axes,) = figure(curve_record(tmp_path, values)).axes
     np.testing.assert_array_equal(drawn(axes)[0][2], [1, 2, NAN, 3, NAN, NAN, NAN, 4])
@@ -205,12 +214,13 @@ def test_what_a_logarithmic_axis_cannot_show_is_counted(tmp_path):
     assert axes.texts[0].get_text() == "2 not above 0, left out"
 
 
-def test_a_metric_without_any_finite_value_has_a_panel_without_numbers(tmp_path):
+def test_metric_without_finite_values_has_marks_only(tmp_path):
+    """Its panel has no numbers on the vertical axis."""
     (axes,) = figure(curve_record(tmp_path, [NAN, NAN])).axes
     assert (marks(axes), list(axes.get_yticks())) == ({"x": [1, 2]}, [])
 
 
-def test_lone_points_between_gaps_and_short_curves_have_dots(tmp_path):
+def test_isolated_points_and_short_curves_have_dots(tmp_path):
     long = [1.0] * 50
     long[10], long[12] = NAN, NAN
     (axes,) = figure(curve_record(tmp_path, long)).axes
@@ -219,12 +229,13 @@ def test_lone_points_between_gaps_and_short_curves_have_dots(tmp_path):
     assert axes.lines[0].get_markevery() == [0, 1, 2, 3, 4]
 
 
-def test_a_constant_curve_lies_amid_its_axis_whatever_the_rounding(tmp_path):
+def test_constant_curve_is_centered_on_its_axis(tmp_path):
+    """Rounding errors of the smoothing do not change the axis limits."""
     (axes,) = figure(curve_record(tmp_path, [0.1] * 50), smooth=7).axes
     assert axes.get_ylim() == pytest.approx((0.095, 0.105))
 
 
-def test_an_overlay_tells_the_metrics_of_a_run_apart_by_colour(tmp_path):
+def test_overlay_colors_metrics_of_one_run(tmp_path):
     emits = [(step, {f"m/{name}": step * number for number, name in enumerate("abc", 1)}) for step in (1, 2)]
     whole = figure(record(tmp_path, emits), overlay=True)
     (axes,) = whole.axes
@@ -233,7 +244,8 @@ def test_an_overlay_tells_the_metrics_of_a_run_apart_by_colour(tmp_path):
     assert axes.get_title("left") == "m"
 
 
-def test_an_overlay_of_several_runs_tells_runs_apart_by_colour_and_metrics_by_dashes(tmp_path):
+def test_overlay_colors_runs_and_dashes_metrics(tmp_path):
+    """With several runs, the color marks the run and the dash pattern marks the metric."""
     emits = [(step, {"a/x": step, "b/y": -step}) for step in (1, 2)]
     whole = figure(*(record(tmp_path, emits, strategy=name) for name in ("one", "two")), overlay=True)
     styles = [(line.get_color(), line.is_dashed()) for line in whole.axes[0].lines]
@@ -241,7 +253,8 @@ def test_an_overlay_of_several_runs_tells_runs_apart_by_colour_and_metrics_by_da
     assert [text.get_text() for text in whole.legends[0].get_texts()] == ["one", "two", "a/x", "b/y"]
 
 
-def test_a_run_has_the_same_colour_in_all_panels_also_where_another_lacks_the_metric(tmp_path):
+def test_run_keeps_its_color_in_all_panels(tmp_path):
+    """The colors also agree if another run lacks the metric, and the picture reports which run lacks it."""
     one = record(tmp_path, [(1, {"a": 1.0}), (2, {"a": 2.0})], strategy="one")
     two = record(tmp_path, [(1, {"a": 1.0, "b": 5.0})], strategy="two")
     picture = metric_picture([everything(one), everything(two)], ["**"], overlay=False)
@@ -251,7 +264,8 @@ def test_a_run_has_the_same_colour_in_all_panels_also_where_another_lacks_the_me
     assert [line[0] for line in drawn(alone)] == [COLOURS[1]]
 
 
-def test_the_provenance_of_a_tied_run_has_four_panels_with_the_recorded_values(tmp_path, monkeypatch):
+def test_provenance_of_tied_run_has_four_panels(tmp_path, monkeypatch):
+    """The lines show the recorded norms, ratio, cosine and clip threshold."""
     monkeypatch.chdir(tmp_path)
     run = everything(tied_record(tmp_path / "tied"))
     whole = figure_of(hook_picture("provenance", [run]), Look())
@@ -267,7 +281,7 @@ def test_the_provenance_of_a_tied_run_has_four_panels_with_the_recorded_values(t
     assert [axes.get_yscale() for axes in whole.axes][::2] == ["log", "log"]
 
 
-def test_the_provenance_of_several_runs_is_told_apart_by_colour(tmp_path, monkeypatch):
+def test_provenance_colors_several_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [everything(tied_record(tmp_path / "bare", clip=False)), everything(tied_record(tmp_path / "clipped"))]
     whole = figure_of(hook_picture("provenance", runs), Look())
@@ -276,7 +290,8 @@ def test_the_provenance_of_several_runs_is_told_apart_by_colour(tmp_path, monkey
     assert "clipped: clipped 92%" in whole.axes[2].texts[0].get_text()
 
 
-def test_the_evaluation_before_the_first_step_is_drawn_at_step_0(finished, tmp_path):
+def test_initial_evaluation_is_drawn_at_step_zero(finished, tmp_path):
+    """A run without a summary starts at its first recorded evaluation."""
     initial = json.loads((finished / "plain/summary.json").read_text())["initial"]
     curves = everything(finished / "plain").curves
     for name in ("val_acc", "evaluation/val_loss"):
@@ -287,7 +302,8 @@ def test_the_evaluation_before_the_first_step_is_drawn_at_step_0(finished, tmp_p
     assert everything(running).curves["training_metrics/val_acc"].steps[0] > 0
 
 
-def test_epochs_are_steps_divided_by_those_of_an_epoch_whole_at_their_ends(finished):
+def test_epochs_are_steps_over_epoch_length(finished):
+    """The position is a whole number at the end of each epoch."""
     run = everything(finished / "plain")
     assert run.in_epochs().curves["training_metrics/loss"].steps.tolist() == [1, 2, 3, 4, 5]
     assert run.in_epochs().curves["training_metrics/val_acc"].steps[0] == 0
@@ -295,7 +311,8 @@ def test_epochs_are_steps_divided_by_those_of_an_epoch_whole_at_their_ends(finis
     np.testing.assert_allclose(at * run.epoch_steps, steps)
 
 
-def test_records_whose_ends_of_epochs_disagree_or_are_missing_have_no_epochs(tmp_path):
+def test_unclear_epoch_ends_give_no_epoch_axis(tmp_path):
+    """Steps become epochs only if the ends of the epochs are recorded and agree."""
     assert everything(curve_record(tmp_path, SLOPE)).epoch_steps == 0
     emits = [(8, {CURVE: Series([2, 8], [1.0, 2.0])})]
     steps = record(tmp_path, emits, strategy="steps", point=HookPoint.POST_STEP)
@@ -308,7 +325,8 @@ def test_records_whose_ends_of_epochs_disagree_or_are_missing_have_no_epochs(tmp
 
 @pytest.mark.parametrize("log_y", [False, True])
 @pytest.mark.parametrize("scale", [1e-300, 1e-4, 1e-3, 0.07, 123.0, 1e5, 1e6, 1e300])
-def test_ticks_of_all_axes_are_labelled_with_their_numbers_and_no_offset(tmp_path, scale, log_y):
+def test_tick_labels_show_numbers_without_offset(tmp_path, scale, log_y):
+    """The values range from 1e-300 to 1e300 on linear and logarithmic axes."""
     metrics = {"m/wide": [scale, 50 * scale], "m/narrow": [scale, 1.00001 * scale]}
     emits = [(step, {name: values[index] for name, values in metrics.items()}) for index, step in ((0, 1), (1, 900))]
     whole = figure(record(tmp_path, emits), log_y=log_y, log_x=log_y)
@@ -326,7 +344,8 @@ def test_ticks_of_all_axes_are_labelled_with_their_numbers_and_no_offset(tmp_pat
 
 @pytest.mark.parametrize("size", [(4, 3), (12, 8), (3, 12)])
 @pytest.mark.parametrize("panels", [1, 5, 12, 24])
-def test_a_picture_of_any_size_shows_all_panels_or_is_refused(tmp_path, size, panels):
+def test_figure_shows_all_panels_or_is_refused(tmp_path, size, panels):
+    """Panels and titles stay legible at each size, and too many panels for a size raise an error."""
     names = [f"m/{'quite_a_long_name/' * 2}{index}" for index in range(panels)]
     folders = [
         record(tmp_path, [(1, dict.fromkeys(names, 1.0)), (2, dict.fromkeys(names, NAN))], strategy=name)
@@ -354,7 +373,8 @@ class Drawn(SpyHook):
         super().__init__()
 
 
-def test_a_hook_of_ones_own_asks_for_a_picture_that_says_where_it_lacks_something(tmp_path):
+def test_custom_hook_can_request_its_picture(tmp_path):
+    """The picture names the runs that lack its metrics, and it is refused if every run lacks them."""
     runs = [everything(record(tmp_path, [(1, {f"drawn/{name}": 1.0})], strategy=name)) for name in "ax"]
     HookRegistry.register(Drawn)
     try:

@@ -44,7 +44,8 @@ def section(page: ReadPage) -> str:
     return page.text.partition("Rewinds of")[2].partition("Differences between the runs")[0]
 
 
-def test_a_page_has_what_was_trained_again_first_step_first(explanation: Explanation, run: Path) -> None:
+def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -> None:
+    """A repeated stretch and an explained step are shown with cause, branches and outlier rows."""
     page = reported(run)
     stretch, _, step = section(page).partition("Step 60, explained")
     assert (
@@ -61,7 +62,8 @@ def test_a_page_has_what_was_trained_again_first_step_first(explanation: Explana
     assert "without the rows that stand out" in told_there
 
 
-def test_curves_are_those_of_the_hooks_that_were_added(run: Path) -> None:
+def test_rewind_curves_show_only_added_hooks(run: Path) -> None:
+    """The stretch is a separate entry in the list of runs."""
     page = reported(run)
     labels = [each["label"] for each in page.data["runs"]]
     assert labels == ["plain", "plain, steps 55 to 58 again"]
@@ -85,7 +87,8 @@ def test_without_rewinds_the_page_is_what_it_was(run: Path) -> None:
     assert page.text == whole.text.replace(f"Rewinds of{section(whole)}", "")
 
 
-def test_a_stretch_that_parted_says_so(run: Path) -> None:
+def test_diverged_rewind_is_reported(run: Path) -> None:
+    """The error of the stretch is shown as text."""
     folder = run / REWINDS / "steps_55_to_58"
     summary = json.loads((folder / SUMMARY).read_text())
     write_json(folder / SUMMARY, {**summary, "status": "failed", "error": f"This run parts {BAD}"})
@@ -123,7 +126,8 @@ def test_a_damaged_explanation_is_a_sentence(run: Path) -> None:
     assert page.text.count(", explained") == 1
 
 
-def test_a_missing_a_huge_and_an_endless_explanation_are_sentences(run: Path) -> None:
+def test_unreadable_explanations_are_reported(run: Path) -> None:
+    """A missing, an oversized and an endless file are each named, and the others are shown."""
     for step, name in enumerate(("huge", "endless", "missing")):
         path = run / REWINDS / f"explained_step_{step}" / EXPLANATION
         path.parent.mkdir()
@@ -140,7 +144,8 @@ def test_a_missing_a_huge_and_an_endless_explanation_are_sentences(run: Path) ->
     assert "Step 60, explained" in text
 
 
-def test_texts_of_an_explanation_are_text_and_numbers_may_be_odd(run: Path) -> None:
+def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
+    """HTML is escaped, and rows with non-finite losses are sorted."""
     path = run / REWINDS / "explained_step_60" / EXPLANATION
     content = json.loads(path.read_text())
     described = [BAD, {"label": 3, "text": "a\nb"}, [[0.5] * 999], None]
@@ -164,7 +169,8 @@ def test_texts_of_an_explanation_are_text_and_numbers_may_be_odd(run: Path) -> N
     assert f"place 0 1 inf {BAD}" in found
 
 
-def test_of_many_rewinds_the_first_are_shown_and_others_counted(run: Path, monkeypatch) -> None:
+def test_excess_rewinds_are_counted_not_shown(run: Path, monkeypatch) -> None:
+    """The page shows the first ones up to the limit and states the total."""
     monkeypatch.setattr(recording, "MOST_REWINDS", 1)
     for other in ("explained_step_12_to_13", "steps_7", "mine"):
         (run / REWINDS / other).mkdir()
@@ -183,7 +189,8 @@ def test_alerts_name_their_rows(tmp_path: Path) -> None:
     assert [found.get("rows") for found in alerts] == [None, "rows 17, 2600, 44 and 29 more", "rows 5", *[None] * 4]
 
 
-def test_what_was_trained_again_is_no_run_of_its_own(run: Path, capsys) -> None:
+def test_rewinds_are_not_listed_as_separate_runs(run: Path, capsys) -> None:
+    """ls and compare omit them, but show accepts the folder of one."""
     assert [found.path for found in find_runs(run.parent)] == [run]
     assert main(["ls", str(run.parent)]) == 0
     assert REWINDS not in capsys.readouterr().out

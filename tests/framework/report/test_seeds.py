@@ -49,7 +49,8 @@ def test_other_seeds_are_compared_by_welch(pair) -> None:
     same(found, stats.ttest_ind(pair[0], pair[1][:-1] if len(pair[1]) > 2 else pair[1], equal_var=False))
 
 
-def test_what_is_missing_or_not_finite_is_left_out_and_counted() -> None:
+def test_missing_and_nonfinite_values_are_counted() -> None:
+    """Statistics leave them out, and the paired test matches scipy on the others."""
     values = {0: 1.0, 1: 2.0, 2: math.nan, 3: None, 4: 4.0, 5: 1e200}
     spread = spread_of(list(values.values()))
     assert (spread["count"], spread["remark"]) == (3, "1 missing, 2 not finite")
@@ -103,7 +104,8 @@ def grouped(*records: dict[str, Any]) -> list[str]:
     return [*groups_of(runs).values()]
 
 
-def test_runs_that_differ_in_nothing_but_the_seed_are_one_group() -> None:
+def test_runs_differing_only_by_seed_form_groups() -> None:
+    """Group names have the differing options and treatments and stay distinct."""
     names = grouped(
         {"config": {"seed": 0, "lr": 0.1, "output_dir": "x"}},
         {"config": {"seed": 1, "lr": 0.1, "output_dir": "y"}, "hooks": {"norms": {}}},

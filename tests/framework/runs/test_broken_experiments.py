@@ -474,7 +474,8 @@ def told(text: str, folder: Path, monkeypatch: Any, capfd: Any) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_broken_experiment_is_refused_in_a_line_and_nothing_is_written(case, tmp_path, monkeypatch, capfd) -> None:
+def test_broken_experiment_is_refused_and_writes_nothing(case, tmp_path, monkeypatch, capfd) -> None:
+    """The command prints one line with the mistake and its remedy, exits with status 2 and changes no file."""
     before, after, fragments = CASES[case]
     assert before in GOOD
     sentence = told(GOOD.replace(before, after, 1), tmp_path, monkeypatch, capfd)
@@ -504,7 +505,8 @@ SPIRALS = {
 
 
 @pytest.mark.parametrize("case", SPIRALS, ids=lambda case: case[1])
-def test_an_error_in_a_method_of_the_base_class_is_told_as_the_experiment_s(case, tmp_path, monkeypatch, capfd) -> None:
+def test_base_class_errors_name_the_experiment(case, tmp_path, monkeypatch, capfd) -> None:
+    """Errors that occur in methods of the base class are reported in one line as errors of the experiment."""
     (text,) = [block.text for block in blocks(ROOT / "docs/writing-an-experiment.md") if block.file]
     assert case[0] in text
     text = text.replace('name = "spirals"', 'name = "broken"').replace("epochs: int = 60", "epochs: int = 1")
@@ -513,7 +515,8 @@ def test_an_error_in_a_method_of_the_base_class_is_told_as_the_experiment_s(case
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("case", ["a loss that is a float", "a loader that yields nothing", "an evaluation of None"])
-def test_what_shows_late_is_taken_back_in_both_loops(case, loop, tmp_path, monkeypatch, capfd) -> None:
+def test_late_mistakes_leave_no_files(case, loop, tmp_path, monkeypatch, capfd) -> None:
+    """Mistakes that show only after training has started are refused in the same way, in both loops."""
     before, after, fragments = CASES[case]
     text = GOOD.replace('loop = "epoch"', f'loop = "{loop}"').replace(before, after, 1)
     sentence = told(text, tmp_path, monkeypatch, capfd)
@@ -521,7 +524,8 @@ def test_what_shows_late_is_taken_back_in_both_loops(case, loop, tmp_path, monke
 
 
 @pytest.mark.parametrize("method", ["build_model", "build_loader", "build_optimizer", "strategy_hooks"])
-def test_an_earlier_run_is_not_written_over_by_a_broken_one(method: str, tmp_path: Path, monkeypatch) -> None:
+def test_broken_run_keeps_earlier_run(method: str, tmp_path: Path, monkeypatch) -> None:
+    """A build method that returns None raises UnfitError, and overwrite=True does not touch the earlier files."""
     session(tmp_path, strategies=["plain"]).run()
     before = contents(tmp_path)
     monkeypatch.setattr(Small, method, lambda self, *arguments: None)
@@ -530,7 +534,8 @@ def test_an_earlier_run_is_not_written_over_by_a_broken_one(method: str, tmp_pat
     assert contents(tmp_path) == before
 
 
-def test_a_run_that_is_under_way_keeps_what_it_has_when_its_loss_fails(tmp_path: Path) -> None:
+def test_failing_loss_keeps_completed_epochs(tmp_path: Path) -> None:
+    """The run raises UnfitError in its second epoch, and the summary has status failed and one epoch."""
     losses: list[Any] = []
 
     class Tiring(Small):
@@ -556,7 +561,9 @@ def test_numbers_of_any_kind_become_plain_ones(tmp_path: Path, monkeypatch) -> N
     assert summary["target_reached"] == {"epoch": 0, "step": 3}
 
 
-def test_a_base_without_a_name_is_no_experiment_and_what_extends_it_is(tmp_path: Path) -> None:
+def test_nameless_base_is_refused_and_subclass_runs(tmp_path: Path) -> None:
+    """Registering a base class without a name raises UnfitError; its subclass with a name can be trained."""
+
     class Base(ExperimentRunner[SmallConfig]):
         loop = "epoch"
         build_model, build_loader, build_optimizer = Small.build_model, Small.build_loader, Small.build_optimizer
@@ -584,7 +591,8 @@ def test_a_base_without_a_name_is_no_experiment_and_what_extends_it_is(tmp_path:
     assert "leaf" not in ExperimentRegistry.names()
 
 
-def test_a_script_with_a_broken_experiment_ends_in_a_line(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_script_reports_broken_experiment_in_one_line(tmp_path: Path, monkeypatch, capfd) -> None:
+    """The exception hook prints the error without a traceback and exits with status 2."""
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(GOOD.replace(STRATEGIES, '"plain"'))
     with pytest.raises(UnfitError) as refused:

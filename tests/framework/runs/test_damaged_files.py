@@ -199,27 +199,29 @@ REST: Mapping[str, Any] = {
 
 @settings(max_examples=12, **REST)
 @given(data=st.data())
-def test_one_damage_to_anything_in_a_run_is_said_or_does_no_harm(whole: Path, capfd: Any, data: Any) -> None:
+def test_single_damage_is_reported_or_harmless(whole: Path, capfd: Any, data: Any) -> None:
+    """Forty random damages to a file or folder of a run."""
     check(whole, capfd, data)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500, **REST)
 @given(data=st.data())
-def test_many_damages_to_anything_in_a_run_are_said_or_do_no_harm(whole: Path, capfd: Any, data: Any) -> None:
+def test_many_single_damages_are_reported_or_harmless(whole: Path, capfd: Any, data: Any) -> None:
+    """The same check with 1,500 random damages."""
     check(whole, capfd, data)
 
 
-def test_the_run_that_is_damaged_leaves_a_file_of_every_kind(whole: Path) -> None:
+def test_damaged_run_has_every_kind_of_file(whole: Path) -> None:
+    """The run of these tests has config, summary, weights, sink files and checkpoints."""
     found = {str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file()}
     steps = {f"checkpoints/step_{step:09d}/{name}" for step in (3, 6) for name in ("manifest.json", "state.pt")}
     files = {"experiment_config.json", "summary.json", "plain_final.pt", "plain.csv", "plain.jsonl", EVENTS}
     assert found >= files | steps, found
 
 
-def test_where_one_file_is_refused_the_others_keep_what_followed_the_checkpoint(
-    whole: Path, tmp_path: Path, capfd: Any
-):
+def test_refused_resume_leaves_other_files_unchanged(whole: Path, tmp_path: Path, capfd: Any):
+    """If one sink file is missing, the others keep the rows after the checkpoint."""
     run = tmp_path / "small/plain"
     shutil.copytree(whole, run)
     killed(run)
@@ -230,7 +232,8 @@ def test_where_one_file_is_refused_the_others_keep_what_followed_the_checkpoint(
     assert contents(run) == {name: data for name, data in before.items() if name != "run.lock"}
 
 
-def test_a_resume_without_a_sink_that_was_on_names_its_file(whole: Path, tmp_path: Path, capfd: Any) -> None:
+def test_resume_without_a_sink_names_its_file(whole: Path, tmp_path: Path, capfd: Any) -> None:
+    """The file of the sink stays as it is."""
     run = tmp_path / "small/plain"
     shutil.copytree(whole, run)
     killed(run)
@@ -239,7 +242,8 @@ def test_a_resume_without_a_sink_that_was_on_names_its_file(whole: Path, tmp_pat
     assert (run / "plain.csv").read_bytes() > (whole / "plain.csv").read_bytes()
 
 
-def test_text_that_is_no_unicode_is_sent_with_question_marks(whole: Path, tmp_path: Path) -> None:
+def test_invalid_unicode_is_replayed_as_question_marks(whole: Path, tmp_path: Path) -> None:
+    """Lone surrogates in the config do not stop a replay to TensorBoard."""
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/tensorboard")
     record = json.loads((tmp_path / "run/experiment_config.json").read_text())

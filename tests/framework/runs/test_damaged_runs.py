@@ -144,7 +144,8 @@ def deep(levels: int) -> Any:
 
 @pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--resume", "--validate-checkpoints"])
 @pytest.mark.parametrize("wrong", [*WRONG, *OF_CONFIG])
-def test_a_configuration_that_cannot_be_used_is_named_with_what_is_wrong(wrong, command, whole, capfd) -> None:
+def test_damaged_config_is_reported(wrong, command, whole, capfd) -> None:
+    """Each command prints one line with the path of the configuration and the reason."""
     damage, sentence = OF_CONFIG.get(wrong) or (WRONG[wrong][0](CONFIG), WRONG[wrong][1])
     status, said = said_by(command, whole, damage, capfd)
     assert (status, said.count("\n")) == (2, 1), said
@@ -154,7 +155,8 @@ def test_a_configuration_that_cannot_be_used_is_named_with_what_is_wrong(wrong, 
 
 @pytest.mark.parametrize("command", ["--resume", "resume"])
 @pytest.mark.parametrize("wrong", [*WRONG, *OF_SUMMARY])
-def test_a_summary_that_cannot_be_used_is_named_with_what_is_wrong(wrong, command, whole, capfd) -> None:
+def test_damaged_summary_is_reported(wrong, command, whole, capfd) -> None:
+    """Resuming prints one line with the path of the summary and the reason."""
     damage, sentence = OF_SUMMARY.get(wrong) or (WRONG[wrong][0](SUMMARY), WRONG[wrong][1])
     status, said = said_by(command, whole, damage, capfd)
     assert (status, said.count("\n"), sentence in said) == (2, 1, True), said
@@ -163,7 +165,9 @@ def test_a_summary_that_cannot_be_used_is_named_with_what_is_wrong(wrong, comman
 
 @pytest.mark.parametrize("command", ["diff", "--resume", "--validate-checkpoints"])
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "too deep to walk"])
-def test_a_checkpoint_with_a_manifest_that_cannot_be_read_is_passed_over(wrong, command, whole, capfd) -> None:
+def test_checkpoint_with_damaged_manifest_is_skipped(wrong, command, whole, capfd) -> None:
+    """The run starts without that checkpoint, and only --validate-checkpoints fails."""
+
     def damage(run: Path) -> None:
         for name in ("summary.json", "plain_final.pt", "digests.jsonl"):
             (run / name).unlink()
@@ -176,7 +180,8 @@ def test_a_checkpoint_with_a_manifest_that_cannot_be_read_is_passed_over(wrong, 
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_damaged_run_is_not_written_over_unless_that_is_asked_for(wrong, whole, capfd) -> None:
+def test_damaged_run_is_overwritten_only_on_request(wrong, whole, capfd) -> None:
+    """The command fails with one line, and --overwrite replaces the run."""
     damage = WRONG[wrong][0](SUMMARY)
     status, said = said_by("neither", whole, damage, capfd)
     assert (status, said.count("\n")) == (2, 1)
@@ -185,7 +190,8 @@ def test_a_damaged_run_is_not_written_over_unless_that_is_asked_for(wrong, whole
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_of_a_reference_with_a_damaged_configuration_it_is_said_that_its_run_may_differ(wrong, whole, tmp_path) -> None:
+def test_damaged_reference_config_causes_warning(wrong, whole, tmp_path) -> None:
+    """The warning reports that the reference may come from a different run and why."""
     make, sentence = WRONG[wrong]
     shutil.copytree(whole, tmp_path / "run")
     make(CONFIG)(tmp_path / "run")
@@ -237,9 +243,10 @@ def check_reading(whole, capfd, data, command) -> None:
     assert status == 0 or said
 
 
-@settings(max_examples=25, **REST)
+@settings(max_examples=10, **REST)
 @given(data=st.data(), command=st.sampled_from(READING))
-def test_whatever_is_damaged_a_command_says_a_sentence_and_no_traceback(whole, capfd, data, command) -> None:
+def test_reading_commands_never_show_tracebacks(whole, capfd, data, command) -> None:
+    """Any damage gives a known exit status and messages with the program name."""
     check_reading(whole, capfd, data, command)
 
 
@@ -266,7 +273,8 @@ def test_a_place_that_cannot_be_is_refused(command, name, whole, tmp_path, capfd
 
 
 @given(levels=st.integers(0, 2 * MOST_LEVELS))
-def test_what_is_nested_is_read_up_to_a_depth(levels: int) -> None:
+def test_deeply_nested_json_is_refused(levels: int) -> None:
+    """JSON is read up to a maximum depth, and deeper content raises a UsageError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.json"
         path.write_text(json.dumps(deep(levels)))
@@ -278,7 +286,8 @@ def test_what_is_nested_is_read_up_to_a_depth(levels: int) -> None:
 
 
 @given(st.dictionaries(st.text(max_size=2), JSON, max_size=4), st.dictionaries(st.text(max_size=2), JSON, max_size=4))
-def test_differences_are_the_entries_that_one_lacks_or_has_otherwise(before, now) -> None:
+def test_differences_list_changed_entries(before, now) -> None:
+    """The result has every entry that is missing on one side or has another value, except ignored names."""
     found = {item.name: (item.before, item.now) for item in differences(before, now)}
     assert found == {
         name: (before.get(name), now.get(name)) for name in {**before, **now} if before.get(name) != now.get(name)
@@ -286,14 +295,16 @@ def test_differences_are_the_entries_that_one_lacks_or_has_otherwise(before, now
     assert differences(before, now, {*before, *now}) == []
 
 
-def test_a_record_of_an_earlier_version_lacks_nothing_that_is_needed(tmp_path: Path) -> None:
+def test_older_run_record_is_readable(tmp_path: Path) -> None:
+    """A configuration with only experiment, strategy and config gives a complete record."""
     (tmp_path / CONFIG).write_text('{"experiment": "e", "strategy": "s", "config": {"lr": 1}}')
     assert RunRecord.read(tmp_path) == RunRecord(experiment="e", strategy="s", config={"lr": 1})
 
 
 @settings(max_examples=15, **REST)
 @given(data=st.data(), command=st.sampled_from(TRAINING))
-def test_whatever_is_damaged_a_run_starts_or_says_a_sentence(whole, capfd, data, command) -> None:
+def test_running_commands_never_show_tracebacks(whole, capfd, data, command) -> None:
+    """After any damage the run starts, or the command prints an error message."""
     check_training(whole, capfd, data, command)
 
 

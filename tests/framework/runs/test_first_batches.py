@@ -125,12 +125,14 @@ def trained(folder: Path, *hooks: str, runner: type[Counted] = Counted, **option
 
 
 @pytest.mark.parametrize("hook", ["acting", "looking"])
-def test_a_loader_that_counts_what_it_gives_gives_the_same(tmp_path: Path, hook: str) -> None:
+def test_stateful_loader_yields_the_same_batches(tmp_path: Path, hook: str) -> None:
+    """The early look at the first batch does not advance a loader that counts its batches."""
     bare, hooked = trained(tmp_path / "bare"), trained(tmp_path / "hooked", hook)
     assert all(torch.equal(bare[name], hooked[name]) for name in bare)
 
 
-def test_a_batch_that_cannot_be_rolled_back_is_refused_before_an_earlier_run_is_lost(tmp_path: Path) -> None:
+def test_batch_without_rollback_is_refused_early(tmp_path: Path) -> None:
+    """The error is raised before the files of an earlier run are removed."""
     opaque = type("Opaquely", (Counted,), {"kind": Opaque})
     trained(tmp_path, runner=opaque, save_checkpoints=1)
     before = contents(tmp_path)

@@ -77,7 +77,8 @@ def expected(runner: type[Small]) -> list[list[int]]:
     return [index.tolist() for epoch in range(3) for index in loader.row_indices(epoch)]
 
 
-def test_where_a_function_gives_the_order_none_is_written(tmp_path):
+def test_order_from_a_function_is_not_written(tmp_path):
+    """The rows of every step are computed from the loader again."""
     session(tmp_path, **OPTIONS).run()
     folder = tmp_path / "small/plain"
     found = read_json(folder / "experiment_config.json")["rows"]
@@ -86,7 +87,8 @@ def test_where_a_function_gives_the_order_none_is_written(tmp_path):
     assert rows_by_step(tmp_path, Small) == expected(Small)
 
 
-def test_the_order_of_somebodys_own_sampler_is_written_and_read_back(tmp_path, monkeypatch):
+def test_custom_sampler_order_is_written_and_read(tmp_path, monkeypatch):
+    """The file has a line for each epoch and gives the rows of every step without the loader."""
     session(tmp_path, Sampled, **OPTIONS).run()
     assert read_json(tmp_path / RUN / "experiment_config.json")["rows"]["order"] == "file"
     lines = [json.loads(line) for line in (tmp_path / RUN / ROWS).read_text().splitlines()]
@@ -99,7 +101,9 @@ def test_the_order_of_somebodys_own_sampler_is_written_and_read_back(tmp_path, m
 
 
 @pytest.mark.parametrize("until", [4, 6])  # within the second epoch, and at its end
-def test_a_run_that_goes_on_has_the_rows_of_the_whole_one(tmp_path, until):
+def test_resumed_run_records_the_same_rows(tmp_path, until):
+    """A torn last line is replaced, and an overwritten run starts a new file."""
+
     class Stopping(Sampled):
         stops = True
 
@@ -122,7 +126,8 @@ def test_a_run_that_goes_on_has_the_rows_of_the_whole_one(tmp_path, until):
 
 
 @pytest.mark.parametrize("kind", ["rewind", "resume", "validate"])
-def test_data_that_have_changed_are_refused_with_what_still_holds(tmp_path, kind):
+def test_changed_data_are_refused(tmp_path, kind):
+    """Rewind, resume and validate raise with both digests and leave the record unchanged."""
     options = {**OPTIONS, "save_checkpoints": 1, "keep_checkpoints": 9}
     session(tmp_path, Sampled, **options).run()
     if kind == "resume":
@@ -148,7 +153,8 @@ def test_data_that_have_changed_are_refused_with_what_still_holds(tmp_path, kind
             acts[kind]()
 
 
-def test_digests_have_the_rows_since_the_one_before_and_a_stretch_is_compared_by_them(tmp_path, capfd):
+def test_digests_cover_rows_since_the_previous_digest(tmp_path, capfd):
+    """A rewind compares them, and digests at other steps are not compared."""
     for name, every in (("a", 2), ("b", 4)):
         session(tmp_path / name, Sampled, **OPTIONS, digest_every=every, checkpoint_every_steps=3).run()
     lines = [json.loads(line) for line in (tmp_path / "a" / RUN / DIGESTS).read_text().splitlines()]
@@ -173,7 +179,8 @@ class Stream(IterableDataset):
         (TorchLoader(DataLoader(TensorDataset(torch.ones(5)), batch_size=None), 1), "every row", "unknown", 5),
     ],
 )
-def test_what_is_known_of_data_is_said(made, covers, order, rows):
+def test_fingerprint_states_coverage_order_and_rows(made, covers, order, rows):
+    """It is the same for two calls, and has no digest for a stream."""
     found = [fingerprint(made, lambda: first_batch(made)) for _ in range(2)]
     assert found[0] == found[1]
     assert (found[0]["covers"], found[0]["order"], found[0]["rows"]) == (covers, order, rows)
@@ -205,7 +212,8 @@ def of(array: Any) -> dict[str, Any]:
 
 @given(data=st.data(), kind=st.sampled_from(["float32", "int64", "uint8", "bool"]))
 @settings(deadline=None, max_examples=40)
-def test_a_byte_that_changes_is_seen_whatever_the_data_lie_in(data, kind):
+def test_fingerprint_detects_any_changed_byte(data, kind):
+    """This holds for arrays and for contiguous or transposed tensors."""
     rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     array = (np.arange(rows * columns).reshape(rows, columns) % 2).astype(kind)
     for held in (array, torch.from_numpy(array.copy()), torch.from_numpy(array.T.copy()).T):
@@ -217,7 +225,8 @@ def test_a_byte_that_changes_is_seen_whatever_the_data_lie_in(data, kind):
         held[place] = not held[place]
 
 
-def test_of_large_data_pieces_are_read_that_are_evenly_spread():
+def test_large_data_are_fingerprinted_in_spread_pieces():
+    """Changes at the ends and of the length are detected; changes between two pieces are not."""
     data = np.zeros(9 * 2**24, np.uint8)  # 144 MiB
     before = of(data)
     assert before["covers"] == "pieces"
@@ -246,7 +255,8 @@ class Rewound(Sampled):
         return {1: torch.zeros(2, 2), 2: ("row", index)}[index % 3]
 
 
-def test_the_rows_behind_a_step_are_shown_with_what_they_are(tmp_path, capfd):
+def test_rewind_shows_rows_behind_a_step(tmp_path, capfd):
+    """The rows with the largest losses are shown with index, loss and description."""
     with registered(Rewound):
         words = ["run", "rewound", "--epochs", "2", "--no-console-output", "--output-dir", str(tmp_path)]
         assert main([*words, "--batch-size", "8"]) == 0
@@ -271,7 +281,7 @@ def test_the_rows_behind_a_step_are_shown_with_what_they_are(tmp_path, capfd):
         assert len(norms[at]) == len(losses[at])
 
 
-def test_a_record_whose_rows_lost_fields_is_refused_in_a_sentence(tmp_path):
+def test_record_with_missing_row_fields_is_refused(tmp_path):
     before = RunRecord(experiment="one", strategy="plain", config={}, rows={"xxh3_128": "a"})
     now = replace(before, rows={"rows": 3, "covers": "every row", "xxh3_128": "b"})
     with pytest.raises(UsageError, match="an unknown number of rows, digest a over None then, 3 rows, digest b over"):

@@ -53,13 +53,15 @@ def test_the_summary_counts_epochs_steps_and_parameters(tmp_path: Path) -> None:
     assert read_json(tmp_path / "small/plain/summary.json") == json.loads(json.dumps(summary))
 
 
-def test_frozen_parameters_are_counted_apart_and_bytes_by_their_type() -> None:
+def test_model_size_counts_frozen_parameters_separately() -> None:
+    """The number of bytes follows the dtype of each parameter."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).double())
     model[0].requires_grad_(False)
     assert model_size(model) == {"parameters": 11, "trainable_parameters": 3, "bytes": 8 * 4 + 3 * 8}
 
 
-def test_initial_and_final_evaluation_are_those_of_the_initial_and_final_weights(tmp_path: Path) -> None:
+def test_evaluations_match_initial_and_final_weights(tmp_path: Path) -> None:
+    """The summary also contains their differences."""
     summary = train(tmp_path, epochs=2, eval_every=2)
     runner = Small(SmallConfig(epochs=2, eval_every=2))
     model = build_run(runner, "plain")[0].model.eval()
@@ -72,7 +74,9 @@ def test_initial_and_final_evaluation_are_those_of_the_initial_and_final_weights
         assert delta == summary["final"][name] - summary["initial"][name]
 
 
-def test_the_final_evaluation_sees_what_a_commit_after_the_last_one_changed(tmp_path: Path) -> None:
+def test_final_evaluation_includes_last_commit(tmp_path: Path) -> None:
+    """A commit at the last SNAPSHOT changes the final evaluation."""
+
     class Zeroer(InterventionHook):
         """Sets every parameter to zero after every epoch."""
 
@@ -93,13 +97,16 @@ def test_the_final_evaluation_sees_what_a_commit_after_the_last_one_changed(tmp_
     assert summary["final"]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_the_training_loss_is_the_mean_of_the_last_epoch_s_step_losses(tmp_path: Path) -> None:
+def test_training_loss_is_mean_of_last_epoch(tmp_path: Path) -> None:
+    """The summary contains the last loss of the record."""
     summary = train(tmp_path, hooks=["training_metrics"])
     lines = (tmp_path / "small/plain/plain.jsonl").read_text().splitlines()
     assert summary["training_loss"] == json.loads(lines[-1])["training_metrics/loss"]
 
 
-def test_the_target_is_reached_at_the_first_epoch_whose_evaluation_is_good_enough(tmp_path: Path) -> None:
+def test_target_is_reached_at_first_good_epoch(tmp_path: Path) -> None:
+    """The run stops there, and the summary records the epoch and the step."""
+
     class Eager(Small):
         name = "eager"
         grades = iter([0.1, 0.2, 0.6, 0.4, 0.9, 0.9])
@@ -157,7 +164,8 @@ def test_numbers_that_are_none_survive_as_such(tmp_path: Path) -> None:
 # The configuration
 
 
-def test_the_config_says_what_was_run_and_on_what(tmp_path: Path) -> None:
+def test_config_records_run_and_environment(tmp_path: Path) -> None:
+    """The config contains options, hooks with defaults, treatments, versions and the device."""
     train(tmp_path, hooks=["hessian", "grad_clip"], hook_options={"hessian": {"burst_length": 2}}, ratio=0.5)
     found = read_json(tmp_path / "small/plain/experiment_config.json")
     assert found["config"] == SmallConfig(output_dir=tmp_path, ratio=0.5).as_dict()
@@ -187,7 +195,8 @@ def test_the_final_weights_are_a_plain_state_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["summary.json", "experiment_config.json", "plain.csv", "plain.jsonl", "plain_final.pt"]
 )
-def test_any_file_of_a_run_is_enough_to_refuse(name: str, tmp_path: Path) -> None:
+def test_any_run_file_prevents_overwriting(name: str, tmp_path: Path) -> None:
+    """The check itself never changes the file."""
     record(tmp_path).make()
     (tmp_path / "small/plain" / name).write_text("precious")
     with pytest.raises(UsageError, match=r"already holds an? (unf.* run|run whose .*), which is left as"):
@@ -197,14 +206,15 @@ def test_any_file_of_a_run_is_enough_to_refuse(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("status", "words"), [("completed", "a finished run"), ("failed", "ended as 'failed'")])
-def test_a_refusal_says_how_the_earlier_run_ended(status: str, words: str, tmp_path: Path) -> None:
+def test_refusal_names_status_of_earlier_run(status: str, words: str, tmp_path: Path) -> None:
     record(tmp_path).make()
     (tmp_path / "small/plain/summary.json").write_text(json.dumps({"status": status}))
     with pytest.raises(UsageError, match=words):
         record(tmp_path).refuse_to_overwrite(allowed=False)
 
 
-def test_files_of_others_are_no_run_and_are_left_alone(tmp_path: Path) -> None:
+def test_unrelated_files_are_left_alone(tmp_path: Path) -> None:
+    """A user's file does not count as a run and survives overwriting."""
     record(tmp_path).make()
     (tmp_path / "small/plain/notes.txt").write_text("mine")
     train(tmp_path)
@@ -221,7 +231,8 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}
 
 
-def test_a_folder_that_was_made_is_given_back_and_one_that_was_there_is_not(tmp_path: Path) -> None:
+def test_only_created_folders_are_removed_again(tmp_path: Path) -> None:
+    """A folder that existed before the run stays."""
     (tmp_path / "small").mkdir()
     made = record(tmp_path)
     made.make()
@@ -230,7 +241,7 @@ def test_a_folder_that_was_made_is_given_back_and_one_that_was_there_is_not(tmp_
     assert contents(tmp_path) == {"small": b"a folder"}
 
 
-def test_a_folder_in_which_something_lies_is_not_given_back(tmp_path: Path) -> None:
+def test_nonempty_folder_is_not_removed(tmp_path: Path) -> None:
     made = record(tmp_path)
     made.make()
     (tmp_path / "small/note").write_text("x")
@@ -241,7 +252,7 @@ def test_a_folder_in_which_something_lies_is_not_given_back(tmp_path: Path) -> N
 # Files written whole
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_failed_write_keeps_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
 
@@ -254,7 +265,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
     assert contents(tmp_path) == {"a.json": b"old"}
 
 
-def test_weights_that_do_not_fit_on_the_disk_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_weights_too_large_for_disk_are_refused(tmp_path: Path) -> None:
+    """The error gives the reason in one sentence, and the old file stays."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "a.pt").write_text("old")
     try:
@@ -266,7 +278,8 @@ def test_weights_that_do_not_fit_on_the_disk_are_refused_in_a_sentence(tmp_path:
     assert contents(tmp_path) == {"a.pt": b"old"}
 
 
-def test_json_keeps_every_number_and_makes_text_of_the_rest(tmp_path: Path) -> None:
+def test_json_keeps_numbers_and_stringifies_the_rest(tmp_path: Path) -> None:
+    """NaN survives, keys and paths become strings, and tuples become lists."""
     write_json(tmp_path / "a.json", {1: [math.nan, 0.1, True, None], "path": Path("a"), "tuple": (1, "b")})
     found = read_json(tmp_path / "a.json")
     assert math.isnan(found["1"].pop(0))

@@ -61,7 +61,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_trained(words, run, capfd):
+def test_invalid_rewind_is_refused_before_training(words, run, capfd):
+    """The command prints one line that explains the problem and changes no file."""
     before = contents(run)
     assert main(["rewind", str(run), *words.split()]) == 2
     said = capfd.readouterr().err
@@ -70,7 +71,8 @@ def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_trained(words, r
     assert contents(run) == before
 
 
-def test_a_folder_that_is_not_that_of_one_run_is_refused_by_name(run, finished, tmp_path, capfd):
+def test_folder_without_single_run_is_refused(run, finished, tmp_path, capfd):
+    """The error states whether the folder is missing, contains no run or contains several."""
     for folder, sentence in (
         (tmp_path / "none", "none does not exist; rewind takes the folder of a run"),
         (run / "checkpoints", "checkpoints is not the folder of a run, and holds none"),
@@ -98,7 +100,8 @@ def test_a_run_of_another_device_is_refused(run, capfd):
 
 
 @pytest.mark.parametrize("begins", ["at a checkpoint", "at the start"])
-def test_another_build_of_torch_is_told_with_both_versions_and_the_run_goes_on(begins, run, capfd):
+def test_different_torch_build_is_reported(begins, run, capfd):
+    """A rewind from the start names both versions, and one from a checkpoint uses the checkpoint's record."""
     change(run / "experiment_config.json", lambda record: record["versions"].update(torch="2.0.0+cu118"))
     if begins == "at the start":
         forget(run, "checkpoints")
@@ -110,7 +113,8 @@ def test_another_build_of_torch_is_told_with_both_versions_and_the_run_goes_on(b
         assert "last bits" not in capfd.readouterr().out
 
 
-def test_what_it_costs_to_begin_at_the_start_is_said_and_what_nothing_can_show(run, capfd):
+def test_cost_of_full_rewind_is_reported(run, capfd):
+    """Without checkpoints and digests, the output also states that nothing can verify the result."""
     change(run / "summary.json", lambda summary: summary.update(seconds={"total": 600.0, "training": 540.0}))
     told = "No checkpoint to begin from lies before step 5: the run is trained again from its start, 6 steps"
     paced, unshown = ", 6.0 minutes at the pace of its record.", " No checkpoint or digest lies on the way"
@@ -132,14 +136,15 @@ def test_what_it_costs_to_begin_at_the_start_is_said_and_what_nothing_can_show(r
     assert main(["rewind", str(run), "--step", "10"]) == 2  # though nothing says how far it came
 
 
-def test_the_step_in_which_a_run_failed_can_be_looked_at_and_no_later_one(run, capfd):
+def test_rewind_reaches_failed_step_but_no_further(run, capfd):
+    """The step in which a run failed can be trained again, and a later step is refused."""
     change(run / "summary.json", lambda summary: summary.update(status="failed", steps=7))
     assert main(["rewind", str(run), "--step", "8"]) == 0
     assert main(["rewind", str(run), "--step", "9"]) == 2
     assert "--step is 9, and the last step of the run in" in capfd.readouterr().err
 
 
-def test_runs_without_any_checkpoint_are_compared_by_their_digests(run, finished, capfd):
+def test_runs_without_checkpoints_compare_by_digests(run, finished, capfd):
     forget(run, "checkpoints")
     assert main(["diff", str(run), str(finished / "seed-3")]) == 0
     assert "Digests of 3 steps: the same." in capfd.readouterr().out

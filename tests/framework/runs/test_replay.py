@@ -48,7 +48,8 @@ def refused(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return errors
 
 
-def test_a_replayed_run_is_in_tensorboard_what_the_sink_would_have_written(finished, recorded, capfd):
+def test_tensorboard_replay_matches_live_sink(finished, recorded, capfd):
+    """The replayed scalars, tags and run text are those that the live sink wrote."""
     assert main(["replay", str(recorded / "plain"), "--to", "tensorboard"]) == 0
     assert f"tensorboard --logdir {recorded / 'plain'} shows it" in capfd.readouterr().out
     found, live = recorded / "plain/tensorboard", finished / "plain/tensorboard"
@@ -57,14 +58,15 @@ def test_a_replayed_run_is_in_tensorboard_what_the_sink_would_have_written(finis
     assert accumulated(found).Tensors("run")[0].tensor_proto == accumulated(live).Tensors("run")[0].tensor_proto
 
 
-def test_an_experiment_s_folder_stands_for_all_its_strategies(finished, recorded):
+def test_experiment_folder_replays_all_strategies(finished, recorded):
     assert main(["replay", "--to=tensorboard", str(recorded)]) == 0
     for strategy in ("plain", "clipped"):
         assert scalars(recorded / strategy / "tensorboard") == scalars(finished / strategy / "tensorboard")
 
 
 @pytest.mark.process
-def test_a_replayed_run_is_in_wandb_with_all_rows_configuration_and_treatments(recorded, monkeypatch, capfd):
+def test_wandb_replay_contains_rows_and_config(recorded, monkeypatch, capfd):
+    """The W&B run has all rows, the configuration, the treatments as tags and the exit code."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert main(["replay", str(recorded / "clipped"), "--to", "wandb", "--project", "again"]) == 0
     log = log_of(recorded / "clipped")
@@ -77,7 +79,8 @@ def test_a_replayed_run_is_in_wandb_with_all_rows_configuration_and_treatments(r
     assert (config_of(log)["treatments"], only(log, "exit").exit_code) == ({"grad_clip": ["gradients"]}, 0)
 
 
-def test_a_record_whose_last_line_was_cut_off_is_sent_without_it(finished, recorded):
+def test_truncated_last_line_is_not_replayed(finished, recorded):
+    """All complete lines before it are sent."""
     record = recorded / "plain/plain.jsonl"
     *whole, last = record.read_text().splitlines(keepends=True)
     record.write_text("".join(whole) + last[: len(last) // 2])
@@ -88,13 +91,15 @@ def test_a_record_whose_last_line_was_cut_off_is_sent_without_it(finished, recor
     assert scalars(recorded / "plain/tensorboard") == expected != live
 
 
-def test_what_lies_there_already_is_left_as_it_is(finished, capfd):
+def test_existing_replay_is_left_unchanged(finished, capfd):
+    """The command is refused if the target exists and changes no file."""
     before = contents(finished)
     assert "tensorboard exists already" in refused(capfd, finished, "--to", "tensorboard")
     assert contents(finished) == before
 
 
-def test_nothing_is_sent_if_one_of_the_strategies_cannot_be(recorded, capfd):
+def test_replay_is_all_or_nothing(recorded, capfd):
+    """If one strategy has no record, the command sends no run and changes no file."""
     (recorded / "plain/plain.jsonl").unlink()
     before = contents(recorded)
     assert "holds no plain.jsonl" in refused(capfd, recorded, "--to", "tensorboard")
@@ -142,7 +147,7 @@ def test_bad_input_is_refused_in_a_sentence(words, sentence, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-def test_a_missing_package_is_refused_with_the_way_to_get_it(package, recorded, monkeypatch, capfd):
+def test_missing_package_error_shows_install_command(package, recorded, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, package, None)
     assert f"pip install 'loopscope[{package}]'" in refused(capfd, recorded, "--to", package)
 
@@ -158,7 +163,8 @@ def test_help_names_targets_and_options(capfd):
     assert all(word in text for word in ("RUN", "--to", "tensorboard|wandb", "--project PROJECT"))
 
 
-def test_a_run_is_described_as_its_configuration_says(finished):
+def test_run_record_matches_configuration(finished):
+    """The record has the experiment, strategy, configuration and treatments of the run."""
     found = RunRecord.read(finished / "clipped")
     assert (found.experiment, found.strategy, found.config["epochs"]) == ("small", "clipped", 2)
     assert found.treatments == {"grad_clip": ["gradients"]}

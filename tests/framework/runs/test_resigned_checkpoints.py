@@ -132,13 +132,15 @@ def check_state(whole: Path, capfd: Any, data: Any, command: str) -> None:
 
 @settings(max_examples=12, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
-def test_whatever_a_signed_manifest_says_it_is_used_or_refused_in_a_sentence(whole, capfd, data, command) -> None:
+def test_signed_manifest_is_used_or_refused(whole, capfd, data, command) -> None:
+    """A manifest with one changed field and a valid digest is used or refused in one sentence."""
     check_manifest(whole, capfd, data, command)
 
 
 @settings(max_examples=12, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
-def test_whatever_a_signed_state_holds_it_is_used_or_refused_in_a_sentence(whole, capfd, data, command) -> None:
+def test_signed_state_is_used_or_refused(whole, capfd, data, command) -> None:
+    """A state with one changed field and a valid digest is used or refused in one sentence."""
     check_state(whole, capfd, data, command)
 
 
@@ -170,7 +172,8 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("path", KNOWN)
-def test_a_state_that_no_run_writes_is_named_with_what_is_wrong(path: str, whole: Path, tmp_path: Path, capfd) -> None:
+def test_impossible_state_is_refused_with_reason(path: str, whole: Path, tmp_path: Path, capfd) -> None:
+    """The error of resume names the checkpoint or hook and the reason."""
     value, sentence = KNOWN[path]
     keys = [int(key) if key.isdigit() else key for key in path.split("/")]
     shutil.copytree(whole, tmp_path / "small/plain")

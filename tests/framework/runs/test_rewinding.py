@@ -82,7 +82,8 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
 @pytest.mark.parametrize(
     "step", [1, 5, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)]
 )
-def test_hooks_measure_what_they_would_have_measured_from_the_start_and_the_run_is_left(runner, step, finished):
+def test_rewound_hooks_measure_like_original_hooks(runner, step, finished):
+    """A rewind from the start gives the metrics of a run with these hooks and leaves the old run unchanged."""
     before = contents(finished / "bare")
     options = {"hooks": hooks_of(runner), "hook_options": WINDOW}
     path, since, compared = rewind(
@@ -96,7 +97,8 @@ def test_hooks_measure_what_they_would_have_measured_from_the_start_and_the_run_
 
 
 @pytest.mark.parametrize(("step", "since"), [(1, 0), (2, 0), (3, 2), (4, 3), (12, 10)])
-def test_it_begins_at_the_nearest_checkpoint_before_and_hooks_that_were_on_go_on(step, since, finished, tmp_path):
+def test_rewind_starts_at_nearest_earlier_checkpoint(step, since, finished, tmp_path):
+    """Hooks of the original run resume from that checkpoint."""
     runs = shutil.copytree(finished / "with hooks", tmp_path / "runs")
     options = {"hooks": MANY, "hook_options": WINDOW}
     path, began, compared = rewind(runs, Stretch(step, min(step + 1, 12)), **options)
@@ -117,7 +119,8 @@ def test_other_hooks_begin_between_two_epochs(finished, tmp_path):
     assert {key: value for key, value in ours.items() if "solution" not in key[0]}.items() <= expected.items()
 
 
-def test_a_run_that_is_not_what_it_was_is_named_with_step_and_tensor(finished, tmp_path):
+def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
+    """The error and the failed summary name the step and the tensor."""
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")
     plant(runs / "small/plain", 4, next(iter(PLANTED)))
     with pytest.raises(PartedError, match=r"parts from .* at step 4 \(epoch 1\), first in parameters"):
@@ -145,7 +148,8 @@ def test_what_cannot_be_is_refused(finished, tmp_path):
         Stretch(3, 2)
 
 
-def test_the_command_takes_other_hooks_keeps_committing_ones_and_says_what_is_shown(tmp_path, capfd):
+def test_rewind_command_keeps_committing_hooks(tmp_path, capfd):
+    """The command accepts further hooks and requires a step, --spike or --verify."""
     words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints"]
     words += ["--keep-checkpoints", "9", "--hooks", "grad_clip", "--grad_clip.max_norm", "0.1", "--no-console-output"]
     assert main([*words, "--output-dir", str(tmp_path)]) == 0
@@ -163,7 +167,8 @@ def test_the_command_takes_other_hooks_keeps_committing_ones_and_says_what_is_sh
     )
 
 
-def test_stretches_drawn_at_random_are_compared_and_the_first_that_differs_is_named(finished, tmp_path, capfd):
+def test_verify_compares_random_stretches(finished, tmp_path, capfd):
+    """The command names the first difference and leaves the run unchanged."""
     words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints", "--keep-checkpoints", "9"]
     assert main([*words, "--no-console-output", "--output-dir", str(tmp_path)]) == 0
     run, before = tmp_path / "small/plain", contents(tmp_path)
@@ -184,7 +189,8 @@ def test_what_is_no_run_is_refused(tmp_path):
 DIGESTED = {**OPTIONS, "digest_every": 2, "save_checkpoints": 0, "checkpoint_every_steps": 0}
 
 
-def test_digests_show_that_two_runs_are_the_same_without_a_checkpoint_and_where_they_part(tmp_path, capfd):
+def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
+    """diff, rewind and validation work without checkpoints, and reading stops where the digest chain breaks."""
     for name, options in (
         ("a", {}),
         ("b", {"hooks": ["variance", "norms"], "hook_options": WINDOW}),
@@ -208,7 +214,8 @@ def test_digests_show_that_two_runs_are_the_same_without_a_checkpoint_and_where_
         rewind(tmp_path / "a", Stretch(7, 8))
 
 
-def test_a_run_that_is_killed_and_resumed_has_the_chain_of_the_whole_one(tmp_path, recwarn):
+def test_resumed_run_has_uninterrupted_digest_chain(tmp_path, recwarn):
+    """After a kill with a damaged digest file, the resumed run warns and starts a new chain."""
     options = {**OPTIONS, "digest_every": 1}
     session(tmp_path / "whole", **options).run()
     assert kill_after(8, tmp_path / "killed", tmp_path / "left", **options)

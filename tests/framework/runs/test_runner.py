@@ -23,7 +23,8 @@ def runner(**options: Any) -> Small:
     return Small(SmallConfig(**options))
 
 
-def test_the_groups_are_those_of_the_design_and_none_holds_a_committing_or_debug_hook() -> None:
+def test_hook_groups_have_expected_kinds() -> None:
+    """The groups match the design, and none contains a committing or debug hook."""
     groups = runner().hook_sets
     assert list(groups) == list(GROUPS)
     assert (groups["none"], groups["minimal"]) == ([], ["training_metrics"])
@@ -46,7 +47,8 @@ def test_the_optimizer_is_the_configured_one(name: str, kind: type) -> None:
     assert group["momentum"] == 0.9 if name == "sgd" else group["betas"] == (0.9, 0.9)
 
 
-def test_the_learning_rate_decays_by_a_cosine_from_lr_to_min_lr() -> None:
+def test_learning_rate_decays_by_cosine() -> None:
+    """The learning rate decays from lr to min_lr over the epochs."""
     experiment = runner(epochs=8, lr=1.0, min_lr=0.2)
     optimizer = experiment.build_optimizer(experiment.build_model())
     scheduler = experiment.build_scheduler(optimizer)
@@ -63,7 +65,7 @@ def test_the_learning_rate_decays_by_a_cosine_from_lr_to_min_lr() -> None:
     ("options", "length"),
     [({"epochs": 8}, 8), ({"epochs": 8, "max_epochs": 3}, 3), ({"epochs": 2, "max_epochs": 3}, 2)],
 )
-def test_max_epochs_cuts_training_short_and_never_makes_it_longer(options: dict[str, int], length: int) -> None:
+def test_max_epochs_only_shortens_training(options: dict[str, int], length: int) -> None:
     assert runner(**options).length == length
 
 
@@ -108,7 +110,8 @@ class Counting(Small):
         self.batches = state["batches"]
 
 
-def test_an_experiment_s_own_state_is_kept_through_interventions_and_checkpoints(tmp_path: Path) -> None:
+def test_experiment_state_survives_hooks_and_checkpoints(tmp_path: Path) -> None:
+    """Interventions leave the state of the experiment unchanged, and checkpoints contain it."""
     weights = []
     for hooks in ([], ["hessian", "counterfactual"]):
         folder = tmp_path / str(len(hooks))
@@ -119,7 +122,8 @@ def test_an_experiment_s_own_state_is_kept_through_interventions_and_checkpoints
     assert content["state"]["extras"]["experiment"] == {"batches": 6}
 
 
-def test_an_experiment_s_own_state_starts_afresh_in_every_strategy(tmp_path: Path) -> None:
+def test_experiment_state_restarts_per_strategy(tmp_path: Path) -> None:
+    """A strategy gives the same weights alone and after another strategy."""
     session(tmp_path / "both", Counting, strategies=["plain", "other-order"]).run()
     session(tmp_path / "alone", Counting, strategies=["other-order"]).run()
     both, alone = (tmp_path / name / "counting/other-order/other-order_final.pt" for name in ("both", "alone"))

@@ -107,7 +107,8 @@ def run(folder: Path, runner: type[Small], hook: str, **options: Any) -> Path:
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
-def test_a_hook_that_raises_ends_the_run_with_a_checkpoint_and_a_summary(runner, point, tmp_path: Path) -> None:
+def test_raising_hook_ends_run_with_checkpoint(runner, point, tmp_path: Path) -> None:
+    """The summary is failed with the error, and the checkpoint excludes the state of that hook."""
     hook = at(Culprit, point)
     with registered(hook), pytest.raises(HookError, match=rf"'at_culprit' raised at {point.name} of step \d: ZeroDiv"):
         run(tmp_path, runner, hook.name)
@@ -127,7 +128,8 @@ def test_a_hook_that_raises_ends_the_run_with_a_checkpoint_and_a_summary(runner,
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
-def test_skip_goes_on_without_the_hook_to_the_same_weights(runner, point, tmp_path: Path) -> None:
+def test_skipping_a_hook_keeps_final_weights(runner, point, tmp_path: Path) -> None:
+    """The run completes with the bytes of the bare run, and the summary lists the hook error."""
     bare = train(tmp_path / "bare", runner=runner)
     hook = at(Culprit, point)
     with registered(hook), pytest.warns(UserWarning, match="The run goes on without it"):
@@ -142,7 +144,8 @@ def test_skip_goes_on_without_the_hook_to_the_same_weights(runner, point, tmp_pa
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("runner", EXPERIMENTS)
-def test_a_damaged_state_is_fatal_and_no_checkpoint_is_written_from_it(runner, on_error, tmp_path: Path) -> None:
+def test_damaged_state_is_never_checkpointed(runner, on_error, tmp_path: Path) -> None:
+    """A mutation is fatal, and the error names the last intact checkpoint."""
     hook = at(Vandal, HookPoint.POST_STEP)
     every = 1 if runner is Small else 3
     with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal'.*parameters") as fatal:
@@ -158,7 +161,8 @@ def test_a_damaged_state_is_fatal_and_no_checkpoint_is_written_from_it(runner, o
 
 
 @pytest.mark.parametrize("runner", EXPERIMENTS)
-def test_no_hook_runs_on_a_damaged_state_and_the_sinks_are_closed(runner, tmp_path: Path) -> None:
+def test_no_hook_runs_on_damaged_state(runner, tmp_path: Path) -> None:
+    """After the mutation no hook is called, and the sinks contain all steps up to it."""
     hook = at(Vandal, HookPoint.POST_STEP)
     with registered(hook, Culprit), pytest.raises(StateMutationError, match="No checkpoint had been written before"):
         run(tmp_path, runner, hook.name)
@@ -168,7 +172,9 @@ def test_no_hook_runs_on_a_damaged_state_and_the_sinks_are_closed(runner, tmp_pa
     assert steps == list(range(1, AT_STEP + 1))
 
 
-def test_an_evaluation_that_damages_the_state_is_fatal_and_no_hook_runs_after_it(tmp_path: Path) -> None:
+def test_mutating_evaluation_is_fatal(tmp_path: Path) -> None:
+    """No hook runs after the evaluation, no checkpoint is written, and the summary is failed."""
+
     class Careless(Small):
         name = "careless"
 
@@ -191,7 +197,9 @@ class Steps:
     steps: list[int] = []
 
 
-def test_a_hook_that_damages_the_state_at_its_end_leaves_no_final_weights(tmp_path: Path) -> None:
+def test_mutation_at_end_leaves_no_final_weights(tmp_path: Path) -> None:
+    """A hook that changes parameters in end() fails the run."""
+
     def end(self: Any, status: str) -> None:
         self.act(self)
 
@@ -205,7 +213,9 @@ def test_a_hook_that_damages_the_state_at_its_end_leaves_no_final_weights(tmp_pa
     assert not (folder / "plain_final.pt").exists()
 
 
-def test_a_hook_that_raises_at_its_end_fails_the_run_and_the_others_end_too(tmp_path: Path) -> None:
+def test_raising_end_fails_the_run(tmp_path: Path) -> None:
+    """The other hooks still end, and a checkpoint is written."""
+
     def end(self: Any, status: str) -> None:
         raise ZeroDivisionError("at last")
 
@@ -218,7 +228,8 @@ def test_a_hook_that_raises_at_its_end_fails_the_run_and_the_others_end_too(tmp_
     assert (tmp_path / "small/plain/checkpoints/step_000000003").exists()
 
 
-def test_a_hook_whose_state_cannot_be_saved_is_named_and_the_checkpoint_is_written_without_it(tmp_path: Path) -> None:
+def test_unsavable_hook_state_is_excluded(tmp_path: Path) -> None:
+    """The error names the hook, and the checkpoint has the states of the other hooks."""
     asked: list[int] = []
 
     def state_dict(self: Any) -> dict[str, Any]:
@@ -246,7 +257,8 @@ def ctrl_c_interrupts():
 @pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
-def test_ctrl_c_closes_the_sinks_and_writes_the_summary(runner, point, tmp_path: Path, capfd) -> None:
+def test_interrupt_closes_sinks_and_writes_summary(runner, point, tmp_path: Path, capfd) -> None:
+    """Ctrl-C gives exit status 130, a summary with status interrupted and a complete record."""
     hook = at(Interrupted, point)
     words = ["run", runner.name, "--strategy", "plain", "--hooks", "norms", hook.name, "--hook-jsonl"]
     with registered(hook):
@@ -261,7 +273,9 @@ def test_ctrl_c_closes_the_sinks_and_writes_the_summary(runner, point, tmp_path:
     assert all(json.loads(line) for line in (folder / "plain.jsonl").read_text().splitlines())
 
 
-def test_a_bug_in_the_experiment_is_not_hidden_and_leaves_a_summary(tmp_path: Path) -> None:
+def test_experiment_bug_propagates_with_summary(tmp_path: Path) -> None:
+    """The exception is raised, and the summary has the error with the source line."""
+
     class Broken(Small):
         name = "broken"
 
@@ -277,7 +291,8 @@ def test_a_bug_in_the_experiment_is_not_hidden_and_leaves_a_summary(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("hook", "status"), [("culprit", 1), ("vandal", 1)])
-def test_the_command_says_in_one_line_how_a_run_failed(hook: str, status: int, tmp_path: Path, capfd) -> None:
+def test_command_reports_failed_run_in_one_line(hook: str, status: int, tmp_path: Path, capfd) -> None:
+    """Raising and mutating hooks give exit status 1 and one line on stderr."""
     words = ["run", "small", "--strategy", "plain", "--hooks", hook, "--output-dir", str(tmp_path)]
     assert main([*words, "--no-console-output"]) == status
     output, errors = capfd.readouterr()
@@ -285,7 +300,9 @@ def test_the_command_says_in_one_line_how_a_run_failed(hook: str, status: int, t
     assert errors.startswith(f"loopscope: Hook '{hook}'")
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_unwritable_checkpoint_causes_warning(tmp_path: Path) -> None:
+    """The run completes without the checkpoint."""
+
     class Squatter(Culprit):
         """Puts a file where the folder of checkpoints would be."""
 
@@ -303,7 +320,8 @@ def test_a_checkpoint_that_cannot_be_written_is_told_of_and_the_run_goes_on(tmp_
 
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 @pytest.mark.parametrize("hooks", [[], ["norms", "hessian", "doubler"]])
-def test_neither_checkpoints_nor_how_often_they_are_written_change_the_run(runner, hooks, tmp_path: Path) -> None:
+def test_checkpoint_interval_changes_no_weights(runner, hooks, tmp_path: Path) -> None:
+    """The final weights have the same bytes with any interval and without checkpoints."""
     results = []
     for every in (0, 1, 2):
         folder = tmp_path / str(every)
@@ -318,7 +336,8 @@ def test_neither_checkpoints_nor_how_often_they_are_written_change_the_run(runne
 
 
 @pytest.mark.parametrize("runner", EXPERIMENTS)
-def test_going_on_from_a_checkpoint_of_a_session_gives_its_final_weights(runner: type[Small], tmp_path: Path) -> None:
+def test_resumed_session_matches_final_weights(runner: type[Small], tmp_path: Path) -> None:
+    """Continuing from a checkpoint of a session gives the final weights of the session."""
     every = 1 if runner is Small else 3
     train(tmp_path, runner=runner, save_checkpoints=every, hooks=["hessian", "norms"])
     folder = tmp_path / runner.name / "plain"
@@ -329,7 +348,7 @@ def test_going_on_from_a_checkpoint_of_a_session_gives_its_final_weights(runner:
         assert torch.equal(state.model.state_dict()[name], value)
 
 
-def test_how_often_it_is_evaluated_does_not_change_the_run(tmp_path: Path) -> None:
+def test_evaluation_interval_changes_no_weights(tmp_path: Path) -> None:
     weights = []
     for every in (1, 3, 7):
         train(tmp_path / str(every), epochs=7, eval_every=every, sinks=False)
@@ -348,7 +367,8 @@ class Quitting(Small):
         return super().compute_loss(model, batch)
 
 
-def test_an_experiment_that_leaves_the_program_is_a_failed_run(tmp_path):
+def test_exiting_experiment_is_a_failed_run(tmp_path):
+    """An experiment that calls sys.exit() raises an error with the step and leaves a failed summary."""
     CALLS.clear()
     runner = Quitting(SmallConfig(output_dir=tmp_path))
     with pytest.raises(LoopscopeError, match=r"called sys\.exit\(0\) at step 2"):

@@ -35,7 +35,8 @@ def entries():
 
 @pytest.mark.process
 @pytest.mark.parametrize("option", [None, "resume", "overwrite"])
-def test_a_run_that_another_process_finished_meanwhile_is_left_as_it_is(option: str | None, tmp_path: Path) -> None:
+def test_run_finished_by_another_process_is_kept(option: str | None, tmp_path: Path) -> None:
+    """A session whose strategy was finished in the meantime raises, and no file of it changes."""
     folder = tmp_path / "runs"
     mine = session(folder, epochs=1, strategies=["plain", "other-order"], **({option: True} if option else {}))
     mine.display = meanwhile = Meanwhile(folder)
@@ -47,7 +48,8 @@ def test_a_run_that_another_process_finished_meanwhile_is_left_as_it_is(option: 
 
 @pytest.mark.process
 @pytest.mark.parametrize("option", ["resume", "overwrite"])
-def test_a_run_that_was_found_and_another_process_went_on_with_is_left_as_it_is(option: str, tmp_path: Path) -> None:
+def test_run_continued_by_another_process_is_kept(option: str, tmp_path: Path) -> None:
+    """A session that wanted to resume or overwrite the run raises and asks to start again."""
     folder = tmp_path / "runs"
     session(folder, epochs=1, strategies=["other-order"], save_checkpoints=1).run()
     (folder / "small/other-order/summary.json").unlink()
@@ -58,6 +60,6 @@ def test_a_run_that_was_found_and_another_process_went_on_with_is_left_as_it_is(
     assert contents(folder / "small/other-order") == meanwhile.left
 
 
-def test_what_was_found_and_is_still_there_is_written_over_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_unchanged_run_is_overwritten_on_request(tmp_path: Path) -> None:
     session(tmp_path, epochs=1).run()
     assert [summary["status"] for summary in session(tmp_path, epochs=1, overwrite=True).run()] == ["completed"] * 3

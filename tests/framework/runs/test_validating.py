@@ -52,7 +52,8 @@ def test_a_run_with_whatever_observers_equals_every_checkpoint(runner, hooks, fi
 
 
 @pytest.mark.parametrize("change", PLANTED)
-def test_a_planted_difference_is_named_with_step_tensor_and_both_sets_of_hooks(change, finished, tmp_path) -> None:
+def test_planted_difference_is_named_with_hooks(change, finished, tmp_path) -> None:
+    """The error names the step, the tensor and the hooks of both runs."""
     shutil.copytree(finished, tmp_path / "first")
     plant(tmp_path / "first/small/plain", 4, change)
     told = rf"parts from .* at step 4 \(epoch 1\), first in {PLANTED[change]}\. Its hooks: training_metrics, variance"
@@ -60,7 +61,8 @@ def test_a_planted_difference_is_named_with_step_tensor_and_both_sets_of_hooks(c
         validate(tmp_path / "first", hooks=["variance"], hook_options={"variance": {"window": 3}})
 
 
-def test_the_command_says_so(finished: Path, tmp_path: Path, capfd) -> None:
+def test_validate_command_prints_its_result(finished: Path, tmp_path: Path, capfd) -> None:
+    """The command lists the compared steps, or exits with status 1 and names the first difference."""
     shutil.copytree(finished, tmp_path / "first")
     words = ["run", "small", "--strategy", "plain", "--epochs", "2", "--validate-checkpoints", "--no-console-output"]
     assert main([*words, "--output-dir", str(tmp_path / "first")]) == 0
@@ -85,7 +87,8 @@ def test_a_run_without_checkpoints_is_refused(finished: Path, tmp_path: Path) ->
         validate(tmp_path / "first")
 
 
-def test_digests_of_its_snapshots_validate_a_run_without_checkpoints_which_may_have_stopped_early(tmp_path) -> None:
+def test_digests_validate_run_without_checkpoints(tmp_path) -> None:
+    """The digests of snapshots are sufficient in both loops, also after an early stop."""
     for runner, options, expected in (
         (Small, {"epochs": 5, "snapshot_every": 2}, [6, 12, 15]),
         (Small, {"epochs": 9, "snapshot_every": 4, "eval_every": 3}, [9]),

@@ -73,7 +73,7 @@ def raise_after(on: bool, kept: bool, earlier: bool) -> None:
 EVERYTHING = {"deterministic_algorithms": True, "cudnn_deterministic": True, "cudnn_benchmark": False}
 
 
-def test_the_settings_are_on_in_the_run_and_put_back_afterwards(tmp_path: Path) -> None:
+def test_settings_are_active_only_during_run(tmp_path: Path) -> None:
     before = settings()
     assert not before["deterministic_algorithms"]
     session(tmp_path, Looking, strategies=["plain"]).run()
@@ -91,7 +91,8 @@ def test_no_determinism_leaves_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_they_are_put_back_after_an_error_whatever_they_were(earlier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_restored_after_an_error(earlier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier values were either set or unset."""
     monkeypatch.setenv(CUBLAS, ":16:8") if earlier else monkeypatch.delenv(CUBLAS, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", earlier)
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -110,7 +111,8 @@ def test_they_are_recorded_with_the_run(on: bool, tmp_path: Path) -> None:
     assert recorded["cublas_workspace"] == (":4096:8" if on else os.environ.get(CUBLAS, "not set"))
 
 
-def test_an_operation_without_a_deterministic_implementation_is_a_sentence_with_the_remedy(tmp_path, capfd) -> None:
+def test_nondeterministic_operation_is_refused_with_remedy(tmp_path, capfd) -> None:
+    """The command prints one line that suggests --no-determinism, and the run completes with it."""
     words = ["run", "putting", "--strategy", "plain", "--no-console-output", "--output-dir", str(tmp_path)]
     assert main(words) == 1
     output, errors = capfd.readouterr()
@@ -136,7 +138,8 @@ def test_other_errors_stay_what_they_are() -> None:
 
 
 @pytest.mark.process
-def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -> None:
+def test_compiler_gets_setting_without_early_import() -> None:
+    """compile_model imports torch._inductor, which then has the setting inside the context."""
     program = """
 import sys, torch
 from loopscope.training.compilation import compile_model

@@ -35,7 +35,8 @@ def test_shape_and_dtype_count():
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(3, 4), torch.ones(3, 4).t(), torch.ones(9)[2:7]])
-def test_a_tensor_whose_storage_was_shrunk_is_told_without_reading_it(tensor):
+def test_tensor_with_shrunk_storage_has_own_digest(tensor):
+    """The digest does not read the missing storage."""
     before = digest(tensor)
     tensor.untyped_storage().resize_(0)
     assert digest(tensor) not in (before, digest(torch.empty(0)))
@@ -75,7 +76,7 @@ def test_complex_views_are_read_as_what_they_show():
     assert digest(tensor.conj()) == digest(tensor.conj().resolve_conj()) != digest(tensor)
 
 
-def test_sparse_tensors_differ_by_their_indices_and_by_their_values():
+def test_sparse_digest_covers_indices_and_values():
     make = partial(torch.sparse_coo_tensor, check_invariants=False)
     variants = [make([[0, 1]], [1.0, 2.0], (3,)), make([[0, 2]], [1.0, 2.0], (3,)), make([[0, 1]], [1.0, 3.0], (3,))]
     assert len(set(map(digest, variants))) == 3
@@ -109,7 +110,8 @@ def test_one_and_true_and_one_point_zero_differ():
     assert len({described(value) for value in (1, True, 1.0, "1")}) == 4
 
 
-def test_two_builds_have_one_digest_and_a_step_changes_every_trained_parameter():
+def test_digest_is_reproducible_and_detects_a_step():
+    """Two builds have equal digests, and a step changes that of every trained parameter."""
     (task, state), (_, again) = build(Case()), build(Case())
     before = state.digest()
     assert before == again.digest()
@@ -118,7 +120,8 @@ def test_two_builds_have_one_digest_and_a_step_changes_every_trained_parameter()
     assert {f"parameters/{name}" for name, _ in task.model.named_parameters()} <= set(changed)
 
 
-def test_what_hooks_ask_the_loop_to_keep_is_no_part_of_the_run():
+def test_gradients_kept_for_hooks_are_not_digested():
+    """The step counter is."""
     _, state = build(Case())
     before = of_the_run(state.digest())
     state.loop.current_grads = state.loop.accumulated_grads = {"0.weight": torch.ones(2)}
@@ -127,7 +130,8 @@ def test_what_hooks_ask_the_loop_to_keep_is_no_part_of_the_run():
     assert differences(before, of_the_run(state.digest())) == ["loop/step"]
 
 
-def test_hooks_on_modules_and_parameters_count_but_the_frameworks_taps_do_not():
+def test_digest_covers_hooks_except_framework_taps():
+    """Hooks on modules count by their code."""
     _, state = build(Case())
     before = state.digest()
 

@@ -167,7 +167,8 @@ def test_no_hook_leaves_a_trace_on_any_rank(ranks, name):
         assert [differences(*pair) for pair in zip(results["bare"], results[name], strict=True)] == [[]] * 7
 
 
-def test_an_observer_that_writes_to_shards_is_caught_on_every_rank(ranks):
+def test_observer_writing_to_shards_is_caught_everywhere(ranks):
+    """Both ranks report the hook, the point and the step."""
     for results in ranks:
         for text in results["observed"].values():
             assert "Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state" in text

@@ -81,7 +81,8 @@ def test_a_changed_setting_is_named_and_put_back(name):
     assert flags.differences(before) == []
 
 
-def test_torch_still_tells_the_default_device_after_one_was_set_and_put_back():
+def test_default_device_is_cpu_after_restore():
+    """torch.get_default_device() is correct after another default device was set and the flags were restored."""
     flags = GlobalFlags()
     before = flags.read_all()
     torch.set_default_device("meta")
@@ -114,7 +115,8 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("name", _CUDA_CHOICES)
-def test_what_matrix_products_on_cuda_are_computed_with_is_read_and_put_back(name):
+def test_cuda_matmul_settings_are_read_and_restored(name):
+    """The settings are reduced-precision reductions, float16 accumulation and the preferred libraries."""
     if name.startswith("preferred") and torch.version.cuda is None:
         pytest.skip("torch refuses to set it in a build without CUDA")
     choice = _choice(_CUDA_CHOICES[name])
@@ -149,7 +151,8 @@ def test_the_quick_settings_are_the_first_of_all():
     assert flags.read() == flags.read_all()[: len(flags.read())]
 
 
-def test_settings_by_backend_and_for_all_can_be_mixed_by_the_run_itself():
+def test_mixed_fp32_precision_settings_are_restored():
+    """The run may set fp32_precision for all backends and then for one of them."""
     flags = GlobalFlags()
     before = flags.read_all()
     set_all_backends()

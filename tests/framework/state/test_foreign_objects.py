@@ -134,7 +134,8 @@ def place(request: Any) -> Place:
     return PLACES[request.param]
 
 
-def test_what_an_intervention_changes_there_is_digested_and_rolled_back(place: Place) -> None:
+def test_intervention_changes_are_digested_and_reverted(place: Place) -> None:
+    """The digest detects repeated changes at each unusual place, and a snapshot reverts them."""
     state = made(place)
     before, snapshot = state.digest(), Snapshot().save(state)
     for _ in range(2):
@@ -145,7 +146,8 @@ def test_what_an_intervention_changes_there_is_digested_and_rolled_back(place: P
         assert differing(before, state.digest()) == []
 
 
-def test_what_an_observer_changes_there_is_caught_by_tripwire_and_audit(place: Place) -> None:
+def test_observer_changes_are_caught(place: Place) -> None:
+    """The tripwire and the audit detect changes at each unusual place."""
     state = made(place)
     isolation, audit = Isolation(state), Audit(state, enabled=True)
     with isolation.visit():
@@ -189,7 +191,8 @@ def train_and_undo(run_ctx: Any, model_ctx: Any) -> None:
 
 
 @pytest.mark.parametrize("audit", [False, True])
-def test_a_run_with_odd_optimizer_and_scheduler_keeps_its_bytes_whatever_hooks_do(audit: bool) -> None:
+def test_odd_optimizer_run_keeps_its_bytes(audit: bool) -> None:
+    """An unusual optimizer and scheduler have the same states with and without interventions."""
     bare = train(Case(), steps=4, audit=False, introduce=with_odd_update, scheduler_interval="step")
     observer = SpyHook(lambda ctx: {"groups": len(ctx.optimizer_groups)})
     hooks = [observer, at(ActingHook, HookPoint.POST_STEP, HookPoint.POST_BACKWARD)(train_and_undo)]

@@ -66,7 +66,8 @@ def spoil(run_ctx, model_ctx) -> None:
 
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("model", [*LAYOUTS, "waves"])
-def test_hooks_leave_every_byte_of_a_model_with_odd_tensors_which_checkpoints_hold(model: str, tmp_path: Path) -> None:
+def test_hooks_and_checkpoints_preserve_odd_tensors(model: str, tmp_path: Path) -> None:
+    """Models with sparse buffers or complex weights keep their bytes with hooks and in a checkpoint."""
     case = Case(model)
     look = SpyHook(lambda ctx: {"out": ctx.forward(next(iter(ctx.loader))[0]).output.sum()})
     hooks = [at(ActingHook, HookPoint.POST_STEP, needs_pre_epoch_state=False)(spoil), look, Norms(), TrainingMetrics()]
@@ -80,13 +81,15 @@ def test_hooks_leave_every_byte_of_a_model_with_odd_tensors_which_checkpoints_ho
 
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_observer_that_writes_to_a_sparse_buffer_is_caught(layout: str) -> None:
+def test_observer_writing_to_sparse_buffer_is_caught(layout: str) -> None:
+    """The error names the buffer in each sparse layout."""
     spoiling = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: ctx.model.values.add_(1) and None)
     run = train(Case(layout), [spoiling], audit=True, raises=StateMutationError)
     assert "buffers/adjacency" in str(run.error)
 
 
-def test_complex_gradients_are_means_and_norms_of_complex_numbers() -> None:
+def test_complex_gradients_have_correct_means_and_norms() -> None:
+    """The full gradient is the weighted mean of batches, and norms and products match a real view."""
     ctx = context(nn.Sequential(Waves()))
     found = ctx.compute_gradients()
     batches = list(ctx.loader.batches(0))

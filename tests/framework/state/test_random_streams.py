@@ -33,7 +33,8 @@ def _found(request):
     random_streams._FOUND = found
 
 
-def test_the_states_are_found_in_memory_by_the_versions_that_are_tested():
+def test_generator_states_are_located_in_memory():
+    """Direct access to the states of Python, NumPy and torch works with the tested versions."""
     assert random_streams.NOWHERE not in (random_streams._IN_PYTHON, random_streams._IN_NUMPY, random_streams._IN_TORCH)
 
 
@@ -104,7 +105,8 @@ def test_the_bit_generator_of_numpy_is_put_back():
     assert np.random.get_bit_generator() is own
 
 
-def test_a_foreign_bit_generator_is_refused_before_the_run():
+def test_foreign_bit_generator_is_refused():
+    """The error names NumPy's PCG64 before the run starts."""
     own = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
@@ -126,11 +128,12 @@ def derived(seed, name, point, step, past=()):
 
 @settings(deadline=None)
 @given(sequences)
-def test_a_derived_stream_does_not_depend_on_the_past(past):
+def test_derived_stream_ignores_earlier_draws(past):
     assert derived(1, "norms", "POST_STEP", 4, past) == derived(1, "norms", "POST_STEP", 4)
 
 
-def test_a_derived_stream_depends_on_seed_name_point_and_step():
+def test_derived_stream_depends_on_every_key_part():
+    """Seed, hook name, hook point and step each change the draws."""
     keys = [(1, "norms", "POST_STEP", 4), (2, "norms", "POST_STEP", 4), (1, "norm", "POST_STEP", 4)]
     keys += [(1, "norms", "PRE_STEP", 4), (1, "norms", "POST_STEP", 5), (14, "norms", "POST_STEP", 1)]
     drawn = [derived(*key) for key in keys]
@@ -139,7 +142,8 @@ def test_a_derived_stream_depends_on_seed_name_point_and_step():
         assert len(set(values)) == len(keys) or list(DRAWS)[position : position + 1] == ["numpy choice"]
 
 
-def test_a_derived_stream_is_seeded_by_a_hash_that_is_the_same_on_every_machine():
+def test_derived_stream_seed_is_portable():
+    """The seed is an XXH3 hash of the key, which is equal on every machine."""
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(b"7/norms/POST_EPOCH/12"))
     assert derived(7, "norms", "POST_EPOCH", 12)[0] == torch.rand(1, generator=generator).item()
 

@@ -132,7 +132,8 @@ def ranks(tmp_path_factory):
     return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 
-def test_products_of_shards_are_reduced_so_that_every_rank_holds_the_number_of_the_whole(ranks):
+def test_shard_products_equal_full_vector_products(ranks):
+    """Each rank holds the dot product, norm and maximum of the whole vector."""
     vector = plain_vector()
     length, largest = norm(vector).item(), max_abs(vector).item()
     expected = [length**2, length, 1.0, largest, 1.5 * length, 3 * length, length]
@@ -140,7 +141,8 @@ def test_products_of_shards_are_reduced_so_that_every_rank_holds_the_number_of_t
     assert ranks[0]["vectors"].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_every_verb_of_the_model_context_does_under_fsdp_what_it_does_on_one_process(ranks):
+def test_model_context_matches_one_process_under_fsdp(ranks):
+    """Every method of the context gives the same result under FSDP2."""
     expected = context_results(context(sharded=False))
     for results in ranks:
         assert results["context"].keys() == expected.keys()
@@ -148,5 +150,6 @@ def test_every_verb_of_the_model_context_does_under_fsdp_what_it_does_on_one_pro
             torch.testing.assert_close(results["context"][name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_an_exact_product_is_refused_under_fsdp_rather_than_wrong(ranks):
+def test_exact_product_is_refused_under_fsdp(ranks):
+    """FSDP2 does not support the second derivative, so the context raises an error."""
     assert "which FSDP2 does not support" in ranks[0]["refusal"]

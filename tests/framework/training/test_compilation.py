@@ -96,7 +96,8 @@ class Halving(ReadOnlyHook):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)
-def test_hooks_leave_every_byte_of_a_compiled_run_and_every_graph(case: Case) -> None:
+def test_hooks_leave_compiled_run_unchanged(case: Case) -> None:
+    """The training states have the same bytes, and both runs compile a single graph."""
     bare, hooked = Graphs(), Graphs()
     expected = bare.train(case)
     found = hooked.train(case, [Tapping(), at(ActingHook, POST_BACKWARD, HookPoint.POST_STEP)(disturb)])
@@ -106,7 +107,8 @@ def test_hooks_leave_every_byte_of_a_compiled_run_and_every_graph(case: Case) ->
 
 @pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)
-def test_a_tap_that_reads_hears_what_it_hears_in_an_eager_run(case: Case) -> None:
+def test_reading_tap_matches_eager_run(case: Case) -> None:
+    """A tap receives the same tensors in a compiled run and in an eager run."""
     eager, compiled = Tapping(), Tapping()
     train(case, [eager], steps=4)
     Graphs().train(case, [compiled], steps=4)
@@ -117,7 +119,8 @@ def test_a_tap_that_reads_hears_what_it_hears_in_an_eager_run(case: Case) -> Non
 
 @pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)
-def test_a_tap_that_replaces_does_so_in_the_compiled_run(case: Case) -> None:
+def test_replacing_tap_works_in_compiled_run(case: Case) -> None:
+    """A tap that replaces values gives the weights of the eager run, and warning filters are unchanged."""
     filters = [*warnings.filters]
     plain, eager = train(case), train(case, [Halving(lambda run_ctx, model_ctx: None)])
     compiled = Graphs().train(case, [Halving(lambda run_ctx, model_ctx: None)])
@@ -155,7 +158,8 @@ class Compiled(Small):
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_with_compile_trains_compiled_and_hooks_leave_its_weights(tmp_path: Path) -> None:
+def test_compiled_session_matches_with_hooks(tmp_path: Path) -> None:
+    """With with_compile=True, hooks leave the final weights unchanged."""
     filters = [*warnings.filters]
     with registered(Compiled):
         for folder, hooks in (("bare", []), ("hooked", ["norms", "hessian"])):
@@ -166,7 +170,8 @@ def test_with_compile_trains_compiled_and_hooks_leave_its_weights(tmp_path: Path
     assert warnings.filters == filters
 
 
-def test_without_a_compiler_it_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_refused_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The UsageError suggests installing g++."""
     from torch._inductor import cpp_builder
 
     def none_found() -> str:
@@ -178,7 +183,9 @@ def test_without_a_compiler_it_is_refused_with_the_remedy(monkeypatch: pytest.Mo
 
 
 @pytest.mark.compile
-def test_taps_hear_one_pass_at_the_scale_of_the_run_even_if_it_overflows() -> None:
+def test_taps_see_overflow_at_run_scale() -> None:
+    """A tap receives one pass at the loss scale of the run, even if its gradients overflow."""
+
     def introduce(task: TrainingTask, state: TrainingState) -> None:
         task.scaler = state.scaler = GradScaler("cpu", init_scale=float("inf"))
         task.model.compile(backend=Graphs(), dynamic=False)

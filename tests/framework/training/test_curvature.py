@@ -144,7 +144,7 @@ def direction(ctx: ModelDataContext, seed: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_exact_product_is_that_of_the_dense_hessian(name):
+def test_exact_product_matches_dense_hessian(name):
     ctx = probe(name)
     vector = direction(ctx)
     expected = dense_hessian(ctx) @ flat(vector)
@@ -154,7 +154,8 @@ def test_the_exact_product_is_that_of_the_dense_hessian(name):
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
 @pytest.mark.parametrize("name", KINDS)
-def test_an_operator_gives_product_after_product_what_single_calls_do(name, method):
+def test_operator_matches_single_products(name, method):
+    """Repeated products of one operator equal separate calls for both methods."""
     ctx = probe(name)
     times = ctx.hessian_operator(method=method)
     torch.rand(3)
@@ -168,7 +169,8 @@ def test_an_operator_gives_product_after_product_what_single_calls_do(name, meth
         assert found.keys() == expected.keys()
 
 
-def test_an_operator_leaves_every_byte_of_the_training_state_and_counts_its_passes():
+def test_operator_leaves_state_and_counts_passes():
+    """The state is unchanged, with one first pass and one second pass per product."""
     for name in KINDS:
         ctx = probe(name, torch.float32)
         before = ctx._state.digest()
@@ -179,7 +181,8 @@ def test_an_operator_leaves_every_byte_of_the_training_state_and_counts_its_pass
         assert ctx._profiler.samples == {"": {"forward_backward": count, "second_backward": 3 * count}}
 
 
-def test_an_operator_refuses_to_go_on_when_the_parameters_have_moved():
+def test_operator_refuses_changed_parameters():
+    """The operator fails after a perturbation, and wrong names or methods raise a UsageError."""
     ctx = probe("mlp")
     times = ctx.hessian_operator()
     ctx.apply_perturbation(direction(ctx), 0.1)
@@ -202,7 +205,8 @@ def test_products_are_symmetric(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_finite_differences_converge_to_the_exact_product_at_second_order(name):
+def test_finite_differences_converge_at_second_order(name):
+    """Halving the step divides the error by four."""
     ctx = probe(name)
     vector = direction(ctx)
     exact = ctx.hessian_vector_product(vector)
@@ -218,7 +222,8 @@ def test_finite_differences_converge_to_the_exact_product_at_second_order(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_finite_differences_in_float32_are_good_to_a_percent_at_the_default_step(name):
+def test_float32_finite_differences_are_accurate(name):
+    """The default step has an error below one percent in float32."""
     ctx = probe(name, torch.float32)
     vector = direction(ctx)
     exact = ctx.hessian_vector_product(vector)
@@ -237,7 +242,8 @@ def test_products_leave_every_byte_of_the_training_state(method):
 
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
-def test_a_product_over_a_loader_is_that_of_all_its_rows_however_uneven_the_batches(method):
+def test_product_over_loader_covers_all_rows(method):
+    """Uneven batches give the product over the whole data set."""
     ctx = probe("mlp")
     vector = direction(ctx)
     whole = ctx.hessian_vector_product(vector, method=method)
@@ -246,7 +252,8 @@ def test_a_product_over_a_loader_is_that_of_all_its_rows_however_uneven_the_batc
 
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
-def test_names_that_the_vector_lacks_are_zeros_and_frozen_ones_are_left_out(method):
+def test_missing_names_count_as_zeros(method):
+    """Missing names in the vector are zeros, and frozen parameters are excluded."""
     ctx = probe("frozen and unused parameters")
     full = direction(ctx) | {"head.bias": torch.zeros(CLASSES, dtype=torch.float64)}
     partial = {name: value for name, value in full.items() if name != "head.bias"}
@@ -259,7 +266,7 @@ def test_names_that_the_vector_lacks_are_zeros_and_frozen_ones_are_left_out(meth
 
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
-def test_a_loss_without_curvature_and_a_zero_vector_give_zeros(method):
+def test_flat_loss_and_zero_vector_give_zeros(method):
     ctx = probe("mlp")
     zero = {name: torch.zeros_like(value) for name, value in direction(ctx).items()}
     assert flat(ctx.hessian_vector_product(zero, method=method)).count_nonzero() == 0
@@ -268,7 +275,8 @@ def test_a_loss_without_curvature_and_a_zero_vector_give_zeros(method):
     torch.testing.assert_close(found, torch.zeros_like(found))
 
 
-def test_a_failing_gradient_leaves_the_parameters_where_they_were():
+def test_failing_gradient_leaves_parameters_unchanged():
+    """An error in the second gradient of the finite difference restores the parameters."""
     ctx = probe("mlp")
     before, loss = ctx._state.digest(), ctx._task.compute_loss
     calls: list[int] = []
@@ -285,7 +293,8 @@ def test_a_failing_gradient_leaves_the_parameters_where_they_were():
     assert ctx._state.digest() == before
 
 
-def test_a_hook_that_only_reads_gets_exact_products_only():
+def test_readonly_hook_gets_exact_products_only():
+    """Finite differences change parameters, so a read-only hook receives a ReadOnlyError."""
     ctx = probe("mlp", mutates=False)
     assert norm(ctx.hessian_vector_product(direction(ctx))) > 0
     with pytest.raises(ReadOnlyError, match="finite_difference"):

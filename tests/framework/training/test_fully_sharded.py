@@ -334,23 +334,27 @@ def ranks(tmp_path_factory):
     return on_ranks(plain, tmp_path_factory.mktemp("ranks"), 3)
 
 
-def test_hooks_leave_every_rank_the_bytes_that_it_has_without_them(ranks):
+def test_hooks_leave_every_rank_unchanged(ranks):
+    """Under fully_shard, every rank ends with the bytes of the run without hooks."""
     assert [result["differing"] for result in ranks] == [[]] * 3
 
 
-def test_guardian_and_audit_take_one_copy_of_the_shard_and_communicate_nothing(ranks):
+def test_snapshots_copy_only_the_local_shard(ranks):
+    """A snapshot takes one copy of the shard, and snapshot and digest use no collective operation."""
     for copy, shard, collectives in [result["copied"] for result in ranks]:
         assert (copy, collectives) == (shard, 0)
 
 
-def test_an_intervention_is_refused_while_an_evaluation_of_somebody_elses_has_left_weights_gathered(ranks):
+def test_gathered_weights_block_interventions(ranks):
+    """Weights that a custom evaluation left gathered raise an error that suggests model.reshard()."""
     for result in ranks:
         assert "Weights under fully_shard are still gathered" in result["gathered"]
         assert "Call model.reshard() after such a pass" in result["gathered"]
 
 
 @pytest.mark.parametrize("deed", CAUGHT, ids=lambda deed: deed.__name__)
-def test_an_observer_that_leaves_a_trace_in_what_is_sharded_is_caught_by_name(ranks, deed):
+def test_observer_changes_to_shards_are_caught(ranks, deed):
+    """The error names the hook, the point, the step and the changed part."""
     for result in ranks:
         told = f"Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state: {CAUGHT[deed]}"
         assert told in result[deed.__name__]
@@ -365,16 +369,19 @@ def test_so_they_do_over_meshes_of_two_dimensions(four_ranks):
     assert [result["equal"] for result in four_ranks] == [[True, True]] * 4
 
 
-def test_all_ranks_skip_a_step_if_the_gradient_overflows_in_the_shard_of_one(four_ranks):
+def test_all_ranks_skip_overflowing_steps(four_ranks):
+    """A gradient overflow in the shard of one rank skips the step on every rank."""
     assert [result["skips"] for result in four_ranks] == [[[False, True, True]] * 3] * 4
 
 
 @pytest.mark.slow
-def test_so_they_do_in_mixed_precision_with_accumulation_and_however_long_weights_stay_gathered(tmp_path):
+def test_fsdp_variants_match_run_without_hooks(tmp_path):
+    """Mixed precision, accumulation, resharding policies and CPU offload are covered on three ranks."""
     assert on_ranks(partial(otherwise, ["fsdp"]), tmp_path, 3) == [{}] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hsdp", "fsdp x tp"])
-def test_so_they_do_otherwise_over_meshes_of_two_dimensions(tmp_path, kind):
+def test_mesh_variants_match_run_without_hooks(tmp_path, kind):
+    """HSDP and FSDP with tensor parallelism are covered with mixed precision, accumulation and CPU offload."""
     assert on_ranks(partial(otherwise, [kind]), tmp_path, 4) == [{}] * 4

@@ -234,7 +234,8 @@ def ranks(request, tmp_path_factory):
 
 
 @pytest.mark.ranks
-def test_what_is_raised_on_one_rank_ends_the_run_on_all_with_one_sentence_and_where_it_was_said(ranks):
+def test_error_on_one_rank_ends_all_ranks(ranks):
+    """All ranks stop at the same step, and the others name the rank where the error occurred."""
     for name in CASES:
         (others, step, _), (own, *_), (third, *_) = [result[name] for result in ranks]
         text = own.partition(": ")[2]
@@ -246,7 +247,8 @@ def test_what_is_raised_on_one_rank_ends_the_run_on_all_with_one_sentence_and_wh
 
 
 @pytest.mark.ranks
-def test_no_rank_keeps_or_commits_what_another_one_could_not_do(ranks):
+def test_ranks_agree_on_steps_and_commits(ranks):
+    """If one rank fails, no other rank keeps the step or the commit."""
     for result in ranks:
         assert result["committing"][2] == result["start"][2] != result["bare"][2]  # no step was made
         for name in CASES:
@@ -255,7 +257,8 @@ def test_no_rank_keeps_or_commits_what_another_one_could_not_do(ranks):
 
 
 @pytest.mark.ranks
-def test_where_the_run_goes_on_without_the_hook_it_does_so_on_all_ranks(ranks):
+def test_skipped_hook_is_skipped_on_all_ranks(ranks):
+    """The result on each rank is that of the run without the hook."""
     for result in ranks:
         skipped = [name for name in result if name.endswith("skipped")]
         assert len(skipped) > 5
@@ -263,7 +266,8 @@ def test_where_the_run_goes_on_without_the_hook_it_does_so_on_all_ranks(ranks):
 
 
 @pytest.mark.ranks
-def test_a_rank_whose_disk_is_full_goes_on_without_the_sink_like_a_single_process(ranks):
+def test_full_disk_on_one_rank_disables_its_sink(ranks):
+    """The run continues on every rank with the same result."""
     assert [result["full disk"] == result["bare"] for result in ranks] == [True] * RANKS
 
 
@@ -273,7 +277,8 @@ def test_one_rank_that_wants_to_stop_stops_all(ranks):
 
 
 @pytest.mark.ranks
-def test_ranks_that_were_started_differently_are_refused_with_one_sentence(ranks):
+def test_ranks_started_differently_are_refused(ranks):
+    """Differing hooks, options and lengths are each named with the values of the ranks."""
     sentences = {name: {result[name][0] for result in ranks} for name in ranks[0] if name.startswith("other")}
     differs = "The list of hooks differs between the ranks: none on rank 0, spy on rank 1, none on rank 2"
     assert sentences["other hooks"] == {f"UsageError: {differs}; start all ranks alike."}
@@ -284,7 +289,8 @@ def test_ranks_that_were_started_differently_are_refused_with_one_sentence(ranks
 
 
 @pytest.mark.ranks
-def test_interventions_are_agreed_on_once_a_fire_and_observers_once_a_step_but_once_a_fire_on_shards(ranks):
+def test_rank_agreements_are_one_per_step_or_dispatch(ranks):
+    """Interventions agree once per dispatch; observers once per step, but once per dispatch on shards."""
     for found in [result["agreements"] for result in ranks]:
         fires = 12 if found["kind"] == "shards" else 4
         assert found == {"kind": found["kind"], "one observer": 4, "at three points": fires, "an intervention": 4}
@@ -314,7 +320,8 @@ def sleep(ctx: Any) -> dict[str, float]:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_rank_that_is_killed_or_stopped_ends_the_others_before_the_timeout(number, tmp_path):
+def test_lost_rank_ends_others_before_timeout(number, tmp_path):
+    """A rank that is killed or interrupted gives RankLostError on the others."""
     context = start_on_ranks(partial(killed, number), tmp_path, RANKS)
     for process in context.processes:
         process.join(TIMEOUT / 2)

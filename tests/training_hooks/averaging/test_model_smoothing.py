@@ -52,8 +52,8 @@ def descend(model: nn.Module, steps: int, gradient: float, rate: float, smoother
 
 @pytest.mark.parametrize("alpha", [0.25, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_the_weights_follow_the_closed_form_under_a_linear_optimizer(alpha, interval):
-    """After smoothing b' = (1 − α)(b − d) + αb = b − (1 − α)d, d = interval·rate·gradient: a line of lower slope."""
+def test_weights_follow_closed_form_under_linear_optimizer(alpha, interval):
+    """Smoothing maps b to b − (1 − α)d with d = interval · learning rate · gradient, a line of lower slope."""
     model = linear(2.0, dtype=torch.float64)
     smoother = ModelSmoother(model, SmoothingConfig(update_interval=interval, alpha=alpha))
     seen = descend(model, 12, gradient=0.3, rate=0.1, smoother=smoother)
@@ -64,8 +64,8 @@ def test_the_weights_follow_the_closed_form_under_a_linear_optimizer(alpha, inte
     assert alpha < 1 or {seen[at] for at in range(interval - 1, 12, interval)} == {2.0}
 
 
-def test_the_weights_follow_the_closed_form_under_a_contraction():
-    """With θ ← rθ in each interval the buffer is (α + (1 − α)r)ⁿ times the start."""
+def test_weights_follow_closed_form_under_contraction():
+    """If each interval scales θ by r, n smoothings scale the start by (α + (1 − α)r)ⁿ."""
     model = linear(1.0, dtype=torch.float64)
     smoother = ModelSmoother(model, SmoothingConfig(update_interval=2, alpha=0.3))
     for step in range(1, 11):
@@ -75,14 +75,16 @@ def test_the_weights_follow_the_closed_form_under_a_contraction():
     assert torch.equal(smoother.buffers["weight"], model.weight.detach())
 
 
-def test_multiples_of_the_interval_smooth_and_step_zero_does_not():
+def test_smoothing_happens_at_multiples_of_interval():
+    """Step 0 does not count, and the defaults are interval 1000 and alpha 0.5."""
     smoother = ModelSmoother(linear(1.0), SmoothingConfig(update_interval=3))
     assert [step for step in range(10) if smoother.maybe_smooth(step)] == [3, 6, 9]
     assert ModelSmoother(linear(1.0)).config == SmoothingConfig(update_interval=1000, alpha=0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_tensors_in_blocks_and_whole_ones_are_smoothed_alike_in_every_dtype(dtype, monkeypatch):
+def test_block_and_whole_tensors_smooth_alike(dtype, monkeypatch):
+    """Large, empty and transposed tensors match lerp bit for bit in several dtypes."""
     monkeypatch.setattr(smoothing, "BLOCK", 50)
     shapes = {"large": (12, 11), "small": (7,), "scalar": (), "empty": (0, 3)}
     model = nn.ParameterDict({name: nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()})
@@ -99,7 +101,7 @@ def test_tensors_in_blocks_and_whole_ones_are_smoothed_alike_in_every_dtype(dtyp
         assert smoother.buffers[name].stride() == model[name].stride()
 
 
-def test_a_tied_parameter_has_one_buffer_and_moves_once():
+def test_tied_parameter_has_one_buffer_and_moves_once():
     model = TiedModel()
     start = model.embedding.weight.detach().clone()
     smoother = ModelSmoother(model, SmoothingConfig(update_interval=1, alpha=0.25))
@@ -110,7 +112,8 @@ def test_a_tied_parameter_has_one_buffer_and_moves_once():
     torch.testing.assert_close(model.decoder.weight.detach(), start + 0.75)
 
 
-def test_frozen_parameters_have_no_buffer_and_those_frozen_later_are_left_alone():
+def test_frozen_parameters_are_not_smoothed():
+    """They have no buffer, and a parameter frozen later stays unchanged together with its buffer."""
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     smoother = ModelSmoother(model, SmoothingConfig(update_interval=1))
@@ -129,7 +132,7 @@ def test_the_buffer_is_the_only_memory_of_it():
     assert sum(value.nbytes for value in kept.values()) == sum(value.nbytes for value in model.parameters())
 
 
-def test_a_smoother_goes_on_from_its_checkpoint():
+def test_smoother_resumes_from_its_checkpoint():
     whole_run = linear(1.0)
     expected = descend(whole_run, 8, 0.5, 0.1, ModelSmoother(whole_run, SmoothingConfig(update_interval=3)))
     model = linear(1.0)
@@ -144,7 +147,7 @@ def test_a_smoother_goes_on_from_its_checkpoint():
     assert seen == expected
 
 
-def test_a_loaded_buffer_is_no_alias_of_what_was_loaded():
+def test_loaded_buffer_is_a_copy():
     model = linear(1.0)
     first, second = ModelSmoother(model), ModelSmoother(model)
     second.load_state_dict(first.state_dict())
@@ -153,7 +156,7 @@ def test_a_loaded_buffer_is_no_alias_of_what_was_loaded():
     assert first.buffers["weight"].item() == 1.0
 
 
-def test_a_loaded_buffer_takes_the_precision_of_the_model():
+def test_loaded_buffer_takes_the_model_dtype():
     smoother = ModelSmoother(linear(3.0, dtype=torch.bfloat16))
     smoother.load_state_dict(ModelSmoother(linear(1.0)).state_dict())
     smoother.smooth()
@@ -172,7 +175,8 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("kind", MISFITS)
-def test_a_checkpoint_of_another_model_is_refused_with_the_names(kind):
+def test_checkpoint_of_another_model_is_refused(kind):
+    """The error names the parameters, and the buffers stay unchanged."""
     other, sentence = MISFITS[kind]
     state = ModelSmoother(nn.Linear(2, 2)).state_dict()
     smoother = ModelSmoother(other)
@@ -192,14 +196,15 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(kind):
         ({"update_interval": 2.5}, "update_interval is 2.5; it must be a whole number of steps"),
     ],
 )
-def test_options_that_cannot_be_are_refused_by_class_and_hook(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
+    """SmoothingConfig raises ValueError, and the hook raises UsageError with the name of the option."""
     with pytest.raises(ValueError, match=sentence):
         SmoothingConfig(**options)
     with pytest.raises(UsageError, match=f"model_smoothing.{sentence}"):
         ModelSmoothing(**options)
 
 
-def test_the_distance_is_that_of_brute_force_in_float64(monkeypatch):
+def test_distance_matches_float64_brute_force(monkeypatch):
     monkeypatch.setattr(smoothing, "BLOCK", 40)
     a = {"large": torch.randn(30, 5), "low": torch.randn(9, 9).bfloat16(), "small": torch.randn(3)}
     b = {name: value + torch.randn_like(value) for name, value in a.items()}
@@ -207,7 +212,7 @@ def test_the_distance_is_that_of_brute_force_in_float64(monkeypatch):
     assert distance(a, b).item() == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
 
 
-def test_nothing_of_xla_is_imported_where_no_parameter_lies_on_xla():
+def test_xla_is_not_imported_without_xla_parameters():
     smoother = ModelSmoother(linear(1.0), SmoothingConfig(update_interval=1))
     smoother.smooth()
     assert not any(name.startswith("torch_xla") for name in sys.modules)
@@ -233,7 +238,8 @@ def own_loop(case: Case, config: SmoothingConfig) -> TrainingTask:
 
 
 @matrix("model, optimizer, loop, interval", MODELS, OPTIMIZERS, LOOPS, [1, 2])
-def test_the_run_is_bit_for_bit_the_loop_with_a_smoother(model, optimizer, loop, interval):
+def test_hook_equals_custom_loop_with_smoother(model, optimizer, loop, interval):
+    """The parameters agree bit for bit for models, optimizers, loops and intervals."""
     case = Case(model, optimizer, loop)
     task = own_loop(case, SmoothingConfig(update_interval=interval, alpha=0.3))
     run = train(case, [ModelSmoothing(update_interval=interval, alpha=0.3)], steps=STEPS)
@@ -241,7 +247,8 @@ def test_the_run_is_bit_for_bit_the_loop_with_a_smoother(model, optimizer, loop,
         assert torch.equal(expected, found)
 
 
-def test_the_metrics_say_how_far_the_weights_went_and_jumped_and_only_when_they_did():
+def test_metrics_report_distance_and_jump():
+    """They match a float64 computation and appear only at steps that smooth."""
     log: dict[tuple[int, HookPoint], dict[str, torch.Tensor]] = {}
 
     class Watching(HookManager):
@@ -262,7 +269,8 @@ def test_the_metrics_say_how_far_the_weights_went_and_jumped_and_only_when_they_
     assert values.keys() == {info.name for info in ModelSmoothing().describe_metrics()}
 
 
-def test_at_alpha_one_and_interval_one_the_weights_never_leave_the_start():
+def test_full_smoothing_keeps_the_initial_weights():
+    """With alpha 1 and interval 1, every step returns to the start."""
     task, _ = build(Case("transformer"))
     run = train(Case("transformer"), [ModelSmoothing(update_interval=1, alpha=1.0)], steps=6)
     for expected, found in zip(task.model.parameters(), run.task.model.parameters(), strict=True):
@@ -270,7 +278,8 @@ def test_at_alpha_one_and_interval_one_the_weights_never_leave_the_start():
     assert [row[3] for row in run.sink.rows("model_smoothing/smoothings")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_parameters_that_were_frozen_at_the_start_are_named_once():
+def test_initially_frozen_parameters_are_named_once():
+    """One warning names the parameters that the hook leaves alone, since they were frozen at the start."""
     task, state = build(Case())
     task.model[0].bias.requires_grad_(False)
     hook = ModelSmoothing(update_interval=1)
@@ -289,7 +298,8 @@ def test_the_resumed_run_is_the_uninterrupted_one(model, loop, tmp_path):
     assert described(two.rows) == described(one.after(middle)) != "[]"
 
 
-def test_a_hook_that_goes_on_from_a_checkpoint_of_another_model_refuses_with_the_names():
+def test_hook_refuses_state_of_another_model():
+    """The error names the parameters that differ."""
     run = train(Case("tied"), [ModelSmoothing(update_interval=1)])
     hook = ModelSmoothing()
     hook.load_state_dict(run.manager.hooks.state_dict()["model_smoothing"])
@@ -343,7 +353,8 @@ WAYS: dict[str, Callable[[], list[ModelSmoothing]]] = {
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_on_two_ranks_shards_stay_shards_and_the_run_is_that_of_one_rank(tmp_path):
+def test_two_rank_run_matches_one_rank(tmp_path):
+    """Sharded parameters stay sharded, and the hook equals a direct use of ModelSmoother."""
     ranks = on_two_ranks(all_results, tmp_path)
     expected = smoothed(None, WAYS["hook"]())
     assert smoothed(None, [])["weights"].keys() == expected["weights"].keys()

@@ -51,7 +51,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name].detach().cpu(), value.detach(), rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_smoothing_equals_that_of_the_cpu_and_is_compiled_once():
+def test_xla_smoothing_matches_cpu_and_compiles_once():
+    """Buffers stay on the device, and later smoothings reuse the compiled graph."""
     import torch_xla.debug.metrics as metrics
 
     compiled: list[int] = []
@@ -80,7 +81,8 @@ def test_smoothing_equals_that_of_the_cpu_and_is_compiled_once():
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9])
-def test_averages_of_weights_and_statistics_are_those_of_what_was_seen(decay: float):
+def test_xla_averages_match_brute_force(decay: float):
+    """Averages of weights and statistics equal the weighted sums of the states seen."""
     model, average = made(DEVICE), Average(decay)
     seen: list[dict[str, Tensor]] = []
 
@@ -96,7 +98,8 @@ def test_averages_of_weights_and_statistics_are_those_of_what_was_seen(decay: fl
     assert_close(found, {name: (stack @ weights / weights.sum()).float() for name, stack in stacks.items()})
 
 
-def test_smoother_and_average_go_on_from_a_checkpoint():
+def test_xla_smoother_and_average_resume_from_checkpoint():
+    """Parameters, buffers and averages match the uninterrupted training."""
     middle = STEPS // 2 + 1
 
     def both(model: nn.Module) -> tuple[ModelSmoother, Average, AfterStep]:
@@ -148,7 +151,8 @@ json.dump({
 """
 
 
-def test_under_spmd_a_buffer_has_the_sharding_of_its_parameter(tmp_path: Path):
+def test_spmd_buffer_has_sharding_of_its_parameter(tmp_path: Path):
+    """The values match smoothing on the CPU."""
     out = tmp_path / "found.json"
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     subprocess.run([sys.executable, "-c", SHARDED, out], check=True, env=environment, timeout=300)

@@ -70,7 +70,8 @@ def brute_force(samples: list[tuple[int, Values]], decay: float) -> Values:
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9, 1.0])
-def test_the_average_is_the_weighted_sum_of_its_definition_at_uneven_steps(decay):
+def test_average_is_weighted_sum_at_uneven_steps(decay):
+    """The average matches the closed form in float64 for several decays."""
     model, average, seen = number(0.0), Average(decay), []
     for step, value in ((2, 3.0), (3, -1.0), (7, 4.0), (20, 0.5)):
         nn.init.constant_(model.weight, value)
@@ -92,7 +93,8 @@ def test_updates_at_every_nth_step_decay_per_step():
         assert average.weights(model)["weight"].item() == pytest.approx(400 - lag, rel=1e-9)
 
 
-def test_an_average_of_bfloat16_weights_moves_where_bfloat16_would_not():
+def test_bfloat16_weights_are_averaged_in_float32():
+    """The average moves where a bfloat16 average would round the update away."""
     model, average = number(1.0, torch.bfloat16), Average(0.999)
     for step in range(1, 2001):
         average.sample(model, step)
@@ -105,7 +107,8 @@ def test_an_average_of_bfloat16_weights_moves_where_bfloat16_would_not():
     assert in_bfloat16.lerp(torch.tensor(1.0078125, dtype=torch.bfloat16), 0.001) == 1
 
 
-def test_statistics_are_averaged_and_counters_are_those_of_the_live_model():
+def test_statistics_are_averaged_and_counters_copied():
+    """BatchNorm statistics match brute force, and num_batches_tracked is that of the live model."""
     model, average, seen = MODELS["batchnorm_mlp"](), Average(0.7), []
     for step in range(1, 5):
         model(torch.randn(6, 4) * step)
@@ -118,7 +121,8 @@ def test_statistics_are_averaged_and_counters_are_those_of_the_live_model():
     assert state["1.num_batches_tracked"] == 4
 
 
-def test_a_mask_of_infinities_and_a_cache_that_grows_survive_averaging():
+def test_infinite_masks_and_growing_caches_are_supported():
+    """A mask keeps its infinities, and a buffer that changes its shape takes the newest values."""
     model, average = number(1.0), Average(0.9)
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
     model.register_buffer("cache", torch.zeros(2), persistent=False)
@@ -129,7 +133,8 @@ def test_a_mask_of_infinities_and_a_cache_that_grows_survive_averaging():
     assert average.weights(model)["cache"].tolist() == [2.0] * 4
 
 
-def test_frozen_parameters_have_no_average_and_tied_ones_have_one():
+def test_tied_parameters_share_one_average():
+    """Frozen parameters have no average and keep their live values."""
     model, average = TiedModel(), Average(1.0)
     model.mix.requires_grad_(False)
     start = model.embedding.weight.detach().clone()
@@ -144,7 +149,8 @@ def test_frozen_parameters_have_no_average_and_tied_ones_have_one():
     assert torch.equal(other.mix.bias, model.mix.bias)
 
 
-def test_an_average_goes_on_from_a_file_and_shares_no_memory_with_the_live_weights():
+def test_average_resumes_from_file_without_sharing_memory():
+    """Later changes of the live weights do not reach the saved average."""
     model, average = nn.Linear(3, 2), Average(0.9)
     average.sample(model, 1)
     again = Average(0.9)
@@ -186,7 +192,8 @@ def loss_of(case: Case, weights: Values) -> float:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_both_averages_are_those_of_brute_force_and_evaluated_as_a_model_that_loaded_them(loop, model):
+def test_averages_match_brute_force_and_evaluation(loop, model):
+    """Distances match float64, and losses match a model that loaded the average."""
     case, log = Case(model, loop=loop), Samples()
     hook = WeightAverage(decay=0.8, interval=2, swa_start=5, swa_interval=3)
     run = train(case, [hook, log], steps=12, evaluate=first_loss, snapshot_every=4 if loop == "epoch" else 12)
@@ -204,7 +211,8 @@ def test_both_averages_are_those_of_brute_force_and_evaluated_as_a_model_that_lo
 @pytest.mark.parametrize(
     ("start", "expected"), [(0.0, [1, 2, 3, 4, 5, 6]), (0.5, [3, 4, 5, 6]), (0.75, [5, 6]), (4, [4, 5, 6]), (9, [])]
 )
-def test_the_equal_average_begins_at_a_step_or_at_a_share_of_the_run(start, expected):
+def test_swa_starts_at_step_or_run_fraction(start, expected):
+    """The average includes exactly the steps after the start."""
     log = Samples()
     hook = WeightAverage(interval=1, swa_interval=1, swa_start=start, averages="swa")
     run = train(Case("transformer"), [hook, log], steps=6, scheduler=None)
@@ -216,14 +224,16 @@ def test_the_equal_average_begins_at_a_step_or_at_a_share_of_the_run(start, expe
             torch.testing.assert_close(value.double(), wanted[name], rtol=1e-5, atol=1e-6)
 
 
-def test_one_average_alone_takes_half_the_memory_and_reports_nothing_of_the_other():
+def test_single_average_omits_the_other():
+    """With the EMA alone, neither state nor metrics of the other average exist."""
     run = train(Case(), [WeightAverage(interval=1, averages="ema", evaluate=False)])
     names = {name.removeprefix("weight_average/") for name, *_ in run.sink.rows("weight_average")}
     assert names == {"ema_distance", "ema_relative_distance", "ema_samples"}
     assert list(run.manager.hooks.state_dict()["weight_average"]) == ["snapshots", "ema"]
 
 
-def test_before_the_first_update_nothing_is_reported_and_nothing_written(tmp_path):
+def test_nothing_is_reported_before_first_update(tmp_path):
+    """The hook also writes no file."""
     hook = WeightAverage(interval=50)
     run = train(Case(), [hook])
     assert run.sink.rows("weight_average") == []
@@ -233,7 +243,9 @@ def test_before_the_first_update_nothing_is_reported_and_nothing_written(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_files_at_the_end_load_into_the_model_and_compute_what_was_reported(dtype, tmp_path):
+def test_saved_averages_load_and_match_reported_loss(dtype, tmp_path):
+    """The files have the names and dtypes of the state dict, also in bfloat16."""
+
     def with_folder(task: TrainingTask, state: TrainingState) -> None:
         task.model.to(dtype)
 
@@ -255,7 +267,8 @@ def test_the_files_at_the_end_load_into_the_model_and_compute_what_was_reported(
             assert first_loss(model.eval())["val_loss"] == reports[f"weight_average/{kind}"]["val_loss"]
 
 
-def test_files_of_averages_count_as_left_by_a_run(tmp_path):
+def test_average_files_count_as_run_output(tmp_path):
+    """They block a new run, and an overwriting run removes them."""
     for kind in ("ema", "swa"):
         path = tmp_path / average_name("plain", kind)
         path.touch()
@@ -267,7 +280,9 @@ def test_files_of_averages_count_as_left_by_a_run(tmp_path):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_resumed_run_reports_what_the_uninterrupted_one_does(model, loop, tmp_path):
+def test_resumed_run_reports_the_same_averages(model, loop, tmp_path):
+    """Final state and rows match those of the uninterrupted run."""
+
     def make() -> WeightAverage:
         return WeightAverage(interval=2, swa_start=4, swa_interval=2)
 
@@ -276,7 +291,8 @@ def test_the_resumed_run_reports_what_the_uninterrupted_one_does(model, loop, tm
     assert described(two.rows) == described(one.after(middle)) != "[]"
 
 
-def test_averages_of_another_model_are_refused_with_the_names():
+def test_averages_of_another_model_are_refused():
+    """The error names the differing parameters."""
     run = train(Case("tied"), [WeightAverage(interval=1)])
     hook = WeightAverage()
     hook.load_state_dict(run.manager.hooks.state_dict()["weight_average"])
@@ -348,7 +364,8 @@ def all_results(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_on_two_ranks_the_averages_are_those_of_one_and_only_fsdp_is_not_evaluated(tmp_path):
+def test_two_rank_averages_match_one_process(tmp_path):
+    """FSDP2 and tensor parallelism give the same averages, but FSDP2 refuses to evaluate them."""
     ranks = on_two_ranks(partial(all_results, tmp_path), tmp_path)
     (tmp_path / "one").mkdir()
     expected = averaged(None, tmp_path / "one")["rows"]
@@ -369,7 +386,8 @@ def test_on_two_ranks_the_averages_are_those_of_one_and_only_fsdp_is_not_evaluat
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
-def test_averages_are_evaluated_now_and_then_and_at_the_last_snapshot() -> None:
+def test_averages_are_evaluated_at_interval_and_end() -> None:
+    """evaluate_every counts snapshots and must be at least 1."""
     hook = WeightAverage(interval=1, averages="ema", evaluate_every=2)
     run = train(Case(), [hook], steps=15, snapshot_every=1, evaluate=first_loss)
     steps = sorted({step for name, _, step, _ in run.sink.rows("weight_average/ema") if name == "weight_average/ema"})

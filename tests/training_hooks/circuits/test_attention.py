@@ -70,7 +70,8 @@ def measured(layer: nn.Module, **options) -> dict:
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_rows_are_those_of_the_first_samples_that_are_drawn(loop):
+def test_rows_come_from_first_drawn_samples(loop):
+    """Entropies and logits match brute force on the first five drawn samples, in both loops."""
     run = train(Case("transformer", loop=loop), [Attention(rows=5)], steps=6)
     metrics = emitted(run, HookPoint.POST_EPOCH if loop == "epoch" else HookPoint.SNAPSHOT)
     model = run.task.model.double()
@@ -112,7 +113,7 @@ def assert_circuits(metrics: dict, formed: list, layer: str = "layer") -> None:
             assert metrics[f"ov_copying/{name}"].item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_circuits_of_a_fused_projection_are_those_of_its_parts():
+def test_fused_projection_gives_circuits_of_its_parts():
     layer = Fused()
     query, key, value = np.split(double(layer.qkv.weight), 3)
     assert_circuits(measured(layer), circuits(query, key, value, double(layer.proj.weight), HEADS))
@@ -124,20 +125,22 @@ def test_the_circuits_of_separate_projections_are_theirs():
     assert_circuits(measured(layer), circuits(*weights, HEADS))
 
 
-def test_heads_that_share_keys_and_values_have_a_circuit_each():
+def test_grouped_heads_have_a_circuit_each():
+    """Several query heads share their keys and values."""
     layer = Grouped()
     query, output = double(layer.q_proj.weight), double(layer.o_proj.weight)
     key, value = (double(part.weight)[[0, 1, 2, 3] * 2 + [4, 5, 6, 7] * 2] for part in (layer.k_proj, layer.v_proj))
     assert_circuits(measured(layer), circuits(query, key, value, output, heads=4))
 
 
-def test_the_circuits_of_multihead_attention_are_those_of_its_parts():
+def test_multihead_attention_gives_circuits_of_its_parts():
     layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     query, key, value = np.split(double(layer.in_proj_weight), 3)
     assert_circuits(measured(layer), circuits(query, key, value, double(layer.out_proj.weight), HEADS))
 
 
-def test_a_circuit_between_two_widths_has_no_copying_score():
+def test_circuits_allow_other_key_and_value_widths():
+    """The output-value circuit is not square, so it has no copying score."""
     layer = nn.MultiheadAttention(WIDTH, HEADS, kdim=7, vdim=9)
     weights = find_attention(layer)[""].weights(HEADS)
     assert weights.key.shape == (HEADS, 4, 7)
@@ -156,7 +159,8 @@ def test_means_are_those_over_the_heads():
         assert metrics[f"mean_{kind}"].item() == pytest.approx(np.mean(values))
 
 
-def test_rows_are_reported_after_epochs_and_circuits_at_snapshots():
+def test_rows_follow_epochs_and_circuits_follow_snapshots():
+    """In the step loop, snapshots report both."""
     run = train(Case("transformer"), [Attention()], steps=6)
     after_epoch, snapshot = (set(emitted(run, point)) for point in (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT))
     assert after_epoch.isdisjoint(snapshot)
@@ -168,14 +172,16 @@ def test_rows_are_reported_after_epochs_and_circuits_at_snapshots():
     )
 
 
-def test_a_second_strategy_is_measured_on_its_own_data_and_model():
+def test_second_strategy_uses_its_own_data_and_model():
+    """After reset, the hook reports the same metrics as a new hook."""
     hook, case = Attention(), Case("transformer", "sgd_momentum")
     train(Case("transformer"), [hook])
     hook.reset()
     assert train(case, [hook]).sink.emitted == train(case, [Attention()]).sink.emitted
 
 
-def test_rows_are_read_every_so_many_epochs_and_at_the_last_snapshot():
+def test_rows_are_read_at_interval_and_snapshots():
+    """With every=3, the hook reads the rows after the third epoch and at each snapshot, including the last."""
     run = train(Case("transformer"), [Attention(every=3)], steps=15)
     epochs = [
         (epoch, point.name) for metrics, epoch, point, _ in run.sink.emitted if "attention/mean_entropy" in metrics
@@ -186,7 +192,7 @@ def test_rows_are_read_every_so_many_epochs_and_at_the_last_snapshot():
 @pytest.mark.parametrize(
     "layer", [Fused(), WrittenOut(), Grouped(), nn.TransformerEncoderLayer(WIDTH, HEADS, 16).self_attn]
 )
-def test_layers_are_found_by_their_kind_or_their_names(layer):
+def test_layers_are_found_by_type_or_names(layer):
     model = nn.Sequential(nn.Linear(3, WIDTH), nn.ModuleDict({"inner": layer}))
     assert list(find_attention(model)) == ["1.inner"]
 
@@ -200,7 +206,8 @@ class Unusual(nn.Module):
         self.mix = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))
 
 
-def test_names_of_ones_own_are_given_as_an_option():
+def test_custom_projection_names_are_an_option():
+    """Without the option, the error suggests it."""
     model = nn.ModuleList([Unusual(), Unusual()])
     layers = find_attention(model, "asks, offers,gives,mix.0")
     assert list(layers) == ["0", "1"]
@@ -210,7 +217,8 @@ def test_names_of_ones_own_are_given_as_an_option():
 
 
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
-def test_a_model_without_attention_is_refused_before_the_run_in_one_short_sentence(model):
+def test_model_without_attention_is_refused(model):
+    """The error is raised before the run and has at most 300 characters."""
     with pytest.raises(
         UsageError, match=r"Hook 'attention' finds nothing that it knows in \w+: no nn\.Multihead"
     ) as told:
@@ -230,7 +238,8 @@ def test_a_refusal_stays_short_whatever_names_there_are():
         assert len(str(told.value)) <= 300
 
 
-def test_layers_that_attend_out_of_sight_are_left_out_with_one_warning():
+def test_layers_with_hidden_attention_warn_once():
+    """The hook omits a layer that makes no call of an attention function."""
     layer = Fused()
     layer.forward = lambda x: layer.proj(layer.qkv(x)[..., :WIDTH])
     hook, context = Attention(every=1), replace(epoch_end(Stub(layer)), loader=one_batch())
@@ -241,7 +250,8 @@ def test_layers_that_attend_out_of_sight_are_left_out_with_one_warning():
         assert hook.compute(replace(context, step=2)) == {}
 
 
-def test_projections_unlike_the_heads_that_were_called_give_rows_and_no_circuits():
+def test_mismatched_projections_give_rows_without_circuits():
+    """A warning names the layer whose projections do not fit its heads."""
     layer = Fused()
     layer.proj = nn.Linear(WIDTH + 1, WIDTH)
     layer.forward = lambda x: nn.functional.scaled_dot_product_attention(*layer.qkv(x).unsqueeze(1).chunk(3, dim=-1))
@@ -263,7 +273,9 @@ def test_the_inputs_are_what_the_model_takes():
     assert [id(each) for each in model_inputs(((x, y), y))] == [id(x), id(y)]
 
 
-def test_entries_that_the_model_takes_by_name_come_with_its_input():
+def test_named_batch_entries_accompany_the_input():
+    """Entries that forward accepts by name are passed in the order of its arguments."""
+
     class Model(nn.Module):
         def forward(self, input_ids, cache=None, attention_mask=None, labels=None, *, more=None):
             return input_ids
@@ -290,7 +302,8 @@ def test_entries_that_the_model_takes_by_name_come_with_its_input():
         ({"input_ids": [1, 2]}, "dataclasses, not int"),
     ],
 )
-def test_batches_in_which_no_input_can_be_found_are_refused(batch, sentence):
+def test_batch_without_input_is_refused(batch, sentence):
+    """The error lists the entries of the batch or names its type."""
     with pytest.raises(UnsuitableError, match=sentence):
         model_inputs(batch)
 
@@ -302,7 +315,8 @@ def test_inputs_are_cut_into_pieces_of_rows():
     assert all(len(piece[1]) == 3 for piece in pieces)
 
 
-def test_errors_are_those_of_the_samples_whatever_the_pieces_and_absent_for_one():
+def test_sampling_errors_match_brute_force():
+    """The errors do not depend on the pieces of rows, and one sample has none."""
     case = Case("transformer")
     metrics = emitted(train(case, [Attention(rows=20)], steps=6), HookPoint.POST_EPOCH)
     run = train(case, steps=6)
@@ -323,7 +337,8 @@ def test_errors_are_those_of_the_samples_whatever_the_pieces_and_absent_for_one(
     assert not [name for name in alone if "error" in name]
 
 
-def test_at_equal_weights_every_order_has_the_same_numbers():
+def test_data_order_does_not_change_metrics():
+    """Three orders of the same samples give equal numbers at the same weights."""
     context = epoch_end(Stub(Fused()).eval(), hook_point=HookPoint.SNAPSHOT)
     samples = torch.randn(40, 5, WIDTH)
     orders = (torch.arange(40), torch.arange(40).flip(0), samples[:, 0, 0].argsort())
@@ -335,7 +350,7 @@ def test_at_equal_weights_every_order_has_the_same_numbers():
 
 
 @pytest.mark.parametrize("written_out", [False, True])
-def test_a_projection_of_gpt2s_kind_is_seen_through_its_transposed_weight(written_out):
+def test_gpt2_projection_uses_its_transposed_weight(written_out):
     layer = LikeGPT2(written_out=written_out)
     query, key, value = np.split(double(layer.c_attn.weight.T), 3)
     assert_circuits(measured(layer), circuits(query, key, value, double(layer.c_proj.weight.T), HEADS))
@@ -344,7 +359,8 @@ def test_a_projection_of_gpt2s_kind_is_seen_through_its_transposed_weight(writte
 @pytest.mark.parametrize("written_out", [False, True])
 @pytest.mark.parametrize("shared", [1, HEADS])
 @pytest.mark.parametrize("name", ["query_key_value", "qkv"])
-def test_rows_by_head_are_told_from_rows_by_role_whatever_their_name(name, shared, written_out):
+def test_per_head_rows_are_recognized(name, shared, written_out):
+    """The hook distinguishes a fused projection grouped by head from one grouped by role under any name."""
     layer = ByHead(name, shared=shared, written_out=written_out)
     parts = double(layer.get_submodule(name).weight).reshape(shared, -1, WIDTH // HEADS, WIDTH)
     query, key, value = (part.reshape(-1, WIDTH) for part in (parts[:, :-2], parts[:, -2], parts[:, -1]))
@@ -354,7 +370,8 @@ def test_rows_by_head_are_told_from_rows_by_role_whatever_their_name(name, share
     assert_circuits(measured(layer), circuits(query, key, value, double(layer.dense.weight), HEADS))
 
 
-def test_rows_by_role_are_told_from_rows_by_head_whatever_their_name():
+def test_per_role_rows_are_recognized():
+    """The name query_key_value does not make the hook assume rows grouped by head."""
     layer = Fused()
     layer.query_key_value = layer.qkv
     query, key, value = np.split(double(layer.qkv.weight), 3)
@@ -362,7 +379,9 @@ def test_rows_by_role_are_told_from_rows_by_head_whatever_their_name():
     assert_circuits(measured(layer, projections="query_key_value,proj"), formed)
 
 
-def test_rows_in_an_order_that_nobody_knows_give_no_circuits():
+def test_unknown_row_order_gives_no_circuits():
+    """The hook warns and still reports the attention rows."""
+
     class Scrambled(Fused):
         def forward(self, x):
             parts = (by_head(part, HEADS) for part in self.qkv(x).flip(-1).chunk(3, dim=-1))
@@ -374,13 +393,15 @@ def test_rows_in_an_order_that_nobody_knows_give_no_circuits():
     assert not [name for name in metrics if name.startswith(("qk", "ov", "mean_ov"))]
 
 
-def test_projections_of_berts_kind_are_found_in_two_modules():
+def test_bert_projections_in_two_modules_are_found():
     layer = LikeBERT()
     weights = [double(part.weight) for part in (*layer.self.children(), layer.output["dense"])]
     assert_circuits(measured(layer), circuits(*weights, HEADS))
 
 
-def test_a_projection_to_keys_and_values_beside_that_to_queries_is_split_in_two():
+def test_joint_key_value_projection_is_split():
+    """The layer has a separate projection for queries."""
+
     class Cross(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -400,8 +421,8 @@ TRIALS = [(300, 0.91, 0.985), pytest.param(2000, 0.93, 0.97, marks=pytest.mark.s
 
 
 @pytest.mark.parametrize(("count", "least", "most"), TRIALS)
-def test_means_lie_within_two_errors_of_what_all_data_would_give_as_often_as_stated(count, least, most):
-    """Samples of 1 to 8 rows: the ratio of sums is biased by less than its error, which is its scatter."""
+def test_stated_errors_have_the_stated_coverage(count, least, most):
+    """Samples have 1 to 8 rows, and the bias of the ratio of sums is below its standard error."""
     torch.manual_seed(3)
     counts = torch.randint(1, 9, (count, 64, 1)).double()
     values = counts * (1 + 0.5 * torch.rand(count, 64, 1, dtype=torch.float64) + 0.05 * counts)
@@ -422,7 +443,8 @@ def test_options_that_cannot_be_are_refused(options):
         train(Case("transformer"), [Attention(**options)])
 
 
-def test_reading_during_a_run_gives_the_forward_pass_that_the_context_gives():
+def test_reading_attention_keeps_the_forward_pass():
+    """The output equals that of the context's plain forward pass."""
     outputs = []
 
     def look(ctx):
@@ -438,7 +460,8 @@ def test_reading_during_a_run_gives_the_forward_pass_that_the_context_gives():
 
 
 @pytest.mark.parametrize(("kind", "words"), [("UserDict", "finds no entry 'input_ids'"), ("opaque", "not Opaque")])
-def test_a_run_whose_batches_name_no_input_is_refused_before_its_first_step(kind, words):
+def test_run_without_named_input_is_refused(kind, words):
+    """The error is raised before the first step."""
     loader = Views(kind, data=data_for("transformer"))
     run = train(Case("transformer"), [Attention()], loader=loader, compute_loss=None, raises=UnsuitableError)
     assert words in str(run.error)

@@ -58,7 +58,8 @@ def test_scaled_dot_product_attention_is_read(causal):
     assert_rows(read(model), brute_rows(query, key, CAUSAL if causal else ALL, HEADS))
 
 
-def test_a_mask_says_which_keys_are_visible_and_a_bias_moves_the_scores():
+def test_masks_and_biases_are_read():
+    """Boolean masks hide keys, and an additive mask also shifts the scores."""
     visible = np.random.default_rng(0).random((TOKENS, TOKENS)) < 0.6
     visible[2] = False
     for mask, bias in ((torch.from_numpy(visible), 0.0), (torch.from_numpy(np.where(visible, 1.5, -1e4)).float(), 1.5)):
@@ -103,7 +104,7 @@ def test_the_masks_of_multihead_attention_are_read(boolean):
     assert_rows(read(model, attention), brute_rows(*in_projections(attention, tokens()), visible, HEADS))
 
 
-def test_a_mask_for_each_head_is_read():
+def test_per_head_masks_are_read():
     attention = multihead()
     hidden = torch.rand(BATCH, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.3
     hidden[..., 0] = False
@@ -114,7 +115,8 @@ def test_a_mask_for_each_head_is_read():
         assert call.statistics.entropy[head].item() == pytest.approx(expected["entropy"], rel=2e-5)
 
 
-def test_multihead_attention_of_several_widths_with_extra_keys_is_read():
+def test_multihead_attention_with_extra_keys_is_read():
+    """Keys and values of other widths, bias_kv and add_zero_attn are covered."""
     attention = multihead(kdim=7, vdim=9, add_bias_kv=True, add_zero_attn=True, bias=False)
     keys, values = torch.randn(BATCH, 6, 7), torch.randn(BATCH, 6, 9)
     model = Around(attention, lambda inner, x: inner(x, keys, values)[0])
@@ -127,7 +129,8 @@ def test_multihead_attention_of_several_widths_with_extra_keys_is_read():
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_an_encoder_layer_is_read_although_it_has_a_fused_fast_path(batch_first, causal):
+def test_encoder_layer_fast_path_is_read(batch_first, causal):
+    """The scores are read although the layer has a fused fast path, with and without a causal mask."""
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS + 1, 16, batch_first=batch_first, norm_first=False)
     mask = nn.Transformer.generate_square_subsequent_mask(TOKENS) if causal else None
     model = Around(layer, lambda inner, x: inner(x, src_mask=mask, is_causal=causal))
@@ -137,7 +140,8 @@ def test_an_encoder_layer_is_read_although_it_has_a_fused_fast_path(batch_first,
     assert_rows(call, brute_rows(*in_projections(layer.self_attn, tokens()), visible, HEADS + 1))
 
 
-def test_an_encoder_that_would_pack_its_padding_away_is_read():
+def test_encoder_with_padding_is_read():
+    """The scores are read although the encoder would convert padded input to nested tensors."""
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS + 1, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2)
     assert encoder.enable_nested_tensor

@@ -111,7 +111,8 @@ def returned(kind: str, dtype: torch.dtype) -> list[Tensor]:
     ("implementation", "dtype"), [("eager", torch.float64), ("sdpa", torch.float64), ("sdpa", torch.float32)]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_models_own_weights_and_circuits_those_of_its_matrices(kind, implementation, dtype):
+def test_attention_metrics_match_model_weights(kind, implementation, dtype):
+    """Entropies match returned attention weights, and circuit norms match products of the matrices."""
     model = made(kind, implementation, dtype)
     context = replace(epoch_end(model, hook_point=HookPoint.SNAPSHOT), loader=batches())
     with torch.no_grad():
@@ -135,7 +136,8 @@ def test_rows_are_those_of_the_models_own_weights_and_circuits_those_of_its_matr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_on_batches_that_are_dicts_is_measured_to_its_end(kind):
+def test_run_on_dict_batches_is_measured(kind):
+    """The run completes under audit and reports every layer and head."""
     model = made(kind, "eager", torch.float32)
     task = TrainingTask(
         model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), lambda model, batch: model(**batch).loss

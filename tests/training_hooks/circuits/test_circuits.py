@@ -17,7 +17,8 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=40)
 @given(sizes, sizes, sizes, st.integers(0, 99))
-def test_the_spectrum_of_a_product_is_that_of_the_formed_matrix(rank, rows, columns, seed):
+def test_product_spectrum_matches_formed_matrix(rank, rows, columns, seed):
+    """NumPy decomposes the full product in float64 as the reference."""
     left, right = normal(seed, 2, rank, rows), normal(seed + 1, 2, rank, columns)
     found = product_spectrum(left, right).numpy()
     formed = np.linalg.svd(left.double().mT.numpy() @ right.double().numpy(), compute_uv=False)
@@ -28,7 +29,8 @@ def test_the_spectrum_of_a_product_is_that_of_the_formed_matrix(rank, rows, colu
 
 @settings(deadline=None, max_examples=40)
 @given(sizes, sizes, st.integers(0, 99))
-def test_the_copying_score_is_that_of_the_formed_matrix(width, value_dim, seed):
+def test_copying_score_matches_formed_matrix(width, value_dim, seed):
+    """NumPy computes the eigenvalues of the full product in float64 as the reference."""
     output, value = normal(seed, 2, width, value_dim), normal(seed + 1, 2, value_dim, width)
     eigenvalues = np.linalg.eigvals(output.double().numpy() @ value.double().numpy())
     expected = eigenvalues.real.sum(axis=-1) / np.abs(eigenvalues).sum(axis=-1)

@@ -74,7 +74,8 @@ def part_by_numpy(logits, p, frequencies):
 
 
 @pytest.mark.parametrize(("p", "frequencies", "pieces"), [(7, [1, 3], 1), (8, [4, 1, 2], 3), (11, [5], 4), (2, [1], 1)])
-def test_the_losses_are_those_of_logits_masked_in_numpys_transform(p, frequencies, pieces):
+def test_losses_match_logits_masked_by_numpy_fft(p, frequencies, pieces):
+    """Restricted and excluded losses match NumPy for several moduli and piece sizes."""
     pairs, logits, trained = grid(p), noise(p * p, p), torch.arange(p * p) % 3 == 0
     part, sums = part_by_numpy(logits, p, frequencies), pairs.sum(dim=1) % p
     restricted = functional.cross_entropy(logits.mean(dim=0) + part, sums)
@@ -95,14 +96,16 @@ def clock(pairs, p, frequencies, height=3.0):
     return sum(height * torch.cos(2 * math.pi * k * turns.double() / p) for k in frequencies)
 
 
-def test_a_model_that_computes_with_the_frequencies_loses_nothing_with_them_and_all_without():
+def test_used_frequencies_carry_the_whole_loss():
+    """The restricted loss equals the full loss, and the excluded loss is that of chance."""
     pairs = grid(13)
     losses = measure(pairs, clock(pairs, 13, [2, 5]), 13, [2, 5], pairs[::2])
     assert losses["restricted_loss"] == pytest.approx(losses["full_loss"])
     assert losses["excluded_loss"] == pytest.approx(math.log(13))
 
 
-def test_a_model_that_computes_with_other_frequencies_is_left_as_it_is_by_exclusion():
+def test_excluding_unused_frequencies_changes_no_loss():
+    """The restricted loss is then that of chance."""
     pairs = grid(13)
     losses = measure(pairs, clock(pairs, 13, [2, 5]), 13, [1, 3], pairs)
     assert losses["restricted_loss"] == pytest.approx(math.log(13))
@@ -121,13 +124,14 @@ def test_a_memorising_model_hardly_notices_the_exclusion():
 
 @settings(deadline=None, max_examples=20)
 @given(st.sets(st.integers(0, 12), min_size=1))
-def test_logits_that_depend_on_the_sum_alone_have_the_same_losses_on_any_rows(rows):
+def test_sum_only_logits_have_equal_losses_on_subsets(rows):
+    """The losses on any subset of rows equal those on all pairs."""
     some, table = rows_of_pairs(torch.tensor(sorted(rows)), 13), noise(13, 13)
     on_some, on_all = (measure(pairs, table[pairs.sum(dim=1) % 13], 13, [2, 6], pairs) for pairs in (some, grid(13)))
     assert on_some == pytest.approx(on_all)
 
 
-def test_without_a_training_pair_in_the_sample_there_is_no_excluded_loss():
+def test_excluded_loss_is_nan_without_training_pairs():
     losses = measure(grid(5), noise(25, 5), 5, [1], torch.empty(0, 2, dtype=torch.long))
     assert math.isnan(losses["excluded_loss"])
     assert losses["full_loss"] > 0
@@ -143,7 +147,8 @@ def test_the_waves_are_orthonormal_and_have_no_mean(case):
     assert torch.allclose(columns.sum(dim=0), torch.zeros(()).double(), atol=1e-12)
 
 
-def test_rows_are_drawn_without_replacement_and_all_of_them_if_they_fit():
+def test_sampled_rows_are_distinct_and_sorted():
+    """All rows are returned if they fit."""
     assert sampled_rows(5, 9).tolist() == sampled_rows(5, 5).tolist() == [0, 1, 2, 3, 4]
     drawn = sampled_rows(100, 30).tolist()
     assert drawn == sorted(set(drawn))
@@ -164,7 +169,8 @@ def on_groups(logits, p, groups, frequencies, training_pairs):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 2), (1,) * 6])
-def test_bias_and_error_of_few_rows_are_the_jackknife_over_their_groups(sizes):
+def test_few_row_bias_and_error_match_jackknife(sizes):
+    """Bias and error match a grouped jackknife computed in NumPy."""
     p, logits, trained = 13, leaky(13), grid(13)[::2]
     rows = torch.randperm(p, generator=torch.Generator().manual_seed(2))[: sum(sizes)]
     groups = rows.split(sizes)
@@ -204,13 +210,15 @@ def scatter_of_few_rows(trials):
 
 
 @pytest.mark.parametrize("trials", [60, pytest.param(2000, marks=pytest.mark.slow)])
-def test_what_few_rows_add_is_stated_within_the_stated_error(trials):
+def test_few_row_estimates_stay_within_stated_error(trials):
+    """Over many draws, bias and scatter agree with the reported bias and error."""
     for name, (bias, stated_bias, scatter, stated) in scatter_of_few_rows(trials).items():
         assert abs(bias - stated_bias) < 0.25 * stated + 3 * scatter / math.sqrt(trials), name
         assert 0.8 * scatter < stated < 2 * scatter, name
 
 
-def test_some_rows_are_the_same_in_every_run_and_in_disjoint_groups():
+def test_fixed_rows_are_reproducible_disjoint_groups():
+    """The random seed has no effect on them."""
     groups = fixed_rows(97, 40)
     torch.manual_seed(5)
     assert [group.tolist() for group in fixed_rows(97, 40)] == [group.tolist() for group in groups]
@@ -279,7 +287,8 @@ def test_planted_neurons_are_pure_and_show_their_frequencies():
 
 
 @pytest.mark.parametrize("piece", [16, 10**6])
-def test_the_hook_reports_the_losses_of_the_models_logits_on_all_pairs(piece, monkeypatch):
+def test_hook_reports_losses_of_all_pairs(piece, monkeypatch):
+    """Losses match those of the logits of the model for every batch size."""
     monkeypatch.setattr(fourier, "PAIRS_AT_ONCE", piece)
     model, loader = Circles().double(), all_pairs()
     metrics = reported(model, loader)
@@ -290,7 +299,8 @@ def test_the_hook_reports_the_losses_of_the_models_logits_on_all_pairs(piece, mo
 
 @pytest.mark.parametrize("cached", [10**9, 1])
 @pytest.mark.parametrize("options", [{"rows": 5}, {}])
-def test_of_too_many_pairs_fixed_rows_are_measured_with_bias_and_error(options, cached, monkeypatch):
+def test_many_pairs_use_fixed_rows_with_errors(options, cached, monkeypatch):
+    """Losses, bias and error match those of the same groups of rows."""
     monkeypatch.setattr(fourier, "ALL_PAIRS", 10 * 11)
     monkeypatch.setattr(fourier, "GROUPS", 8)
     monkeypatch.setattr(fourier, "LOGITS_AT_ONCE", cached)
@@ -303,7 +313,8 @@ def test_of_too_many_pairs_fixed_rows_are_measured_with_bias_and_error(options, 
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_all_pairs_have_neither_bias_nor_error_and_one_row_says_what_it_would_need():
+def test_all_pairs_have_no_bias_or_error():
+    """With a single row there is a notice that errors need at least two rows."""
     names = set(reported(Circles(), all_pairs()))
     assert not [name for name in names if name.endswith(("_bias", "_error"))]
     with pytest.warns(RunNotice, match=r"fourier\.rows is 1: .* need at least 2 rows"):
@@ -331,13 +342,14 @@ def test_the_frequencies_of_the_losses_can_be_fixed(given):
         ([0, 1.5], "names 0, 1.5;"),
     ],
 )
-def test_frequencies_that_there_are_not_are_refused_before_the_run(option, sentence):
+def test_unavailable_frequencies_are_refused_before_run(option, sentence):
+    """A missing reference solution and impossible frequencies raise."""
     with pytest.raises(UsageError, match=sentence):
         reported(Circles(), all_pairs(), frequencies=option)
 
 
 @pytest.mark.parametrize("option", ["later", [], [2, 2]])
-def test_frequencies_that_are_no_set_are_refused_at_construction(option):
+def test_invalid_frequency_option_is_refused_at_construction(option):
     with pytest.raises(
         UsageError, match=r"fourier\.frequencies is .*; it must be now, reference or a list of different"
     ):
@@ -349,13 +361,14 @@ def test_frequencies_that_are_no_set_are_refused_at_construction(option):
     [(all_pairs(operation=torch.mul), {}), (all_pairs(), {"rows": 0}), (all_pairs(), {"period": 10})],
     ids=["products", "no rows", "a period that is not the number of classes"],
 )
-def test_losses_are_left_out_where_they_are_not_defined(loader, options):
+def test_undefined_losses_are_omitted(loader, options):
+    """Other operations, no rows or another period leave the other metrics in place."""
     metrics = reported(Circles(), loader, **options)
     assert "neuron_purity" in metrics
     assert not set(LOSSES) & set(metrics)
 
 
-def test_on_inputs_that_are_no_pairs_only_weights_are_measured():
+def test_non_pair_inputs_measure_weights_only():
     assert reported(Circles(), all_pairs(width=3)) == {}
     assert "decoder_gini" in reported(Circles(), all_pairs(width=3), HookPoint.POST_EPOCH)
 
@@ -371,7 +384,8 @@ def test_on_inputs_that_are_no_pairs_only_weights_are_measured():
         {"inputs": torch.zeros(4, 2, dtype=torch.long)},
     ],
 )
-def test_only_integer_pairs_with_one_integer_target_each_are_pairs_of_tokens(batch):
+def test_token_pairs_need_integer_pairs_and_targets(batch):
+    """Other batches give no pairs."""
     assert token_pairs(batch) is None
 
 
@@ -382,7 +396,8 @@ def teach_sums(task, state):
 
 @pytest.mark.parametrize("model", ["transformer", "tied"])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_run_on_sums_has_the_same_bytes_with_the_hook(model, loop):
+def test_fourier_hook_leaves_run_bytes_unchanged(model, loop):
+    """The hook reports all losses on a run that learns sums."""
     case = Case(model, loop=loop)
     bare, hooked = (train(case, hooks, steps=6, introduce=teach_sums) for hooks in ([], [Fourier()]))
     assert hooked.digests == bare.digests
@@ -400,7 +415,8 @@ def test_the_decoder_is_measured_like_the_embedding():
     assert metrics["decoder_top_k_fraction"] == pytest.approx(1)
 
 
-def test_the_decoder_is_the_last_layer_with_a_row_for_each_token_unless_it_is_tied():
+def test_decoder_is_found_unless_tied():
+    """It is the last layer with a row per token, and an option can name another one."""
     assert output_projection(Circles(), "embedding.weight") == "decoder.weight"
     assert output_projection(TiedModel(), "embedding.weight") == ""
     run = train(Case("tied"), [Fourier(decoder="mix.weight")])
@@ -418,7 +434,8 @@ flags = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, ma
 
 
 @given(flags)
-def test_a_frequency_is_dated_by_the_start_of_its_last_unbroken_series(history):
+def test_frequency_date_starts_its_last_series(history):
+    """A frequency that is absent at the end has no date."""
     since = torch.full((3,), math.nan, dtype=torch.float64)
     for epoch, now in enumerate(history):
         since = acquisition(since, torch.tensor(now), 10 + epoch)
@@ -438,7 +455,8 @@ def plant(model, *strong):
 
 
 @torch.no_grad()
-def test_planted_frequencies_are_acquired_and_lost_at_the_planted_epochs():
+def test_planted_frequencies_are_acquired_and_lost():
+    """Dates match the planted epochs, survive a saved state, and restart after a reset."""
     model, hook = nn.Embedding(97, 48), Fourier(top_k=2)
     for epoch, strong in enumerate([(), (5,), (5, 7), (7,), (7, 9), (7, 9)]):
         metrics = hook.compute(epoch_end(plant(model, *strong), epoch=epoch))
@@ -453,7 +471,8 @@ def test_planted_frequencies_are_acquired_and_lost_at_the_planted_epochs():
 
 
 @pytest.mark.parametrize(("p", "stride"), [(97, 9), (113, 10), (101, 4)])
-def test_the_harmonics_are_the_strongest_frequencies_of_every_residue_class(p, stride):
+def test_stride_harmonics_are_strongest_residue_frequencies(p, stride):
+    """They are the strongest frequencies of the indicator of each residue class."""
     harmonics = stride_harmonics(p, stride)
     assert len(harmonics) == stride // 2
     for first in range(stride):
@@ -464,7 +483,8 @@ def test_the_harmonics_are_the_strongest_frequencies_of_every_residue_class(p, s
 
 @pytest.mark.parametrize(("strong", "excess"), [((11, 22, 32, 43), 12), ((1, 2, 3, 4), 0)])
 @torch.no_grad()
-def test_power_at_the_harmonics_of_the_order_is_told_from_power_beside_them(strong, excess):
+def test_harmonic_power_is_separated_from_other_power(strong, excess):
+    """Share and excess match planted power at and beside the harmonics of the order."""
     model = plant(nn.Embedding(97, 48), *strong)
     model.weight.sub_(plant(nn.Embedding(97, 48)).weight)
     for hook, config in ((Fourier(stride=9), None), (Fourier(), Data(97)), (Fourier(), Data(97, 9))):
@@ -481,7 +501,8 @@ class Data:
     stride: int | None = None
 
 
-def test_a_stride_of_other_data_or_of_none_is_not_taken_for_the_tokens():
+def test_stride_of_other_data_is_ignored():
+    """The stride counts only if the modulus of the data equals the number of tokens."""
     assert data_stride(Data(97), 97) == 9
     assert data_stride(Data(97, 5), 97) == 5
     assert data_stride(Data(113), 97) == data_stride(TokenConfig(), 7) == data_stride(None, 7) == 0

@@ -63,7 +63,8 @@ def test_orthogonal_rows_share_what_chance_gives_them():
     assert values["shared_fraction"] == pytest.approx(1 / 4)
 
 
-def test_one_token_has_all_of_the_gradient_and_no_pair_to_compare():
+def test_single_token_holds_the_whole_gradient():
+    """The mean cosine is NaN, since there is no pair of tokens."""
     values = measured(random_rows(zeros=[0, 1, 2, 3, 5, 6, 7, 8]))
     assert values["effective_tokens"] == values["top_k_share"] == pytest.approx(1)
     assert values["gini"] == pytest.approx(8 / 9)
@@ -76,7 +77,7 @@ def test_a_gradient_of_zero_has_no_shares():
     assert all(math.isnan(values[name]) for name in ("gini", "effective_tokens", "mean_cosine", "shared_fraction"))
 
 
-def test_the_number_of_tokens_shown_is_cut_to_those_there_are():
+def test_top_tokens_are_capped_at_token_count():
     model = TiedModel()
     metrics = TokenGradient(top_k=50).compute(epoch_end(model, accumulated_grads={"embedding.weight": random_rows(7)}))
     assert sorted(map(int, metrics["top_tokens"])) == list(range(7))
@@ -101,20 +102,21 @@ def test_tokens_that_no_batch_contained_have_no_gradient():
     assert run.sink.emitted[0][0]["token_gradient/untouched_fraction"] == pytest.approx(1 / 7)
 
 
-def test_a_tied_embedding_gives_every_token_gradient_as_a_class():
+def test_tied_embedding_touches_every_token():
+    """As a classifier, a tied embedding gives every token a gradient."""
     run = train(Case("tied"), [TokenGradient()], introduce=without_token_three)
     assert run.sink.emitted[0][0]["token_gradient/untouched_fraction"] == 0
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "decoder.weight"])
-def test_either_name_of_a_tied_embedding_finds_its_gradient(name):
+def test_both_names_of_tied_embedding_work(name):
     metrics = TokenGradient(embedding=name).compute(
         epoch_end(TiedModel(), accumulated_grads={"embedding.weight": random_rows(7)})
     )
     assert metrics["max_norm"] == random_rows(7).norm(dim=1).max()
 
 
-def test_a_sparse_gradient_is_measured_like_a_dense_one():
+def test_sparse_gradient_matches_dense_gradient():
     dense = random_rows(7, zeros=[2])
     of_sparse, of_dense = (
         TokenGradient().compute(epoch_end(TiedModel(), accumulated_grads={"embedding.weight": gradient}))
@@ -127,7 +129,7 @@ def test_an_epoch_without_gradient_reports_nothing():
     assert TokenGradient().compute(epoch_end(TiedModel(), accumulated_grads={"mix.bias": torch.ones(8)})) == {}
 
 
-def test_in_the_step_loop_the_gradient_is_that_since_the_last_flush():
+def test_step_loop_measures_since_last_flush():
     run = train(Case("transformer", loop="step"), [TokenGradient()], steps=4)
     assert [step for _, _, step, _ in run.sink.rows("token_gradient/max_norm")] == [2, 4]
 
@@ -148,7 +150,8 @@ def test_a_frozen_embedding_is_refused_before_the_run():
         ("tied", {"embedding": "mix.wait"}, "Did you mean 'mix.weight'"),
     ],
 )
-def test_models_and_names_that_do_not_fit_are_refused(model, options, sentence):
+def test_unsuitable_models_and_names_are_refused(model, options, sentence):
+    """The error suggests the embedding option or the nearest parameter name."""
     with pytest.raises(UsageError, match=sentence):
         train(Case(model), [TokenGradient(**options)])
 

@@ -77,7 +77,8 @@ def test_zclip_is_the_papers_rule_at_every_step(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("warmup", [100, 20])
-def test_adagc_is_the_papers_rule_for_every_parameter_and_step(seed, warmup):
+def test_adagc_matches_the_paper_at_every_step(seed, warmup):
+    """Every parameter matches a plain Python version of the rule, which clips the planted spikes."""
     table = [list(row) for row in zip(norms(seed), norms(seed + 9, {120: 9.0}), norms(seed + 99, {}), strict=True)]
     kept = adagc(table, AdaGC(beta=0.98, lambda_rel=1.05, lambda_abs=1.0, warmup=warmup))
     expected = adagc_by_hand(table, warmup)
@@ -86,7 +87,8 @@ def test_adagc_is_the_papers_rule_for_every_parameter_and_step(seed, warmup):
     assert kept[180][0] < table[180][0] / 5000
 
 
-def test_what_zclip_knows_of_a_step_is_mean_deviation_and_z_of_the_norms_before_it():
+def test_zclip_statistics_describe_earlier_norms():
+    """Mean, deviation, z-score and threshold come from the norms before the step."""
     series = norms(0)[:25]
     _, history = zclip(series)
     step = ZCLIP(history, torch.tensor(2.0))
@@ -96,14 +98,14 @@ def test_what_zclip_knows_of_a_step_is_mean_deviation_and_z_of_the_norms_before_
     assert step.factor.item() == pytest.approx((mean + 6.25 / step.z.item() * std) / 2, rel=1e-6)
 
 
-def test_the_larger_a_spike_the_nearer_zclip_brings_it_to_the_mean():
+def test_zclip_brings_larger_spikes_closer_to_mean():
     _, history = zclip(norms(0)[:25])
     small, large = (norm * ZCLIP(history, torch.tensor(norm)).factor.item() for norm in (1.5, 1e6))
     assert history[1] < large < small < ZCLIP(history, torch.tensor(1.0)).threshold
     assert large == pytest.approx(history[1].item(), rel=1e-3)
 
 
-def test_zclip_without_scatter_brings_a_larger_norm_down_to_the_mean():
+def test_zclip_without_variance_clips_to_the_mean():
     _, history = zclip([2.0] * 25)
     kept, after = zclip([2.0, 5.0, 1.0], history)
     assert kept == pytest.approx([2.0, 2.0, 1.0])
@@ -112,7 +114,8 @@ def test_zclip_without_scatter_brings_a_larger_norm_down_to_the_mean():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("at", [0, 7, 24, 25, 60])
-def test_a_norm_that_is_not_finite_neither_enters_zclips_history_nor_counts_for_its_warmup(bad, at):
+def test_zclip_ignores_nonfinite_norms(bad, at):
+    """They neither enter the history nor count for the warmup."""
     series = norms(3)
     with_bad, history = zclip([*series[:at], bad, *series[at:]])
     without, expected = zclip(series)
@@ -123,14 +126,15 @@ def test_a_norm_that_is_not_finite_neither_enters_zclips_history_nor_counts_for_
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("at", [0, 7, 99, 100, 160])
-def test_a_step_with_a_norm_that_is_not_finite_leaves_adagc_as_it_was(bad, at):
+def test_nonfinite_step_leaves_adagc_unchanged(bad, at):
     table = [list(row) for row in zip(norms(0), norms(1), strict=True)]
     kept = adagc([*table[:at], [bad, 7.0], *table[at:]])
     assert kept[at][1] == 7.0
     assert kept[:at] + kept[at + 1 :] == adagc(table)
 
 
-def test_zero_gradients_do_not_make_adagc_clip_a_parameter_to_nothing():
+def test_zero_gradients_do_not_collapse_adagc():
+    """A later gradient is not clipped to zero."""
     quiet = [[0.5, 0.0 if step % 2 else 0.5] for step in range(150)]
     for row in adagc(quiet)[100:]:
         assert row[0] == pytest.approx(0.5)
@@ -138,7 +142,8 @@ def test_zero_gradients_do_not_make_adagc_clip_a_parameter_to_nothing():
     assert adagc([[0.5, 0.0]] * 120 + [[0.5, 0.3]] * 2)[-1] == [0.5, 0.3]
 
 
-def test_a_parameter_that_has_no_gradient_at_a_step_keeps_its_history():
+def test_parameter_without_gradient_keeps_its_history():
+    """A new parameter has no ratio at its first step."""
     gammas, rule = Gammas(), AdaGC(beta=0.5, lambda_rel=1.05, lambda_abs=10.0, warmup=1)
     for names, row in ((["a"], [1.0]), (["b", "a"], [4.0, 1.0]), (["b"], [2.0])):
         gammas.put(names, rule(gammas.take(names, CPU), gammas.taken, torch.tensor(row)))

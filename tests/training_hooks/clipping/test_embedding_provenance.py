@@ -59,7 +59,8 @@ class Watch:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_both_paths_are_the_gradients_of_an_untied_twin(micro_batches: int) -> None:
+def test_path_gradients_match_an_untied_twin(micro_batches: int) -> None:
+    """Sums match for every number of micro-batches, and exactly with one."""
     model, twin = decoder(), decoder(tied=False)
     watch = Watch(model)
     for first in range(0, 4, 4 // micro_batches):
@@ -98,7 +99,8 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_metrics_are_those_of_the_twin_at_every_step(loop: str) -> None:
+def test_metrics_are_consistent_at_every_step(loop: str) -> None:
+    """The ratio equals that of the norms, the cosine is in range, and the run keeps its bytes."""
     run = train(Case("tied", loop=loop), [EmbeddingProvenance()])
     assert_same_bytes(run, Case("tied", loop=loop))
     rows = {(name, step): value for name, _, step, value in run.sink.rows("embedding_provenance/")}
@@ -110,7 +112,8 @@ def test_metrics_are_those_of_the_twin_at_every_step(loop: str) -> None:
         assert -1 <= rows["embedding_provenance/cosine", step] <= 1
 
 
-def test_an_untied_model_has_two_matrices_and_no_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untied_model_has_no_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both norms are those of the gradients of the two matrices."""
     seen: list[dict[str, Any]] = []
 
     def look(ctx: Any) -> None:
@@ -140,7 +143,8 @@ def test_names_that_are_no_modules_are_refused() -> None:
         start("tied", EmbeddingProvenance(embedding="embedding", projection="mixx"))
 
 
-def test_two_matrices_are_measured_now_and_then_unless_asked_for() -> None:
+def test_untied_matrices_are_measured_sparsely_by_default() -> None:
+    """With interval=1 they are measured at every step."""
     counts = []
     for options in ({}, {"interval": 1}):
         run = train(Case("transformer"), [EmbeddingProvenance(**options)], steps=6)
@@ -148,7 +152,8 @@ def test_two_matrices_are_measured_now_and_then_unless_asked_for() -> None:
     assert counts == [1, 6]
 
 
-def test_a_hook_that_strategies_share_fits_its_schedule_to_each() -> None:
+def test_shared_hook_adapts_schedule_to_each_model() -> None:
+    """One hook instance is started on an untied and then on a tied model."""
     hook, due = EmbeddingProvenance(), []
     for model in ("transformer", "tied"):
         start(model, hook)

@@ -127,7 +127,8 @@ def first_batch() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("head", ["module", "module unused", "functional", "matmul"])
-def test_each_kind_of_tied_head_is_found_beside_a_decoy_and_measured_exactly(head: str, micro: int) -> None:
+def test_every_tied_head_kind_is_measured_exactly(head: str, micro: int) -> None:
+    """The head is found next to a decoy of the same shape; gradient norms and cosine match brute force."""
     g_in, g_out = both_gradients(model(head), first_batch(), micro)
     found, said, _ = run(model(head), [EmbeddingProvenance()], accumulation_steps=micro)
     assert found["embedding_grad_l2_norm"] == pytest.approx(g_in.norm().item(), rel=1e-9)
@@ -138,13 +139,16 @@ def test_each_kind_of_tied_head_is_found_beside_a_decoy_and_measured_exactly(hea
     assert f"embedding_provenance has found embedding 'wte' and {named}, one matrix." in said
 
 
-def test_an_untied_head_is_found_beside_a_decoy() -> None:
+def test_untied_head_is_found_beside_decoy() -> None:
+    """The notice names the module of the head and reports separate matrices."""
     _, said, _ = run(model("untied"), [EmbeddingProvenance()])
     assert "embedding_provenance has found embedding 'wte' and output projection 'lm_head', a matrix each." in said
 
 
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
-def test_a_run_with_a_functional_head_keeps_its_bytes_until_there_is_something_to_clip(hook: type[Any]) -> None:
+def test_functional_head_run_matches_bare_run(hook: type[Any]) -> None:
+    """The weights have the same bytes while nothing is clipped, in float64 and under bfloat16 autocast."""
+
     def autocast(task: TrainingTask) -> None:
         task.compute_loss = lambda net, batch: torch.autocast("cpu", torch.bfloat16)(loss_of)(net, batch)
 
@@ -154,7 +158,8 @@ def test_a_run_with_a_functional_head_keeps_its_bytes_until_there_is_something_t
 
 
 @pytest.mark.compile
-def test_a_compiled_model_with_a_functional_head_is_measured_by_a_pass_of_its_own_and_not_clipped() -> None:
+def test_compiled_functional_head_is_measured_not_clipped() -> None:
+    """The observer measures in an additional pass; the clipping hook raises UsageError with the remedy."""
     expected, _, _ = run(model("functional"), [EmbeddingProvenance()])
     net = model("functional")
     net.compile(backend="eager", dynamic=False)
@@ -168,7 +173,8 @@ def test_a_compiled_model_with_a_functional_head_is_measured_by_a_pass_of_its_ow
 
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("head", ["module", "functional"])
-def test_micro_batches_of_bfloat16_weights_are_summed_in_float32(head: str, micro: int) -> None:
+def test_bfloat16_micro_batches_are_summed_in_float32(head: str, micro: int) -> None:
+    """The gradient norms match brute force for module heads and functional heads."""
     net = model(head, torch.bfloat16)
     g_in, g_out = both_gradients(net, first_batch(), micro)
     found, _, _ = run(net, [EmbeddingProvenance()], accumulation_steps=micro)
@@ -176,7 +182,8 @@ def test_micro_batches_of_bfloat16_weights_are_summed_in_float32(head: str, micr
     assert found["output_proj_grad_l2_norm"] == pytest.approx(g_out.norm().item(), rel=1e-6)
 
 
-def test_bfloat16_weights_are_clipped_in_a_loop_of_ones_own() -> None:
+def test_bfloat16_weights_are_clipped_in_custom_loop() -> None:
+    """The clipped gradient of three micro-batches follows the rule within two percent."""
     net = model("functional", torch.bfloat16)
     clipping = TiedGradientClipping(net, ClipOptions(window_size=1, scale_factor=0.1))
     clipping.enable()
@@ -226,7 +233,8 @@ def test_a_functional_head_is_clipped_by_the_rule() -> None:
         ("functional", {"embedding": "wte", "projection": "head"}, UsageError, "no module of that name with a weight"),
     ],
 )
-def test_what_does_not_make_the_output_is_refused_in_one_sentence(hook, head, options, error, sentence) -> None:
+def test_wrong_projection_is_refused(hook, head, options, error, sentence) -> None:
+    """The error is at most 300 characters long; a hook that is not required is left out with a notice."""
     with pytest.raises(error, match=sentence) as refusal:
         run(model(head), [hook(**options)])
     assert len(str(refusal.value)) <= 300
@@ -249,7 +257,9 @@ class InLoss(Model):
         self.lm_head.weight = self.wte.weight
 
 
-def test_a_module_that_the_loss_calls_is_a_head_and_a_function_there_is_none() -> None:
+def test_module_head_called_by_loss_is_found() -> None:
+    """The gradient norms match brute force; a functional head is refused if the loss calls model.forward directly."""
+
     def in_loss(task: TrainingTask) -> None:
         task.compute_loss = lambda net, batch: functional.cross_entropy(net.lm_head(net(batch[0])), batch[1])
 
@@ -265,7 +275,9 @@ def test_a_module_that_the_loss_calls_is_a_head_and_a_function_there_is_none() -
         run(model("functional"), [EmbeddingProvenance()], change=in_pieces)
 
 
-def test_an_error_of_the_loss_is_told_of_as_the_runs_own() -> None:
+def test_loss_error_passes_through_unchanged() -> None:
+    """The exception of the loss function reaches the caller with its original message."""
+
     def broken(task: TrainingTask) -> None:
         def compute_loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
             raise ValueError("no such loss")
@@ -287,7 +299,8 @@ def test_an_error_of_the_loss_is_told_of_as_the_runs_own() -> None:
         ("hidden", "the model has none"),
     ],
 )
-def test_in_a_loop_of_ones_own_the_first_pass_shows_whether_the_pair_is_right(head: str, sentence: str) -> None:
+def test_custom_loop_refuses_wrong_pair_at_first_pass(head: str, sentence: str) -> None:
+    """A forward pass under torch.no_grad() is not checked; the first pass with gradients raises."""
     net = model(head)
     clipping = TiedGradientClipping(net)
     clipping.enable()
@@ -298,7 +311,8 @@ def test_in_a_loop_of_ones_own_the_first_pass_shows_whether_the_pair_is_right(he
     clipping.disable()
 
 
-def test_a_pass_shows_the_products_nearest_to_the_output() -> None:
+def test_pass_records_products_nearest_to_output() -> None:
+    """A scaling and log_softmax after the head and an unrelated penalty do not hide the head."""
     net, seen = model("functional"), Pass()
     net.scale = nn.Parameter(torch.ones(1, 1).double())
     plain = net.forward

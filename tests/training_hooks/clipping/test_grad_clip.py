@@ -80,7 +80,8 @@ def typical(case: Case, rule: str) -> float:
 
 
 @matrix("model, optimizer, rule", MODELS, OPTIMIZERS, BY_TORCH)
-def test_the_run_is_bit_for_bit_the_one_that_calls_torchs_function(model, optimizer, rule):
+def test_clipping_matches_torch_functions(model, optimizer, rule):
+    """A run with the hook equals a hand-written loop with the clip function of torch, bit for bit."""
     case, (option, clip) = Case(model, optimizer), BY_TORCH[rule]
     limit = typical(case, rule)
     task, norms = hand_written(case, lambda model: clip(model, limit))
@@ -94,7 +95,8 @@ def test_the_run_is_bit_for_bit_the_one_that_calls_torchs_function(model, optimi
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_reports_what_it_says_and_all_of_that_is_described(rule):
+def test_reported_metrics_match_descriptions(rule):
+    """Each rule reports its documented metrics, and all of them are described."""
     run = train(Case(), [GradClip(method=rule, **SHORT.get(rule, {}))], steps=9)
     assert {row[0].removeprefix("grad_clip/") for row in run.sink.rows("grad_clip")} == METRICS[rule]
     assert set().union(*METRICS.values()) == {info.name for info in GradClip(method=rule).describe_metrics()}
@@ -108,7 +110,7 @@ def by_the_sum_of_norms(model: nn.Module, limit: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
-def test_the_sum_of_norms_is_clipped_as_in_the_published_code(share):
+def test_sum_of_norms_matches_published_code(share):
     found, expected = (build(Case("transformer")) for _ in range(2))
     for task, _ in (found, expected):
         forward_backward(task, next(iter(task.loader.batches(0))))
@@ -128,7 +130,8 @@ def test_the_metrics_describe_what_happened_to_the_norm():
     assert column(run, "clipped")[0] == 1.0
 
 
-def test_the_share_of_elements_beyond_a_value_and_the_norm_of_the_clamped_ones_are_exact():
+def test_clipped_share_and_norm_are_exact():
+    """The share of elements beyond the limit and the norm after clamping match a manual calculation."""
     vector = {"a": torch.tensor([3.0, -4.0, 0.5]), "b": torch.tensor([[1.0, -1.0]])}
     share, norm = beyond(vector, 1.0)
     assert share == pytest.approx(2 / 5)
@@ -137,7 +140,8 @@ def test_the_share_of_elements_beyond_a_value_and_the_norm_of_the_clamped_ones_a
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1e9}, {"method": "value", "max_value": 1e9}, {"method": "zclip"}])
-def test_gradients_within_the_limit_are_left_bit_for_bit(options):
+def test_gradients_within_limit_are_unchanged(options):
+    """The run has the bytes of the run without the hook, and no step is reported as clipped."""
     loose, bare = train(Case(), [GradClip(**options)]), train(Case())
     assert loose.final == bare.final
     assert set(column(loose, "clipped")) == {0.0}
@@ -173,7 +177,8 @@ def planted_norms(steps: int) -> list[list[float]]:
     return rows
 
 
-def test_with_zclip_the_gradients_are_those_that_the_rule_leaves():
+def test_zclip_gradients_match_the_rule():
+    """The hook clips the planted spikes and only a few other steps."""
     planted, history, spikes = Planted(method="zclip"), torch.zeros(3, dtype=torch.float64), []
     for number, row in enumerate(planted_norms(70)):
         expected = ZClip(alpha=0.97, z_threshold=2.5, warmup=25)(history, torch.tensor(row).norm())
@@ -184,7 +189,8 @@ def test_with_zclip_the_gradients_are_those_that_the_rule_leaves():
     assert len(spikes) < 7
 
 
-def test_with_adagc_the_gradients_are_those_that_the_rule_leaves():
+def test_adagc_gradients_match_the_rule():
+    """The hook applies the factors of the rule and stores the parameter names in its state."""
     planted, gammas = Planted(method="adagc", warmup=10, lambda_abs=1.5), Gammas()
     rule = AdaGC(beta=0.98, lambda_rel=1.05, lambda_abs=1.5, warmup=10)
     for row in planted_norms(70):
@@ -196,7 +202,8 @@ def test_with_adagc_the_gradients_are_those_that_the_rule_leaves():
 
 @pytest.mark.parametrize("rule", ["zclip", "adagc"])
 @pytest.mark.parametrize("at_step", [3, 10, 40])
-def test_a_hook_that_is_resumed_goes_on_as_if_nothing_had_happened(rule, at_step):
+def test_resumed_clipping_matches_uninterrupted_clipping(rule, at_step):
+    """A hook whose state was saved and restored clips the remaining steps identically."""
     whole, rows = Planted(method=rule, warmup=10), planted_norms(60)
     expected = [whole.step(row) for row in rows]
     first, second = Planted(method=rule, warmup=10), Planted(method=rule, warmup=10)
@@ -218,7 +225,8 @@ def test_the_history_of_another_rule_is_left():
 
 @pytest.mark.parametrize("rule", ["zclip", "adagc"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_gradients_that_are_not_finite_are_left_as_they_are_and_out_of_the_history(rule, bad):
+def test_non_finite_gradients_are_left_unchanged(rule, bad):
+    """The gradients and the history keep their values."""
     planted = Planted(method=rule, warmup=10)
     for row in planted_norms(70)[:20]:
         planted.step(row)
@@ -230,7 +238,8 @@ def test_gradients_that_are_not_finite_are_left_as_they_are_and_out_of_the_histo
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_whose_parameters_have_no_gradients_reports_no_share_and_no_history(rule):
+def test_missing_gradients_change_no_history(rule):
+    """A step without gradients leaves the state unchanged, and only the rule norm may report metrics."""
     planted = Planted(method=rule)
     planted.task.optimizer.zero_grad()
     planted.manager.fire(HookPoint.POST_BACKWARD)
@@ -255,7 +264,8 @@ def test_no_rule_waits_for_a_device(rule):
 
 
 @pytest.mark.parametrize("rule", ["norm", "parameter"])
-def test_float16_gradients_whose_norm_float16_cannot_hold_are_scaled_not_erased(rule):
+def test_float16_gradients_with_overflowing_norm_are_scaled(rule):
+    """A norm beyond the range of float16 scales the gradients and does not set them to zero."""
     task, state = build(Case("transformer"))
     for parameter in task.model.half().parameters():
         parameter.grad = torch.full_like(parameter, 3000.0)
@@ -269,7 +279,9 @@ def test_float16_gradients_whose_norm_float16_cannot_hold_are_scaled_not_erased(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_that_float16_skips_leave_no_trace_in_a_history(rule):
+def test_skipped_float16_steps_leave_no_trace(rule):
+    """Histories count only the steps that the loss scaler did not skip."""
+
     def in_float16(task: TrainingTask, state: TrainingState) -> None:
         precision = Precision.of("fp16", torch.device("cpu"))
         task.compute_loss = precision.autocast(mean_loss)
@@ -288,7 +300,7 @@ def test_steps_that_float16_skips_leave_no_trace_in_a_history(rule):
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.inf, math.nan])
-def test_a_norm_that_cannot_be_a_limit_is_refused(max_norm):
+def test_invalid_max_norm_is_refused(max_norm):
     with pytest.raises(UsageError, match=f"grad_clip.max_norm is {max_norm}; it must be a positive number"):
         GradClip(max_norm=max_norm)
 
@@ -315,7 +327,8 @@ def test_a_norm_that_cannot_be_a_limit_is_refused(max_norm):
         ({"method": "adagc", "alpha": 0.5}, "alpha is 0.5, but .* 'adagc' takes beta, lambda_rel, lambda_abs, warmup"),
     ],
 )
-def test_options_that_cannot_be_or_belong_to_another_rule_are_refused(options, sentence):
+def test_unsuitable_clip_options_are_refused(options, sentence):
+    """Invalid values and options of another method raise a UsageError."""
     with pytest.raises(UsageError, match=sentence):
         GradClip(**options)
 

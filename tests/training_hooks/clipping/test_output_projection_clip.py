@@ -152,7 +152,8 @@ def test_only_declared_gradients_change(loop: str, scope: str) -> None:
     assert "embedding.weight" in changed
 
 
-def test_one_decision_is_made_for_each_step_whatever_the_micro_batches() -> None:
+def test_each_step_has_one_clipping_decision() -> None:
+    """The number of micro-batches does not matter."""
     whole, pieces = (
         train(Case("tied"), [OutputProjectionClip(**ROLLING)], steps=3, accumulation_steps=count) for count in (1, 3)
     )
@@ -161,14 +162,16 @@ def test_one_decision_is_made_for_each_step_whatever_the_micro_batches() -> None
     assert {value for found in rows for *_, value in found} <= {0.0, 1.0}
 
 
-def test_provenance_beside_it_measures_what_was_there_before_clipping() -> None:
+def test_provenance_measures_the_unclipped_gradient() -> None:
+    """Both hooks report the same norm of the output projection's gradient."""
     run = train(Case("tied"), [EmbeddingProvenance(), OutputProjectionClip(**PLAIN)], steps=3)
     names = [f"{hook}/output_proj_grad_l2_norm" for hook in ("embedding_provenance", "output_projection_clip")]
     seen, clipped = ([value for *_, value in run.sink.rows(name)] for name in names)
     assert seen == pytest.approx(clipped, rel=1e-6)
 
 
-def test_resumed_in_the_middle_of_a_window_it_goes_on_as_if_it_had_not_stopped() -> None:
+def test_norm_history_resumes_within_a_window() -> None:
+    """The restored history has the same mean after each norm, including an infinite one."""
     history, resumed = NormHistory(3), NormHistory(3)
     for norm in (1.0, 2.0):
         history.add(torch.tensor(norm))
@@ -182,7 +185,8 @@ def test_resumed_in_the_middle_of_a_window_it_goes_on_as_if_it_had_not_stopped()
 
 @pytest.mark.parametrize("scope", ["weight", "logits"])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_run_resumed_in_the_middle_of_a_window_is_the_run_in_one_go(loop: str, scope: str, tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(loop: str, scope: str, tmp_path: Path) -> None:
+    """The run stops in the middle of a window, for both loops and scopes."""
     one, two, middle = in_one_and_two(
         Case("tied", loop=loop), lambda: OutputProjectionClip(window_size=9, scale_factor=0.2, scope=scope), tmp_path
     )

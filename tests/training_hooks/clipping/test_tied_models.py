@@ -65,7 +65,8 @@ def loss(model: nn.Module, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_pair_is_that_of_the_models_own_accessors(name: str) -> None:
+def test_embedding_pair_matches_model_accessors(name: str) -> None:
+    """Embedding, projection and tying are detected on tied and untied models of each library."""
     for tied in (True, False):
         model = MODELS[name](tied=tied)
         pair = EmbeddingPair.of(model, "any", None, None)
@@ -90,7 +91,8 @@ def test_provenance_is_the_gradients_of_the_untied_twin(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_clipping_over_several_steps_is_that_of_the_rule(name: str) -> None:
+def test_clipping_over_steps_matches_the_rule(name: str) -> None:
+    """Merged gradients match a clipped untied twin for six steps."""
     model, twin, norms = MODELS[name](), untied_twin(name), []
     clipping = TiedGradientClipping(model, OPTIONS)
     clipping.enable()
@@ -145,7 +147,8 @@ def test_compiled_models_give_the_numbers_of_eager_ones(hook: type[Any], loop: s
 
 
 @pytest.mark.compile
-def test_both_together_measure_the_same_on_a_compiled_model() -> None:
+def test_compiled_model_hooks_report_equal_norms() -> None:
+    """Provenance and clipping agree when both run on a compiled model."""
     run = train(Case("tied"), [EmbeddingProvenance(), OutputProjectionClip()], steps=3, introduce=compiled)
     names = ("embedding_grad_l2_norm", "output_proj_grad_l2_norm")
     seen, clipped = (

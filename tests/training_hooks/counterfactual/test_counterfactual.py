@@ -47,7 +47,8 @@ def excess_of(one: Tensor, shuffles: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("k", [2, 3, 5])
-def test_the_split_is_the_projection_onto_the_mean_of_the_shuffles(k, sign):
+def test_split_projects_onto_mean_of_shuffles(k, sign):
+    """Every metric of the split matches its definition on explicit vectors."""
     vectors = torch.randn(k + 1, 20, generator=torch.Generator().manual_seed(k), dtype=torch.float64) + 0.5
     vectors[0] *= sign
     g, shuffles, found = vectors[0], vectors[1:], split_of(vectors)
@@ -77,7 +78,8 @@ def test_the_split_is_the_projection_onto_the_mean_of_the_shuffles(k, sign):
 
 @pytest.mark.parametrize("k", [2, 3, 5])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_alignment_is_that_of_the_parts_with_the_way_to_the_solution(k, sign):
+def test_alignment_matches_parts_and_solution_direction(k, sign):
+    """Every cosine matches its definition on explicit vectors."""
     vectors = torch.randn(k + 2, 20, generator=torch.Generator().manual_seed(k), dtype=torch.float64) + 0.5
     vectors[0] *= sign
     g, shuffles, way, found = vectors[0], vectors[1:-1], vectors[-1], solution_alignment(vectors @ vectors.T)
@@ -96,7 +98,8 @@ def test_the_alignment_is_that_of_the_parts_with_the_way_to_the_solution(k, sign
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_an_epoch_against_its_content_is_all_ordering_and_the_coherence_keeps_its_sign():
+def test_opposed_epoch_is_pure_ordering():
+    """A gradient opposite to its content has a fraction of 1 and a negative coherence."""
     generator = torch.Generator().manual_seed(0)
     shuffles = torch.randn(4, 50, generator=generator, dtype=torch.float64) * 0.1 + 1
     found = split_of(torch.cat([-shuffles.mean(dim=0, keepdim=True), shuffles]))
@@ -112,7 +115,8 @@ def test_every_metric_is_described_and_none_else():
     assert names == {info.name for info in Counterfactual().describe_metrics()}
 
 
-def test_without_ordering_its_alignment_is_undefined_rather_than_rounding():
+def test_alignment_without_ordering_is_nan():
+    """Rounding noise is not reported as a direction."""
     g = torch.randn(500, generator=torch.Generator().manual_seed(0))
     way = torch.randn(500, generator=torch.Generator().manual_seed(1))
     vectors = torch.stack([g, 2 * g, 0.5 * g, way])
@@ -121,7 +125,8 @@ def test_without_ordering_its_alignment_is_undefined_rather_than_rounding():
     torch.testing.assert_close(found["content_solution_cosine"], torch.cosine_similarity(-g, way, dim=0))
 
 
-def test_an_order_as_good_as_a_random_one_has_no_excess_towards_the_solution_but_a_planted_one_has():
+def test_solution_excess_detects_planted_order_effect():
+    """A random order has no significant excess over 300 draws."""
     generator = torch.Generator().manual_seed(0)
     found: dict[float, list[Tensor]] = {0.0: [], 0.5: []}
     for planted, excesses_of in found.items():
@@ -133,7 +138,8 @@ def test_an_order_as_good_as_a_random_one_has_no_excess_towards_the_solution_but
     assert deviation(torch.stack(found[0.5])) > 10
 
 
-def test_a_run_is_held_against_the_way_from_where_its_epoch_began():
+def test_solution_direction_starts_at_epoch_start():
+    """The cosine is 1 for a reference exactly ahead of the weights at the start of the epoch."""
     case = Case("tied", "sgd_momentum")
     start = {name: value.detach() for name, value in build(case)[0].model.named_parameters()}
     after: dict[str, Tensor] = {}
@@ -147,7 +153,7 @@ def test_a_run_is_held_against_the_way_from_where_its_epoch_began():
     assert found == pytest.approx(abs(content), rel=1e-5)
 
 
-def test_the_inner_products_are_those_of_the_flat_vectors():
+def test_inner_products_match_flat_vectors():
     vectors = [{"a": torch.randn(3, 2), "b": torch.randn(4)} for _ in range(4)]
     flat = torch.stack([torch.cat([value.flatten() for value in vector.values()]) for vector in vectors])
     torch.testing.assert_close(inner_products(vectors), flat @ flat.T)
@@ -171,7 +177,8 @@ def deviation(values: Tensor) -> float:
     return (values.mean() / (values.std() / math.sqrt(len(values)))).item()
 
 
-def test_pure_noise_gives_the_fraction_of_the_formula_and_no_excess():
+def test_pure_noise_matches_formula_without_excess():
+    """Both fractions match their formulas over 400 trials."""
     found = simulate(k=3, size=3000, noise_energy=3.0, order_energy=0.0, trials=400)
     assert found["ordering_fraction"].mean().item() == pytest.approx(0.875, abs=0.003)
     assert found["null_fraction"].mean().item() == pytest.approx(0.9, abs=0.003)
@@ -182,12 +189,14 @@ def test_pure_noise_gives_the_fraction_of_the_formula_and_no_excess():
 @pytest.mark.parametrize("k", [2, 3, 5])
 @pytest.mark.parametrize("noise_energy", [0.1, 10.0])
 @pytest.mark.statistical
-def test_the_excess_is_unbiased_for_few_shuffles_and_few_dimensions(k, noise_energy):
+def test_excess_is_unbiased_in_few_dimensions(k, noise_energy):
+    """This holds for few shuffles and for weak and strong noise."""
     found = simulate(k, size=5, noise_energy=noise_energy, order_energy=0.0, trials=400)
     assert abs(deviation(found["excess"])) < 3
 
 
-def test_a_planted_effect_of_the_order_gives_the_excess_of_the_formula():
+def test_planted_order_effect_matches_formula():
+    """The mean excess of the simulation equals the closed form."""
     r, q, k = 1.0, 2.0, 4
     found = simulate(k, size=3000, noise_energy=r, order_energy=q, trials=300)["excess"]
     expected = (1 / (1 + r) - 1 / (1 + r + q)) / (1 + r / (k - 1))
@@ -213,7 +222,8 @@ def chance_of(g: Tensor, shuffles: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("k", [3, 4, 6])
 @pytest.mark.parametrize("effect", [0.0, 3.0, 12.0])
-def test_the_errors_are_those_of_their_definitions_by_vectors(k, effect):
+def test_errors_match_definitions_on_vectors(k, effect):
+    """Errors and half-widths match a jackknife with placebo epochs on explicit vectors."""
     vectors = torch.randn(k + 1, 20, generator=torch.Generator().manual_seed(k), dtype=torch.float64) * 0.4 + 0.5
     vectors[0, :10] += effect
     g, shuffles, found = vectors[0], vectors[1:], split_errors(vectors @ vectors.T)
@@ -252,7 +262,8 @@ def covered(k: int, size: int, noise: float, effect: float, trials: int) -> tupl
 
 @pytest.mark.parametrize(("k", "noise", "effect"), [(5, 1.0, 0.0), (3, 10.0, 0.0), (5, 0.1, 0.5)])
 @pytest.mark.statistical
-def test_the_interval_of_the_excess_covers_what_is_expected(k, noise, effect):
+def test_excess_interval_covers_the_expectation(k, noise, effect):
+    """At least 93% of the 95% intervals cover it, and the reported error is realistic."""
     share, ratio = covered(k, 30, noise, effect, trials=300)
     assert share >= 0.93
     assert 0.8 <= ratio <= 1.7
@@ -268,7 +279,8 @@ def test_the_interval_of_the_excess_is_conservative(k, noise, effect):
     assert 0.75 <= ratio <= 2
 
 
-def test_two_shuffles_give_no_error_and_a_notice_that_says_what_it_would_need():
+def test_two_shuffles_give_notice_instead_of_errors():
+    """The notice names the option and the minimum of three shuffles."""
     assert split_errors(torch.eye(3)) == {}
     with pytest.warns(RunNotice, match=r"counterfactual\.k is 2: .* need at least 3 shuffles .*counterfactual\.k=3"):
         run = train(Case("tied", "sgd_momentum"), [Counterfactual(k=2)])
@@ -278,7 +290,8 @@ def test_two_shuffles_give_no_error_and_a_notice_that_says_what_it_would_need():
 
 
 @pytest.mark.parametrize("noise_energy", [1.0, 10.0])
-def test_clamping_both_sides_leaves_the_excess_unbiased_in_few_dimensions(noise_energy):
+def test_clamped_excess_is_unbiased(noise_energy):
+    """Negative content cosines occur in two dimensions, and the mean excess is still zero."""
     found = simulate(3, size=2, noise_energy=noise_energy, order_energy=0.0, trials=600)
     assert (found["content_cosine"] < 0).double().mean() > 0.02
     assert abs(deviation(found["excess"])) < 3
@@ -300,7 +313,8 @@ def excesses(order: str, *, batch_size: int = 8, epochs: int = 50) -> Tensor:
 
 
 @pytest.mark.statistical
-def test_training_in_random_order_has_no_excess_on_average_but_sorted_order_has():
+def test_sorted_training_has_excess_random_none():
+    """A noisy classifier is trained for 50 epochs in each order."""
     random, ordered = excesses("random"), excesses("sorted")
     assert len(random) == len(ordered) == 50
     assert abs(deviation(random)) < 3
@@ -321,7 +335,8 @@ def test_an_epoch_of_one_batch_has_no_order():
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_a_fire_costs_k_epochs_of_batches_and_not_one_more(k):
+def test_measurement_costs_exactly_k_epochs(k):
+    """Each measured epoch computes k further epochs of losses."""
     calls = count()
 
     def counting_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -334,7 +349,8 @@ def test_a_fire_costs_k_epochs_of_batches_and_not_one_more(k):
     assert next(calls) == 2 * (1 + k) * STEPS_PER_EPOCH
 
 
-def test_it_fires_after_each_of_the_first_fifty_epochs_and_then_at_snapshots_even_an_early_one():
+def test_hook_measures_early_epochs_then_snapshots():
+    """Each of the first 50 epochs is measured, then every snapshot, also that of an early stop."""
     case = Case("tied", "sgd_momentum")
     stops = count()
     run = train(
@@ -354,7 +370,7 @@ def test_it_fires_after_each_of_the_first_fifty_epochs_and_then_at_snapshots_eve
     assert sorted(fired) == sorted(expected)
 
 
-def test_it_leaves_the_run_as_it_is_and_stays_out_of_the_step_loop():
+def test_hook_preserves_run_and_skips_step_loop():
     case = Case("batchnorm_mlp", "adamw_fused")
     run = train(case, [Counterfactual()], steps=6)
     assert_same_bytes(run, case, 6)
@@ -362,6 +378,7 @@ def test_it_leaves_the_run_as_it_is_and_stays_out_of_the_step_loop():
     assert train(Case("tied", loop="step"), [Counterfactual()]).sink.rows("counterfactual") == []
 
 
-def test_one_shuffle_is_refused_since_it_has_no_null():
+def test_single_shuffle_is_refused():
+    """The null distribution needs at least two shuffles."""
     with pytest.raises(UsageError, match=r"counterfactual\.k is 1; it must be at least 2"):
         Counterfactual(k=1)

@@ -37,7 +37,8 @@ def of_set(gram: Tensor, observed: int, shuffles: tuple[int, ...]) -> dict[str, 
 
 
 @pytest.mark.parametrize("shuffles", [(1, 2), (2, 5, 7), (1, 2, 3, 4, 5, 6, 7, 8)])
-def test_many_splits_at_once_are_those_of_the_counterfactual(shuffles):
+def test_batched_splits_match_counterfactual_hook(shuffles):
+    """The splits of several sets in one call equal those of ordering_split on each set."""
     gram = epochs(1, effect=0.5)[0]
     found = splits(gram, torch.tensor([0, 0]), torch.tensor([shuffles, shuffles[::-1]]))
     for name, values in found._asdict().items():
@@ -54,7 +55,8 @@ def test_estimates_are_the_means_over_all_sets():
             torch.testing.assert_close(value, torch.stack([each[name] for each in sets]).mean(), msg=name)
 
 
-def test_errors_are_those_of_the_counterfactual_for_every_set():
+def test_errors_match_counterfactual_hook():
+    """The squared errors of every set agree with split_errors."""
     gram, sets = epochs(1, effect=0.5)[0], [(1, 3, 4, 8), (2, 5, 6, 7)]
     found = squared_errors(gram, torch.tensor(sets))
     for index, chosen in enumerate(sets):
@@ -72,18 +74,21 @@ def intervals(grams: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("size", "noise"), [(5, 1.0), (30, 0.1), (30, 1.0), (300, 10.0)])
 @pytest.mark.statistical
-def test_the_interval_covers_zero_at_about_the_nominal_rate_if_the_order_has_no_effect(size, noise):
+def test_interval_covers_zero_without_effect(size, noise):
+    """At least 93 percent of the intervals cover zero if the order has no effect."""
     low, high = intervals(epochs(200, shuffles=5, size=size, noise=noise))
     assert ((low <= 0) & (high >= 0)).double().mean().item() >= 0.93
 
 
-def test_the_interval_excludes_zero_if_an_effect_is_planted():
+def test_interval_excludes_zero_with_planted_effect():
+    """More than 95 percent of the lower bounds are positive."""
     low, _ = intervals(epochs(20, size=300, noise=1.0, effect=2.0))
     assert (low > 0).double().mean().item() > 0.95
 
 
 @pytest.mark.statistical
-def test_the_error_of_the_excess_is_its_scatter_over_many_epochs():
+def test_excess_error_matches_scatter_over_epochs():
+    """The estimated error is within 10 percent of the standard deviation over 700 random epochs."""
     grams = epochs(700, noise=1.0)
     everything = torch.arange(1, K + 1)[None]
     found = [splits(gram, torch.tensor([0]), everything).excess for gram in grams]
@@ -92,7 +97,8 @@ def test_the_error_of_the_excess_is_its_scatter_over_many_epochs():
 
 
 @pytest.mark.statistical
-def test_the_errors_of_the_fractions_are_their_scatter_over_many_sets_of_shuffles():
+def test_fraction_errors_match_scatter_over_shuffles():
+    """The estimated errors are within 25 percent of the standard deviation over 300 sets of shuffles."""
     generator = torch.Generator().manual_seed(3)
     g = torch.randn(30, generator=generator, dtype=torch.float64) + 1
     estimates, errors = [], []
@@ -109,12 +115,14 @@ def test_the_errors_of_the_fractions_are_their_scatter_over_many_sets_of_shuffle
 @pytest.mark.parametrize(
     ("widths", "expected"), [([0.5, 0.2, 0.09], 5), ([0.09, 0.2, 0.05], 5), ([0.1, 0.05, 0.01], 3), ([0.3, 0.2], None)]
 )
-def test_the_smallest_sufficient_number_is_that_from_which_on_all_suffice(widths, expected):
+def test_smallest_sufficient_count_requires_all_larger_counts(widths, expected):
+    """Every larger count must be within the tolerance too; the result is NaN if no count qualifies."""
     found = smallest_within({3 + i: torch.tensor(width) for i, width in enumerate(widths)}, tolerance=0.1).item()
     assert math.isnan(found) if expected is None else found == expected
 
 
-def test_a_run_reports_every_described_metric_at_its_snapshots_and_stays_as_it_is():
+def test_run_reports_every_described_metric():
+    """The hook reports at snapshots, changes no byte of the run and reports nothing in the step loop."""
     case = Case("batchnorm_mlp", "adamw_fused")
     run = train(case, [CounterfactualValidator(k_max=4)], steps=6)
     assert_same_bytes(run, case, 6)
@@ -141,7 +149,8 @@ def test_a_snapshot_costs_k_max_epochs():
     assert next(calls) == (1 + 5) * STEPS_PER_EPOCH
 
 
-def test_only_its_name_and_with_debug_switch_it_on():
+def test_validator_is_selected_only_with_debug():
+    """The group all leaves the hook out because its kind is debug; adding with_debug selects it."""
     assert hook_kind(HookRegistry.get("counterfactual_validator")) == "debug"
     assert "counterfactual_validator" not in select_hooks(None, ["all"], {}, "any")
     assert "counterfactual_validator" in select_hooks(None, ["all", "with_debug"], {}, "any")

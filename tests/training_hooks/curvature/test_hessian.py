@@ -84,7 +84,8 @@ def quadratic_task(optimizer: str, **options: float) -> TrainingTask:
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
 @pytest.mark.parametrize(("optimizer", "lr"), [("SGD", 0.02), ("AdamW", 0.05)])
-def test_on_quadratic_losses_every_metric_has_its_closed_form(method, optimizer, lr):
+def test_metrics_match_closed_form_on_quadratic_losses(method, optimizer, lr):
+    """The method is exact or finite differences, and the optimizer is SGD or AdamW."""
     goal = torch.tensor([3.0, 1.0, -1.0], dtype=torch.float64)
     rows, path = measured(quadratic_task(optimizer, lr=lr), Hessian(method=method, **ALWAYS), {"place": goal})
     matrices, linears = (part.view(4, 2, *part.shape[1:]).mean(dim=1) for part in bowls())
@@ -172,7 +173,8 @@ def gradient_at(task: TrainingTask, place: dict[str, Tensor], batch: tuple[Tenso
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_entanglement_of_a_network_is_the_difference_of_two_gradients_for_every_optimizer(optimizer):
+def test_network_entanglement_is_a_gradient_difference(optimizer):
+    """It is the change of one batch's gradient over the previous step, for SGD and AdamW."""
     task = network_task(0.2, optimizer)
     batches = list(task.loader.batches(0))
     rows, path = measured(task, Hessian(**ALWAYS))
@@ -186,7 +188,8 @@ def test_the_entanglement_of_a_network_is_the_difference_of_two_gradients_for_ev
         assert rows[step]["own_loss_change_predicted"] == pytest.approx(dot(own[0], update).item(), rel=1e-9)
 
 
-def test_under_sgd_both_approximations_are_one_and_their_error_falls_with_the_learning_rate():
+def test_sgd_approximations_agree_and_improve():
+    """Under SGD, their error is proportional to the learning rate."""
     errors = []
     for lr in (0.04, 0.02, 0.01):
         row = measured(network_task(lr), Hessian(**ALWAYS))[0][2]
@@ -196,7 +199,8 @@ def test_under_sgd_both_approximations_are_one_and_their_error_falls_with_the_le
     assert errors[1] / errors[2] == pytest.approx(2, rel=0.05)
 
 
-def test_under_adam_the_sgd_formula_misses_what_the_first_order_part_holds():
+def test_sgd_formula_fails_under_adam():
+    """The SGD formula misses 80 percent, while the first-order error is below 5 percent."""
     row = measured(network_task(1e-3, torch.optim.AdamW), Hessian(**ALWAYS))[0][3]
     assert row["first_order_error"] < 0.05
     assert row["sgd_error"] > 0.8
@@ -209,7 +213,9 @@ def test_finite_differences_report_what_exact_products_do():
         assert differences[step] == pytest.approx(row, rel=1e-5)
 
 
-def test_nothing_is_entangled_by_a_step_of_length_zero_whatever_dropout_draws():
+def test_zero_length_step_has_no_entanglement():
+    """Dropout and batch norm do not add any."""
+
     def rows(lr: float) -> Rows:
         task = network_task(lr)
         task.model.insert(2, nn.Dropout(0.5))
@@ -239,7 +245,7 @@ def test_entanglements_that_all_point_one_way_are_coherent():
         assert rows[step]["burst_coherence"] == pytest.approx(1)
 
 
-def test_coherence_begins_anew_with_every_burst():
+def test_coherence_restarts_with_every_burst():
     task = quadratic_task("SGD", lr=0.01)
     task.length = 9
     rows, _ = measured(task, Hessian(every_n_steps=5, burst_length=3))
@@ -247,7 +253,8 @@ def test_coherence_begins_anew_with_every_burst():
     assert {step for step, row in rows.items() if "entanglement_norm" in row} == {2, 3, 7, 8}
 
 
-def test_the_threshold_is_that_of_the_learning_rate_with_which_the_step_was_made():
+def test_threshold_uses_learning_rate_of_its_step():
+    """The scheduler has already changed the learning rate when the hook measures."""
     task = quadratic_task("SGD", lr=0.02)
     task.scheduler = torch.optim.lr_scheduler.ExponentialLR(task.optimizer, 0.5)
     rows, _ = measured(task, Hessian(**ALWAYS))
@@ -279,7 +286,8 @@ def test_bursts_that_touch_are_one():
     assert [row[2] for row in run.sink.rows("hessian/entanglement_norm")] == [2, 3, 4, 5, 6]
 
 
-def test_the_copy_of_the_parameters_lasts_as_long_as_the_burst():
+def test_parameter_copy_lasts_only_for_the_burst():
+    """A reset also discards the copy."""
     hook, held = Hessian(every_n_steps=4, burst_length=2), []
 
     class Watch(Path):
@@ -317,7 +325,8 @@ def resumed(*, with_state: bool) -> Rows:
     return rows_of(sink)
 
 
-def test_a_burst_goes_on_after_a_resume_as_if_nothing_had_happened():
+def test_resumed_burst_matches_uninterrupted_burst():
+    """Without the saved state, the burst starts again and lacks its first metrics."""
     whole = measured(network_task(0.2), Hessian(**ALWAYS))[0]
     assert resumed(with_state=True) == {step: whole[step] for step in (3, 4)}
     fresh = resumed(with_state=False)

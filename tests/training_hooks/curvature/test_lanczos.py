@@ -38,7 +38,8 @@ def clustered() -> Tensor:
     return torch.cat([bulk, cluster, torch.tensor([-2.0, 5.0, 8.0, 8.1], dtype=torch.float64)])
 
 
-def test_extreme_eigenvalues_are_those_of_scipy_long_before_the_space_is_exhausted():
+def test_extreme_eigenvalues_match_scipy():
+    """Twenty steps find the largest and smallest eigenvalues with orthonormal vectors."""
     matrix = symmetric(clustered())
     expected = scipy.linalg.eigvalsh(matrix.numpy())
     run = lanczos(matrix.mv, start(), 20)
@@ -49,7 +50,8 @@ def test_extreme_eigenvalues_are_those_of_scipy_long_before_the_space_is_exhaust
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(3, dtype=torch.float64))
 
 
-def test_as_many_steps_as_dimensions_give_the_whole_spectrum_with_its_clusters_and_none_twice():
+def test_full_run_finds_whole_spectrum_without_duplicates():
+    """As many steps as dimensions resolve clusters too."""
     matrix = symmetric(clustered())
     values = lanczos(matrix.mv, start(), N).ritz()[0]
     np.testing.assert_allclose(values, scipy.linalg.eigvalsh(matrix.numpy()), atol=1e-9)
@@ -64,7 +66,8 @@ def test_the_basis_stays_orthonormal_though_eigenvalues_have_converged(dtype):
 
 
 @pytest.mark.parametrize("diagonal", [[3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 0.0, 0.0], [0.0] * 4, [-1.0, -1.0, -1.0, 5.0]])
-def test_multiple_eigenvalues_are_found_as_often_as_they_are_there(diagonal):
+def test_repeated_eigenvalues_have_right_multiplicity(diagonal):
+    """Their eigenvectors are orthonormal with tiny residuals."""
     matrix = symmetric(torch.tensor(diagonal, dtype=torch.float64))
     values, vectors = lanczos(matrix.mv, start(4), 10).largest(4)
     assert sorted(values.tolist()) == pytest.approx(sorted(diagonal), abs=1e-12)
@@ -74,7 +77,8 @@ def test_multiple_eigenvalues_are_found_as_often_as_they_are_there(diagonal):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.integers(1, 14), st.integers(0, 99))
-def test_ritz_values_lie_within_the_spectrum_and_within_their_residuals_of_it(eigenvalues, iterations, seed):
+def test_ritz_values_respect_spectrum_and_residual_bounds(eigenvalues, iterations, seed):
+    """Each value is within the spectrum and within its residual of an eigenvalue."""
     spectrum = torch.tensor(eigenvalues, dtype=torch.float64)
     matrix = symmetric(spectrum, seed)
     run = lanczos(matrix.mv, start(len(eigenvalues), seed), iterations)
@@ -85,7 +89,7 @@ def test_ritz_values_lie_within_the_spectrum_and_within_their_residuals_of_it(ei
     assert (gaps <= residuals(matrix.mv, values, vectors) + 1e-9).all()
 
 
-def test_a_residual_is_the_length_of_what_the_eigenvalue_equation_misses():
+def test_residual_is_norm_of_eigenvalue_equation():
     matrix = symmetric(torch.arange(4.0, dtype=torch.float64))
     vectors = torch.eye(4, dtype=torch.float64)[:2]
     expected = [(matrix[:, i] - 1.5 * vectors[i]).norm() for i in range(2)]
@@ -93,7 +97,8 @@ def test_a_residual_is_the_length_of_what_the_eigenvalue_equation_misses():
     torch.testing.assert_close(found, torch.stack(expected))
 
 
-def test_a_quadrature_gives_the_moments_of_its_start_up_to_twice_its_length():
+def test_quadrature_is_exact_below_twice_its_length():
+    """The moment of the start vector at twice the length is not exact."""
     matrix, first = symmetric(clustered()), start()
     first = first / first.norm()
     nodes, weights = lanczos(matrix.mv, first, 4).quadrature()
@@ -104,7 +109,8 @@ def test_a_quadrature_gives_the_moments_of_its_start_up_to_twice_its_length():
     assert (weights * nodes**8).sum().item() != pytest.approx(beyond.item(), rel=1e-6)
 
 
-def test_averaged_over_a_basis_the_moments_of_the_density_are_those_of_the_spectrum():
+def test_basis_averaged_density_has_spectral_moments():
+    """The share of negative curvature is close to that of the spectrum."""
     matrix = symmetric(clustered())
     density = Density.of([lanczos(matrix.mv, unit, 5) for unit in torch.eye(N, dtype=torch.float64)])
     for power in range(10):
@@ -126,7 +132,8 @@ def test_random_probes_give_the_moments_within_their_scatter():
         assert Density.of(runs).moment(power).item() == pytest.approx(mean.item(), rel=1e-12)
 
 
-def test_the_trace_of_random_probes_is_unbiased_and_its_error_is_its_scatter():
+def test_random_probe_trace_is_unbiased():
+    """The reported error matches the scatter over 200 seeds and the variance formula."""
     matrix = symmetric(torch.linspace(-1, 3, N, dtype=torch.float64))
     means, errors = [], []
     for seed in range(200):
@@ -176,7 +183,8 @@ TRIALS = [(300, 0.91, 0.985), pytest.param(2000, 0.93, 0.97, marks=pytest.mark.s
 
 @pytest.mark.parametrize(("count", "least", "most"), TRIALS)
 @pytest.mark.statistical
-def test_stated_errors_are_the_scatter_and_their_intervals_hold_the_truth_as_often_as_stated(count, least, most):
+def test_error_intervals_have_the_stated_coverage(count, least, most):
+    """Reported errors match the scatter of the estimates."""
     missed, stated = trials(EVEN, count)
     for name, errors in stated.items():
         assert abs(missed[name].mean()) < errors.mean()
@@ -186,13 +194,15 @@ def test_stated_errors_are_the_scatter_and_their_intervals_hold_the_truth_as_oft
 
 
 @pytest.mark.statistical
-def test_where_one_eigenvalue_has_all_curvature_intervals_hold_the_truth_less_often_as_stated():
+def test_single_dominant_eigenvalue_reduces_interval_coverage():
+    """If one eigenvalue has all curvature, 95% intervals cover about 84%."""
     missed, stated = trials(ONE, 300)
     covered = (missed["trace"].abs() <= stats.t.ppf(0.975, PROBES - 1) * stated["trace"]).double().mean()
     assert covered.item() == pytest.approx(0.84, abs=0.05)
 
 
-def test_the_jackknife_of_a_mean_is_its_standard_error_and_of_two_ratios_half_their_distance():
+def test_jackknife_matches_standard_error():
+    """The jackknife of two ratios is half their distance."""
     matrix = symmetric(EVEN)
     runs = [lanczos(matrix.mv, probe, 4) for probe in rademacher(N, 5, torch.Generator().manual_seed(3), matrix)]
     samples = torch.stack([Density.of([run]).moment(2) for run in runs])
@@ -203,7 +213,7 @@ def test_the_jackknife_of_a_mean_is_its_standard_error_and_of_two_ratios_half_th
     torch.testing.assert_close(found, (ratios[0] - ratios[1]).abs() / 2)
 
 
-def test_the_error_of_the_density_is_its_standard_error_at_each_place():
+def test_density_error_is_pointwise_standard_error():
     matrix = symmetric(EVEN)
     runs = [lanczos(matrix.mv, probe, 6) for probe in rademacher(N, 4, torch.Generator().manual_seed(3), matrix)]
     found = density_metrics(runs, 12)
@@ -213,7 +223,8 @@ def test_the_error_of_the_density_is_its_standard_error_at_each_place():
     torch.testing.assert_close(torch.stack(found["density_error"]), each.std(dim=0) / 2)
 
 
-def test_probes_are_signs_that_depend_on_the_generator_alone():
+def test_probe_signs_depend_on_generator_only():
+    """The dtype has no effect, probes differ, and their mean is near zero."""
     one = rademacher(1000, 2, torch.Generator().manual_seed(3), torch.empty(0))
     wide = rademacher(1000, 2, torch.Generator().manual_seed(3), torch.empty(0, dtype=torch.float64))
     assert one.dtype == torch.float32
@@ -223,7 +234,8 @@ def test_probes_are_signs_that_depend_on_the_generator_alone():
     assert not torch.equal(one[0], one[1])
 
 
-def test_the_smoothed_density_integrates_to_one_and_has_the_mean_of_the_nodes():
+def test_smoothed_density_is_normalized():
+    """It has the mean of the nodes, and is NaN if all nodes are equal."""
     density = Density(torch.tensor([-1.0, 0.0, 4.0]), torch.tensor([0.2, 0.5, 0.3]))
     grid = density.grid(50)
     values = density.smoothed(grid)

@@ -34,7 +34,8 @@ def planted() -> Tensor:
     return 0.2 + fall + 0.2 * rise
 
 
-def test_a_planted_curve_is_read_off_where_it_was_planted():
+def test_planted_curve_gives_planted_learning_rates():
+    """The suggestion, the minimum and the divergence are at their planted learning rates."""
     found = read(planted())
     assert found["suggested_lr"] == pytest.approx(1e-4, rel=1e-6)
     assert found["min_loss_lr"] == pytest.approx(1e-2, rel=1e-6)
@@ -44,7 +45,8 @@ def test_a_planted_curve_is_read_off_where_it_was_planted():
 
 
 @pytest.mark.parametrize("blow_up", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_divergence_and_no_minimum(blow_up):
+def test_non_finite_loss_counts_as_divergence(blow_up):
+    """The minimum and the suggestion use only the losses before it."""
     losses = 2 - DECADES / 10
     losses[30:] = blow_up
     losses[40] = -math.inf
@@ -71,13 +73,15 @@ def test_the_first_steps_are_not_read():
     assert read(losses, skip=2) == read(planted(), skip=2)
 
 
-def test_a_negative_loss_diverges_by_the_same_distance_as_a_positive_one():
+def test_negative_loss_diverges_by_equal_distance():
+    """The divergence threshold of a negative loss has the same distance as that of a positive loss."""
     found = read(torch.where(DECADES < -3, -1.0, -1.0 + 4 * (DECADES + 3)))
     assert math.log10(found["divergence_lr"]) == pytest.approx(-2.2, abs=0.11)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.floats(0, 0.99))
-def test_the_smoothed_loss_is_the_weighted_mean_it_claims_to_be(values, decay):
+def test_smoothed_loss_is_weighted_mean(values, decay):
+    """The smoothed values match a brute-force exponential mean with bias correction."""
     found = exponential_mean(torch.tensor(values, dtype=torch.float64), decay)
     for i in range(len(values)):
         weights = [decay ** (i - j) for j in range(i + 1)]
@@ -85,7 +89,8 @@ def test_the_smoothed_loss_is_the_weighted_mean_it_claims_to_be(values, decay):
         assert found[i].item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_the_smoothed_loss_of_a_straight_line_lags_as_stated():
+def test_smoothed_line_lags_as_documented():
+    """On a straight line the smoothed loss lags by decay / (1 - decay)."""
     found = exponential_mean(torch.arange(400, dtype=torch.float64), 0.8)
     assert found[-1].item() == pytest.approx(399 - 0.8 / 0.2)
 
@@ -97,7 +102,8 @@ def test_rates_grow_by_one_factor_between_their_bounds():
 
 
 @pytest.mark.parametrize("step", [0, 2, 3, 7])
-def test_the_batches_are_those_that_the_run_sees_next(step):
+def test_probe_uses_the_next_batches(step):
+    """The batches are those that the run sees next, across epochs."""
     loader = TensorLoader((torch.arange(7),), 3, random_order(7, 5))
     run = [batch[0].tolist() for epoch in range(5) for batch in loader.batches(epoch)]
     coming = coming_batches(loader, step)
@@ -136,7 +142,8 @@ def measured(task: TrainingTask, hook: LrProbe, loop=epoch_loop) -> list[tuple[i
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_losses_are_those_of_training_on_by_hand_with_the_growing_rate(momentum):
+def test_losses_match_manual_range_test(momentum):
+    """Losses, learning rates and metrics equal those of a manual loop from the same step."""
     hook = LrProbe(steps=12, smoothing=0.5, lr_min=1e-3, lr_max=0.5)
     ((step, found), (_, last)) = measured(task_of(momentum=momentum), hook)
     task = task_of(momentum=momentum)
@@ -179,13 +186,16 @@ def test_rates_that_are_zero_grow_all_the_same():
 
 
 @every_pair
-def test_the_test_leaves_no_trace_in_any_loop_with_any_optimizer(case):
+def test_probe_leaves_no_trace(case):
+    """The run has the same bytes in every loop and with every optimizer."""
     run = train(case, [LrProbe(steps=9, smoothing=0.5)], steps=7)
     assert len(run.sink.rows("lr_probe/losses")) == (2 if case.loop == "epoch" else 4)
     assert_same_bytes(run, case, 7)
 
 
-def test_every_so_many_snapshots_are_measured_also_after_a_resume():
+def test_snapshot_interval_survives_resume():
+    """The interval continues after a resume and restarts after reset()."""
+
     def steps(hook: LrProbe, length: int) -> list[int]:
         task = task_of()
         task.length = length

@@ -99,7 +99,8 @@ def test_sharded_runs_report_what_one_process_does(ranks):
 
 
 @pytest.mark.slow
-def test_flat_vectors_of_shards_come_back(ranks):
+def test_flat_shards_round_trip(ranks):
+    """Flat vectors of sharded parameters convert back to the same shards on both ranks."""
     assert [result["round trip"] for result in ranks] == [True, True]
 
 

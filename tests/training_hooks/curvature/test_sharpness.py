@@ -83,13 +83,15 @@ def test_eigenvalues_are_those_of_the_dense_hessian(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_trace_is_that_of_the_dense_hessian_within_its_error(name):
+def test_trace_matches_dense_hessian(name):
+    """The estimate is within four of its standard errors."""
     values, ctx = measured(task_of(name), Sharpness(batches=9, iterations=5, probes=60, critical_passes=0))
     assert 0 < values["trace_error"] < hessian(ctx).norm()
     assert abs(values["trace"] - hessian(ctx).trace()) < 4 * values["trace_error"]
 
 
-def test_the_density_has_the_moments_and_the_shape_of_the_dense_hessian():
+def test_density_matches_dense_hessian():
+    """The spectral moments and the smoothed density agree with the exact spectrum."""
     options = {"batches": 9, "iterations": 12, "probes": 60, "density_probes": 60, "density_points": 40}
     values, ctx = measured(task_of("mlp"), Sharpness(**options, critical_passes=0))
     matrix = hessian(ctx)
@@ -106,7 +108,8 @@ def test_the_density_has_the_moments_and_the_shape_of_the_dense_hessian():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("name", ["mlp", "tied weights", "dropout", "frozen and unused parameters"])
-def test_preconditioned_eigenvalues_are_those_of_the_preconditioned_dense_hessian(name, optimizer):
+def test_preconditioned_eigenvalues_match_dense_hessian(name, optimizer):
+    """The dense Hessian is preconditioned with the second moments of Adam or AdamW."""
     values, ctx = measured(task_of(name, optimizer, betas=(0.9, 0.99), eps=1e-3), Sharpness(**WHOLE))
     states = ctx._task.optimizer.state
     scales = {  # unused parameters have no state, and no curvature
@@ -140,7 +143,7 @@ def features(ctx: ModelDataContext) -> Tensor:
     return ctx.loader._tensors[0]
 
 
-def test_linear_regression_has_the_curvature_of_its_gram_matrix():
+def test_linear_regression_curvature_matches_gram_matrix():
     values, ctx = measured(linear_task(), Sharpness(**(WHOLE | {"k": 3, "density_probes": 2})))
     x = features(ctx)
     expected = torch.linalg.eigvalsh(2 * x.T @ x / ROWS)
@@ -148,7 +151,7 @@ def test_linear_regression_has_the_curvature_of_its_gram_matrix():
     assert values["negative_energy"] == 0
 
 
-def test_softmax_regression_has_the_curvature_of_its_closed_form():
+def test_softmax_regression_curvature_matches_closed_form():
     task = regression_task(functional.cross_entropy, torch.tensor([0, 1, 2, 3, 0, 1, 2]), 4)
     values, ctx = measured(task, Sharpness(**WHOLE))
     x = features(ctx)
@@ -163,7 +166,8 @@ CRITICAL = {"batches": 9, "iterations": 0, "critical_passes": 40}
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_on_a_quadratic_loss_critical_sharpness_is_the_curvature_along_the_gradient(momentum):
+def test_critical_sharpness_matches_curvature_along_gradient(momentum):
+    """The loss is quadratic, and momentum makes no difference."""
     values, ctx = measured(linear_task(momentum=momentum), Sharpness(**CRITICAL))
     x, g = features(ctx), flat(gradient(ctx))
     expected = (g @ (2 * x.T @ x / ROWS) @ g) / (g @ g)
@@ -176,7 +180,8 @@ def test_on_a_quadratic_loss_critical_sharpness_is_the_curvature_along_the_gradi
     }
 
 
-def test_on_a_quadratic_loss_preconditioned_critical_sharpness_is_a_rayleigh_quotient_of_the_preconditioned_hessian():
+def test_preconditioned_critical_sharpness_is_rayleigh_quotient():
+    """The loss is quadratic; the quotient uses the preconditioned Hessian and is at most its largest eigenvalue."""
     values, ctx = measured(linear_task(torch.optim.Adam, betas=(0.9, 0.99), eps=1e-3), Sharpness(**CRITICAL))
     state = ctx._task.optimizer.state[ctx.model.weight]
     p = ((state["exp_avg_sq"] / (1 - 0.99**STEPS)).sqrt() + 1e-3).reshape(-1)
@@ -206,7 +211,8 @@ def next_update(ctx: ModelDataContext) -> Tensor:
         (torch.optim.Adafactor, {}),
     ],
 )
-def test_the_critical_learning_rate_of_the_next_step_is_the_root_of_the_loss_along_it(optimizer, options):
+def test_update_critical_lr_is_root_of_loss(optimizer, options):
+    """At this learning rate, the optimizer's next step returns the loss of the batch to its current value."""
     values, ctx = measured(linear_task(optimizer, **options), Sharpness(**CRITICAL))
     batch = rows_measured(ctx)[0]
     g, hessian = flat(ctx.compute_batch_gradients(batch)), 2 * batch[0].T @ batch[0] / BATCH
@@ -218,7 +224,8 @@ def test_the_critical_learning_rate_of_the_next_step_is_the_root_of_the_loss_alo
     assert values["update_critical_sharpness"] == pytest.approx(2 / (0.02 * multiple.item()), rel=1e-6)
 
 
-def test_a_step_that_goes_uphill_has_no_learning_rate_that_helps():
+def test_uphill_step_has_zero_critical_lr():
+    """The next update increases the loss, so the critical ratio is infinite."""
     values, ctx = measured(linear_task(lr=1.5, momentum=0.99), Sharpness(**CRITICAL))
     batch = rows_measured(ctx)[0]
     g = flat(ctx.compute_batch_gradients(batch))
@@ -228,7 +235,8 @@ def test_a_step_that_goes_uphill_has_no_learning_rate_that_helps():
 
 
 @pytest.mark.parametrize("name", ["dropout", "batch norm", "uneven micro-batches"])
-def test_a_searched_step_is_where_the_loss_of_the_run_is_back_with_the_same_dropout_mask(name):
+def test_critical_step_restores_loss_with_same_dropout(name):
+    """The loss is below its start at 0.99 of the step and above it at 1.01, with the dropout mask of the run."""
     values, ctx = measured(task_of(name), Sharpness(**CRITICAL))
 
     def loss() -> Tensor:
@@ -275,12 +283,14 @@ def still_task(order, batch_size: int = 4) -> TrainingTask:
     )
 
 
-def test_data_of_one_batch_are_told_of_as_such():
+def test_single_batch_data_is_reported():
+    """A notice reports that the measurement needs two batches."""
     with pytest.warns(RunNotice, match="needs 2 batches, and the data are one"):
         measured(still_task(ORDERS["random"], 40), Sharpness(critical_passes=0))
 
 
-def test_at_equal_weights_every_order_has_the_same_numbers():
+def test_metrics_do_not_depend_on_order():
+    """At equal weights, three orders of the same rows agree in all metrics that are not preconditioned."""
     found = [measured(still_task(order), Sharpness(critical_passes=0))[0] for order in ORDERS.values()]
     for values in found:
         own = {name: value for name, value in values.items() if not name.startswith("preconditioned")}
@@ -291,7 +301,8 @@ def test_at_equal_weights_every_order_has_the_same_numbers():
     assert measured(other, Sharpness(critical_passes=0))[0]["sharpness"] != found[0]["sharpness"]
 
 
-def test_few_rows_are_compared_with_all_by_their_own_largest_eigenvalues():
+def test_bias_and_spread_match_dense_hessians():
+    """The eigenvalues of groups of 4, 8 and 16 rows are compared with that of all 36 rows."""
     values, ctx = measured(still_task(ORDERS["random"]), Sharpness(batches=9, iterations=60, critical_passes=0))
     each = []
     for batch in rows_measured(ctx)[:9]:
@@ -322,7 +333,8 @@ def test_few_rows_are_compared_with_all_by_their_own_largest_eigenvalues():
         ),
     ],
 )
-def test_too_few_for_an_error_give_the_number_and_a_note(option, metrics):
+def test_too_few_samples_omit_errors_with_notice(option, metrics):
+    """With a single probe or batch, the value is reported without its error."""
     few = {option: 1} | ({"density_probes": 1} if option == "probes" else {})
     with pytest.warns(RunNotice, match=rf"has no error: that needs sharpness\.{option} to be at least 2, and it is 1"):
         values, _ = measured(still_task(ORDERS["random"]), Sharpness(critical_passes=0, **few))
@@ -331,7 +343,9 @@ def test_too_few_for_an_error_give_the_number_and_a_note(option, metrics):
     assert {"sharpness", "trace", "density", "eigenvalue_rms"} <= values.keys()
 
 
-def test_a_stream_is_measured_in_its_own_order_with_a_notice():
+def test_undrawable_loader_is_measured_in_order():
+    """A notice reports that the first rows of the run's order are measured because the loader cannot draw rows."""
+
     class Undrawable(TensorLoader):
         def drawn(self, seed):
             raise UsageError("A stream has no rows to draw.")
@@ -344,7 +358,8 @@ def test_a_stream_is_measured_in_its_own_order_with_a_notice():
 
 
 @pytest.mark.parametrize("case", [Case("transformer", "adamw_fused"), Case("tied", "sgd_momentum", "step")], ids=str)
-def test_a_run_that_is_measured_more_than_once_has_the_bytes_of_the_bare_run(case):
+def test_repeatedly_measured_run_matches_bare_run(case):
+    """The hook measures at several snapshots, in the epoch loop and in the step loop."""
     run = train(case, [Sharpness()], steps=9)
     fires = {step for _, _, step, _ in run.sink.rows("sharpness")}
     assert fires == ({6, 9} if case.loop == "epoch" else {2, 4, 6, 8, 9})

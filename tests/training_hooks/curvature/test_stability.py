@@ -52,7 +52,8 @@ def test_sgd_diverges_above_its_threshold_and_not_below(options, expected):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
-def test_adam_with_a_constant_preconditioner_diverges_above_its_threshold_and_not_below(beta):
+def test_adam_diverges_only_above_its_threshold(beta):
+    """With a constant preconditioner, 2 percent above the threshold diverges and 2 percent below does not."""
     found = threshold(torch.optim.AdamW, betas=(beta, 0.999))
     assert found == pytest.approx((2 + 2 * beta) / ((1 - beta) * LR))
     constant = {"betas": (beta, 0.0), "eps": 1.0, "weight_decay": 0.0}
@@ -71,8 +72,8 @@ def test_adam_with_a_constant_preconditioner_diverges_above_its_threshold_and_no
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.9])
-def test_early_on_adam_bears_as_much_less_as_its_bias_correction_makes_the_step_longer(beta):
-    """One step turns the sign of a pair (x, m) that decays alone, at the rate that the corrected step has then."""
+def test_early_adam_threshold_includes_bias_correction(beta):
+    """At the threshold, the matrix of one bias-corrected step on the pair (x, m) has the eigenvalue −1."""
     model = nn.Linear(2, 2)
     groups = optimizer_groups(model, torch.optim.Adam(model.parameters(), lr=LR, betas=(beta, 0.999)))
     for steps in (1, 3, 10):
@@ -89,12 +90,14 @@ def test_weight_decay_that_diverges_alone_leaves_no_threshold():
     assert threshold(torch.optim.SGD, weight_decay=2.1 / LR) is None
 
 
-def test_the_steps_of_adam_are_those_of_the_parameter_with_the_most():
+def test_adam_steps_are_those_of_oldest_parameter():
+    """The count is the largest one in the optimizer state, or zero without state."""
     assert steps_taken({}) == 0
     assert steps_taken({"a": {"step": torch.tensor(3.0)}, "b": {"step": 7}, "c": {}}) == 7
 
 
-def test_at_the_usual_beta_adams_threshold_is_38_over_the_learning_rate():
+def test_default_adam_threshold_is_38_over_lr():
+    """The learning rate is the only free quantity at beta 0.9."""
     assert threshold(torch.optim.Adam) == pytest.approx(38 / LR)
 
 
@@ -125,7 +128,8 @@ def test_the_preconditioner_is_what_adam_divides_by(optimizer_class, amsgrad):
 
 
 @given(st.floats(1e-4, 1e4), st.floats(1e-2, 1e2))
-def test_on_a_parabola_the_critical_step_is_where_it_is_back_at_zero(crossing, curvature):
+def test_critical_step_matches_the_parabola_root(crossing, curvature):
+    """The search uses exactly 20 evaluations."""
     calls: list[float] = []
 
     def rise(step):
@@ -146,7 +150,7 @@ def test_a_critical_step_out_of_reach_is_nan():
     assert critical_step(lambda step: step - 4**5, first, 12).item() == pytest.approx(4**5, rel=0.03)
 
 
-def test_a_loss_that_is_not_finite_counts_as_a_rise():
+def test_nonfinite_loss_counts_as_a_rise():
     def rise(step):
         return torch.where(step > 3, math.nan, torch.where(step > 2, math.inf, -step))
 

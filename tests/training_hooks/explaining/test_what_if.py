@@ -114,7 +114,8 @@ def test_the_step_again_is_the_runs_own_step(usual):
 
 @pytest.mark.parametrize(("branch", "runner"), [("half_rate", HalfRate), ("fresh_state", Forgetful)])
 @own_process
-def test_a_branch_is_the_run_that_was_trained_like_it(branch, runner, usual, tmp_path):
+def test_branch_matches_run_trained_that_way(branch, runner, usual, tmp_path):
+    """The branches halve the learning rate or reset the optimizer state."""
     assert usual[0]["effect"][branch] == measured(tmp_path, runner)["effect"]["run"] != usual[0]["effect"]["run"]
 
 
@@ -127,14 +128,16 @@ def test_the_usual_rate_is_the_run_with_it(usual, tmp_path):
 
 
 @own_process
-def test_clipping_is_the_run_that_is_clipped_in_that_step(usual, tmp_path):
+def test_clipped_branch_matches_clipped_run(usual, tmp_path):
+    """Other branches have no committing hooks, so they differ from the clipped run."""
     found = measured(tmp_path, hooks=("grad_clip",), what_if={"usual_norm": 0.2})
     assert found["effect"]["run"] == found["effect"]["clipped"]  # branches have no hooks that commit, the run has
     assert found["effect"]["as_it_was"][0] != found["effect"]["run"]
 
 
 @own_process
-def test_without_repeated_rows_is_the_run_with_each_of_them_once(tmp_path):
+def test_branch_without_repeats_matches_deduplicated_run(tmp_path):
+    """The hook finds the repeated rows of the batch and trains a branch with each row once."""
     found = measured(tmp_path / "repeated", plant="repeated_row", what_if={"watch": "copies"})
     once = measured(tmp_path / "once", Once, plant="repeated_row")
     assert found["standing_out"][""] == [*range(1, COPIES)]
@@ -144,7 +147,8 @@ def test_without_repeated_rows_is_the_run_with_each_of_them_once(tmp_path):
 
 
 @own_process
-def test_an_element_that_changed_by_itself_is_told_and_put_back(tmp_path):
+def test_flipped_element_is_reported_and_restored(tmp_path):
+    """The branch with the restored element has almost no effect on the loss."""
     found = measured(tmp_path, plant="bit", seed=3)
     place, was, now = found["element"][FLIPPED]
     assert place == 3 * 37 % HIDDEN
@@ -154,7 +158,8 @@ def test_an_element_that_changed_by_itself_is_told_and_put_back(tmp_path):
     assert found["effect"]["element_restored"] < 0.1
 
 
-def test_rows_stand_out_above_all_others_and_far_from_their_middle():
+def test_outliers_exceed_all_other_rows():
+    """An outlier is also far from the median of the other rows."""
     others = torch.rand(2, 100, dtype=torch.float64) + 1
     own = torch.stack([torch.tensor([1.5, 40.0, 1.2]), torch.tensor([1.5, 1.2, torch.inf])]).double()
     assert outliers(own, others) == [1, 2]

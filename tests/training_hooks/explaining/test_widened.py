@@ -32,7 +32,8 @@ def test_autocast_in_float32_is_float32_bit_for_bit():
     assert not any(map(torch.equal, low, expected))
 
 
-def test_a_model_of_bfloat16_computes_in_float32_and_keeps_gradients_of_its_dtype():
+def test_bfloat16_model_computes_in_float32():
+    """Outputs equal those of a float32 copy, and gradients keep the dtype of the parameters."""
     model, x = model_and_batch()
     low = copy.deepcopy(model).bfloat16()
     expected = gradients(copy.deepcopy(low).float(), x.bfloat16().float(), autocast=False)

@@ -25,42 +25,48 @@ def stack(count: int, kind: type[nn.Module] = Block) -> nn.ModuleList:
     return nn.ModuleList(kind() for _ in range(count))
 
 
-def test_a_stack_of_one_class_is_a_chain_and_what_lies_inside_its_blocks_is_not():
+def test_stack_of_one_class_is_a_chain():
+    """Modules inside its blocks form no chain of their own."""
     found = find_chains(model(embedding=nn.Embedding(3, 2), blocks=stack(3), head=nn.Linear(2, 3)))
     assert found == {"blocks": ["blocks.0", "blocks.1", "blocks.2"]}
 
 
-def test_several_stacks_are_chains_of_their_own_in_the_order_of_the_model():
+def test_several_stacks_are_separate_chains():
+    """The chains have the order of the model."""
     whole = model(encoder=model(layers=stack(2)), decoder=model(layers=stack(3, Other)))
     found = find_chains(whole)
     assert [(name, len(blocks)) for name, blocks in found.items()] == [("encoder.layers", 2), ("decoder.layers", 3)]
 
 
-def test_of_a_mixed_stack_the_most_frequent_class_with_parameters_makes_the_blocks():
+def test_mixed_stack_uses_most_frequent_class():
+    """Only modules with parameters are counted."""
     mlp = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.Linear(8, 3))
     assert find_chains(mlp) == {"model": ["0", "5"]}
     assert find_chains(nn.Sequential(nn.Embedding(3, 2), nn.Sequential(Block(), Block()))) == {"1": ["1.0", "1.1"]}
 
 
-def test_a_stack_that_is_called_model_does_not_hide_the_model_itself():
+def test_stack_named_model_keeps_root_chain():
+    """The chain of the root module gets another name."""
     within = nn.Sequential(Block(), nn.Sequential(Block(), Block()), Block())
     within.add_module("model", stack(2))
     assert find_chains(within) == {"(model)": ["0", "2"], "1": ["1.0", "1.1"], "model": ["model.0", "model.1"]}
 
 
-def test_a_stack_of_one_block_is_none_and_the_stack_inside_it_is_found():
+def test_single_block_stack_is_not_a_chain():
+    """A stack inside the single block is found instead."""
     inner = ["blocks.0.inner.0", "blocks.0.inner.2", "blocks.0.inner.4"]
     assert find_chains(model(blocks=stack(1))) == {"blocks.0.inner": inner}
     assert find_chains(model(a=nn.Linear(2, 2), b=nn.Linear(2, 2))) == {}
 
 
-def test_a_module_that_is_in_a_stack_twice_is_one_block():
+def test_shared_module_is_one_block():
     shared = Block()
     found = find_chains(model(blocks=nn.ModuleList([shared, Block(), shared])))
     assert found == {"blocks": ["blocks.0", "blocks.1"]}
 
 
-def test_patterns_stop_at_dots_and_each_makes_a_chain():
+def test_patterns_stop_at_dots():
+    """Each pattern makes one chain, and a pattern with fewer than two matches makes none."""
     whole = model(layer1=stack(2), layer2=stack(1), rest=nn.Linear(2, 2))
     assert find_chains(whole, "layer?.*") == {"layer?.*": ["layer1.0", "layer1.1", "layer2.0"]}
     assert list(find_chains(whole, "layer1.*.inner, *").values()) == [

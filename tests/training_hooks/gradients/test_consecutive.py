@@ -62,7 +62,8 @@ def test_the_metrics_are_those_of_the_mean_gradients(loop, options, model):
 
 
 @matrix("model, optimizer, loop", MODELS, ["adamw_fused", "adafactor"], LOOPS)
-def test_a_hook_resumed_at_every_fire_reports_the_same_numbers_and_leaves_the_run_alone(model, optimizer, loop):
+def test_resumed_hook_reports_same_metrics(model, optimizer, loop):
+    """Reloading the hook at every call changes neither its metrics nor the run."""
     case = Case(model, optimizer, loop)
     whole = train(case, [Consecutive()], steps=9)
     parts = train(case, [reloading(Consecutive)], steps=9)
@@ -84,7 +85,8 @@ def pair() -> nn.Module:
     return model
 
 
-def test_the_first_epoch_reports_nothing_and_neither_does_the_first_after_a_reset():
+def test_first_epoch_reports_no_metrics():
+    """The same holds for the first epoch after reset()."""
     hook, model = Consecutive(), pair()
     assert report(hook, model, a=[1.0, 0.0]) == {}
     assert report(hook, model, a=[1.0, 0.0])["cosine"] == 1
@@ -92,7 +94,8 @@ def test_the_first_epoch_reports_nothing_and_neither_does_the_first_after_a_rese
     assert report(hook, model, a=[1.0, 0.0]) == {}
 
 
-def test_the_same_direction_the_opposite_and_a_right_angle_are_told_apart():
+def test_cosines_of_known_directions_are_exact():
+    """Equal, opposite and perpendicular gradients have cosines of 1, -1 and 0."""
     hook, model = Consecutive(), pair()
     report(hook, model, a=[3.0, 0.0], b=[0.0, 4.0])
     longer = report(hook, model, a=[6.0, 0.0], b=[0.0, 8.0])
@@ -103,7 +106,8 @@ def test_the_same_direction_the_opposite_and_a_right_angle_are_told_apart():
     assert turned["relative_change"] == pytest.approx(math.sqrt(2))
 
 
-def test_a_parameter_without_gradient_counts_as_zeros_and_has_no_cosine_of_its_own():
+def test_missing_gradient_counts_as_zeros():
+    """A parameter without a gradient has no cosine of its own."""
     hook, model = Consecutive(), pair()
     report(hook, model, a=[1.0, 0.0])
     both = report(hook, model, a=[1.0, 0.0], b=[1.0, 0.0])
@@ -120,14 +124,16 @@ def test_a_zero_gradient_has_no_direction():
     assert found["norm_ratio"] == math.inf
 
 
-def test_what_comes_after_an_epoch_without_gradients_has_nothing_before_it():
+def test_epoch_without_gradients_restarts_comparison():
+    """The epoch after it reports no metrics."""
     hook, model = Consecutive(), pair()
     report(hook, model, a=[1.0, 0.0])
     assert report(hook, model) == {}
     assert report(hook, model, a=[1.0, 0.0]) == {}
 
 
-def test_the_gradient_kept_is_no_alias_of_the_loops():
+def test_stored_gradient_is_a_copy():
+    """Later changes to the accumulated gradients do not change the stored one."""
     hook, gradient = Consecutive(), {"weight": torch.ones(1, 2)}
     model = nn.Linear(2, 1, bias=False)
     hook.compute(epoch_end(model, accumulated_grads=gradient))
@@ -135,7 +141,8 @@ def test_the_gradient_kept_is_no_alias_of_the_loops():
     assert float(hook.compute(epoch_end(model, accumulated_grads=gradient))["cosine"]) == pytest.approx(-1)
 
 
-def test_where_other_parameters_are_trained_the_comparison_begins_anew():
+def test_changed_parameters_restart_comparison():
+    """After a parameter is frozen, the next epoch reports no metrics, and later epochs exclude it."""
     hook, model = Consecutive(), pair()
     report(hook, model, a=[1.0, 0.0], b=[1.0, 0.0])
     model.b.requires_grad_(False)
@@ -150,6 +157,6 @@ def test_a_run_of_one_epoch_is_refused(loop):
         raise train(Case(loop=loop), [Consecutive()], steps=3, raises=UnsuitableError).error
 
 
-def test_an_interval_of_fewer_than_no_steps_is_refused():
+def test_negative_interval_is_refused():
     with pytest.raises(UsageError, match=r"consecutive.interval is -1; it must be 0 .* or more"):
         Consecutive(interval=-1)

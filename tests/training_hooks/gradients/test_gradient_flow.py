@@ -96,7 +96,8 @@ def test_norms_and_gains_are_those_of_autograd():
     assert found["total_gain/blocks"] == pytest.approx(math.prod(expected), rel=1e-12)
 
 
-def test_planted_vanishing_and_amplifying_blocks_are_found_and_nothing_else_is():
+def test_planted_vanishing_and_amplifying_blocks_are_found():
+    """The gain of each block equals its scale, and the two warnings name only the planted blocks."""
     scales = [1.0, 1.0, 0.9, 0.01, 1.0, 1.2, 50.0, 1.0]
     with pytest.warns(UserWarning, match="on its way backward") as told:
         found = run(made(scales), GradientFlow())
@@ -118,17 +119,19 @@ def test_gradients_whose_squares_float32_cannot_hold_are_measured():
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
-def test_the_norms_of_micro_batches_combine_to_those_of_the_batch(parts):
+def test_micro_batch_norms_combine_to_batch_norms(parts):
     whole, in_parts = (run(made(), GradientFlow(), accumulation_steps=count) for count in (1, parts))
     assert in_parts == pytest.approx(whole, rel=1e-10)
 
 
-def test_the_scale_of_a_float16_loss_is_divided_out():
+def test_float16_loss_scale_is_divided_out():
+    """A run with a GradScaler reports the same metrics as a run without one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert run(made(), GradientFlow(), scaler=scaler) == pytest.approx(run(made(), GradientFlow()), rel=1e-12)
 
 
-def test_gradients_that_are_not_finite_are_reported_and_break_nothing():
+def test_non_finite_gradients_are_reported():
+    """They change no state of the hook, and later runs report the same metrics as before."""
     model, hook = made(), GradientFlow(interval=1)
     before = run(model, hook)
     with torch.no_grad():
@@ -141,7 +144,7 @@ def test_gradients_that_are_not_finite_are_reported_and_break_nothing():
 
 @pytest.mark.compile
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_compiled_model_is_measured_as_it_would_be_eagerly(parts):
+def test_compiled_model_matches_eager_metrics(parts):
     model = made()
     model.compile(backend="eager", dynamic=False)
     found = run(model, GradientFlow(), accumulation_steps=parts)
@@ -161,7 +164,8 @@ class Recurrent(Mlp):
         return self.head(x)
 
 
-def test_a_block_that_is_used_twice_counts_with_both_uses_together():
+def test_reused_block_combines_both_uses():
+    """The norm of a block that is used twice is the root of the sum of both squared norms."""
     torch.manual_seed(0)
     model = Recurrent().double()
     norms = by_hand(model)
@@ -186,7 +190,7 @@ def by_hand_of_trained(model: Mlp) -> list[float]:
     return [float(gradient.norm()) for gradient in torch.autograd.grad(loss, model.outputs[3:])]
 
 
-def test_a_run_whose_blocks_have_no_gradients_reports_nothing():
+def test_run_without_block_gradients_reports_nothing():
     model = made()
     model.blocks.requires_grad_(False)
     assert run(model, GradientFlow()) == {}
@@ -204,7 +208,8 @@ class TwoStacks(nn.Module):
         return self.decoder(self.encoder(x))
 
 
-def test_every_stack_is_a_chain_of_its_own_without_a_gain_between_them():
+def test_stacks_are_separate_chains():
+    """Encoder and decoder each have a total gain, and there is no gain between them."""
     found = run(TwoStacks(), GradientFlow())
     assert {name for name in found if name.startswith("total_gain/")} == {
         "total_gain/encoder.blocks",
@@ -226,7 +231,8 @@ def test_a_pattern_chooses_the_blocks():
     assert {info.column for info in GradientFlow().describe_metrics()} == {name.split("/")[0] for name in found}
 
 
-def test_the_first_step_and_then_every_interval_is_measured():
+def test_measurement_starts_at_first_step():
+    """With interval=3, steps 1, 4, 7 and 10 are measured."""
     hook = GradientFlow(interval=3)
     assert [step for step in range(1, 12) if hook.step_schedule.is_due(step)] == [1, 4, 7, 10]
     assert run(made(), GradientFlow(interval=3), steps=3) == {}
@@ -244,7 +250,8 @@ def told(hook: GradientFlow, step: int, **gains: float) -> list[tuple[bool, str]
     return [(issubclass(warning.category, RunNotice), str(warning.message)) for warning in caught]
 
 
-def test_a_condition_is_told_of_when_it_begins_grows_and_ends():
+def test_condition_is_reported_on_start_growth_end():
+    """The hook warns when a condition starts and when a block joins it; a notice reports the end."""
     hook = GradientFlow()
     assert told(hook, 1, a=1.0, b=0.5) == []
     assert told(hook, 101, a=0.05, b=0.5) == [(False, sentence(101, "a (0.05)"))]
@@ -261,14 +268,16 @@ def sentence(step: int, named: str) -> str:
     return f"Step {step}: on its way backward the gradient vanishes: gains of at most 0.1 in {named}."
 
 
-def test_gains_that_scatter_about_a_threshold_are_told_of_once():
+def test_gain_near_threshold_warns_once():
+    """The condition ends only when the gain is below half of the threshold."""
     hook = GradientFlow()
     assert len(told(hook, 1, a=11.0)) == 1
     assert [told(hook, 100 * n, a=gain) for n, gain in enumerate((9.5, 10.5, 5.1, 12.0), start=1)] == [[]] * 4
     assert [notice for notice, _ in told(hook, 501, a=4.9)] == [True]
 
 
-def test_what_was_told_survives_a_checkpoint_and_values_that_are_not_finite():
+def test_reported_conditions_survive_checkpoint():
+    """Non-finite gains leave the reported conditions unchanged, and reset() clears them."""
     hook, resumed = GradientFlow(), GradientFlow()
     told(hook, 1, a=0.01, b=100.0)
     resumed.load_state_dict(through_a_file(hook.state_dict()))
@@ -290,7 +299,8 @@ def refusal(model: nn.Module, **options: Any) -> str:
     return str(error.value)
 
 
-def test_a_model_without_blocks_is_refused_with_the_remedy():
+def test_model_without_blocks_is_refused():
+    """The error names the pattern option; a pattern that matches too few modules is refused as well."""
     model = nn.ModuleDict({"only": nn.Linear(WIDTH, 1)})
     assert "the model has none; name them by --hook-config gradient_flow.pattern=GLOB" in refusal(model)
     assert "modules of the model are only." in refusal(model)

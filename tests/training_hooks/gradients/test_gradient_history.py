@@ -39,7 +39,8 @@ def numpy_gram(rows: torch.Tensor) -> np.ndarray:
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None)
-def test_the_gram_matrix_is_that_of_the_newest_gradients_in_order_however_often_it_is_asked_for(capacity, pauses):
+def test_gram_matrix_covers_newest_gradients(capacity, pauses):
+    """The products match NumPy in order, however often they are requested."""
     gradients = noise(sum(pauses), 30)
     model, history, taken = Vector(30), GradientHistory(capacity), 0
     for pause in pauses:
@@ -50,7 +51,8 @@ def test_the_gram_matrix_is_that_of_the_newest_gradients_in_order_however_often_
         np.testing.assert_allclose(history.gram().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_products_over_many_columns_keep_the_precision_of_float32():
+def test_wide_products_keep_float32_precision():
+    """Products over 200,000 columns match float64 to 1e-6."""
     rows = noise(12, 200_000) + 1
     expected = numpy_gram(rows)
     np.testing.assert_allclose(row_products(rows[:1], rows).numpy(), expected[:1], rtol=1e-6)
@@ -64,7 +66,7 @@ def test_the_rows_are_copies_of_the_gradients():
     assert history.gram().item() == 5
 
 
-def test_parameters_without_gradient_are_zeros_and_frozen_ones_left_out():
+def test_missing_gradients_are_zero_and_frozen_omitted():
     model = nn.Sequential(nn.Linear(3, 1), nn.Linear(2, 1))
     model[1].bias.requires_grad_(False)
     model[0].weight.grad = torch.full((1, 3), 2.0)
@@ -74,7 +76,7 @@ def test_parameters_without_gradient_are_zeros_and_frozen_ones_left_out():
     assert history.state_dict()["rows"].shape == (2, 6)
 
 
-def test_gradients_of_another_width_start_anew():
+def test_changed_gradient_width_restarts_history():
     model, history = nn.Linear(3, 1), GradientHistory(4)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -85,7 +87,8 @@ def test_gradients_of_another_width_start_anew():
     assert history.gram().tolist() == [[3.0]]
 
 
-def test_low_precision_gradients_are_kept_in_float32_and_float64_in_float64():
+def test_history_dtype_is_at_least_float32():
+    """Low-precision gradients are kept in float32, and float64 ones in float64."""
     for dtype, kept in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         history = GradientHistory(2)
         history.append(Vector(3, dtype).with_gradient(torch.ones(3, dtype=dtype)))
@@ -103,7 +106,8 @@ def test_a_projected_history_keeps_sketches():
     np.testing.assert_allclose(history.gram().numpy(), numpy_gram(sketches), rtol=1e-4)
 
 
-def test_a_history_continues_from_its_state_with_waiting_gradients_and_after_going_round():
+def test_history_resumes_from_its_state():
+    """This holds with pending gradients and after the ring buffer wraps around."""
     gradients = noise(9, 20)
     model, history = Vector(20), GradientHistory(4)
     for number, gradient in enumerate(gradients):
@@ -124,7 +128,8 @@ def test_a_reset_history_holds_no_memory():
     assert len(history) == 0
 
 
-def test_the_spectrum_is_that_of_the_rows_and_rounding_noise_is_zero():
+def test_spectrum_matches_svd_with_zero_rounding_noise():
+    """Eigenvalues below the resolution are exactly zero."""
     rows = (noise(12, 3, seed=1) @ noise(3, 50_000, seed=2)).float()
     values, vectors = spectrum(row_products(rows, rows), torch.finfo(torch.float32).eps)
     expected = np.linalg.svd(rows.double().numpy(), compute_uv=False) ** 2
@@ -133,13 +138,14 @@ def test_the_spectrum_is_that_of_the_rows_and_rounding_noise_is_zero():
     np.testing.assert_allclose((vectors.T @ vectors).numpy(), np.eye(12), atol=1e-12)
 
 
-def test_a_gradient_that_is_not_finite_gives_nan_instead_of_an_error():
+def test_nonfinite_gradient_gives_nan_spectrum():
     gram = torch.eye(3, dtype=torch.float64)
     gram[1, 1] = torch.inf
     assert spectrum(gram, 1e-7)[0].isnan().all()
 
 
-def test_a_model_beyond_the_memory_is_refused_with_the_way_out():
+def test_oversized_history_is_refused_with_a_remedy():
+    """The error states the memory and suggests a projection."""
     model = nn.Linear(2**18, 1, bias=False)
     refuse_above("some", 10, 10, model, 0)
     refuse_above("some", 10, 40, model, 2**16)

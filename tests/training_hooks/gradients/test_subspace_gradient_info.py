@@ -53,7 +53,8 @@ def in_a_subspace(steps: int, rank: int, size: int = SIZE, seed: int = 0) -> tor
     return noise(steps, rank, seed=seed) @ torch.linalg.qr(noise(size, rank, seed=1000)).Q.T
 
 
-def test_every_report_is_that_of_numpy_on_the_gradients_so_far():
+def test_reports_match_numpy():
+    """Every report equals a NumPy calculation in float64 on the gradients so far."""
     rows = noise(30, SIZE) * torch.linspace(3, 0.5, SIZE) + noise(SIZE, seed=7)
     reports = feed(hook(window=12, top=5), rows)
     assert list(reports) == list(range(2, 31))
@@ -61,7 +62,8 @@ def test_every_report_is_that_of_numpy_on_the_gradients_so_far():
         assert report == pytest.approx(expected(rows[:step], 12, 5), rel=1e-4)
 
 
-def test_gradients_in_a_subspace_are_foreseen_wholly_and_their_dimensions_counted():
+def test_planted_subspace_is_recovered():
+    """Gradients in a subspace of four dimensions have a share of 1 and four dimensions."""
     rows = in_a_subspace(60, 4)
     report = feed(hook(window=59, top=10), rows)[60]
     assert report["subspace_share"] == pytest.approx(1, abs=1e-4)
@@ -71,7 +73,8 @@ def test_gradients_in_a_subspace_are_foreseen_wholly_and_their_dimensions_counte
     assert report["dimension_90"] == 4
 
 
-def test_a_gradient_that_leaves_the_subspace_has_no_share_in_it():
+def test_outside_gradient_has_zero_share():
+    """A gradient orthogonal to the earlier ones has no share in their subspace."""
     rows = in_a_subspace(21, 4)
     outside = noise(SIZE, seed=5)
     outside -= torch.linalg.pinv(rows[:20], rtol=1e-3) @ (rows[:20] @ outside)
@@ -80,7 +83,8 @@ def test_a_gradient_that_leaves_the_subspace_has_no_share_in_it():
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
-def test_the_planted_share_of_a_gradient_in_the_subspace_is_found(share):
+def test_planted_share_is_recovered(share):
+    """A gradient partly inside the subspace has the planted share."""
     rows = in_a_subspace(20, 4)
     outside = noise(SIZE, seed=5)
     outside -= torch.linalg.pinv(rows, rtol=1e-3) @ (rows @ outside)
@@ -89,7 +93,8 @@ def test_the_planted_share_of_a_gradient_in_the_subspace_is_found(share):
     assert feed(hook(top=4), [*rows, mixed])[21]["subspace_share"] == pytest.approx(share, abs=1e-5)
 
 
-def test_isotropic_gradients_have_the_null_share_and_as_many_dimensions_as_the_window():
+def test_isotropic_gradients_have_null_share():
+    """The mean share is the null share, and the dimension is close to the window size."""
     reports = feed(hook(window=20, top=10), noise(420, SIZE))
     shares = torch.tensor([report["subspace_share"] for step, report in reports.items() if step > 20])
     null = reports[21]["null_share"]
@@ -110,20 +115,23 @@ def test_the_share_is_held_out():
     assert own.item() == pytest.approx(1)
 
 
-def test_a_strong_mean_hides_the_noise_from_all_but_the_centred_ratio():
+def test_centered_ratio_ignores_strong_mean():
+    """A large common mean hides the noise from every metric except the centered participation ratio."""
     report = feed(hook(), 100 * noise(SIZE, seed=2) + noise(21, SIZE))[21]
     assert report["participation_ratio"] == pytest.approx(1, abs=0.01)
     assert report["participation_ratio_centred"] == pytest.approx(19 / (1 + 19 / SIZE), rel=0.05)
     assert report["dimension_90"] == 1
 
 
-def test_the_dimension_of_a_share_counts_the_value_that_reaches_it():
+def test_dimension_of_share_includes_reaching_value():
+    """The dimension counts the value that reaches the requested share."""
     values = torch.tensor([5.0, 3.0, 1.0, 1.0])
     found = [dimension_of_share(values, share).item() for share in (0.5, 0.51, 0.8, 0.85, 0.95, 1.0)]
     assert found == [1, 2, 2, 3, 4, 4]
 
 
-def test_projected_gradients_keep_their_subspace_and_have_the_null_of_the_sketch():
+def test_projected_gradients_keep_their_subspace():
+    """The null share is that of the sketch, and the planted dimension is recovered."""
     rows = in_a_subspace(21, 4, size=20_000)
     report = feed(hook(top=10, projection=4096), [*rows[:20], noise(20_000)])[21]
     assert report["null_share"] == 4 / 4096
@@ -158,7 +166,8 @@ def test_reset_forgets_the_gradients():
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
-def test_in_a_run_the_gradients_come_from_its_steps(model, loop):
+def test_run_reports_gradients_of_its_steps(model, loop):
+    """The metrics of a real run are within their bounds."""
     rows = train(Case(model, loop=loop), [hook()], steps=24, audit=False).sink.rows("subspace_gradient_info/")
     last = {name.partition("/")[2]: value for name, _, step, value in rows if step == 24}
     assert last["gradients"] == 20
@@ -166,7 +175,8 @@ def test_in_a_run_the_gradients_come_from_its_steps(model, loop):
     assert 1 <= last["participation_ratio"] <= 20
 
 
-def test_a_gradient_that_is_not_finite_or_zero_gives_nan_instead_of_an_error():
+def test_non_finite_or_zero_gradients_give_nan():
+    """The hook raises no error."""
     rows = noise(12, SIZE)
     rows[-2, 0] = math.nan
     report = feed(hook(), rows)[12]
@@ -203,7 +213,8 @@ def started(one: TrainingHook, steps: int, model: nn.Module | None = None) -> No
     one.start(run_info(task, HookManager([one], task, state, loop="step"), "step"))
 
 
-def test_a_run_with_fewer_than_two_gradients_is_refused():
+def test_run_with_too_few_gradients_is_refused():
+    """The run must provide at least two gradients."""
     started(SubspaceGradientInfo(), 101)
     with pytest.raises(UnsuitableError, match=r"'subspace_gradient_info' .* fewer than two in the 100 steps"):
         started(SubspaceGradientInfo(), 100)
@@ -212,7 +223,8 @@ def test_a_run_with_fewer_than_two_gradients_is_refused():
     started(dense, 2)
 
 
-def test_a_model_too_small_for_the_subspace_or_too_large_to_keep_is_refused():
+def test_unsuitable_model_size_is_refused():
+    """The model must be larger than the subspace and fit the memory limit."""
     with pytest.raises(UnsuitableError, match=r"more than 10 trainable elements, .* the model has 10"):
         started(hook(), 100, nn.Linear(10, 1, bias=False))
     started(hook(), 100, nn.Linear(11, 1, bias=False))

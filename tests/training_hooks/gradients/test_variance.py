@@ -83,7 +83,8 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_in_training_the_windows_run_over_the_ends_of_epochs(loop, model):
+def test_windows_span_epoch_boundaries(loop, model):
+    """The metrics of each window match NumPy on the logged gradients."""
     log = GradientLog()
     run = train(Case(model, loop=loop), [log, Variance(window=4, every=5)], steps=12)
     rows = run.sink.rows("variance/")
@@ -95,7 +96,8 @@ def test_in_training_the_windows_run_over_the_ends_of_epochs(loop, model):
 
 @pytest.mark.parametrize("every", [2, 4, 5])
 @pytest.mark.parametrize("case", [Case("tied", loop=loop) for loop in LOOPS], ids=str)
-def test_a_hook_resumed_at_every_fire_reports_the_same_numbers_and_leaves_the_run_alone(case, every):
+def test_resumed_hook_reports_the_same_variance(case, every):
+    """The hook is reloaded before every call, and the run keeps its bytes."""
     whole = train(case, [Variance(window=4, every=every)], steps=12)
     parts = train(case, [reloading(Variance, window=4, every=every)], steps=12)
     assert whole.sink.rows("variance/")
@@ -118,7 +120,8 @@ def test_a_planted_signal_is_found_at_its_size():
 
 @pytest.mark.parametrize(("elements", "window", "signal"), [(1, 4, 0.2), (3, 4, 0.2), (40, 5, 0.0)])
 @pytest.mark.statistical
-def test_the_mean_of_the_corrected_ratio_is_that_of_its_page(elements, window, signal):
+def test_corrected_ratio_mean_matches_documentation(elements, window, signal):
+    """The mean over 20,000 windows equals the documented formula."""
     generator = np.random.default_rng(elements)
     offset = np.sqrt(signal * elements) * np.eye(elements)[0]
     found = []
@@ -130,7 +133,8 @@ def test_the_mean_of_the_corrected_ratio_is_that_of_its_page(elements, window, s
     assert np.mean(found) == pytest.approx(mean, abs=5 * np.std(found) / np.sqrt(len(found)) + 0.02)
 
 
-def test_a_drift_and_an_oscillation_show_in_the_successive_ratio():
+def test_successive_ratio_detects_drift_and_oscillation():
+    """The ratio is near 0 under drift and near 2 for alternating gradients."""
     steps = np.arange(20.0)[:, None] * np.ones(3)
     assert observe(Variance(window=20), steps)[20]["successive_ratio"] < 0.05
     alternating = np.where(steps % 2 == 0, 1.0, -1.0)
@@ -144,14 +148,15 @@ def test_equal_gradients_have_no_variance():
     assert math.isnan(observe(Variance(window=3), np.zeros((3, 2)))[3]["signal_to_noise"])
 
 
-def test_a_large_mean_does_not_drown_a_small_variance():
+def test_small_variance_survives_a_large_mean():
+    """A mean 100,000 times the deviation leaves a relative error below 1e-3."""
     rows = 1000 + 0.01 * draws(20, 500)
     stored = rows.astype(np.float32).astype(np.float64)
     found = observe(Variance(window=20), rows)[20]["total_variance"]
     assert found == pytest.approx(expected(stored)["total_variance"], rel=1e-3)
 
 
-def test_a_gap_in_the_steps_begins_a_new_window():
+def test_step_gap_starts_a_new_window():
     hook, rows = Variance(window=4, every=4), draws(8, 3)
     assert observe(hook, rows[:3]) == {}
     reports = observe(hook, rows[4:], first=11)
@@ -159,7 +164,8 @@ def test_a_gap_in_the_steps_begins_a_new_window():
     assert reports[14]["total_variance"] == pytest.approx(expected(rows[4:])["total_variance"], rel=1e-5)
 
 
-def test_a_parameter_without_gradient_is_zero_in_the_sums_and_not_reported():
+def test_missing_gradient_counts_as_zero():
+    """The parameter has no metric of its own."""
     model, hook = nn.Linear(1, 1), Variance(window=2)
     reports = []
     for step, gradient in enumerate((1.0, 3.0), start=1):

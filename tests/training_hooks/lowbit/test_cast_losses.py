@@ -61,7 +61,8 @@ def assert_alike(
 
 
 @pytest.mark.parametrize("kind", tensors())
-def test_every_format_and_rule_loses_what_its_cast_counts(kind):
+def test_losses_match_casts_of_all_formats(kind):
+    """Every format and rule is compared with the counts of its cast, on tensors of every kind."""
     assert_counted_alike(tensors()[kind], CASTS)
 
 
@@ -71,28 +72,32 @@ def test_it_does_not_matter_where_a_piece_ends(kind, monkeypatch):
     assert_counted_alike(tensors()[kind], [Cast("e2m1", rule) for rule in RuleRegistry.names()])
 
 
-def test_scales_below_the_range_and_blocks_of_any_size_are_counted_alike():
+def test_small_scales_and_block_sizes_match_casts():
+    """Scale factors below one, soft rounding and blocks of 1, 7 and 1000 elements give the same counts as the cast."""
     casts = [Cast("e2m1", "block", block=size, q_scalar=scalar) for size in (1, 7, 1000) for scalar in (0.5, 0.01)]
     assert_counted_alike(tensors()["gaussian"], casts)
     assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "current", rounding="soft", q_scalar=0.3)])
 
 
 @pytest.mark.parametrize("q_scalar", [0.25, 3.0])
-def test_near_the_limit_of_float32_factors_on_the_scale_are_counted_alike(q_scalar):
+def test_scale_factors_match_casts_near_float32_limit(q_scalar):
+    """Tensors that reach the largest float32 or bfloat16 value are scaled by 0.25 and by 3."""
     for kind in ("largest", "largest bfloat16"):
         assert_counted_alike(
             tensors()[kind], [Cast(cast.format, cast.rule, q_scalar=q_scalar) for cast in CASTS], rtol=1e-5
         )
 
 
-def test_casts_of_every_kind_are_counted_in_the_order_in_which_they_were_asked_for():
+def test_casts_keep_the_requested_order():
+    """Casts with different rules return their counts in the given order; no tensors give an empty list."""
     casts = [Cast("e2m1", "row"), Cast("e2m1", "block"), Cast("e2m1", "nvfp4", rows=16), Cast("e4m3", "mx_even")]
     assert_counted_alike(tensors()["gaussian"], casts)
     assert losses([], casts) == []
 
 
 @pytest.mark.parametrize("piece", [cast_losses.PIECE, 1000])
-def test_tensors_of_many_kinds_at_once_are_counted_each_by_itself(piece, monkeypatch):
+def test_mixed_tensors_are_counted_separately(piece, monkeypatch):
+    """In one call, every tensor matches its own cast, also with small pieces and with a history of magnitudes."""
     monkeypatch.setattr(cast_losses, "PIECE", piece)
     casts = [Cast("e2m1", rule) for rule in RuleRegistry.names()]
     many = [*tensors().values(), *tensors().values()]
@@ -105,7 +110,8 @@ def test_tensors_of_many_kinds_at_once_are_counted_each_by_itself(piece, monkeyp
 
 
 @pytest.mark.parametrize("past", [0.0, 0.1, 100.0])
-def test_delayed_scales_come_from_the_past_if_there_is_one(past):
+def test_delayed_scales_use_the_history(past):
+    """The counts match the cast for histories of zero, small and large magnitudes."""
     earlier = torch.tensor([0.0, past, past / 2])
     assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "delayed"), Cast("e5m2", "delayed")], earlier)
 

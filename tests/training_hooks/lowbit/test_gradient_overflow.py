@@ -64,7 +64,8 @@ def assert_reads(found: dict[str, Any], lost: Lost, role: str = "") -> None:
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp4_direct", "e2m1/nvfp4", "mxfp4"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_counts_of_quantised_layers_are_those_of_brute_force(recipe, parts):
+def test_quantized_layer_counts_match_brute_force(recipe, parts):
+    """Every role of the layers matches, with and without micro-batches."""
     recorder = Recorder()
     run = LowBitRun(network(recipe), [recorder, GradientOverflow()], options={"accumulation_steps": parts}).train()
     for step in (1, 2, 3):
@@ -75,7 +76,8 @@ def test_counts_of_quantised_layers_are_those_of_brute_force(recipe, parts):
             assert_reads(found, lost_in(tensors * weights, find_recipe(recipe).casts[role]), role)
 
 
-def test_the_numbers_of_roles_add_up_to_those_of_all_and_those_of_steps_to_the_cumulative_ones():
+def test_role_and_cumulative_counts_add_up():
+    """The sum over roles is the total, and the sum over steps is the cumulative count."""
     run = LowBitRun(network("nvfp4"), [GradientOverflow()]).train()
     summed = dict.fromkeys(("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count"), 0)
     for step in (1, 2, 3):
@@ -89,7 +91,8 @@ def test_the_numbers_of_roles_add_up_to_those_of_all_and_those_of_steps_to_the_c
     assert {name.removeprefix("cumulative_") for name in found if name.startswith("cumulative")} >= {*CUMULATIVE}
 
 
-def test_the_worst_layers_are_those_with_the_largest_rates_and_no_more_than_asked_for():
+def test_worst_layers_have_largest_rates():
+    """With top_k=1, one layer has the highest overflow rate and one the lowest gradient-to-noise ratio."""
     recorder = Recorder()
     run = LowBitRun(network("e2m1/nvfp4"), [recorder, GradientOverflow(top_k=1)], steps=1).train()
     found, cast = run.values(1), find_recipe("e2m1/nvfp4").output_grad
@@ -104,7 +107,8 @@ def test_the_worst_layers_are_those_with_the_largest_rates_and_no_more_than_aske
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp4_metis"])
-def test_counting_changes_no_bit_of_a_run_even_with_stochastic_rounding(recipe):
+def test_counting_with_stochastic_rounding_matches_bare_run(recipe):
+    """The final states have the same bytes."""
     stochastic = find_recipe(recipe).with_every(rounding="stochastic", rule="nvfp4")
     counted = LowBitRun(network(stochastic), [GradientOverflow(formats="e2m1", interval=1)]).train()
     bare = LowBitRun(network(stochastic)).train()
@@ -112,7 +116,8 @@ def test_counting_changes_no_bit_of_a_run_even_with_stochastic_rounding(recipe):
     assert counted.values(3)["cumulative_total_overflow_elements"] > 0
 
 
-def test_a_step_in_between_is_neither_counted_nor_reported():
+def test_steps_between_intervals_are_not_counted():
+    """With count_interval=2, step 2 reports nothing and adds nothing to the cumulative counts."""
     hook = GradientOverflow(count_interval=2)
     run = LowBitRun(network("nvfp4"), [hook]).train()
     assert run.values(2) == {}
@@ -134,7 +139,7 @@ def test_other_passes_of_a_step_are_not_counted():
 
 @pytest.mark.compile
 @pytest.mark.parametrize("options", [{}, {"formats": "e4m3", "of": "activations,gradients", "interval": 1}])
-def test_a_compiled_model_is_counted_as_it_would_be_eagerly(options):
+def test_compiled_model_counts_match_eager(options):
     model = network("nvfp4")
     model.compile(backend="eager", dynamic=False)
     compiled = LowBitRun(model, [GradientOverflow(**options)]).train()
@@ -143,7 +148,8 @@ def test_a_compiled_model_is_counted_as_it_would_be_eagerly(options):
         assert compiled.values(step) == pytest.approx(eager.values(step), rel=1e-6, nan_ok=True)
 
 
-def test_the_output_gradients_of_a_float16_run_are_counted_as_scaled():
+def test_float16_output_gradients_are_counted_scaled():
+    """The largest scale grows by the loss scale of 1024."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaled = LowBitRun(network("fp4_block"), [GradientOverflow()], steps=1, options={"scaler": scaler}).train()
     plain = LowBitRun(network("fp4_block"), [GradientOverflow()], steps=1).train()
@@ -155,7 +161,8 @@ def test_the_output_gradients_of_a_float16_run_are_counted_as_scaled():
 
 
 @pytest.mark.parametrize("subject", ["gradients", "weights", "activations"])
-def test_counts_of_hypothetical_casts_are_those_of_brute_force(subject):
+def test_hypothetical_cast_counts_match_brute_force(subject):
+    """Gradients, weights and activations are counted for two formats and three rules."""
     recorder, gradients = Recorder(), {}
     keep = at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: gradients.update({ctx.step: copies(ctx.model)}))
     hook = GradientOverflow(**ALWAYS, formats="e2m1,e4m3", rules="tensor, nvfp4, mx_floor", of=subject)
@@ -193,7 +200,9 @@ def test_a_delayed_rule_scales_by_the_firings_before():
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_hypothetical_casts_see_the_gradients_of_the_whole_batch_without_the_scale_of_the_loss(parts):
+def test_hypothetical_casts_use_unscaled_batch_gradients(parts):
+    """The loss scale makes no difference, and micro-batches are accumulated before the casts."""
+
     def asked(**options: Any) -> dict[str, Any]:
         hook = GradientOverflow(**ALWAYS, of="gradients")
         return LowBitRun(network(), [hook], steps=1, options={"accumulation_steps": parts, **options}).train().values(1)
@@ -203,7 +212,8 @@ def test_hypothetical_casts_see_the_gradients_of_the_whole_batch_without_the_sca
     assert scaled["total_quantizations_of/gradients/e2m1/tensor"] == 4
 
 
-def test_hypothetical_casts_add_up_the_activations_of_micro_batches():
+def test_hypothetical_activation_casts_combine_micro_batches():
+    """Totals, rates and the largest scale agree with those of the whole batch."""
     hook = GradientOverflow(**ALWAYS, of="activations", rules="block")
     run = LowBitRun(network(), [hook], steps=1, options={"accumulation_steps": 3}).train()
     whole = LowBitRun(network(), [GradientOverflow(**ALWAYS, of="activations", rules="block")], steps=1).train()
@@ -230,7 +240,8 @@ class Oddities(nn.Module):
         return self.number * x.mean() + self.empty.sum() + self.narrow.float().sum() + self.complex.abs().sum() + rows
 
 
-def test_parameters_of_every_kind_are_asked_about_and_those_without_a_real_gradient_left_out():
+def test_only_real_gradients_of_parameters_are_counted():
+    """Scalar, empty, bfloat16 and sparse gradients count; complex and missing gradients are left out."""
     hook = GradientOverflow(**ALWAYS, rules="block", of="gradients,weights")
     options = {"compute_loss": lambda model, batch: model(batch[0])}
     found = LowBitRun(Oddities(), [hook], steps=1, options=options, audit=False).train().values(1)
@@ -239,7 +250,8 @@ def test_parameters_of_every_kind_are_asked_about_and_those_without_a_real_gradi
     assert found["total_elements_of/weights/e2m1/block"] == 1 + 0 + 21 + 120 + 9 + 3
 
 
-def test_casts_are_hypothetical_in_quantised_models_only_on_request_and_in_plain_ones_always():
+def test_hypothetical_casts_are_optional_in_quantized_models():
+    """In quantized models the formats option requests the casts; other models always have them."""
     options = {"interval": 2, "of": "gradients"}
     both = LowBitRun(network("nvfp4"), [GradientOverflow(formats="e4m3", **options)]).train()
     assert not any("gradients/" in name for name in both.values(2))
@@ -252,7 +264,8 @@ def test_casts_are_hypothetical_in_quantised_models_only_on_request_and_in_plain
     assert "element_overflow_rate" not in full.values(1)
 
 
-def test_a_hook_serves_strategies_with_and_without_quantised_layers_one_after_the_other():
+def test_hook_works_across_quantized_and_plain_strategies():
+    """One hook is reset and used on a quantized, a plain and another quantized model in turn."""
     hook = GradientOverflow()
     for recipe, steps in (("nvfp4", {1, 2, 3}), (None, {1}), ("fp8", {1, 2, 3})):
         run = LowBitRun(network(recipe), [hook])
@@ -265,7 +278,8 @@ def test_a_hook_serves_strategies_with_and_without_quantised_layers_one_after_th
 
 
 @pytest.mark.parametrize("rule", ["current", "nvfp4", "mx_even", "block"])
-def test_output_gradients_are_cast_along_what_each_product_sums_over(rule):
+def test_output_gradient_casts_match_brute_force(rule):
+    """Scales follow the summed dimension of each product; counts, exponents, errors and cosines agree."""
     recorder = Recorder()
     hook = GradientOverflow(**ALWAYS, formats="e2m1", rules=rule)
     model = network()
@@ -295,7 +309,8 @@ def test_output_gradients_are_cast_along_what_each_product_sums_over(rule):
         assert found[f"product_cosine_of/{product}/e2m1/{rule}"] == pytest.approx(cosine / len(results), rel=1e-4)
 
 
-def test_the_forward_product_is_off_by_what_the_low_bit_layer_is_off():
+def test_forward_product_error_matches_low_bit_layer():
+    """Relative error and cosine equal those of the output of the quantized layer."""
     x, weight = torch.randn(40, 20), torch.randn(12, 20)
     layer = nn.Linear(20, 12, bias=False)
     layer.weight.data = weight
@@ -310,7 +325,8 @@ def test_the_forward_product_is_off_by_what_the_low_bit_layer_is_off():
 
 
 @pytest.mark.parametrize("rule", ["tensor", "current", "block", "nvfp4", "mx_floor"])
-def test_some_rows_are_cast_as_in_the_whole_matrix(rule):
+def test_sampled_rows_cast_like_whole_matrix(rule):
+    """The sample keeps the row with the largest element, and the cast of the sample equals that of the same rows."""
     matrix, cast = torch.randn(500, 40), Cast("e2m1", rule)
     matrix[123, 7] = 50.0
     some = some_rows(matrix, 64)
@@ -320,7 +336,8 @@ def test_some_rows_are_cast_as_in_the_whole_matrix(rule):
     assert torch.equal(cast(some), whole[places])
 
 
-def test_products_of_large_matrices_are_off_by_about_what_their_parts_are():
+def test_large_product_errors_match_full_products():
+    """The estimate from sampled operands is within 10 percent for all three products."""
     torch.manual_seed(0)
     x, weight, gradient = torch.randn(700, 300), torch.randn(400, 300), torch.randn(700, 400)
     cast = Cast("e2m1", "nvfp4")
@@ -330,13 +347,15 @@ def test_products_of_large_matrices_are_off_by_about_what_their_parts_are():
         assert found[index, 0] == pytest.approx(float((narrow - exact).norm() / exact.norm()), rel=0.1)
 
 
-def test_experts_whose_parameter_is_called_weight_are_no_linear_layer():
+def test_expert_weights_are_not_linear_layers():
+    """A module with a three-dimensional parameter called weight is not counted as a linear layer."""
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.randn(2, 3, 4))
     assert list(linear_layers(nn.ModuleList([experts, nn.Linear(4, 4)]))) == ["1"]
 
 
-def test_products_that_are_zero_or_without_rows_are_no_answer():
+def test_degenerate_products_are_not_counted():
+    """Products that are zero or have no rows report no error."""
     cast = Cast("e2m1", "nvfp4")
     zero = operands(torch.zeros(3, 20), torch.randn(4, 20), torch.zeros(3, 4))
     empty = operands(torch.zeros(0, 20), torch.randn(4, 20), torch.zeros(0, 4))
@@ -345,7 +364,8 @@ def test_products_that_are_zero_or_without_rows_are_no_answer():
 
 
 @pytest.mark.parametrize("shape", [(1, 20, 12), (7, 20, 12), (7, 1, 1), (90, 80, 70)])
-def test_operands_stay_what_they_were_when_what_they_were_taken_from_is_written_over_or_freed(shape):
+def test_operands_survive_overwritten_sources(shape):
+    """The operands share no storage with the tensors that they were taken from."""
     rows, inputs, outputs = shape
     given = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(rows, outputs)
     found, before = operands(*given), operands(*[each.clone() for each in given])
@@ -355,7 +375,8 @@ def test_operands_stay_what_they_were_when_what_they_were_taken_from_is_written_
     assert not {each.untyped_storage().data_ptr() for each in found} & {each.data_ptr() for each in given}
 
 
-def test_products_of_several_layers_are_compared_together_as_one_by_one():
+def test_batched_product_errors_match_single_layers():
+    """Layers of equal and different shapes are compared in one call and one by one."""
     casts = [Cast("e2m1", rule) for rule in ("tensor", "nvfp4", "mx_floor", "delayed", "block")]
     shapes = [(7, 20, 12), (90, 20, 12), (90, 80, 70), (90, 20, 12)]
     layers = [
@@ -366,7 +387,8 @@ def test_products_of_several_layers_are_compared_together_as_one_by_one():
     assert torch.allclose(product_errors(layers, casts), alone, rtol=1e-6, atol=0)
 
 
-def test_operands_that_are_many_are_compared_before_the_last_has_come(monkeypatch):
+def test_many_operands_are_compared_early(monkeypatch):
+    """Above the limit for kept operands, the comparison does not wait for the last one and gives the same result."""
     products = [(torch.randn(7, 20), torch.randn(12, 20), torch.randn(7, 12)) for _ in range(3)]
     found = []
     for kept in (hypothetical_casts.KEPT, 0):
@@ -391,7 +413,8 @@ class Hesitant(RuleRegistry.get("tensor")):
         return super().scales(largest, number_format) if float(largest) > 0 else torch.ones_like(largest)
 
 
-def test_a_rule_that_cannot_be_vectorised_is_compared_one_matrix_at_a_time():
+def test_unvectorizable_rule_is_compared_per_matrix():
+    """A rule that reads the values of a tensor gives the same errors as its vectorized parent."""
     layers = [operands(torch.randn(7, 20), torch.randn(12, 20), torch.randn(7, 12)) for _ in range(2)]
     expected = product_errors(layers, [Cast("e2m1", "tensor")])
     RuleRegistry.register(Hesitant)
@@ -402,13 +425,16 @@ def test_a_rule_that_cannot_be_vectorised_is_compared_one_matrix_at_a_time():
 
 
 @pytest.mark.parametrize("exponent", [-149, -130, -1, 0, 5, 127])
-def test_exponents_are_those_of_powers_of_two_and_zeros_are_none(exponent):
+def test_exponents_match_powers_of_two(exponent):
+    """Zeros have no exponent."""
     scales = torch.tensor([2.0**exponent, 0.0, 0.0])
     assert exponents(scales).nonzero().flatten().tolist() == [exponent - LOWEST]
     assert exponents(scales).sum() == 1
 
 
-def test_asking_about_output_gradients_changes_no_bit_and_a_layer_used_twice_is_asked_twice():
+def test_output_gradient_casts_match_bare_run():
+    """The final states have the same bytes, and a layer that is used twice is counted twice."""
+
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -428,7 +454,9 @@ def test_asking_about_output_gradients_changes_no_bit_and_a_layer_used_twice_is_
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
-def test_a_resumed_run_goes_on_with_the_cumulative_numbers_and_the_delays(recipe, tmp_path):
+def test_resumed_run_matches_uninterrupted_run(recipe, tmp_path):
+    """The cumulative counts and the delayed scales continue from the checkpoint."""
+
     def run() -> LowBitRun:
         hook = GradientOverflow(**ALWAYS, formats="e2m1", rules="delayed,nvfp4")
         return LowBitRun(network(recipe), [hook], steps=6)
@@ -452,7 +480,8 @@ def test_state_kept_elsewhere_between_calls_changes_no_number():
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
-def test_the_host_waits_once_for_a_step_and_never_for_a_quantisation(recipe):
+def test_host_waits_once_per_step(recipe):
+    """A quantization causes no wait, and the table at the end of the run causes one more."""
     hook, waits = GradientOverflow(**ALWAYS), []
     run = LowBitRun(network(recipe), [hook], audit=False)
     compute = hook.compute
@@ -474,7 +503,8 @@ def test_the_host_waits_once_for_a_step_and_never_for_a_quantisation(recipe):
 
 
 @pytest.mark.parametrize("formats", ["", "e2m1"])
-def test_a_table_of_the_whole_run_is_left_at_its_end(formats):
+def test_run_ends_with_a_cumulative_table(formats):
+    """The table holds the totals and rates of all roles together, of each role and of each hypothetical cast."""
     run = LowBitRun(network("nvfp4"), [GradientOverflow(formats=formats, interval=1, of="gradients")]).train()
     table, last = run.manager.hooks.tables["gradient_overflow"], run.values(3)
     asked = [f"gradients/e2m1/{rule}" for rule in ("tensor", "nvfp4", "mx_floor")] if formats else []
@@ -509,7 +539,8 @@ class Tight(ScalingRule):
         return largest / number_format.maximum / 2
 
 
-def test_a_new_format_and_a_new_rule_are_known_to_the_observer_and_to_brute_force():
+def test_custom_format_and_rule_match_brute_force():
+    """The test registers a new format and a new scaling rule."""
     gradients: list[torch.Tensor] = []
     keep = at(SpyHook, HookPoint.POST_BACKWARD)(
         lambda ctx: gradients.extend(parameter.grad.clone() for parameter in ctx.model.parameters())
@@ -546,7 +577,8 @@ def told(hook: GradientOverflow, factors: list[float]) -> list[tuple[bool, str]]
     return [(notice, sentence) for notice, sentence in sentences if sentence.startswith("Step")]
 
 
-def test_a_layer_that_begins_to_overflow_is_told_of_once_and_so_is_the_end_of_it():
+def test_overflow_start_and_end_are_reported_once():
+    """One warning lists the casts that overflow, and one notice reports that none overflows any more."""
     options = {"formats": "e4m3", "rules": "delayed", "of": "gradients"}
     hook = GradientOverflow(**ALWAYS, **options, overflow_threshold=0.2, noise_threshold=0)
     found = told(hook, [1.0, 1000.0, 1.0, 1.0])
@@ -556,7 +588,8 @@ def test_a_layer_that_begins_to_overflow_is_told_of_once_and_so_is_the_end_of_it
     assert found[1][1] == "Step 3: no cast overflows in more than 0.2 of its elements any more."
 
 
-def test_gradients_that_drown_in_noise_are_told_of_and_weights_are_not():
+def test_noisy_gradients_warn_and_weights_do_not():
+    """One warning counts the gradients whose gradient-to-noise ratio is below the threshold."""
     options = {"formats": "e2m1", "rules": "tensor", "noise_threshold": 1e6}
     found = told(GradientOverflow(**ALWAYS, **options, of="gradients"), [1.0, 1.0])
     assert len(found) == 1
@@ -564,7 +597,8 @@ def test_gradients_that_drown_in_noise_are_told_of_and_weights_are_not():
     assert told(GradientOverflow(**ALWAYS, **options, of="weights"), [1.0, 1.0]) == []
 
 
-def test_what_was_told_is_not_told_again_after_a_checkpoint():
+def test_warning_is_not_repeated_after_checkpoint():
+    """The reported conditions are part of the state of the hook."""
     hook = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
     assert len(told(hook, [1.0])) == 1
     resumed = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
@@ -572,7 +606,8 @@ def test_what_was_told_is_not_told_again_after_a_checkpoint():
     assert told(resumed, [1.0]) == []
 
 
-def test_nobody_is_warned_of_formats_that_nobody_named():
+def test_default_formats_cause_no_warnings():
+    """The thresholds apply only to formats that the user has named."""
     assert told(GradientOverflow(**ALWAYS, noise_threshold=1e6, overflow_threshold=1e-9), [1.0, 1.0]) == []
 
 
@@ -599,13 +634,15 @@ def test_options_that_cannot_be_are_refused(options, words):
     assert words in str(error.value)
 
 
-def test_intervals_that_do_not_fit_are_refused_before_the_run():
+def test_mismatched_intervals_are_refused():
+    """The interval must be a multiple of count_interval."""
     hook = GradientOverflow(formats="e2m1", interval=3, count_interval=2)
     with pytest.raises(UsageError, match=r"gradient_overflow.interval is 3; .* it must be a multiple of 2"):
         LowBitRun(network("nvfp4"), [hook]).train()
 
 
-def test_a_model_that_trains_nothing_and_quantises_nothing_is_refused():
+def test_model_without_countable_tensors_is_refused():
+    """A frozen model without quantized layers raises UnsuitableError with the kinds of tensors that are needed."""
     model = network()
     model.requires_grad_(False)
     with pytest.raises(
@@ -616,6 +653,7 @@ def test_a_model_that_trains_nothing_and_quantises_nothing_is_refused():
         LowBitRun(model, [GradientOverflow(of="gradients,weights")]).train()
 
 
-def test_every_reading_is_described_for_all_roles_and_for_each():
+def test_every_reading_is_described():
+    """The descriptions cover all roles together and each single role."""
     names = {info.name for info in GradientOverflow().describe_metrics()}
     assert {*READINGS} | {f"{name}_of/<parameter>" for name in READINGS} <= names

@@ -91,14 +91,17 @@ def split_run(case: Case) -> Run:
 # When, and what
 
 
-def test_weights_are_split_after_the_warm_up_and_then_every_merge_steps():
+def test_splits_follow_warmup_and_merge_steps():
+    """Weights are split after the warm-up and then every merge_steps steps."""
     rows = split_run(Case("lowbit_mlp")).sink.rows("metis_split/layers")
     assert rows == [("metis_split/layers", HookPoint.PRE_STEP, step, 2) for step in (3, 6, 9)]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["exact_mlp", "exact_transformer", "lowbit_tied"])
-def test_each_split_leaves_every_merged_weight_what_it_was_and_the_factors_new(model, optimizer):
+def test_splits_keep_merged_weights(model, optimizer):
+    """Each split makes new factors, and every merged weight keeps its value."""
+
     class Watching(HookManager):
         def fire(self, point: HookPoint) -> None:
             before, old = merged(self.task.model), copied(dict(self.task.model.named_parameters()))
@@ -115,8 +118,8 @@ def test_each_split_leaves_every_merged_weight_what_it_was_and_the_factors_new(m
     assert len(checked) == 2 * len(set(checked)) > 0
 
 
-def test_the_loss_without_casts_is_that_of_the_run_without_splits_until_the_factors_have_moved():
-    """The step that follows the split sees the same function; the one after it was reached by other updates."""
+def test_split_without_casts_keeps_the_loss():
+    """Losses are equal up to the step of the split and differ after updates of the factors."""
     losses = lambda hooks: [loss for _, _, _, loss in train(Case("exact_mlp"), hooks, steps=6).sink.rows("spy/loss")]
     watch = lambda: at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: {"loss": ctx.loss})
     plain, parted = losses([watch()]), losses([MetisSplit(), watch()])
@@ -124,7 +127,8 @@ def test_the_loss_without_casts_is_that_of_the_run_without_splits_until_the_fact
     assert abs(parted[5] - plain[5]) > 1e-4
 
 
-def test_only_the_optimizers_memory_of_the_factors_begins_anew():
+def test_split_resets_only_factor_optimizer_state():
+    """The step counters of the factors restart, and those of all other parameters continue."""
     steps = {}
 
     def watch(run_ctx, ctx):
@@ -165,7 +169,8 @@ def test_a_frozen_weight_is_left_alone():
     assert [layer.is_split for layer in layers(run.task.model).values()] == [False, True]
 
 
-def test_what_is_drawn_depends_on_the_seed_and_the_step_alone():
+def test_split_draws_depend_on_seed_and_step():
+    """A hook that draws random numbers does not change the split."""
     drawing = at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: {"draw": torch.rand(())})
     alone, beside = (
         train(Case("lowbit_mlp"), hooks, steps=STEPS) for hooks in ([MetisSplit()], [drawing, MetisSplit()])
@@ -178,14 +183,16 @@ def test_what_is_drawn_depends_on_the_seed_and_the_step_alone():
 
 @pytest.mark.parametrize("model", ["lowbit_mlp", "exact_transformer"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_run_that_goes_on_from_a_checkpoint_after_a_split_is_the_uninterrupted_one(loop, model, tmp_path):
+def test_resume_after_split_matches_uninterrupted_run(loop, model, tmp_path):
+    """The final state and the later rows of the resumed run are the same."""
     whole, second, middle = in_one_and_two(Case(model, loop=loop), MetisSplit, tmp_path)
     assert second.final == whole.final
     assert second.rows == whole.after(middle)
     assert any(row[0] == "metis_split/layers" for row in second.rows)
 
 
-def test_a_checkpoint_of_a_split_model_is_refused_nothing_and_brings_the_split_back(tmp_path):
+def test_checkpoint_restores_split_model(tmp_path):
+    """A fresh model that loads the checkpoint has the same factors."""
     run = split_run(Case("lowbit_mlp"))
     save_checkpoint(tmp_path / "split.pt", run.state, {}, run.state.streams.save())
     task, state = build(Case("lowbit_mlp"))
@@ -194,7 +201,8 @@ def test_a_checkpoint_of_a_split_model_is_refused_nothing_and_brings_the_split_b
     assert described(dict(task.model.named_parameters())) == described(dict(run.task.model.named_parameters()))
 
 
-def test_the_final_weights_are_a_reference_for_a_plain_model_and_for_a_low_bit_one(tmp_path):
+def test_split_weights_are_a_valid_reference(tmp_path):
+    """A plain model and a low-bit model both load the final weights as reference."""
     run = split_run(Case("exact_mlp"))
     path = tmp_path / "weights.pt"
     torch.save(run.task.model.state_dict(), path)
@@ -207,7 +215,8 @@ def test_the_final_weights_are_a_reference_for_a_plain_model_and_for_a_low_bit_o
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_hook_beside_it_changes_no_bit(name):
+def test_other_hooks_change_no_bits(name):
+    """Selected hooks next to the split leave the run unchanged."""
     assert check_neutral(name, Case("lowbit_mlp"))
 
 
@@ -215,7 +224,8 @@ def test_a_hook_beside_it_changes_no_bit(name):
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", BASES)
 @pytest.mark.parametrize("name", QUIET)
-def test_a_hook_beside_it_changes_no_bit_or_refuses_everywhere(name, model, loop):
+def test_every_hook_is_neutral_or_refuses(name, model, loop):
+    """Each hook next to the split changes no bit or raises an error, on every model and loop."""
     check_neutral(name, Case(f"lowbit_{model}", loop=loop))
 
 
@@ -238,13 +248,15 @@ def made(name: str) -> TrainingHook:
 
 
 @pytest.mark.parametrize("name", ["model_smoothing", "weight_average"])
-def test_hooks_that_mix_weights_of_different_steps_refuse_a_model_that_is_split(name):
+def test_weight_mixing_hooks_refuse_split_models(name):
+    """The error of model_smoothing and weight_average names the split layers."""
     with pytest.raises(UnsuitableError, match=f"'{name}' .* a Metis split makes other quantities of those of 0, 4"):
         train(Case("lowbit_mlp"), [MetisSplit(), made(name)])
 
 
 @pytest.mark.parametrize("method", ["norm", "value", "parameter", "zclip", "adagc"])
-def test_gradients_are_clipped_those_of_the_factors_among_them(method):
+def test_factor_gradients_are_clipped(method):
+    """Every clipping method works on a split model and leaves all parameters finite."""
     norms = {}
     options = {"zclip": {"warmup": 2}, "adagc": {"warmup": 4}}.get(method, {})
     clip = HookRegistry.get("grad_clip")(method=method, **options)
@@ -259,7 +271,9 @@ def test_gradients_are_clipped_those_of_the_factors_among_them(method):
 
 
 @pytest.mark.parametrize("needs_pre_epoch", [True, False])
-def test_an_intervention_that_goes_back_before_a_split_is_rolled_back_to_it(needs_pre_epoch):
+def test_intervention_across_split_is_rolled_back(needs_pre_epoch):
+    """An intervention that restores the state before the split leaves the run unchanged."""
+
     def go_back(run_ctx, ctx):
         if needs_pre_epoch and run_ctx.epoch == 0:
             assert all(layer.is_split for layer in layers(ctx.model).values())
@@ -276,7 +290,9 @@ def test_an_intervention_that_goes_back_before_a_split_is_rolled_back_to_it(need
 
 
 @pytest.mark.parametrize("amp", ["fp16", "bf16"])
-def test_mixed_precision_trains_split_layers_and_float16_skips_what_overflows(amp):
+def test_mixed_precision_trains_split_layers(amp):
+    """Training works in float16 and bfloat16, and float16 skips overflowing steps."""
+
     def introduce(task, state):
         task.compute_loss = Precision.of(amp, torch.device("cpu")).autocast(mean_loss)
         if amp == "fp16":
@@ -290,7 +306,7 @@ def test_mixed_precision_trains_split_layers_and_float16_skips_what_overflows(am
 
 
 @pytest.mark.compile
-def test_a_compiled_model_is_split_and_trains_as_the_eager_one():
+def test_compiled_split_model_matches_eager_one():
     compiled = lambda task, state: task.model.compile(backend="eager", dynamic=False)
     case = Case("lowbit_mlp")
     try:
@@ -309,7 +325,8 @@ def test_a_model_that_cannot_be_split_is_refused():
         train(Case(), [MetisSplit()])
 
 
-def test_layers_that_would_be_split_at_different_steps_are_refused():
+def test_different_split_schedules_are_refused():
+    """All layers of a model must be split at the same steps."""
     with pytest.raises(UsageError, match=r"\(forward_warmup_steps, merge_steps\) \(2, 3\) and \(5, 3\)"):
         schedule({OPTIONS, replace(OPTIONS, forward_warmup_steps=5)}, 10)
 
@@ -319,7 +336,9 @@ def test_merge_steps_of_0_split_once():
     assert [step for step in range(1, 101) if times.is_due(step)] == [3]
 
 
-def test_an_optimizer_without_the_factors_is_named_at_the_first_split():
+def test_optimizer_without_factors_is_refused():
+    """The error at the first split names the layers."""
+
     def forget(task, state):
         task.optimizer.param_groups[0]["params"] = [p for p in task.model.parameters() if p.requires_grad]
 
@@ -327,7 +346,7 @@ def test_an_optimizer_without_the_factors_is_named_at_the_first_split():
         train(Case("lowbit_mlp"), [MetisSplit()], introduce=forget)
 
 
-def test_a_warm_up_longer_than_the_run_is_told():
+def test_warmup_longer_than_run_causes_warning():
     task, state = build(Case("lowbit_mlp", loop="step"), steps=2)
     hook = MetisSplit()
     with pytest.warns(UserWarning, match="splits no weight: the run has 2 steps, and forward_warmup_steps is 2"):
@@ -335,7 +354,9 @@ def test_a_warm_up_longer_than_the_run_is_told():
 
 
 @pytest.mark.filterwarnings("ignore:gradient_overflow")
-def test_what_if_goes_on_after_a_split_and_through_a_checkpoint_with_all_its_rows(tmp_path):
+def test_overflow_ledger_continues_after_split(tmp_path):
+    """A run resumed from a checkpoint after a split has the same tables and ledger."""
+
     def run(path, write):
         task, state = build(Case("lowbit_mlp", loop="step"), length=STEPS)
         hooks = [MetisSplit(), HookRegistry.get("gradient_overflow")(formats="e2m1,e4m3", interval=1, of="gradients")]

@@ -33,7 +33,8 @@ def test_the_means_are_those_of_every_element_together(dtype: torch.dtype) -> No
     assert inverse.item() == pytest.approx(sum((value + 1e-6) ** -2 for value in values) / 56, rel=1e-5)
 
 
-def test_the_penalty_is_what_the_loss_holds_and_the_rest_is_the_data() -> None:
+def test_penalty_and_data_loss_are_separated() -> None:
+    """The hook reports the penalty in the loss, the remaining data loss and the share."""
     net = model()
     options = {"weight": 1e-6, "large": 3.0, "small": 0.5}
     penalty = RangePenalty(**options)(penalised(net)).detach()
@@ -43,7 +44,7 @@ def test_the_penalty_is_what_the_loss_holds_and_the_rest_is_the_data() -> None:
     assert found["share"].item() == pytest.approx(penalty.item() / (2 + penalty.item()), rel=1e-5)
 
 
-def test_the_gradient_of_the_penalty_is_that_of_autograd() -> None:
+def test_penalty_gradient_norm_matches_autograd() -> None:
     net = model()
     options = {"weight": 1e-6, "large": 3.0, "small": 0.5}
     RangePenalty(**options)(penalised(net)).backward()
@@ -53,7 +54,8 @@ def test_the_gradient_of_the_penalty_is_that_of_autograd() -> None:
     assert found.item() == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-5)
 
 
-def test_the_gradient_of_a_weight_next_to_the_pole_is_huge_and_finite() -> None:
+def test_gradient_near_pole_is_finite() -> None:
+    """A weight next to the pole gives a very large but finite gradient norm."""
     net = nn.Linear(2, 2)
     with torch.no_grad():
         net.weight[0, 0] = 1e-9 - 1e-6
@@ -66,19 +68,21 @@ def test_without_a_penalty_only_the_means_are_reported() -> None:
     assert report(model(), torch.tensor(2.0)).keys() == {"mean_square", "mean_inverse_square"}
 
 
-def test_a_pattern_chooses_the_matrices_and_frozen_ones_do_not_count() -> None:
+def test_pattern_selects_trained_matrices() -> None:
+    """Frozen matrices are excluded."""
     net = model()
     net.get_parameter("0.weight").requires_grad_(False)
     assert torch.equal(report(net)["mean_square"], report(net, pattern="2.*")["mean_square"])
 
 
-def test_a_weight_at_the_pole_makes_the_mean_infinite() -> None:
+def test_weight_at_pole_gives_infinite_mean() -> None:
     net = nn.Linear(2, 2)
     nn.init.constant_(net.weight, -1e-6)
     assert report(net)["mean_inverse_square"].item() == torch.inf
 
 
-def test_models_and_options_that_do_not_suit_are_refused(tmp_path: Path) -> None:
+def test_unsuitable_models_and_options_are_refused(tmp_path: Path) -> None:
+    """Models without matching matrices and invalid options raise an error."""
     with pytest.raises(UnsuitableError, match="needs trained matrices whose name matches"):
         RangePenaltyReport().start(run_info(tmp_path, model=nn.Conv2d(1, 1, 3)))
     with pytest.raises(UsageError, match="matches 'blocks"):

@@ -27,14 +27,15 @@ def layout_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> F
     return FlatLayout({f"p{n}": nn.Parameter(torch.randn(shape, dtype=dtype)) for n, shape in enumerate(shapes)})
 
 
-def test_a_flat_vector_holds_the_parameters_end_to_end():
+def test_flat_vector_concatenates_parameters():
     layout = layout_of((2, 3), (4,), ())
     expected = torch.cat([parameter.detach().flatten() for parameter in layout.parameters.values()])
     assert torch.equal(layout.values().data, expected)
     assert FlatSpace(layout.parameters).size == 11
 
 
-def test_a_name_without_a_tensor_stands_for_zeros():
+def test_missing_tensor_counts_as_zeros():
+    """copy() sets missing entries to zero, and add() leaves them unchanged."""
     layout = layout_of((2,), (3,))
     vector = layout.values()
     layout.copy({"p1": torch.ones(3)}, vector)
@@ -53,7 +54,8 @@ def test_a_vector_is_no_alias_of_the_parameters():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_over_a_vector_are_those_over_its_parts(dtype):
+def test_flat_sums_match_sums_over_parts(dtype):
+    """Dot products, maxima and counts match those of the parts, in at least float32."""
     layout = layout_of((7, 5), (3,), (0,), dtype=dtype)
     a, b = layout.values(), layout.copy({"p0": torch.randn(7, 5)}, layout.zeros())
     assert a.data.dtype == torch.promote_types(dtype, torch.float32)
@@ -65,7 +67,8 @@ def test_sums_over_a_vector_are_those_over_its_parts(dtype):
     assert int(layout.nonzeros(b.data)) == int((b.data != 0).sum()) == 35
 
 
-def test_a_memory_finds_its_parameters_again_in_the_model():
+def test_restored_memory_finds_model_parameters():
+    """After load_state_dict(), the memory has the same parameter names and values."""
     model = nn.Linear(3, 2)
     memory = FlatMemory()
     memory.vectors = {"here": memory.begin(dict(model.named_parameters())).values()}
@@ -125,7 +128,8 @@ def all_results() -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_two_ranks_report_what_one_reports_and_train_as_they_do_without_hooks(tmp_path):
+def test_two_ranks_match_one_process(tmp_path):
+    """Two ranks report the metrics of one process and train as they do without hooks."""
     first, second = on_two_ranks(all_results, tmp_path)
     expected, _ = run(made(), sharded=False)
     assert first["same"]

@@ -19,7 +19,8 @@ def test_singular_values_are_those_of_a_full_decomposition(rows, columns, seed):
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
-def test_ranks_lie_between_one_and_the_number_of_values_and_ignore_scale(values):
+def test_ranks_are_bounded_and_scale_invariant(values):
+    """Effective rank, stable rank and participation ratio are between one and the number of values."""
     spectrum = torch.tensor(values, dtype=torch.float64).sort(descending=True).values
     ranks = [spectra.effective_rank, spectra.stable_rank, spectra.participation_ratio]
     for rank in ranks:
@@ -28,7 +29,8 @@ def test_ranks_lie_between_one_and_the_number_of_values_and_ignore_scale(values)
         assert rank(7 * spectrum).item() == pytest.approx(found)
 
 
-def test_a_spectrum_of_k_equal_values_has_rank_k():
+def test_equal_values_give_their_count_as_rank():
+    """Five equal values and three zeros have rank 5, and the two largest values have a share of 0.4."""
     spectrum = torch.cat([torch.full((5,), 2.0), torch.zeros(3)])
     assert spectra.effective_rank(spectrum).item() == pytest.approx(5)
     assert spectra.stable_rank(spectrum).item() == pytest.approx(5)

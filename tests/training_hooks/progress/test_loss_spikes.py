@@ -73,7 +73,8 @@ def test_spikes_and_deviations_are_those_of_the_formula(seed, window, threshold,
 
 
 @given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 50), st.sets(st.integers(0, 39), max_size=4))
-def test_how_many_steps_come_together_changes_nothing(seed, window, at_once, planted):
+def test_delivery_size_does_not_change_spikes(seed, window, at_once, planted):
+    """Deviations and counts are equal for one step or many steps per delivery."""
     series = [math.inf if index in planted else value for index, value in enumerate(noise(40, seed))]
     single, together = watch(LossSpikes(window=window), series), watch(LossSpikes(window=window), series, None, at_once)
     found, expected = ([report.get("loss_deviation", math.nan) for report in way] for way in (together, single))
@@ -81,7 +82,8 @@ def test_how_many_steps_come_together_changes_nothing(seed, window, at_once, pla
     assert together[-1].get("loss_spike_count") == single[-1].get("loss_spike_count")
 
 
-def test_a_spike_is_found_by_the_defaults_and_only_where_it_was_planted():
+def test_defaults_find_only_the_planted_spike():
+    """The hook reports nothing until its window is full."""
     series = noise(400)
     series[100], series[300] = 9.0, 2.0 + 0.1 * 8
     reports = watch(LossSpikes(), series)
@@ -90,32 +92,36 @@ def test_a_spike_is_found_by_the_defaults_and_only_where_it_was_planted():
     assert reports[-1]["loss_spike_count"] == 1
 
 
-def test_loss_and_gradient_norm_are_watched_each_by_itself():
+def test_loss_and_gradient_norm_are_watched_separately():
     losses, norms = noise(60), noise(60, 1)
     losses[30], norms[40] = 4.0, 4.0
     reports = watch(LossSpikes(window=20), losses, norms)
     assert (spiking_steps(reports), spiking_steps(reports, "grad_norm")) == ([30], [40])
 
 
-def test_a_lasting_rise_is_a_spike_at_its_beginning_only():
+def test_lasting_rise_is_a_spike_only_once():
+    """The spike is at the first step of the rise."""
     reports = watch(LossSpikes(window=20), noise(40) + [value + 2 for value in noise(40)])
     assert spiking_steps(reports) == [40]
 
 
-def test_nothing_is_a_spike_while_the_values_do_not_scatter():
+def test_constant_values_have_no_spikes():
+    """Without any variance, the deviation is NaN."""
     reports = watch(LossSpikes(window=8), [0.1] * 20 + [50.0])
     assert spiking_steps(reports) == []
     assert math.isnan(reports[-1]["loss_deviation"])
 
 
 @pytest.mark.parametrize(("overflow", "spikes"), [(math.inf, [30, 35]), (math.nan, [35])])
-def test_an_overflow_does_not_hide_the_spike_after_it(overflow, spikes):
+def test_overflow_does_not_hide_next_spike(overflow, spikes):
+    """An infinite value is itself a spike, and NaN is not."""
     series = noise(60)
     series[30], series[35] = overflow, 4.0
     assert spiking_steps(watch(LossSpikes(window=20), series)) == spikes
 
 
-def test_a_hook_that_was_saved_half_way_goes_on_as_if_it_had_not_been():
+def test_resumed_hook_matches_uninterrupted_hook():
+    """After reset, the hook also reports like a new one."""
     series = [*noise(30), 5.0, *noise(30, 1), 6.0, *noise(10)]
     first, second, file = LossSpikes(window=20), LossSpikes(window=20), io.BytesIO()
     whole = watch(LossSpikes(window=20), series)
@@ -145,7 +151,8 @@ def frozen_regression(bad_row: int) -> TrainingTask:
     )
 
 
-def test_a_bad_batch_is_warned_of_by_step_and_kind_each_time_it_comes():
+def test_bad_batch_warns_at_every_occurrence():
+    """Each warning names the step and either the loss or the gradient norm."""
     task, sink = frozen_regression(bad_row=30), RecordingSink()
     state = TrainingState(task.model, task.optimizer, RandomStreams(1))
     with pytest.warns(UserWarning, match="spiked at step") as caught:
@@ -156,7 +163,8 @@ def test_a_bad_batch_is_warned_of_by_step_and_kind_each_time_it_comes():
     assert [len(row[3]) for row in sink.rows("loss_spikes/loss_deviation")] == [40 - 16, 40]
 
 
-def test_every_spike_of_a_delivery_is_an_alert_that_says_where_it_was_and_how_far_it_went():
+def test_every_spike_in_delivery_is_an_alert():
+    """Each alert contains the metric, step, deviation and limit."""
     sizes = [0.0, 7.0, 9.5, 1.0, 8.0, 7.5]
     with pytest.warns(UserWarning, match=r"loss spiked at step \d+: it was \d.\d standard") as caught:
         LossSpikes().check({"loss_deviation": sizes, "grad_norm_deviation": [0.0]}, 10)
@@ -166,14 +174,15 @@ def test_every_spike_of_a_delivery_is_an_alert_that_says_where_it_was_and_how_fa
     ]
 
 
-def test_without_spikes_nobody_is_warned():
+def test_run_without_spikes_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = train(Case("transformer"), [LossSpikes(window=10)], steps=60)
     assert {row[3] for row in run.sink.rows("loss_spikes/loss_spike_count")} == {0}
 
 
-def test_a_run_that_ends_before_the_window_is_full_is_refused():
+def test_run_shorter_than_window_is_refused():
+    """The run must have at least one step more than the window."""
     for steps, window in ((12, 12), (12, 128)):
         with pytest.raises(
             UnsuitableError, match=f"with the {window} before it, and the run has {steps} steps; choose"

@@ -49,14 +49,16 @@ def follow(hook, trajectory, first=0):
     return seen
 
 
-def test_a_planted_run_goes_through_its_phases_at_the_planted_epochs():
+def test_planted_run_has_the_planted_phases():
+    """The last report contains the epochs of memorization, clean-up and generalization."""
     seen = follow(Phases(), GROKKING)
     assert [metrics["phase"] for metrics in seen] == [0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
     dates = {name: seen[-1][name] for name in ("memorised_epoch", "cleanup_epoch", "generalised_epoch")}
     assert dates == {"memorised_epoch": 2, "cleanup_epoch": 6, "generalised_epoch": 8}
 
 
-def test_a_date_is_left_out_until_it_is_known_and_nan_while_clean_up_is_awaited():
+def test_dates_appear_once_known():
+    """The clean-up epoch is NaN between memorization and clean-up."""
     seen = follow(Phases(), GROKKING)
     dated = [[name for name in metrics if name.endswith("_epoch")] for metrics in seen]
     assert dated[1] == []
@@ -71,19 +73,20 @@ def test_gap_norm_and_drop_are_what_they_say():
     assert metrics["norm_drop"] == pytest.approx(0.05)
 
 
-def test_a_model_that_generalises_as_it_learns_has_no_clean_up():
+def test_generalizing_while_learning_skips_cleanup():
     seen = follow(Phases(), [(0.5, 0.5, 1.0), (0.96, 0.95, 2.0), (1.0, 1.0, 1.0)])
     assert [metrics["phase"] for metrics in seen] == [0, 3, 3]
     assert seen[1]["memorised_epoch"] == seen[1]["generalised_epoch"] == 1
     assert "cleanup_epoch" not in seen[2]
 
 
-def test_a_model_that_only_memorises_stays_in_the_first_phase_after_it():
+def test_memorizing_model_stays_in_memorized_phase():
     seen = follow(Phases(), [(0.9, 0.1, 1.0), (1.0, 0.1, 2.0), (1.0, 0.12, 1.0), (1.0, 0.1, 0.5)])
     assert [metrics["phase"] for metrics in seen] == [0, 1, 1, 1]
 
 
-def test_clean_up_and_generalisation_may_fall_on_one_evaluation():
+def test_cleanup_and_generalization_may_coincide():
+    """One evaluation may reach both."""
     last = follow(Phases(), [(1.0, 0.1, 2.0), (1.0, 1.0, 1.0)])[-1]
     assert (last["phase"], last["cleanup_epoch"], last["generalised_epoch"]) == (3, 1, 1)
 
@@ -103,7 +106,8 @@ def test_the_thresholds_move_the_transitions(options, phases):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 10)), min_size=1, max_size=12))
-def test_a_phase_never_falls_and_dates_come_in_their_order(trajectory):
+def test_phases_and_dates_only_move_forward(trajectory):
+    """The property holds for any trajectory of accuracies and norms."""
     seen = follow(Phases(), trajectory)
     phases = [metrics["phase"] for metrics in seen]
     assert phases == sorted(phases)
@@ -113,7 +117,8 @@ def test_a_phase_never_falls_and_dates_come_in_their_order(trajectory):
 
 
 @pytest.mark.parametrize("cut", range(1, len(GROKKING)))
-def test_a_run_cut_anywhere_and_resumed_reports_the_same(cut):
+def test_resumed_run_reports_the_same_phases(cut):
+    """The run may stop after any evaluation."""
     hook, resumed = Phases(), Phases()
     follow(hook, GROKKING[:cut])
     resumed.load_state_dict(hook.state_dict())
@@ -121,7 +126,7 @@ def test_a_run_cut_anywhere_and_resumed_reports_the_same(cut):
     assert str(rest) == str(follow(Phases(), GROKKING)[cut:])
 
 
-def test_a_reset_hook_knows_nothing_of_the_run_before():
+def test_reset_hook_forgets_the_earlier_run():
     hook = Phases()
     follow(hook, GROKKING)
     hook.reset()
@@ -146,7 +151,8 @@ def test_thresholds_out_of_range_are_refused(options):
         Phases(**options)
 
 
-def test_an_evaluation_without_both_accuracies_is_no_basis_and_says_so():
+def test_evaluation_without_both_accuracies_is_refused():
+    """The error lists the metrics that exist, and without an evaluation the hook reports nothing."""
     hook = Phases()
     assert hook.compute(epoch_end(nn.Linear(2, 2))) == {}
     with pytest.raises(UnsuitableError, match="the experiment's evaluation gives val_acc, val_loss"):

@@ -81,7 +81,8 @@ def test_every_report_is_that_of_the_newest_steps(case):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_update_ratio_is_that_of_copies_of_the_weights_on_the_steps_asked_for(optimizer):
+def test_update_ratio_matches_weight_copies(optimizer):
+    """The ratio is reported exactly at the steps that update_every selects."""
     log = Log()
     run = train(Case("transformer", optimizer), [log, TrainingDiagnostics(update_every=4)], steps=9)
     rows = run.sink.rows("training_diagnostics/update_ratio")
@@ -89,7 +90,8 @@ def test_the_update_ratio_is_that_of_copies_of_the_weights_on_the_steps_asked_fo
     assert series == pytest.approx({step: log.ratios()[step - 1] for step in (1, 5, 9)}, rel=1e-5)
 
 
-def test_under_plain_sgd_it_is_the_rate_times_the_gradient_and_under_adamw_it_is_not():
+def test_sgd_update_ratio_is_scaled_gradient_ratio():
+    """Under SGD the first update is the learning rate times the gradient; under AdamW it is not."""
     found = {}
     for optimizer in ("sgd_momentum", "adamw_foreach"):
         log = Log()
@@ -101,7 +103,9 @@ def test_under_plain_sgd_it_is_the_rate_times_the_gradient_and_under_adamw_it_is
     assert found["adamw_foreach"] > 5
 
 
-def test_a_change_of_the_weights_that_another_hook_commits_is_no_update():
+def test_committed_changes_are_not_updates():
+    """Weights that another hook commits do not enter the update ratio."""
+
     def blend(ctx, model_ctx):
         model_ctx.blend_parameters({name: torch.ones_like(p) for name, p in ctx.model.named_parameters()}, 0.5)
 
@@ -122,7 +126,8 @@ def test_the_gradient_norm_is_the_one_before_clipping():
     assert min(norms) > 0.1
 
 
-def test_the_ratio_of_half_precision_weights_is_taken_in_float32():
+def test_half_precision_ratio_uses_float32():
+    """Small updates and norms beyond the float16 range are exact."""
     before = {"w": torch.full((4096,), 1.0)}
     after = {"w": torch.full((4096,), 1.0 + 2**-7, dtype=torch.bfloat16)}
     assert update_ratio(before, after).item() == pytest.approx(2**-7, rel=1e-6)
@@ -131,7 +136,8 @@ def test_the_ratio_of_half_precision_weights_is_taken_in_float32():
     assert update_ratio({"w": torch.full((4096,), 3e4)}, grown).item() == pytest.approx(16 / 3e4, rel=1e-4)
 
 
-def test_the_autocorrelation_of_an_autoregression_falls_by_its_coefficient():
+def test_autoregression_autocorrelation_decays_geometrically():
+    """The autocorrelation at each lag is the coefficient to the power of the lag."""
     draws = np.random.default_rng(0).normal(size=20000)
     series = [draws[0]]
     for draw in draws[1:]:
@@ -141,7 +147,8 @@ def test_the_autocorrelation_of_an_autoregression_falls_by_its_coefficient():
 
 
 @given(st.lists(st.floats(-100, 100), min_size=4, max_size=30).filter(lambda values: np.std(values) > 1e-3))
-def test_autocorrelation_is_that_of_numpy_and_knows_neither_scale_nor_level(values):
+def test_autocorrelation_matches_numpy_and_is_invariant(values):
+    """It does not change under scale and shift."""
     series = torch.tensor(values, dtype=torch.float64)
     expected = by_numpy(values, [1.0] * len(values), lags=1)["loss_autocorrelation_lag_1"]
     assert autocorrelation(series, 1).item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
@@ -181,7 +188,8 @@ def through_a_file(hook: TrainingDiagnostics) -> TrainingDiagnostics:
     return fresh
 
 
-def test_a_hook_that_was_saved_within_a_step_goes_on_as_if_it_had_not_been():
+def test_hook_saved_within_step_continues_unchanged():
+    """The final report matches NumPy over the whole window."""
     hook = TrainingDiagnostics(window=8, lags=2, update_every=1)
     found = feed(hook, range(1, 14))
     losses, norms = [math.sin(step) for step in range(6, 14)], [step % 5 for step in range(6, 14)]
@@ -198,7 +206,8 @@ def test_reset_forgets_everything():
     assert feed(hook, range(1, 7)) == first
 
 
-def test_what_one_step_cannot_tell_is_left_out():
+def test_undefined_statistics_are_omitted_at_first():
+    """Each of the first four steps adds the statistics that it defines."""
     first, second, third, fourth = feed(TrainingDiagnostics(), range(1, 5))
     assert first.keys() == {"update_ratio_mean"}
     assert second.keys() - first.keys() == {"window_steps", "loss_volatility", "grad_norm_mean", "grad_norm_variation"}

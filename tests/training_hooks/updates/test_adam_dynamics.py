@@ -130,7 +130,8 @@ def by_hand(path: Path, eps: float = 1e-8, decay: float = 1e-2) -> dict[int, dic
 
 
 @pytest.mark.parametrize("case", [Case("tied", loop="step"), Case("transformer", "adamw_fused")], ids=str)
-def test_every_metric_is_that_of_the_recursion_although_the_scheduler_moves_on(case):
+def test_metrics_match_recursion_under_a_scheduler(case):
+    """The reference is a recursion by hand over nine steps with changing learning rates."""
     path = Path()
     run = train(case, [AdamDynamics(every_n_steps=1), path], steps=9, introduce=in_float64)
     expected = by_hand(path)
@@ -140,7 +141,7 @@ def test_every_metric_is_that_of_the_recursion_although_the_scheduler_moves_on(c
         assert found(run)[step] == pytest.approx(row, rel=1e-6, abs=1e-12, nan_ok=True), step
 
 
-def test_elements_that_never_had_a_gradient_are_below_eps():
+def test_elements_without_gradient_are_below_eps():
     model = nn.Embedding(10, 4)
     task, state = build(Case("tied"), steps=1)
     batch = torch.tensor([[1, 3], [3, 7]])
@@ -191,7 +192,8 @@ def test_decay_inside_the_gradient_is_reported_as_such():
     assert "decay_share" not in row
 
 
-def test_a_reference_straight_ahead_is_what_the_update_goes_to():
+def test_reference_ahead_aligns_with_the_update():
+    """The cosine is 1, and the gain is one quarter if the reference is four updates ahead."""
     path = Path()
     train(Case("tied", loop="step"), [path], steps=1, introduce=in_float64)
     task, state = build(Case("tied", loop="step"), steps=1)
@@ -228,7 +230,8 @@ def test_pieces_part_parameters_in_order_at_the_limit():
 
 
 @given(st.integers(1, 3000), st.integers(1, 400))
-def test_spread_indices_are_distinct_ascending_and_leave_no_large_gap(count, size):
+def test_spread_indices_are_distinct_and_even(count, size):
+    """The indices ascend and leave no gap above twice the mean spacing."""
     indices = spread_indices(count, size)
     assert len(indices) == len(indices.unique()) == min(count, size)
     assert indices.min() >= 0
@@ -238,7 +241,8 @@ def test_spread_indices_are_distinct_ascending_and_leave_no_large_gap(count, siz
     assert ends.diff().max() <= 2 * count / len(indices) + 1
 
 
-def test_a_sample_of_a_tensor_too_large_for_quantile_stands_for_all_of_it():
+def test_sample_represents_very_large_tensor():
+    """The tensor is too large for torch.quantile, and the sample's quantile is within 0.1 percent."""
     count = 17_000_000
     root = torch.linspace(0, 1, count).square_()
     group = OptimizerGroup(("w",), lr=1.0, weight_decay=0.0, betas=(0.9, 0.999), options={"eps": 0.5})
@@ -247,7 +251,8 @@ def test_a_sample_of_a_tensor_too_large_for_quantile_stands_for_all_of_it():
     assert torch.quantile(rates, 0.3).item() == pytest.approx(1 / (0.7**2 + 0.5), rel=1e-3)
 
 
-def test_it_reports_at_the_first_step_and_every_hundredth_after_it_and_changes_nothing():
+def test_default_schedule_reports_every_hundredth_step():
+    """The first report is at step 1, and the run is unchanged."""
     case = Case("batchnorm_mlp", "adamw_fused", "step")
     run = train(case, [AdamDynamics()], steps=120)
     assert_same_bytes(run, case, 120)
@@ -260,7 +265,8 @@ def test_another_optimizer_is_refused_before_training(optimizer):
         train(Case("tied", optimizer), [AdamDynamics()])
 
 
-def test_the_settings_of_a_step_in_progress_survive_a_file():
+def test_settings_of_current_step_survive_saving():
+    """A saved and loaded hook has the same groups and step, and a reset hook has none."""
     task, state = build(Case("tied"))
     hook, fresh = AdamDynamics(every_n_steps=1), AdamDynamics()
     epoch_loop(task, HookManager([hook], task, state))

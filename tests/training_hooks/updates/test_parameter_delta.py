@@ -52,7 +52,8 @@ def expected(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> d
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_change_is_that_since_the_last_report_and_at_first_since_the_start(loop, model):
+def test_delta_is_measured_since_last_report(loop, model):
+    """The first report compares with the start of the run."""
     log = WeightLog(loop)
     run = train(Case(model, loop=loop), [ParameterDelta(), log], steps=6, snapshot_every=3, scheduler=None)
     reports = [metrics for metrics, _, point, _ in run.sink.emitted if point is log.point]
@@ -62,7 +63,8 @@ def test_the_change_is_that_since_the_last_report_and_at_first_since_the_start(l
 
 
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
-def test_a_hook_resumed_at_every_fire_reports_the_same_numbers(case):
+def test_resumed_hook_reports_the_same_deltas(case):
+    """The hook is reloaded before every call, and the run keeps its bytes."""
     whole = train(case, [ParameterDelta()], steps=9)
     parts = train(case, [reloading(ParameterDelta)], steps=9)
     assert described(parts.sink.rows("parameter_delta/")) == described(whole.sink.rows("parameter_delta/"))
@@ -87,7 +89,8 @@ def test_what_has_not_moved_is_counted():
     assert report["max_abs_delta"] == report["max_abs/weight"] == pytest.approx(2)
 
 
-def test_a_parameter_that_was_zero_has_no_finite_relative_change():
+def test_zero_parameter_has_nonfinite_relative_delta():
+    """It is NaN for an unchanged and infinite for a changed parameter."""
     model = nn.Linear(2, 2)
     nn.init.zeros_(model.bias)
     still = moved(model, ParameterDelta(), lambda model: model.weight.mul_(2))
@@ -96,7 +99,7 @@ def test_a_parameter_that_was_zero_has_no_finite_relative_change():
     assert moved(model, ParameterDelta(), lambda model: model.bias.add_(1))["relative_delta/bias"] == math.inf
 
 
-def test_doubled_bfloat16_weights_have_changed_by_their_own_length():
+def test_doubled_bfloat16_weights_have_unit_delta():
     report = moved(nn.Linear(40, 40, dtype=torch.bfloat16), ParameterDelta(), lambda model: model.weight.mul_(2))
     assert report["relative_delta/weight"] == pytest.approx(1, rel=1e-6)
 
@@ -107,13 +110,14 @@ def test_frozen_parameters_are_left_out():
     assert "delta/bias" not in moved(model, ParameterDelta(), lambda model: model.weight.add_(1))
 
 
-def test_where_other_parameters_are_trained_the_report_is_left_out_once():
+def test_changed_trainable_set_skips_one_report():
     model, hook = nn.Linear(2, 2), ParameterDelta()
     assert moved(model, hook, lambda model: model.bias.requires_grad_(False)) == {}
     assert float(hook.compute(epoch_end(model))["total_delta"]) == 0
 
 
-def test_the_copy_of_a_checkpoint_is_not_replaced_by_a_later_start():
+def test_checkpoint_copy_survives_a_later_start():
+    """A resumed hook compares with the saved weights, not with those at its start."""
     hook, model = ParameterDelta(), nn.Linear(2, 2)
     hook.start(type("Run", (), {"model": model}))
     model.weight.data += 1

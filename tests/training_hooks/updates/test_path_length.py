@@ -53,7 +53,8 @@ def expected(positions: list[torch.Tensor], begin: int, end: int, places: list[i
 
 
 @matrix("loop, every, model", LOOPS, [1, 2, 4, 100], MODELS)
-def test_reports_are_those_of_the_path_through_every_so_many_positions(loop, every, model, monkeypatch):
+def test_path_reports_match_brute_force(loop, every, model, monkeypatch):
+    """The reports match the path through every recorded position, for each loop, model and interval."""
     monkeypatch.setattr(path_length, "FOLD", 2)
     log = PositionLog(loop)
     run = train(Case(model, loop=loop), [PathLength(every=every), log], steps=8, snapshot_every=3, scheduler=None)
@@ -66,7 +67,8 @@ def test_reports_are_those_of_the_path_through_every_so_many_positions(loop, eve
 
 
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
-def test_a_hook_resumed_at_every_fire_reports_the_same_numbers(case, monkeypatch):
+def test_resumed_hook_reports_same_metrics(case, monkeypatch):
+    """Reloading the hook at every call changes neither its metrics nor the run."""
     monkeypatch.setattr(path_length, "FOLD", 2)
     whole = train(case, [PathLength()], steps=8)
     parts = train(case, [reloading(PathLength)], steps=8)
@@ -96,12 +98,14 @@ def test_going_back_and_forth_leads_nowhere():
     assert (report["path_length"], report["displacement"], report["efficiency"]) == (4, 0, 0)
 
 
-def test_three_sides_of_a_square_lead_as_far_as_the_fourth():
+def test_three_square_sides_have_unit_displacement():
+    """The path length is 3 and the displacement is 1."""
     report = walk(PathLength(), torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
     assert (report["path_length"], report["displacement"]) == (3, 1)
 
 
-def test_a_random_walk_has_the_efficiency_of_the_inverse_root_of_its_steps():
+def test_random_walk_has_known_efficiency():
+    """The efficiency is one over the square root of the number of steps."""
     positions = torch.randn(101, 4000, generator=torch.Generator().manual_seed(1)).cumsum(dim=0)
     report = walk(PathLength(), positions)
     assert report["efficiency"] == pytest.approx(1 / math.sqrt(report["steps"]), rel=0.05)
@@ -119,14 +123,14 @@ def test_bfloat16_steps_are_measured_in_float32():
     assert report["path_length"] == pytest.approx(2 * math.hypot(2, 0.0078125), rel=1e-7)
 
 
-def test_after_a_report_without_steps_there_is_nothing_to_report():
+def test_report_without_steps_is_empty():
     hook, model = PathLength(), nn.Linear(2, 2)
     hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=1))
     assert hook.compute(epoch_end(model, step=1))
     assert hook.compute(epoch_end(model, step=1)) == {}
 
 
-def test_a_step_is_measured_once_however_often_it_is_seen():
+def test_repeated_step_is_measured_once():
     hook, model = PathLength(), nn.Linear(2, 2)
     for step in (1, 2, 2):
         hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=step))
@@ -145,7 +149,8 @@ def test_reset_begins_a_new_path():
     assert walk(hook, torch.tensor([[0.0], [1.0], [3.0]])) == first
 
 
-def test_a_path_taken_from_a_checkpoint_goes_on_whether_start_comes_after_or_before():
+def test_restored_path_continues_after_start():
+    """The path loaded from a checkpoint is kept if start() is called after load_state_dict()."""
     hook, model = PathLength(), nn.Linear(2, 2)
     hook.start(type("Run", (), {"model": model}))
     hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=1))

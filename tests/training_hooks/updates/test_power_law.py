@@ -35,7 +35,8 @@ def slow_fits(sample: np.ndarray, min_tail: int) -> dict[int, tuple[float, float
 
 @pytest.mark.parametrize("exponent", [1.5, 2.0, 3.0, 4.5])
 @pytest.mark.parametrize("size", [100, 1000])
-def test_a_planted_exponent_is_recovered_within_four_standard_errors(exponent, size):
+def test_planted_exponent_is_recovered(exponent, size):
+    """The fitted exponent is within four standard errors of the planted one."""
     fit = fit_power_law(pareto(exponent, (20, size), seed=size), min_tail=20)
     errors = (exponent - 1) / fit.count.sqrt()
     assert ((fit.exponent - exponent).abs() < 4 * errors).all()
@@ -78,7 +79,8 @@ def test_the_scale_of_a_sample_changes_nothing(scale, seed):
     assert torch.equal(scaled.count, plain.count)
 
 
-def test_samples_are_fitted_together_as_they_are_alone_however_they_are_cut(monkeypatch):
+def test_batched_fits_match_single_fits(monkeypatch):
+    """Fits of several samples together are the same for any block size."""
     samples = pareto(2.5, (3, 50), seed=4)
     together = fit_power_law(samples, 10)
     monkeypatch.setattr(weight_tracking, "BLOCK_ELEMENTS", 400)

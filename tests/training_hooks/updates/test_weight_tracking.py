@@ -58,7 +58,8 @@ def test_the_exponent_of_a_planted_tail_is_recovered():
     assert metrics["alpha_distance/w"].item() < 1.36 / math.sqrt(count)
 
 
-def test_matrices_of_several_shapes_have_the_singular_values_of_numpy():
+def test_singular_values_match_numpy():
+    """Matrices of several shapes are compared with a float64 decomposition."""
     torch.manual_seed(0)
     shapes = {"a": (8, 5), "b": (5, 8), "c": (8, 8), "d": (5, 30), "e": (1, 4)}
     matrices = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -111,7 +112,8 @@ def test_the_fit_is_that_of_all_eigenvalues():
     assert metrics["alpha_tail/weight"].item() == fit.count.item()
 
 
-def test_without_a_matrix_large_enough_there_is_no_fit():
+def test_small_matrices_have_no_fit():
+    """The effective rank is still reported."""
     metrics = measured(nn.Linear(9, 9))
     assert not [name for name in metrics if "alpha" in name]
     assert "effective_rank/weight" in metrics
@@ -121,7 +123,8 @@ def test_a_model_of_vectors_has_no_spectra():
     assert set(measured(nn.LayerNorm(4))) == {"norm/weight", "norm/bias", "total_norm"}
 
 
-def test_broken_and_zero_weights_are_not_a_number_and_spoil_no_other_matrix():
+def test_broken_weights_affect_no_other_matrix():
+    """An infinite matrix gives NaN, a zero matrix has no rank or exponent, and means use the sound matrices."""
     broken = torch.ones(12, 12).index_fill(0, torch.tensor([3]), math.inf)
     metrics = measured(holding(broken=broken, zero=torch.zeros(12, 12), sound=torch.randn(12, 12)))
     for column in ("spectral_norm", "effective_rank", "alpha"):
@@ -141,7 +144,8 @@ def test_half_precision_is_reduced_in_float32():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_norms_are_reported_after_epochs_and_spectra_at_snapshots(model):
+def test_reports_follow_epochs_and_snapshots(model):
+    """Norms are reported after epochs, and spectra at snapshots."""
     run = train(Case(model), [WeightTracking()], steps=6)
     reported = {point: set(metrics) for metrics, _, point, _ in run.sink.emitted}
     assert set(reported) == POINTS

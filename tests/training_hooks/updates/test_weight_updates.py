@@ -74,7 +74,8 @@ def test_a_run_reports_the_statistics_of_full_clones(model, loop, accumulation_s
 
 
 @pytest.mark.parametrize("topk", [0, 5, 100])
-def test_the_series_are_those_described_and_as_many_as_topk_allows(topk):
+def test_reported_series_match_description_and_topk(topk):
+    """The number of named parameters is topk, at most all of them."""
     reported = {name for name, _ in table(run([WeightUpdates(interval=6, topk=topk)]))}
     parameters = {name for name, _ in build(Case("transformer"))[0].model.named_parameters()}
     named = {name for name in reported if name.startswith("topk_frozen/")}
@@ -83,7 +84,8 @@ def test_the_series_are_those_described_and_as_many_as_topk_allows(topk):
     assert {name.removeprefix("topk_frozen/") for name in named} <= parameters
 
 
-def test_the_named_parameters_are_those_with_the_smallest_ratios():
+def test_topk_names_smallest_update_ratios():
+    """Names and ratios match full clones of the weights."""
     found = run([Norms(), WeightUpdates(interval=1, topk=3)], steps=1)
     ratios = {name.removeprefix("spy/ratio/"): value for name, _, _, value in found.sink.rows("spy/ratio/")}
     named = {name.removeprefix("topk_frozen/"): v for (name, _), v in table(found).items() if "topk" in name}
@@ -91,8 +93,8 @@ def test_the_named_parameters_are_those_with_the_smallest_ratios():
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
-def test_a_run_whose_hook_is_resumed_before_every_call_reports_the_same(options):
-    """Two checks before the patience is out and one after; the weights kept between the checks of a step, too."""
+def test_repeatedly_resumed_hook_reports_the_same(options):
+    """Patience continues, with sampled and with exact weights."""
     frozen = {"frozen_update_ratio_threshold": 1e30, "frozen_patience_steps": 3, "interval": 1}
     whole = run([WeightUpdates(**frozen, **options)])
     resumed = run([reloading(WeightUpdates, **frozen, **options)])
@@ -135,7 +137,8 @@ def said(hook, **options) -> list[str]:
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_condition_is_told_of_when_it_appears_and_when_it_ends(loop):
+def test_conditions_are_reported_when_they_change(loop):
+    """A condition is reported when it appears, when it ends and when it returns."""
     told = said(sick(step2=1e9, step3=1e9, step4=1e9, step6=1e9), loop=loop)
     assert [sentence.split(" (")[0] for sentence in told] == [
         "Alert: Step 2: 1 of 17 parameters has an exploding gradient: embedding.weight",
@@ -145,7 +148,8 @@ def test_a_condition_is_told_of_when_it_appears_and_when_it_ends(loop):
     assert "(‖g‖ = " in told[0]
 
 
-def test_more_parameters_in_a_condition_are_told_of_the_worst_first():
+def test_worst_parameters_are_reported_first():
+    """The alert lists five parameters by update ratio and counts the others."""
     hook = WeightUpdates(interval=1, frozen_update_ratio_threshold=1e30, frozen_patience_steps=2)
     (sentence,) = said(hook)
     assert sentence.startswith("Alert: Step 2: 17 of 17 parameters are frozen: ")
@@ -155,7 +159,8 @@ def test_more_parameters_in_a_condition_are_told_of_the_worst_first():
     assert sentence.count(" at lr 0.01") == len(ratios) == 5
 
 
-def test_a_condition_warned_of_is_not_warned_of_again_after_resuming():
+def test_resumed_hook_does_not_repeat_a_warning():
+    """The restored hook keeps the conditions that it has reported."""
     whole = said(sick(step2=1e9, step3=1e9, step4=1e9))
     assert len(whole) == 2
     earlier, later = sick(step2=1e9), sick(step2=1e9, step3=1e9)
@@ -170,7 +175,8 @@ def test_a_condition_warned_of_is_not_warned_of_again_after_resuming():
     assert len(caught) == 1
 
 
-def test_the_first_and_the_last_line_say_what_was_watched():
+def test_first_and_last_notice_summarize_checks():
+    """The notices state parameters, samples, interval and the counts of the last check."""
     with pytest.warns(RunNotice) as caught:
         run([WeightUpdates(interval=4)])
     first, last = (str(each.message) for each in (caught[0], caught[-1]))
@@ -186,7 +192,7 @@ def test_the_first_and_the_last_line_say_what_was_watched():
         run([WeightUpdates(interval=1, exact=True)])
 
 
-def test_a_run_that_failed_before_the_first_check_is_not_summed_up(recwarn):
+def test_run_failing_before_checks_has_no_summary(recwarn):
     WeightUpdates().end("failed")
     assert not recwarn.list
 
@@ -199,7 +205,8 @@ def in_float16(task, state) -> None:
     task.scaler = state.scaler = GradScaler("cpu", init_scale=2.0**17)
 
 
-def test_a_step_that_the_scaler_skips_has_gradients_and_no_update_and_no_warning():
+def test_skipped_step_has_gradients_but_no_update():
+    """A step that the loss scaler skips gives no warning and no frozen parameter."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", RunNotice)
@@ -221,7 +228,9 @@ def test_bfloat16_weights_report_how_much_was_rounded_away():
     assert 0.1 < reported["rounded_away_fraction", 1] < 1
 
 
-def test_a_warm_up_from_zero_in_bfloat16_is_no_cause_to_warn():
+def test_bfloat16_warmup_does_not_warn():
+    """A learning rate of zero at the first step does not count as rounding away."""
+
     def warming_up(task, state):
         task.model.bfloat16()
         task.scheduler = state.scheduler = LambdaLR(task.optimizer, lambda step: step / 100)
@@ -256,7 +265,8 @@ class Transfers(TorchFunctionMode):
 
 @pytest.mark.parametrize("options", [{"topk": 0}, {"topk": 100}, {"exact": True}, {"sample_size": 7}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fire_brings_its_numbers_to_the_host_in_one_transfer(dtype, options):
+def test_each_dispatch_uses_one_host_transfer(dtype, options):
+    """This holds from the second step on, and the metrics are plain numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(6)]).to(dtype)
     hook, counts = WeightUpdates(**options), []
@@ -294,6 +304,6 @@ def test_a_model_without_trained_parameters_is_refused():
         ({"vanishing_grad_threshold": -1.0}, r"weight_updates\.vanishing_grad_threshold is -1\.0; it must be a number"),
     ],
 )
-def test_options_that_cannot_work_are_refused_by_the_hook(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
         WeightUpdates(**options)

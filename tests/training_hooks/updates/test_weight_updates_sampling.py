@@ -31,7 +31,8 @@ def test_samples_never_change():
 
 
 @given(name=st.text(max_size=20), shape=shapes, size=st.integers(1, 300))
-def test_a_sample_is_ascending_distinct_in_range_and_the_same_each_time(name, shape, size):
+def test_sample_is_sorted_distinct_and_repeatable(name, shape, size):
+    """A tensor with no more elements than the sample is not sampled."""
     elements, indices = math.prod(shape), sample_indices(name, shape, size)
     if elements <= size:
         assert indices is None
@@ -68,7 +69,8 @@ def test_the_squared_norm_of_a_sample_is_unbiased():
 
 
 @pytest.mark.parametrize("layout", [lambda t: t, lambda t: t.t().contiguous().t(), lambda t: t[:, ::2]])
-def test_a_sample_is_that_of_the_flattened_tensor_however_it_lies_in_memory(layout):
+def test_sample_ignores_memory_layout(layout):
+    """The sample of a transposed or strided tensor is that of the flattened tensor."""
     parameter = torch.nn.Parameter(layout(torch.randn(30, 20)))
     parameter.grad = layout(torch.randn(30, 20))
     watched = WatchedElements(50)
@@ -116,6 +118,7 @@ def test_the_95th_percentile_has_the_index_rounded_up(count):
     assert distribution("x", range(1, count + 1))["x_p95"] == exact_ceiling
 
 
-def test_nan_counts_as_infinite_and_nothing_comes_of_nothing():
+def test_nan_counts_as_infinity_in_distribution():
+    """An empty list has no statistics."""
     assert [*distribution("x", [1.0, math.nan, 2.0]).values()] == [2.0, math.inf, 1.0, math.inf]
     assert distribution("x", []) == {}

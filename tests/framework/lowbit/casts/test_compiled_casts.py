@@ -122,7 +122,8 @@ def compare(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **optio
         pytest.param(Cast("e4m3", "delayed", "stochastic"), id="delayed", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_casts_have_the_bits_and_counts_of_uncompiled_ones(cast, values, monkeypatch):
+def test_compiled_casts_match_eager_ones(cast, values, monkeypatch):
+    """Values and counts of block and delayed casts have the same bits compiled and uncompiled."""
     compare(monkeypatch, cast, values, earlier=EARLIER if cast.scaling_rule.history else None)
 
 
@@ -134,7 +135,8 @@ TILES = Cast("e4m3", "block", "stochastic", block=8, rows=4, scale_dtype="e8m0",
     "values",
     [pytest.param(INPUTS["wide"], id="wide", marks=pytest.mark.slow), pytest.param(INPUTS["hostile"], id="hostile")],
 )
-def test_compiled_casts_of_tiles_have_the_bits_and_counts_of_uncompiled_ones(values, monkeypatch):
+def test_compiled_tile_casts_match_eager_ones(values, monkeypatch):
+    """Values and counts have the same bits compiled and uncompiled."""
     compare(monkeypatch, TILES, values)
 
 
@@ -153,13 +155,15 @@ def test_compiled_casts_of_tiles_have_the_bits_and_counts_of_uncompiled_ones(val
     ],
     ids=str,
 )
-def test_options_compiled_have_the_bits_and_counts_of_uncompiled_ones(cast, dtype, monkeypatch):
+def test_compiled_cast_options_match_eager_ones(cast, dtype, monkeypatch):
+    """Row, tile, scale and rounding options give the same bits and counts in every dtype."""
     for values in (*INPUTS.values(), gaussian(3, 6000)):
         compare(monkeypatch, cast, values.to(dtype))
 
 
 @pytest.mark.usefixtures("compiler")
-def test_casts_that_are_compiled_one_after_the_other_have_nothing_in_common(monkeypatch):
+def test_successive_compiled_casts_are_independent(monkeypatch):
+    """Casts to different formats, compiled one after another, match their uncompiled results."""
     values = gaussian(40, 64)
     for name in ("e2m1", "e4m3", "e5m2"):
         cast = Cast(name, "mx_even")
@@ -173,7 +177,8 @@ def test_casts_that_are_compiled_one_after_the_other_have_nothing_in_common(monk
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("rule", RuleRegistry.names())
 @pytest.mark.parametrize("name", FormatRegistry.names())
-def test_every_format_and_rule_compiled_has_the_bits_and_counts_of_uncompiled_ones(name, rule, monkeypatch):
+def test_compiled_formats_and_rules_match_eager_ones(name, rule, monkeypatch):
+    """Every format and scaling rule gives the same bits and counts compiled and uncompiled."""
     for values in INPUTS.values():
         compare(monkeypatch, Cast(name, rule), values)
     if RuleRegistry.get(rule).history:
@@ -185,9 +190,8 @@ def test_every_format_and_rule_compiled_has_the_bits_and_counts_of_uncompiled_on
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 @pytest.mark.parametrize("rounding", get_args(casts.Rounding))
 @pytest.mark.parametrize("name", FormatRegistry.names())
-def test_every_rounding_and_type_compiled_has_the_bits_and_counts_of_uncompiled_ones(
-    name, rounding, dtype, monkeypatch
-):
+def test_compiled_roundings_and_dtypes_match_eager_ones(name, rounding, dtype, monkeypatch):
+    """Every format, rounding and dtype gives the same bits and counts compiled and uncompiled."""
     for values in INPUTS.values():
         compare(monkeypatch, Cast(name, "block", rounding, q_scalar=0.25), values.to(dtype))
 
@@ -196,7 +200,8 @@ def test_every_rounding_and_type_compiled_has_the_bits_and_counts_of_uncompiled_
 @pytest.mark.parametrize(
     ("rule", "rounding"), [("current", "nearest"), pytest.param("nvfp4", "stochastic", marks=pytest.mark.slow)]
 )
-def test_ordinary_numbers_are_counted_in_the_loop_that_casts_them(rule, rounding, monkeypatch):
+def test_finite_values_are_counted_while_cast(rule, rounding, monkeypatch):
+    """The compiled loop that casts the values also counts them, but not if a value is infinite."""
     check_counted_in_one(Cast("e2m1", rule, rounding, q_scalar=0.75), [gaussian(64, 64), wide()], monkeypatch)
 
 
@@ -204,7 +209,8 @@ def test_ordinary_numbers_are_counted_in_the_loop_that_casts_them(rule, rounding
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("dtype", "rounding"), [*zip(INTEGERS, get_args(casts.Rounding), strict=True)])
 @pytest.mark.parametrize("rule", RuleRegistry.names())
-def test_ordinary_numbers_of_every_type_are_counted_so_under_every_rule(rule, rounding, dtype, monkeypatch):
+def test_every_rule_and_dtype_counts_while_casting(rule, rounding, dtype, monkeypatch):
+    """The compiled loop that casts the values also counts them, for every rule, rounding and dtype."""
     values = [gaussian(64, 64), gaussian(4, 8, 128)]
     # float16 does not reach as far; rows of 96 values, blocks of the rule "row", fill no chunk well
     values += [wide()] * (dtype != torch.float16 and rule != "row")
@@ -214,7 +220,8 @@ def test_ordinary_numbers_of_every_type_are_counted_so_under_every_rule(rule, ro
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_rule_that_overflows_although_it_denies_it_is_counted_all_the_same(monkeypatch):
+def test_undeclared_overflows_are_counted(monkeypatch):
+    """Overflows are counted even if the scaling rule declares that it never overflows."""
     monkeypatch.setattr(RuleRegistry.get("mx_floor"), "overflows", False)
     cast = Cast("e2m1", "mx_floor")
     assert everything(cast, gaussian(64, 64))[3][SUMS.index("total_overflow_elements")] > 0
@@ -242,7 +249,8 @@ def spying(function: Callable[..., Any], found: list[Any]) -> Callable[..., Any]
 
 
 @pytest.mark.parametrize("number_format", FormatRegistry.names())
-def test_what_exceeds_a_limit_is_told_exactly_at_every_neighbour_of_it(number_format):
+def test_limit_comparison_is_exact(number_format):
+    """Comparisons with a scaled limit match float64 at the limit and at its neighbors."""
     maximum = FormatRegistry.get(number_format).maximum
     scales = torch.cat([torch.rand(20_000, generator=torch.Generator().manual_seed(0)) + 0.5, torch.ones(1)])
     scales = scales * torch.logspace(-25, 25, len(scales))
@@ -255,14 +263,15 @@ def test_what_exceeds_a_limit_is_told_exactly_at_every_neighbour_of_it(number_fo
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])
 @pytest.mark.usefixtures("compiler")
-def test_squares_of_tiny_and_huge_numbers_are_summed_without_leaving_the_range(size, monkeypatch):
+def test_sums_of_squares_stay_in_range(size, monkeypatch):
+    """Sums of squares of tiny and huge values neither underflow nor overflow."""
     values = gaussian(40, 64) * size
     found = everything(BLOCK, values)[3][-2:]
     assert found.gt(0).all()
     torch.testing.assert_close(found, uncompiled(monkeypatch, BLOCK, values)[3][-2:], rtol=1e-6, atol=0)
 
 
-def test_other_numbers_of_rows_are_not_compiled_anew(compiler):
+def test_new_row_counts_do_not_recompile(compiler):
     BLOCK(gaussian(40, 64))
     before, made = counters["stats"]["unique_graphs"], len(compiler._made)
     for shape in ((2, 16), (3, 160), (1024, 64), (7, 41)):
@@ -271,7 +280,8 @@ def test_other_numbers_of_rows_are_not_compiled_anew(compiler):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_the_tensors_of_the_first_call_are_let_go():
+def test_first_call_tensors_are_released():
+    """The compiler keeps no reference to the tensors that it compiled with."""
     compiler, values = Compiler(patience=-1), gaussian(4096, 16)
     before = weakref.ref(values)
     compiler.run(largest_in, values)
@@ -280,7 +290,8 @@ def test_the_tensors_of_the_first_call_are_let_go():
     assert before() is None
 
 
-def test_a_parameter_a_tensor_and_the_tensor_of_the_first_call_share_one_graph(compiler):
+def test_parameters_and_tensors_share_one_graph(compiler):
+    """Parameters, tensors and the tensor of the first call use the same graph, also under no_grad."""
     cast, values = Cast("e2m1", "block", q_scalar=0.75), gaussian(512, 128)
     cast(values)
     before = counters["stats"]["unique_graphs"]
@@ -291,7 +302,8 @@ def test_a_parameter_a_tensor_and_the_tensor_of_the_first_call_share_one_graph(c
     assert counters["stats"]["unique_graphs"] == before
 
 
-def test_a_graph_that_cannot_be_had_any_more_is_done_without(compiler, monkeypatch):
+def test_recompile_limit_falls_back_to_eager(compiler, monkeypatch):
+    """A graph that raises FailOnRecompileLimitHit is replaced by the uncompiled function."""
     values = gaussian(512, 128)
     expected = compiler.run(largest_in, values)
 
@@ -302,7 +314,8 @@ def test_a_graph_that_cannot_be_had_any_more_is_done_without(compiler, monkeypat
     assert torch.equal(compiler.run(largest_in, values), expected)
 
 
-def test_compiling_and_calling_draw_from_no_global_generator_and_warn_of_nothing(monkeypatch):
+def test_compiling_draws_no_random_numbers(monkeypatch):
+    """Compiling and calling a cast advance no global generator and raise no warnings."""
     monkeypatch.setattr(casts, "COMPILER", Compiler(patience=-1))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
     with warnings.catch_warnings():
@@ -334,7 +347,8 @@ def test_gradients_are_cast_compiled_inside_backward(monkeypatch):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_bits_are_the_same_in_every_mode_of_torch(monkeypatch):
+def test_bits_are_independent_of_torch_modes(monkeypatch):
+    """Inference mode, autocast, deterministic algorithms and thread counts change no bit."""
     expected = uncompiled(monkeypatch, BLOCK, gaussian(40, 64))[1]
     threads = torch.get_num_threads()
     try:
@@ -350,14 +364,16 @@ def test_bits_are_the_same_in_every_mode_of_torch(monkeypatch):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_casts_within_a_compiled_function_have_the_same_bits(monkeypatch):
+def test_casts_inside_compiled_functions_match(monkeypatch):
+    """A cast within torch.compile has the bits of the uncompiled cast."""
     values = gaussian(40, 64)
     doubled = torch.compile(lambda x: BLOCK(x + x))(values)
     assert torch.equal(doubled, uncompiled(monkeypatch, BLOCK, values + values)[1])
 
 
 @pytest.mark.usefixtures("compiler")
-def test_threads_that_cast_at_once_compile_once_and_agree(monkeypatch):
+def test_concurrent_casts_compile_once(monkeypatch):
+    """Four threads share one compiled graph and get the same bits."""
     compiler = Compiler(patience=-1)
     monkeypatch.setattr(casts, "COMPILER", compiler)
     found: list[Tensor] = []
@@ -408,7 +424,8 @@ class Marked(Tensor):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_cast_that_is_to_be_differentiated_runs_as_it_is():
+def test_differentiated_cast_runs_uncompiled():
+    """Gradients flow through a cast of a tensor that requires them."""
     values = gaussian(4, 64).requires_grad_()
     BLOCK(values).sum().backward()
     assert values.grad is not None
@@ -416,18 +433,21 @@ def test_a_cast_that_is_to_be_differentiated_runs_as_it_is():
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.xfail(torch.__version__ < "2.13", raises=RuntimeError, reason="torch 2.9 cannot vectorise view(dtype)")
-def test_a_cast_that_is_to_be_vectorised_runs_as_it_is():
+def test_vmapped_cast_runs_uncompiled():
+    """The cast under torch.func.vmap matches the cast of each slice."""
     stacked = torch.func.vmap(BLOCK)(gaussian(4, 8, 64))
     assert torch.equal(stacked, torch.stack([BLOCK(part) for part in gaussian(4, 8, 64)]))
 
 
-def test_one_that_was_vectorised_is_compiled_for_plain_tensors_all_the_same(compiler: Compiler):
+def test_vmapped_function_compiles_for_plain_tensors(compiler: Compiler):
+    """A function that was first called under vmap is still compiled for plain tensors."""
     torch.func.vmap(lambda blocks: compiler.run(largest_in, blocks))(gaussian(4, 64, 48))
     assert compiler.attempt(largest_in, gaussian(64, 48)) is not None
 
 
 @pytest.mark.usefixtures("compiler")
-def test_what_is_called_for_few_elements_is_not_compiled():
+def test_small_workloads_are_not_compiled():
+    """A function is compiled only after it has processed enough elements."""
     patient = Compiler(patience=200)
     found = [patient.attempt(largest_in, gaussian(64)) is None for _ in range(5)]
     assert found == [True, True, True, False, False]

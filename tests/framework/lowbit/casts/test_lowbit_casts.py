@@ -35,7 +35,8 @@ def identical(found: Tensor, expected: Tensor) -> bool:
 
 
 @given(values=tensors, name=formats, rule=rules, dtype=dtypes, q_scalar=st.sampled_from([1.0, 0.3, 2.0]))
-def test_any_tensor_is_cast_and_counted_as_by_brute_force(values, name, rule, dtype, q_scalar):
+def test_casts_and_counts_match_brute_force(values, name, rule, dtype, q_scalar):
+    """Any tensor, format, rule, dtype and scale factor gives the values and counts of the slow reference."""
     given_, cast = torch.from_numpy(values).to(dtype), Cast(name, rule, q_scalar=q_scalar)
     scales = scales_of(cast, given_)
     rounded, counts = cast.counted(given_)
@@ -45,7 +46,7 @@ def test_any_tensor_is_cast_and_counted_as_by_brute_force(values, name, rule, dt
 
 
 @given(values=tensors, name=formats, block=st.integers(1, 50))
-def test_any_size_of_block_is_cast_as_by_brute_force(values, name, block):
+def test_any_block_size_matches_brute_force(values, name, block):
     given_, cast = torch.from_numpy(values), Cast(name, "block", block=block)
     assert identical(cast(given_), cast_by_hand(cast, given_, scales_of(cast, given_)))
 
@@ -61,7 +62,8 @@ PUBLISHED = ("metis_tensor", "metis_block")
 
 @pytest.mark.parametrize("rule", [rule for rule in RuleRegistry.names() if rule not in PUBLISHED])
 @pytest.mark.parametrize("name", FormatRegistry.names())
-def test_no_rule_but_the_published_ones_depends_on_the_scale_of_the_loss(name, rule):
+def test_unpublished_rules_are_scale_invariant(name, rule):
+    """Scaling the tensor by a power of two scales the result and keeps the number of underflows."""
     gradients, cast = torch.randn(6, 96, generator=generator(5)), Cast(name, rule)
     ordinary = cast.counted(gradients)[1].by_name()
     for power in (-80, -24, -23, 20):
@@ -78,7 +80,8 @@ def test_the_published_rules_let_small_gradients_underflow(rule, size, share):
 
 @pytest.mark.parametrize("rule", RuleRegistry.names())
 @pytest.mark.parametrize("name", FormatRegistry.names())
-def test_no_error_is_larger_than_half_the_spacing_unless_the_range_is_left(name, rule):
+def test_cast_error_is_at_most_half_spacing(name, rule):
+    """The bound holds for all values within the range of the format."""
     values = torch.randn(8, 96, generator=generator(2))
     cast = Cast(name, rule)
     scales = cast.scales(values)
@@ -90,14 +93,16 @@ def test_no_error_is_larger_than_half_the_spacing_unless_the_range_is_left(name,
     assert (error <= torch.maximum(relative, smallest) * (1 + 1e-6))[inside].all()
 
 
-def test_a_block_of_its_own_size_is_used_and_the_last_one_may_be_short():
+def test_custom_block_size_is_used():
+    """The last block of a row may be shorter."""
     values = torch.tensor([[6.0, 0.1, 60.0, 1.0, 0.5]])
     found = Cast("e2m1", "block", block=2)(values)
     torch.testing.assert_close(found, torch.tensor([[6.0, 0.0, 60.0, 0.0, 0.5]]), rtol=1e-5, atol=0)
     assert Cast("e2m1", "block", block=2).scales(values).shape == (1, 3)
 
 
-def test_numbers_that_are_not_finite_do_not_change_their_neighbours():
+def test_non_finite_values_leave_neighbors_unchanged():
+    """NaN stays NaN and infinity becomes finite, and other values are cast as if both were zero."""
     values = torch.randn(2, 32, generator=generator(3))
     spoilt = values.clone()
     spoilt[0, 3], spoilt[1, 5] = torch.nan, torch.inf
@@ -110,7 +115,8 @@ def test_numbers_that_are_not_finite_do_not_change_their_neighbours():
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "soft"])
-def test_a_block_of_zeros_beside_inf_and_nan_stays_zero(rounding):
+def test_zero_block_stays_zero_despite_infinities(rounding):
+    """A tensor of zeros, infinities and NaN gives zeros and NaN, and the signs are kept."""
     values = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf])
     for rule in ("current", "nvfp4"):
         found = Cast("e2m1", rule, rounding)(values, generator=generator())
@@ -127,7 +133,8 @@ def test_finite_float64_magnitudes_beyond_float32_saturate_and_overflow():
     assert counts.by_name()["total_overflow_elements"] == 2
 
 
-def test_a_factor_that_would_take_the_scale_out_of_float32_takes_it_to_the_end():
+def test_overflowing_scale_saturates():
+    """A scale factor that would exceed float32 gives the largest float32 as scale."""
     cast = Cast("e2m1", "current", q_scalar=1e30)
     values = torch.tensor([3e38, 1.0])
     assert cast.scales(values).item() == torch.finfo(torch.float32).max
@@ -142,7 +149,8 @@ def stochastic_draws(value: float, name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", FormatRegistry.names())
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.77, 0.999])
-def test_stochastic_rounding_has_two_points_and_the_value_as_its_mean(name, share):
+def test_stochastic_rounding_is_unbiased(name, share):
+    """Draws take only the two neighbors of the value, and their mean is the value."""
     grid = decoded(FormatRegistry.get(name))
     for low, high in [(grid[0], grid[1]), (grid[1], grid[2]), (grid[-3], grid[-2]), (grid[-2], grid[-1])]:
         value = torch.tensor(low + share * (high - low)).item()
@@ -156,7 +164,8 @@ def test_stochastic_rounding_has_two_points_and_the_value_as_its_mean(name, shar
 
 @pytest.mark.parametrize("name", FormatRegistry.names())
 @pytest.mark.parametrize("rule", RuleRegistry.names())
-def test_the_mean_of_many_stochastic_casts_is_the_tensor(name, rule):
+def test_mean_of_stochastic_casts_is_the_tensor(name, rule):
+    """This holds for every format and rule, within the limits of the format."""
     number, cast, draw = 2000, Cast(name, rule, "stochastic"), generator(6)
     values = torch.randn(2, 64, generator=generator(5))
     scales = cast.scales(values)
@@ -171,7 +180,8 @@ def test_the_mean_of_many_stochastic_casts_is_the_tensor(name, rule):
     assert ((draws.mean(0) - expected).abs() <= 4.5 * error + 2e-3 * limits).all()
 
 
-def test_the_draw_that_decides_is_below_the_fraction_of_the_magnitude():
+def test_stochastic_rounding_compares_draw_with_fraction():
+    """The magnitude rounds up exactly if the draw is below its fraction."""
     draws = torch.tensor([0.0, 0.25, 0.25 - 2**-24, 0.25, 0.25 - 2**-24, 0.0])
     values = torch.tensor([2.0, 2.25, 2.25, -2.25, -2.25, -0.0])
     found = by_draws(draws)(values)
@@ -179,7 +189,8 @@ def test_the_draw_that_decides_is_below_the_fraction_of_the_magnitude():
     assert found.signbit().tolist() == values.signbit().tolist()
 
 
-def test_stochastic_rounding_leaves_numbers_of_the_format_alone_and_saturates():
+def test_stochastic_rounding_keeps_grid_values():
+    """Values of the format are unchanged, larger values saturate, and NaN stays NaN."""
     grid = FormatRegistry.get("e2m1").magnitudes().float()
     cast, with_scale_1 = Cast("e2m1", "delayed", "stochastic"), torch.tensor(6.0)
     for values in (grid, -grid):
@@ -226,7 +237,8 @@ def test_soft_rounding_is_the_published_arithmetic(q_scalar):
     assert torch.equal(per_row(blocks), published(blocks, per_row.scales(blocks)).float())
 
 
-def test_soft_rounding_lets_an_overflow_pass_that_is_counted_all_the_same():
+def test_soft_rounding_passes_overflows():
+    """Soft rounding keeps a value beyond the range, but still counts the overflow."""
     cast = Cast("e2m1", "current", "soft", q_scalar=0.5)
     found, counts = cast.counted(torch.tensor([6.0, 1.5]))
     assert found.tolist() == [6.0, 1.5]
@@ -255,6 +267,7 @@ def test_tensors_of_other_types_are_refused(dtype):
         *[({"q_scalar": value}, "must be positive and finite") for value in (0.0, -1.0, math.inf, math.nan)],
     ],
 )
-def test_a_cast_that_cannot_be_is_refused_in_one_sentence(options, words):
+def test_invalid_cast_options_are_refused(options, words):
+    """Unknown names, unsuitable blocks and invalid scale factors raise a UsageError."""
     with pytest.raises(UsageError, match=words):
         Cast(**{"format": "e2m1", "rule": "block", **options})

@@ -97,13 +97,15 @@ def test_numbers_and_counts_are_those_of_brute_force(cast, values):
 
 
 @matrix("name, rule, dtype", FormatRegistry.names(), RuleRegistry.names(), FACTORS)
-def test_other_types_and_factors_on_the_scale_are_cast_and_counted_as_by_brute_force(name, rule, dtype):
+def test_dtypes_and_factors_match_brute_force(name, rule, dtype):
+    """Casts and counts of every format and rule match for each dtype with its scale factor."""
     for values in INPUTS.values():
         check_cast(Cast(name, rule, q_scalar=FACTORS[dtype]), values.to(dtype))
 
 
 @matrix("name, rule, dtype", FormatRegistry.names(), RuleRegistry.names(), FACTORS)
-def test_the_ends_of_every_type_are_cast_and_counted_as_by_brute_force(name, rule, dtype):
+def test_dtype_extremes_match_brute_force(name, rule, dtype):
+    """The largest and smallest values of each dtype give finite results that match the reference."""
     cast, found = Cast(name, rule), torch.finfo(dtype)
     ends = torch.tensor([found.max, -found.max, found.max / 3, found.smallest_normal, -found.tiny / 2, 0], dtype=dtype)
     smallest = torch.full((20,), found.smallest_normal * found.eps, dtype=dtype)
@@ -114,14 +116,16 @@ def test_the_ends_of_every_type_are_cast_and_counted_as_by_brute_force(name, rul
 
 @pytest.mark.parametrize("rule", [rule.name for rule in RuleRegistry if rule.history])
 @pytest.mark.parametrize("name", FormatRegistry.names())
-def test_rules_with_a_history_are_cast_and_counted_as_by_brute_force(rule, name):
+def test_rules_with_history_match_brute_force(rule, name):
+    """Scales from earlier magnitudes give the expected values, counts and overflows."""
     for label, values in INPUTS.items():
         counts = check_cast(Cast(name, rule), values, EARLIER).by_name()
         assert (counts["overflow_count"] == 1) == (label not in ("constant", "all-zero"))
 
 
 @every_cast
-def test_every_shape_is_cast_and_counted_as_by_brute_force(cast):
+def test_every_shape_matches_brute_force(cast):
+    """Scalars, empty tensors and tensors of three dimensions are included."""
     for shape in [(), (0,), (3, 0), (0, 3), (1,), (2, 2, 17)]:
         values = torch.randn(shape, generator=torch.Generator().manual_seed(6))
         assert check_cast(cast, values).by_name()["total_elements"] == values.numel()
@@ -138,13 +142,14 @@ def test_layout_in_memory_changes_nothing(cast):
 
 
 @every_cast
-def test_the_cast_of_the_negated_tensor_is_the_negated_cast(cast):
+def test_casting_commutes_with_negation(cast):
     for values in INPUTS.values():
         torch.testing.assert_close(cast(-values), -cast(values), rtol=0, atol=0, equal_nan=True)
 
 
 @every_cast
-def test_the_given_tensor_is_left_alone_and_not_returned(cast):
+def test_cast_leaves_its_input_unchanged(cast):
+    """The result is a new tensor for every rounding."""
     for rounding in get_args(Rounding):
         values = INPUTS["gaussian"].clone()
         found = Cast(cast.format, cast.rule, rounding)(values, generator=torch.Generator())
@@ -199,13 +204,14 @@ def newly_registered():
 
 @pytest.mark.usefixtures("newly_registered")
 @pytest.mark.parametrize("names", [("e3m0", "half_range"), ("e3m0", "mx_rceil"), ("e2m1", "half_range")])
-def test_a_new_format_or_rule_passes_the_same_checks_from_the_day_it_is_registered(names):
+def test_new_formats_and_rules_pass_the_checks(names):
+    """Newly registered formats and rules match the slow reference without further code."""
     for values in INPUTS.values():
         check_cast(Cast(*names), values)
 
 
 @pytest.mark.usefixtures("newly_registered")
-def test_a_new_rule_with_a_history_scales_by_earlier_magnitudes():
+def test_new_history_rule_uses_earlier_magnitudes():
     cast = Cast("e3m0", "two_back")
     for values in INPUTS.values():
         check_cast(cast, values, EARLIER)
@@ -213,13 +219,15 @@ def test_a_new_rule_with_a_history_scales_by_earlier_magnitudes():
 
 
 @pytest.mark.usefixtures("newly_registered")
-def test_a_new_rule_that_wrongly_says_that_nothing_overflows_is_found_out():
+def test_rule_with_false_overflow_claim_fails():
+    """The check fails for a rule that wrongly declares that no value overflows."""
     with pytest.raises(AssertionError):
         check_cast(Cast("e2m1", "boaster"), INPUTS["gaussian"])
 
 
 @pytest.mark.usefixtures("newly_registered")
-def test_a_new_format_and_rule_are_among_those_that_contracts_iterate_over():
+def test_contracts_include_new_formats_and_rules():
+    """The registries list newly registered formats and rules, so the contract tests cover them."""
     assert "e3m0" in FormatRegistry.names()
     assert {"half_range", "two_back", "boaster"} <= set(RuleRegistry.names())
 

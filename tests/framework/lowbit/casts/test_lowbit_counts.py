@@ -14,7 +14,8 @@ def counted(format_: str, rule: str, values: Tensor, **options: float) -> dict[s
     return {key: value.item() for key, value in Cast(format_, rule, **options).counted(values)[1].by_name().items()}
 
 
-def test_mxfp4_floor_clips_two_in_a_hundred_of_a_gaussian():
+def test_mxfp4_floor_clips_two_percent_of_gaussian():
+    """The largest excess is at most 8/6."""
     counts = counted("e2m1", "mx_floor", gaussian(64))
     assert counts["total_overflow_elements"] / counts["total_elements"] == pytest.approx(0.023, abs=0.002)
     assert 1.3 < counts["excess_max"] <= 8 / 6
@@ -22,12 +23,14 @@ def test_mxfp4_floor_clips_two_in_a_hundred_of_a_gaussian():
 
 @pytest.mark.parametrize("rule", ["tensor", "block", "current", "mx_ceil", "mx_rceil"])
 @pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
-def test_rules_that_cover_the_range_clip_nothing_of_a_gaussian(name, rule):
+def test_full_range_rules_clip_nothing_of_gaussian(name, rule):
+    """Rules that fit the scale to the largest value have no overflow in any format."""
     counts = counted(name, rule, gaussian(64))
     assert counts["total_overflow_elements"] == counts["overflow_count"] == counts["excess_max"] == 0
 
 
-def test_half_of_the_gaussian_blocks_of_nvfp4_exceed_the_range_by_a_sixteenth_at_most():
+def test_nvfp4_blocks_exceed_range_by_at_most_sixteenth():
+    """Half of the Gaussian blocks exceed the range, because the scale is rounded to float8."""
     blocks = gaussian(4000, 16)
     cast = Cast("e2m1", "nvfp4")
     beyond = blocks.abs().amax(-1, keepdim=True).double() > cast.limits(cast.scales(blocks))
@@ -37,20 +40,23 @@ def test_half_of_the_gaussian_blocks_of_nvfp4_exceed_the_range_by_a_sixteenth_at
     assert 1.05 < counts["excess_max"] <= 1 + 1 / 16
 
 
-def test_the_published_rule_calls_a_third_of_a_gaussian_block_overflowing_where_nothing_is():
+def test_published_overflow_rule_flags_third_of_gaussian():
+    """About 32% of the elements count as in the upper half, though none overflows."""
     counts = counted("e2m1", "block", gaussian(64))
     assert counts["upper_half_elements"] / counts["total_elements"] == pytest.approx(0.32, abs=0.02)
     assert counts["total_overflow_elements"] == 0
 
 
-def test_even_clips_less_than_floor_and_rceil_uses_more_of_the_range_than_ceil():
+def test_even_and_rceil_beat_floor_and_ceil():
+    """mx_even clips less than mx_floor, and mx_rceil has a smaller squared error than mx_ceil."""
     clipped = {rule: counted("e2m1", rule, gaussian(64))["total_overflow_elements"] for rule in ("mx_floor", "mx_even")}
     assert 0 < clipped["mx_even"] < clipped["mx_floor"]
     errors = {rule: counted("e2m1", rule, gaussian(64))["squared_error"] for rule in ("mx_ceil", "mx_rceil")}
     assert errors["mx_rceil"] < errors["mx_ceil"]
 
 
-def test_a_number_exactly_at_the_limit_does_not_overflow_and_the_next_one_does():
+def test_overflow_starts_just_above_the_limit():
+    """A value at the limit does not overflow; the next representable number does."""
     cast, scale = Cast("e2m1", "current"), torch.tensor(1.0)
     at = torch.tensor([6.0, -6.0])
     assert (at.double().abs() <= cast.limits(scale)).all()
@@ -61,7 +67,8 @@ def test_a_number_exactly_at_the_limit_does_not_overflow_and_the_next_one_does()
     assert (earlier, late["total_overflow_elements"], late["overflow_count"]) == (0, 2, 1)
 
 
-def test_blocks_whose_scale_is_zero_are_lost_to_underflow_alone():
+def test_zero_scale_blocks_count_as_underflow_only():
+    """Their elements do not count as overflow."""
     values = torch.cat([torch.full((1, 16), 2688.0 * 1024), torch.full((1, 16), 1.0)], dim=-1)
     counts = counted("e2m1", "nvfp4", values)
     assert counts["underflow_elements"] == counts["upper_half_elements"] == 16
@@ -74,7 +81,8 @@ def test_underflow_is_what_becomes_zero_and_was_not():
     assert counts["underflow_elements"] == 3
 
 
-def test_numbers_that_are_not_finite_are_counted_before_the_cast_and_nowhere_else():
+def test_nonfinite_elements_are_counted_separately():
+    """They count before the cast and are left out of overflow, error and norm."""
     values = torch.tensor([6.0, torch.inf, -torch.inf, torch.nan])
     counts = counted("e2m1", "current", values)
     assert (counts["non_finite_elements"], counts["total_elements"]) == (3, 4)
@@ -82,7 +90,8 @@ def test_numbers_that_are_not_finite_are_counted_before_the_cast_and_nowhere_els
     assert (counts["squared_norm"], counts["upper_half_elements"], counts["scale_max"]) == (36, 1, 1)
 
 
-def test_counts_add_up_over_quantisations_and_keep_the_largest():
+def test_counts_add_up_and_keep_the_maximum():
+    """Sums are added and maxima are kept over several quantizations."""
     parts = [Cast("e2m1", "mx_floor").counted(gaussian(8, 64) * size)[1] for size in (1.0, 3.0, 100.0)]
     total = Counts.zeros()
     for part in parts:
@@ -101,7 +110,8 @@ def test_adding_nothing_changes_nothing():
     assert torch.equal(total.maxima, counts.maxima)
 
 
-def test_counts_of_several_layers_are_held_in_leading_dimensions():
+def test_counts_of_several_layers_use_leading_dimensions():
+    """Sums and maxima are float64 tensors with the given leading shape."""
     found = Counts.zeros(3, 2)
     assert (found.sums.shape, found.maxima.shape) == ((3, 2, len(SUMS)), (3, 2, len(MAXIMA)))
     assert found.sums.dtype == found.maxima.dtype == torch.float64

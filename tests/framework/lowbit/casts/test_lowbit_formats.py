@@ -58,7 +58,8 @@ def test_the_magnitudes_of_e2m1_are_the_published_ones():
     assert FormatRegistry.get("e2m1").magnitudes().tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
-def test_the_ties_of_e2m1_go_where_the_specification_sends_them():
+def test_e2m1_ties_round_as_specified():
+    """Each tie rounds to the neighbor with the even code."""
     halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert to_grid(halves, FormatRegistry.get("e2m1")).tolist() == [0, 1, 1, 2, 2, 4, 4]
 
@@ -84,7 +85,8 @@ def test_numbers_of_the_format_stay_as_they_are(name, dtype):
 @every_format
 @every_width
 @pytest.mark.parametrize("rounding", [to_grid, to_continued_grid])
-def test_every_tie_and_its_neighbours_round_as_by_brute_force(name, dtype, rounding):
+def test_ties_and_neighbors_match_brute_force(name, dtype, rounding):
+    """The test rounds in every format, input dtype and grid."""
     grid = decoded(FormatRegistry.get(name))
     values = around([*grid, *ties(grid)], dtype)
     values = values[values.abs() <= grid[-1]]
@@ -93,7 +95,7 @@ def test_every_tie_and_its_neighbours_round_as_by_brute_force(name, dtype, round
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_tie_and_its_neighbours_round_as_ml_dtypes_does(name):
+def test_ties_and_neighbors_match_ml_dtypes(name):
     values = around([*decoded(FormatRegistry.get(name)), *ties(decoded(FormatRegistry.get(name)))], torch.float32)
     values = values[values.abs() <= FormatRegistry.get(name).maximum]
     assert same(to_grid(values, FormatRegistry.get(name)), by_ml_dtypes(name, values))
@@ -108,7 +110,8 @@ def test_random_numbers_round_as_ml_dtypes_does(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("seed", range(4))
-def test_millions_of_random_numbers_round_as_ml_dtypes_does(name, seed):
+def test_millions_of_random_numbers_match_ml_dtypes(name, seed):
+    """The test rounds four million numbers for each seed and format."""
     values = in_range(name, 4_000_000, seed=seed)
     assert same(to_grid(values, FormatRegistry.get(name)), by_ml_dtypes(name, values))
 
@@ -144,7 +147,8 @@ def test_nan_stays_nan_and_zeros_keep_their_sign(name, dtype, rounding):
 
 
 @every_format
-def test_the_continued_grid_goes_on_with_the_last_spacing(name):
+def test_continued_grid_keeps_the_last_spacing(name):
+    """Above the maximum of a format, the grid continues in steps of the last spacing."""
     grid = decoded(FormatRegistry.get(name))
     spacing = grid[-1] - grid[-2]
     longer = [*grid, *(grid[-1] + step * spacing for step in range(1, 50))]
@@ -162,7 +166,7 @@ def published(scaled: Tensor) -> Tensor:
     return halves * scaled.sign() / 2
 
 
-def test_the_continued_grid_of_e2m1_is_the_published_arithmetic():
+def test_continued_e2m1_grid_matches_published_formula():
     steps = torch.arange(-20_000, 20_001, dtype=torch.float64) / 512
     random = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 8
     values = torch.cat([steps, random])
@@ -198,6 +202,6 @@ def test_any_maximum_among_the_normal_numbers_is_accepted(mantissa_bits, maximum
     assert found.magnitudes().tolist() == decoded(found)
 
 
-def test_an_unknown_format_is_refused_with_the_nearest_name():
+def test_unknown_format_suggests_nearest_name():
     with pytest.raises(UsageError, match=r"Unknown format 'e4m4'\. Did you mean 'e4m3'"):
         FormatRegistry.get("e4m4")

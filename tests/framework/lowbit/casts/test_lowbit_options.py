@@ -68,7 +68,8 @@ def test_blocks_of_several_rows_share_one_scale():
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
-def test_stochastic_rounding_of_tiles_draws_in_the_order_of_the_values(name):
+def test_tiled_stochastic_rounding_draws_in_value_order(name):
+    """Tiles use the same random draws per value as blocks of one value."""
     cast = Cast("e4m3", "block", "stochastic", block=2, rows=2)
     values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     alike = torch.zeros(4, 6) + values.abs().max()
@@ -92,7 +93,8 @@ def check_e8m0(scales: Tensor) -> None:
     assert np.array_equal(found.numpy().astype(ml_dtypes.float8_e8m0fnu).astype(np.float32), found.numpy())
 
 
-def test_every_power_of_two_and_its_neighbours_are_raised_to_the_next_e8m0_number():
+def test_powers_of_two_round_up_to_e8m0():
+    """Every power of two, its neighbors and subnormal numbers round up to the next E8M0 number."""
     powers = torch.arange(1, 255, dtype=torch.int32) << 23
     subnormal = torch.tensor([1, 2**21, 2**22 - 1, 2**22, 2**22 + 1, 2**23 - 1], dtype=torch.int32)
     check_e8m0(torch.cat([powers - 1, powers, powers + 1, subnormal]).view(torch.float32))
@@ -100,13 +102,14 @@ def test_every_power_of_two_and_its_neighbours_are_raised_to_the_next_e8m0_numbe
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(20_000_000, marks=pytest.mark.slow)])
-def test_random_scales_are_raised_to_the_next_e8m0_number(count):
+def test_random_scales_round_up_to_e8m0(count):
     bits = torch.randint(1, 0x7F800000, (count,), generator=torch.Generator().manual_seed(1))
     check_e8m0(bits.int().view(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_16_bit_pattern_becomes_the_whole_number_that_numpy_rounds_to(dtype):
+def test_16_bit_values_round_to_int8_like_numpy(dtype):
+    """Every bit pattern of float16 and bfloat16 is checked, and NaN stays NaN."""
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     for wide in (values.float(), values.double()):
         found, numbers = to_grid(wide, INT8), ~wide.isnan()
@@ -116,14 +119,14 @@ def test_every_16_bit_pattern_becomes_the_whole_number_that_numpy_rounds_to(dtyp
     assert torch.equal(kept[numbers].float(), by_numpy(values.float()[numbers]))
 
 
-def test_every_tie_of_whole_numbers_goes_to_the_even_one():
+def test_int8_ties_round_to_even():
     middles = torch.tensor(ties(decoded(INT8)))
     assert torch.equal(to_grid(middles, INT8), by_numpy(middles))
     assert (to_grid(middles, INT8) % 2 == 0).all()
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(20_000_000, marks=pytest.mark.slow)])
-def test_random_numbers_become_the_whole_numbers_that_numpy_rounds_to(count):
+def test_random_values_round_to_int8_like_numpy(count):
     values = random_numbers(count, seed=1)
     assert torch.equal(to_grid(values, INT8), by_numpy(values))
 
@@ -153,7 +156,8 @@ def test_fp8_rowwise_is_that_of_torchao(count):
     assert torch.equal(cast(values), utils.to_fp8_saturated(values * inverse, torch.float8_e4m3fn).float() / inverse)
 
 
-def test_int8_is_that_of_torchao_but_for_multiplying_by_reciprocals():
+def test_int8_matches_torchao_except_near_ties():
+    """Torchao multiplies by reciprocals, so only quotients close to a tie may differ."""
     values, cast = rows(3, 400), RECIPES["int8"].forward_input
     numbers, scales = torchaos("prototype.quantized_training.int8").quantize_int8_rowwise(values)
     found = cast.scales(values)

@@ -65,7 +65,8 @@ def shared_exponent(rule: str, name: str, largest: float) -> int:
     largest=magnitudes,
     rule=st.sampled_from(["current", "tensor", "block", "row", "metis_tensor", "metis_block", "delayed"]),
 )
-def test_real_scales_are_the_quotient_and_cover_the_largest_magnitude(name, largest, rule):
+def test_real_scales_cover_largest_magnitude(name, largest, rule):
+    """The scale is the magnitude over the format's maximum plus epsilon, within float32 rounding."""
     epsilon = {"metis_tensor": 1e-6, "metis_block": 1e-9}.get(rule, 0.0)
     found, exact = scale(rule, name, largest), Fraction(largest) / Fraction(MAXIMUM[name]) + Fraction(epsilon)
     assert Fraction(found) * Fraction(MAXIMUM[name]) >= Fraction(largest)
@@ -90,13 +91,15 @@ def test_microscaling_exponents_change_at_the_right_magnitude(name, rule):
 @every_format
 @pytest.mark.parametrize("rule", MICROSCALING)
 @pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-126 - 2.0**-149, 2.0**-126])
-def test_the_smallest_shared_scale_is_the_smallest_of_e8m0(name, rule, largest):
+def test_smallest_shared_scale_is_e8m0_minimum(name, rule, largest):
+    """Zero and the smallest magnitudes give 2**-127 in every microscaling rule."""
     assert scale(rule, name, largest) == 2.0**-127
 
 
 @every_format
 @pytest.mark.parametrize("rule", ["mx_ceil", "mx_rceil"])
-def test_rules_that_cover_the_range_do_so_up_to_the_largest_number(name, rule):
+def test_covering_rules_cover_largest_float32(name, rule):
+    """Scale times format maximum reaches the largest float32 number for mx_ceil and mx_rceil."""
     assert scale(rule, name, LARGEST) * MAXIMUM[name] >= LARGEST
 
 
@@ -111,21 +114,24 @@ def nvfp4_by_hand(largest: list[float], name: str) -> list[float]:
 
 
 @given(name=formats, largest=st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=20))
-def test_nvfp4_scales_are_e4m3_numbers_times_the_scale_of_the_tensor(name, largest):
+def test_nvfp4_scales_match_hand_computation(name, largest):
+    """Each scale is an E4M3 number times the scale of the tensor."""
     found = RuleRegistry.get("nvfp4")().scales(torch.tensor(largest), FormatRegistry.get(name))
     assert found.tolist() == nvfp4_by_hand(largest, name)
 
 
 @every_format
 @pytest.mark.parametrize("size", [0.0, 2.0**-149, 2.0**-130, 2.0**-120, LARGEST])
-def test_nvfp4_scales_are_by_hand_at_both_ends_of_float32(name, size):
+def test_nvfp4_scales_hold_at_float32_extremes(name, size):
+    """The scales match the hand computation and are finite for the smallest and largest magnitudes."""
     largest = torch.tensor([size, size / 2, size / 3, 0.0])
     found = RuleRegistry.get("nvfp4")().scales(largest, FormatRegistry.get(name))
     assert found.tolist() == nvfp4_by_hand(largest.tolist(), name)
     assert found.isfinite().all()
 
 
-def test_nvfp4_loses_blocks_four_hundred_thousand_times_below_the_largest():
+def test_nvfp4_underflows_far_below_largest_block():
+    """A block whose magnitude is 458,752 times below the largest gets a scale of zero."""
     bound = 6.0 * 448 / 6 * 2**10
     found = RuleRegistry.get("nvfp4")().scales(torch.tensor([bound, 1.0, 1.01]), FormatRegistry.get("e2m1"))
     assert (found > 0).tolist() == [True, False, True]
@@ -141,7 +147,8 @@ def history(*largest: float) -> Tensor:
     return torch.tensor([*largest, *[0.0] * (16 - len(largest))])
 
 
-def test_delayed_scales_follow_the_largest_of_the_earlier_magnitudes():
+def test_delayed_scale_follows_largest_past_magnitude():
+    """Without a history, the scale follows the current tensor."""
     values = torch.tensor([1.0, -3.0])
     cast = Cast("e4m3", "delayed")
     assert cast.scales(values, history(7.0, 14.0, 3.5)).item() == pytest.approx(14 / 448, rel=1e-6)
@@ -149,7 +156,7 @@ def test_delayed_scales_follow_the_largest_of_the_earlier_magnitudes():
     assert cast.scales(values).item() == pytest.approx(3 / 448, rel=1e-6)
 
 
-def test_rules_without_a_history_ask_for_no_earlier_magnitudes():
+def test_rule_without_history_ignores_past_magnitudes():
     values = torch.tensor([1.0, -3.0])
     assert Cast("e4m3", "current").scales(values, history(100.0)) == Cast("e4m3", "current").scales(values)
 
@@ -173,6 +180,6 @@ def test_a_class_that_describes_no_rule_is_refused(attributes, words):
         check_rule(make(**attributes))
 
 
-def test_an_unknown_rule_is_refused_with_the_nearest_name():
+def test_unknown_rule_suggests_nearest_name():
     with pytest.raises(UsageError, match=r"Unknown scaling rule 'mx_flor'\. Did you mean 'mx_floor'"):
         RuleRegistry.get("mx_flor")

@@ -70,8 +70,8 @@ def test_microscaling_of_millions_is_that_of_torchao(name, mode):
 
 @every_format
 @every_mode
-def test_blocks_below_the_smallest_normal_scale_have_torchaos_scale_but_are_divided_by_it(name, mode):
-    """Torchao divides by 2^-126 where the scale it stores is 2^-127, since its compiled code knows no subnormals."""
+def test_subnormal_scales_differ_from_torchao(name, mode):
+    """Torchao divides by 2^-126 where it stores 2^-127, since its compiled code flushes subnormal numbers."""
     values = torch.full((1, 32), 2.0**-127)
     cast = Cast(name, f"mx_{mode.lower()}")
     scales, numbers = torchao.microscaled(values, name, mode)
@@ -80,7 +80,8 @@ def test_blocks_below_the_smallest_normal_scale_have_torchaos_scale_but_are_divi
     assert (numbers * 2.0**-127 != values).all()
 
 
-def test_a_number_that_is_not_finite_spoils_its_block_in_torchao_only():
+def test_nan_spoils_its_block_only_in_torchao():
+    """Here the other values of the block keep their ordinary results."""
     values = torch.ones(1, 32)
     values[0, 0] = torch.nan
     assert torchao.microscaled(values, "e4m3", "FLOOR")[0].item() == 2.0**128
@@ -95,7 +96,8 @@ def quotient_near_a_tie(values: Tensor, scales: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [64, pytest.param(16384, marks=pytest.mark.slow)])
-def test_nvfp4_is_that_of_torchao_but_for_multiplying_by_reciprocals(rows):
+def test_nvfp4_matches_torchao_except_near_ties(rows):
+    """Torchao multiplies by reciprocals, so only quotients close to a tie may differ."""
     values = torch.randn(rows, 256, generator=torch.Generator().manual_seed(5))
     of_tensor = values.abs().max() / (6 * 448)
     block_scales, numbers = torchao.nvfp4(values, of_tensor)
@@ -106,8 +108,8 @@ def test_nvfp4_is_that_of_torchao_but_for_multiplying_by_reciprocals(rows):
     assert differ.sum() < 1e-6 * values.numel() + 1
 
 
-def test_blocks_far_below_the_largest_have_smaller_scales_than_in_torchao():
-    """Torchao raises block scales to 2^-6, the smallest normal number of E4M3; its subnormal ones are used here."""
+def test_small_nvfp4_scales_differ_from_torchao():
+    """Torchao raises block scales to 2^-6, the smallest normal E4M3 number; casts here use subnormals."""
     values = torch.cat([torch.full((1, 16), 1.0), torch.full((1, 16), 1e-5)], dim=-1)
     of_tensor = values.max() / (6 * 448)
     assert torchao.nvfp4(values, of_tensor)[0][0, 1].item() == 2.0**-6
