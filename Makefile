@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: types run test lint docs site bench fastai slow xla clean
+.PHONY: types run test lint docs site bench fastai slow xla oracle oracle-update clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -30,6 +30,14 @@ xla:
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+# Nothing printed: the code does what it did. PART=hooks|experiments|trainers|ranks|help compares one part.
+oracle: $(STAMP)
+	@$(BIN)/python -m tests.oracle compare $(PART)
+
+# The only content of a commit that says why behaviour changes (docs/decisions/0027-behaviour-is-recorded.md).
+oracle-update: $(STAMP)
+	@$(BIN)/python -m tests.oracle update $(PART)
 
 # mypy and editors cannot see through an editable install whose folders are renamed: a folder of links shows them the package.
 types:
