@@ -1,5 +1,6 @@
 """The oracle reports what differs, whatever kind of difference it is, and takes no code as its own reference."""
 
+import doctest
 import subprocess
 from copy import deepcopy
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tests.oracle import __main__ as oracle
-from tests.oracle import compare, environment, hook_cases, product, recording, storage, trees, worker
+from tests.oracle import compare, digests, environment, hook_cases, product, recording, storage, trees, worker
 from tests.oracle.digests import digest, digest_of_values
 
 EPOCH, STEP = "norms/epoch", "norms/step"
@@ -121,6 +122,11 @@ def test_cases_do_not_depend_on_what_ran_before():
             found.append(hook_cases.record(f"{name}/attach"))
     assert found[1] == found[3]
     assert found[1]["facts"]["sharpness/trace"]
+
+
+@pytest.mark.parametrize("module", [compare, digests, product, storage], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_hold(module):
+    assert doctest.testmod(module) == (0, 1)
 
 
 # Storage and reference
