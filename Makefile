@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 QUICK := not slow and not statistical and not process and not ranks and not compile and not browser and not trainer \
 	and not gpu and not xla
 
-.PHONY: types run fast fast-oldest fast-newest test slow lint docs site bench fastai xla clean
+.PHONY: types run fast fast-oldest fast-newest test slow oracle oracle-update lint docs site bench fastai xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -57,6 +57,14 @@ xla:
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "slow or statistical" $(ARGS)
+
+# Nothing printed: the code does what it did. PART=hooks|experiments|trainers|ranks|help compares one part.
+oracle: $(STAMP)
+	@$(BIN)/python -m tests.oracle compare $(PART)
+
+# The only content of a commit that says why behaviour changes (docs/decisions/0027-behaviour-is-recorded.md).
+oracle-update: $(STAMP)
+	@$(BIN)/python -m tests.oracle update $(PART)
 
 # mypy and editors cannot see through an editable install whose folders are renamed: a folder of links shows them the package.
 types:
