@@ -205,7 +205,7 @@ def test_hook_points_are_fired_in_one_place() -> None:
     assert firing == {"framework/firing/driver.py"}
 
 
-def test_tensor_files_are_read_and_written_in_one_place() -> None:
+def test_tensor_files_are_handled_in_one_place() -> None:
     """Only there are warnings of torch kept from looking like damage."""
     calls = {
         file

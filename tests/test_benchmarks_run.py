@@ -49,7 +49,8 @@ def test_every_benchmark_yields_rows_of_finite_numbers(name):
 
 
 @pytest.mark.process
-def test_what_runs_in_slices_returns_in_order_and_nothing_is_left_standing_where_one_fails():
+def test_slices_return_in_order_and_failures_clean_up():
+    """No child process remains after one of them raises."""
     assert in_slices([lambda: sum(range(10**7)), lambda: 2]) == [sum(range(10**7)), 2]
     with pytest.raises(EOFError):
         in_slices([lambda: 1, lambda: 1 // 0])
@@ -57,7 +58,8 @@ def test_what_runs_in_slices_returns_in_order_and_nothing_is_left_standing_where
 
 
 @pytest.mark.slow
-def test_the_memory_of_every_kind_of_run_is_counted_in_copies_of_the_training_state():
+def test_memory_is_counted_in_training_state_copies():
+    """Only mutating hooks hold one copy of the training state."""
     measured = {kind: measure(kind, TINY) for kind in (BARE, *HOOKS)}
     alive = {row.figure: row.value.median for row in memory_rows([measured]) if row.figure.startswith("Tensors")}
     assert alive.pop(f"Tensors alive, {MUTATING}") == pytest.approx(1, abs=0.1)
@@ -65,7 +67,8 @@ def test_the_memory_of_every_kind_of_run_is_counted_in_copies_of_the_training_st
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_the_bare_loop_takes_the_steps_of_the_real_one(max_norm):
+def test_bare_loop_matches_the_real_loop(max_norm):
+    """The modular arithmetic model is trained with and without clipping."""
     ours, bare = mod_arithmetic(TINY), mod_arithmetic(TINY)
     ours.train(3, lambda: None, [] if max_norm is None else [GradClip(max_norm=max_norm)])
     steps = bare_steps(bare, max_norm)
@@ -75,7 +78,7 @@ def test_the_bare_loop_takes_the_steps_of_the_real_one(max_norm):
 
 
 @own_process
-def test_the_bare_loop_of_the_language_model_takes_the_steps_of_the_real_one():
+def test_bare_language_model_loop_matches_real_loop():
     ours, bare = (tied_cost.language_model(tied_cost.TINY) for _ in range(2))
     step_loop(replace(ours.task, length=3), HookManager((), ours.task, ours.state, loop="step"))
     steps = tied_cost.bare_steps(bare.task, bare.tokens)
@@ -84,7 +87,7 @@ def test_the_bare_loop_of_the_language_model_takes_the_steps_of_the_real_one():
     assert all(map(torch.equal, ours.task.model.parameters(), bare.task.model.parameters()))
 
 
-def test_the_peak_of_tensors_counts_what_is_alive_at_once():
+def test_tensor_peak_counts_only_live_tensors():
     def work() -> None:
         first = torch.ones(1000)
         second = first + first
@@ -94,7 +97,8 @@ def test_the_peak_of_tensors_counts_what_is_alive_at_once():
     assert peak_of_tensors(work) == pytest.approx(8000, abs=100)
 
 
-def test_functions_take_turns_and_the_order_is_reversed_every_other_round():
+def test_functions_alternate_in_reversed_rounds():
+    """Each function is called twice per turn."""
     calls = []
     turns = Turns([lambda: calls.append("a"), lambda: calls.append("b")], calls=2, after=lambda: calls.append("|"))
     turns.round()
@@ -108,7 +112,8 @@ def test_neighbours_are_compared_block_by_block():
     assert ratio([3.0, 20.0, 4.0], [1.0, 10.0, 4.0]) == Spread(median=2.0, best=3.0, noise=1.0)
 
 
-def test_a_row_passes_up_to_its_bar_and_the_page_shows_it():
+def test_row_passes_up_to_its_limit():
+    """The page and the list of misses show the result."""
     row = Row("A fire", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7), 2e-6)
     rows = {"Fires": [row, replace(row, figure="Another", bar=1e-6), replace(row, figure="A third", bar=None)]}
     assert [each.result for each in rows["Fires"]] == ["pass", "miss", ""]
@@ -117,7 +122,8 @@ def test_a_row_passes_up_to_its_bar_and_the_page_shows_it():
 
 
 @pytest.mark.parametrize(("rate", "result"), [(3.0, "pass"), (2.0, "pass"), (1.0, "miss")])
-def test_a_row_with_a_floor_passes_from_there_on(rate, result):
+def test_row_passes_from_its_floor(rate, result):
+    """A rate equal to the floor passes."""
     row = Row("Scalars", "nothing", PER_SECOND, Spread(rate, rate, 0.0), floor=2.0)
     assert row.cells()[-2:] == ["≥ 2 /s", result]
     assert misses({"Sinks": [row]}).startswith("1 of 1" if result == "pass" else "0 of 1")

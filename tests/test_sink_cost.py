@@ -36,7 +36,7 @@ def test_the_sinks_write_every_number(load, sink, read, tmp_path):
 
 
 @WRITTEN
-def test_no_metric_of_the_csv_file_is_without_a_column(load, tmp_path):
+def test_csv_metrics_all_have_columns(load, tmp_path):
     with ExitStack() as stack:
         emitted(load, CSVSink(), tmp_path, stack)()
     with (tmp_path / "only.csv").open() as file:

@@ -5,7 +5,7 @@ from .checks import check_device
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
 from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_ended, read_initial,
-    read_status, run_folders, seed_name, versions,
+    read_status, run_folders, versions,
 )
 from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
@@ -22,6 +22,6 @@ __all__ = [
     "ExperimentRunner", "GrokkingConfig", "GrokkingRunner", "OptionsByHook", "PartedError", "Record", "RecordSink",
     "ReplaySink", "RunFlags", "RunFolder", "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "alternatives",
     "build_run", "check_device", "checked", "choices", "differences", "environment", "field_names", "in_words",
-    "load_reference", "pass_on", "read_ended", "read_initial", "read_status", "require", "run_folders", "seed_name",
+    "load_reference", "pass_on", "read_ended", "read_initial", "read_status", "require", "run_folders",
     "summary_of", "versions",
 ]

@@ -191,7 +191,7 @@ def test_a_warning_after_resuming_blames_no_checkpoint(tmp_path: Path) -> None:
     assert any(str(tmp_path) in note for note in caught.value.__notes__)
 
 
-def test_a_warning_in_a_reloaded_hook_blames_no_checkpoint() -> None:
+def test_warning_in_reloaded_hook_blames_no_checkpoint() -> None:
     hook = SpyHook(lambda ctx: None)
     failures = HookFailures("raise", {hook.name}, reloaded={hook.name: 9})
     failures.treat(hook, "POST_STEP", 3, UserWarning(TEXT))

@@ -164,6 +164,7 @@ def recorded(monkeypatch):
     return codes
 
 
+@pytest.mark.process
 def test_unknown_environments_record_the_reference_commit(tree, recorded, capsys):
     assert oracle.compared(tree, ["hooks"]) == 1
     assert recorded == ["reference", "present"]
@@ -174,7 +175,8 @@ def test_unknown_environments_record_the_reference_commit(tree, recorded, capsys
     assert trees.git(tree, "worktree", "list").count("\n") == 0
 
 
-def test_no_reference_commit_is_said(tree, recorded):
+@pytest.mark.process
+def test_missing_reference_commit_is_reported(tree, recorded):
     trees.git(tree, "rm", "-q", "--cached", str(storage.REFERENCE))
     with pytest.raises(trees.NoReferenceError, match="has changes that are not committed"):
         oracle.compared(tree, ["hooks"])
@@ -184,6 +186,7 @@ def test_no_reference_commit_is_said(tree, recorded):
     assert recorded == []
 
 
+@pytest.mark.process
 def test_shallow_clones_without_the_reference_are_refused(tree, recorded, tmp_path):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{tree}", str(clone)], check=True)
@@ -192,6 +195,7 @@ def test_shallow_clones_without_the_reference_are_refused(tree, recorded, tmp_pa
     assert recorded == []
 
 
+@pytest.mark.process
 def test_updates_drop_digests_of_other_environments(tree, recorded):
     oracle.compared(tree, ["hooks"])
     trees.git(tree, "add", "-A")
@@ -204,6 +208,7 @@ def test_updates_drop_digests_of_other_environments(tree, recorded):
     assert storage.Storage(tree).reference() == before
 
 
+@pytest.mark.process
 def test_updates_need_committed_code(tree, recorded):
     (tree / "code").write_text("not committed")
     with pytest.raises(trees.NoReferenceError, match="code is not committed"):
@@ -211,6 +216,7 @@ def test_updates_need_committed_code(tree, recorded):
     assert recorded == []
 
 
+@pytest.mark.process
 def test_facts_of_one_environment_are_kept_there(tree):
     kept = storage.Storage(tree)
     here = deepcopy(RECORD)

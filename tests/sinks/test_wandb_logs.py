@@ -62,7 +62,8 @@ def test_every_row_of_a_log_is_counted(tmp_path):
     assert Record.FromString(list(log_records(tmp_path / "log"))[LONG_ROW]) == row(LONG_ROW)
 
 
-def test_offline_a_resumed_run_goes_on_behind_the_rows_of_its_logs_or_of_the_note_where_these_are_gone(tmp_path):
+def test_offline_resume_starts_after_existing_rows(tmp_path):
+    """Rows are counted in the logs of the run, or read from the note if the logs are missing."""
     job = Job("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc", resumed=True)
     offline = SimpleNamespace(offline=True, starting_step=0)
     for name, steps in (("run-1-abc", (0, 1)), ("offline-run-2-abc", (2, 3, 4)), ("offline-run-3-other", range(9))):
@@ -79,19 +80,20 @@ def test_a_log_without_rows_has_none():
     assert rows_of(b"") == rows_of(LOG[:LOG_BEGIN]) == rows_of(log_of([Record().SerializeToString()])[0]) == 0
 
 
-def test_a_log_that_goes_on_counts_from_the_first_row_of_the_run():
+def test_resumed_log_counts_rows_of_the_whole_run():
+    """The first row of the log is at step 7."""
     assert rows_of(log_of([row(step).SerializeToString() for step in (7, 8)])[0]) == 9
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, len(LOG) - 1))
-def test_of_a_log_that_was_cut_off_the_whole_rows_are_counted(size):
+def test_truncated_log_counts_whole_rows(size):
     assert rows_of(LOG[:size]) == bisect_right(ENDS, size)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(LOG_BEGIN, len(LOG) - 1))
-def test_of_a_log_with_a_flipped_bit_the_rows_before_it_are_counted(at):
+def test_flipped_bit_keeps_earlier_rows(at):
     damaged = bytearray(LOG)
     damaged[at] ^= 1
     assert rows_of(damaged) == (COUNT if at in FILLING else bisect_right(ENDS, at))

@@ -105,7 +105,8 @@ def test_a_parameter_tap_sees_exactly_the_parameters_gradient(model, name):
     assert all(torch.equal(seen, gradient) for seen, gradient in zip(log.seen, gradients, strict=True))
 
 
-def test_with_micro_batches_a_parameter_tap_sees_each_part_of_the_sum():
+def test_parameter_tap_sees_each_micro_batch():
+    """The gradients of the micro-batches add up to the gradient of the step."""
     log, gradients = TapLog(), []
     hooks = [Tapper(log.tap("mix.weight", "parameter")), gradients_of("mix.weight", gradients)]
     train(Case("tied"), hooks, steps=3, accumulation_steps=2)
@@ -161,14 +162,15 @@ def attach(model: nn.Module, *taps: GradientTap, may_replace: bool = False) -> T
     return tap_set
 
 
-def test_a_module_used_twice_is_seen_twice_by_its_first_output():
+def test_tap_sees_every_use_of_a_module():
+    """The module is called twice in one forward pass."""
     log, model = TapLog(), Twice()
     attach(model, log.tap("inner", "output"))
     model(torch.full((3,), 2.0)).backward()
     assert [seen.tolist() for seen in log.seen] == [[1.0] * 3, [1.0] * 3]
 
 
-def test_forward_passes_without_gradients_are_no_business_of_a_tap():
+def test_taps_ignore_forward_passes_without_gradients():
     log, model = TapLog(), Twice()
     attach(model, log.tap("inner", "output"))
     with torch.no_grad():
@@ -195,7 +197,8 @@ def drawing(seen: list[float]) -> Callable[[Tensor], None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_observing_taps_that_draw_leave_every_byte_as_it_was(case):
+def test_observing_taps_with_random_draws_change_nothing(case):
+    """The run equals the bare run at every step, and the taps are removed at its end."""
     module, parameter = {
         "batchnorm_mlp": ("0", "0.weight"),
         "tied": ("mix", "embedding.weight"),
@@ -207,7 +210,9 @@ def test_observing_taps_that_draw_leave_every_byte_as_it_was(case):
     assert len(seen) == 6
 
 
-def test_a_taps_draws_depend_on_seed_hook_target_and_step_alone():
+def test_tap_random_draws_ignore_other_hooks():
+    """The random draws of a tap depend on the seed, the hook, the target and the step."""
+
     def draws(*others: TrainingHook) -> list[float]:
         seen: list[float] = []
         train(Case(), [*others, Tapper(GradientTap("0.weight", "parameter", drawing(seen)))])
@@ -219,7 +224,8 @@ def test_a_taps_draws_depend_on_seed_hook_target_and_step_alone():
 
 
 @pytest.mark.parametrize("error", [(), Mishap])
-def test_taps_are_gone_after_the_run_however_it_ends(error):
+def test_taps_are_removed_after_every_run(error):
+    """The run completes or fails."""
     ending = raising if error else (lambda ctx: None)
     hooks = [Tapper(WEIGHT, GradientTap("0", "output", lambda gradient: None)), SpyHook(ending)]
     run = train(Case(), hooks, raises=HookError)
@@ -227,7 +233,9 @@ def test_taps_are_gone_after_the_run_however_it_ends(error):
     assert attached(run.task.model) == 0
 
 
-def test_taps_are_gone_even_if_a_hook_raises_at_the_end():
+def test_taps_are_removed_if_end_raises():
+    """The end() method of the hook raises."""
+
     class Stubborn(Tapper):
         def end(self, status):
             raise Mishap("at the end")
@@ -249,7 +257,8 @@ def test_taps_are_gone_even_if_a_hook_raises_at_the_end():
         ([WEIGHT, GradientTap("0.bias", "parameter", lambda g: g, replaces=True)], "which the hook does not declare"),
     ],
 )
-def test_a_tap_that_cannot_be_attached_is_refused_before_the_run_and_none_stays(taps, sentence):
+def test_invalid_tap_is_refused_before_the_run(taps, sentence):
+    """Taps that were attached before the invalid one are removed."""
     task, state = build(Case())
     manager = HookManager([Tapper(*taps)], task, state)
     with pytest.raises(UsageError, match=sentence):
@@ -274,7 +283,7 @@ def test_a_replaced_gradient_is_what_the_optimizer_uses():
     assert treatments(run.manager.hooks) == {"replacer": ("gradients",)}
 
 
-def test_a_replaced_output_gradient_changes_everything_upstream_and_nothing_downstream():
+def test_replaced_output_gradient_affects_only_upstream_layers():
     block = GradientTap("1", "output", torch.zeros_like, replaces=True)
     upstream, downstream, untreated = [], [], []
     train(Case(), [Replacer(block), gradients_of("0.weight", upstream)], steps=1)
@@ -286,7 +295,8 @@ def test_a_replaced_output_gradient_changes_everything_upstream_and_nothing_down
 
 
 @pytest.mark.parametrize("hook", [Tapper, at(ActingHook, HookPoint.POST_STEP)])
-def test_replacing_without_declaring_it_is_refused_before_the_run(hook):
+def test_undeclared_replacement_is_refused_before_the_run(hook):
+    """The error asks for StatePart.GRADIENTS in commits."""
     greedy = GradientTap("0.weight", "parameter", lambda gradient: gradient * 0, replaces=True)
     greedy_hook = type("Greedy", (hook,), {"taps": lambda self, model: [greedy]})(lambda *ctx: None)
     with pytest.raises(UsageError, match=r"replaces a gradient, .* add commits = \{StatePart.GRADIENTS\} to its class"):
@@ -313,7 +323,8 @@ def swap_data(gradient: Tensor) -> None:
 @pytest.mark.parametrize("kind", ["parameter", "output"])
 @pytest.mark.parametrize("deed", [return_another, write_in_place, write_and_raise, swap_data])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_tap_that_changes_a_gradient_undeclared_is_caught_at_once(kind, deed, on_error):
+def test_undeclared_gradient_change_by_tap_is_caught(kind, deed, on_error):
+    """The audit is off, and on_error does not matter."""
     hook = Tapper(GradientTap({"parameter": "0.weight", "output": "0"}[kind], kind, deed))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -326,12 +337,14 @@ def write_unseen(gradient: Tensor) -> None:
     gradient.data.mul_(2)
 
 
-def test_a_write_that_leaves_no_version_behind_is_caught_by_the_audit():
+def test_audit_catches_writes_without_version_bump():
+    """A tap changes a gradient without increasing the version counter of the tensor."""
     run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", write_unseen))], raises=StateMutationError)
     assert "on '0.weight' changed a gradient" in str(run.error)
 
 
-def test_a_replacement_that_does_not_fit_names_hook_tap_and_shapes():
+def test_replacement_of_wrong_shape_raises_with_details():
+    """The error gives the hook, the tap and both shapes."""
     wrong = GradientTap("0.weight", "parameter", lambda gradient: gradient[:1], replaces=True)
     run = train(Case(), [Replacer(wrong)], raises=HookError)
     assert "Hook 'replacer' raised at tap on '0.weight' of step 1" in str(run.error)
@@ -351,7 +364,9 @@ def count_calls(*others: TrainingHook, **options) -> int:
     return len(log.seen)
 
 
-def test_taps_are_silent_while_an_intervention_runs_its_own_backward():
+def test_taps_are_inactive_during_intervention_backward():
+    """The intervention computes gradients and trains an epoch."""
+
     def act(run_ctx, model_ctx):
         model_ctx.compute_batch_gradients()
         model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
@@ -376,7 +391,8 @@ def test_taps_are_silent_while_the_run_is_evaluated():
     assert count_calls(evaluate=evaluate) == 6
 
 
-def test_taps_hear_again_after_an_intervention_that_raised():
+def test_taps_resume_after_a_failed_intervention():
+    """The intervention raises and is skipped."""
     clumsy = at(ActingHook, HookPoint.PRE_STEP)(raising)
     with pytest.warns(UserWarning, match="The run goes on without it"):
         assert count_calls(clumsy, on_error="skip") == 6
@@ -400,19 +416,22 @@ def test_taps_follow_the_hooks_schedule_windows_and_loops():
     assert tap_steps(loop_points={"step": {HookPoint.POST_STEP}}) == []
 
 
-def test_modules_have_hooks_at_those_steps_only_at_which_taps_are_due():
+def test_module_hooks_exist_only_at_due_steps():
+    """The taps of the hook have a stride of two steps."""
     tapper, found = Tapper(GradientTap("0", "output", lambda gradient: None)), []
     tapper.step_schedule = StepSchedule(mode="stride", every_n_steps=2)
     train(Case(), [tapper, at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: found.append(attached(ctx.model)))])
     assert found == [1, 0, 1]
 
 
-def test_a_tap_that_raises_ends_the_run_naming_hook_tap_and_step():
+def test_raising_tap_ends_the_run_with_details():
+    """The error gives the hook, the tap and the step."""
     run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", raising))], raises=HookError)
     assert str(run.error).startswith("Hook 'tapper' raised at tap on '0.weight' of step 1: Mishap: as told")
 
 
-def test_a_tap_that_raises_can_be_skipped_and_changes_nothing():
+def test_raising_tap_can_be_skipped_without_trace():
+    """With on_error="skip" the run equals the bare run."""
     hook = Tapper(GradientTap("0", "output", raising), GradientTap("0.weight", "parameter", raising))
     with pytest.warns(UserWarning, match="raised at tap on '0' of step 1.*goes on without it"):
         run = train(Case(), [hook], on_error="skip")
@@ -440,7 +459,8 @@ def tapped(model: nn.Module, *targets: str, function: Callable = lambda gradient
     return taps
 
 
-def test_a_weight_is_heard_after_a_forward_that_raised():
+def test_weight_tap_works_after_a_failed_forward():
+    """Calls after the removal of the tap are not recorded."""
     model, seen = nn.Sequential(Failing(2, 2)), []
     taps = tapped(model, "0", function=lambda gradient: seen.append(gradient.clone()))
     with pytest.raises(Mishap):
@@ -467,7 +487,8 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_each_use_of_a_shared_weight_is_heard_apart_and_the_sum_has_the_bits_it_has_unheard(dtype):
+def test_weight_tap_separates_uses_of_shared_weight(dtype):
+    """Attached taps do not change the bits of the gradient, with and without autocast."""
     torch.manual_seed(0)
     model, inputs, seen = Heads(), torch.randn(5, 4), []
 
@@ -491,7 +512,8 @@ def test_each_use_of_a_shared_weight_is_heard_apart_and_the_sum_has_the_bits_it_
     assert not torch.equal(without, unheard)
 
 
-def test_the_gradients_of_both_uses_of_a_weight_add_up_to_its_own():
+def test_weight_taps_of_all_uses_sum_to_gradient():
+    """Embedding and decoder of the tied model share a weight."""
     parts = TapLog()
     whole = gradients_of("embedding.weight", seen := [])
     tapper = Tapper(parts.tap("decoder", "weight"), parts.tap("embedding", "weight"))
@@ -501,7 +523,8 @@ def test_the_gradients_of_both_uses_of_a_weight_add_up_to_its_own():
         assert torch.equal(g_out + g_in, total)
 
 
-def test_a_weight_that_is_not_there_or_frozen_is_refused():
+def test_weight_tap_without_trainable_weight_is_refused():
+    """The module has no weight, or its weight is frozen."""
     owner = TapOwner("any", lambda: True, lambda target, function: function(), may_replace=False)
     with pytest.raises(UsageError, match="taps the weight of '0', which has none"):
         TapSet(nn.Sequential(nn.ReLU())).attach(owner, [GradientTap("0", "weight", lambda gradient: None)])

@@ -21,7 +21,8 @@ def record(out: Path, loop: Loop, /, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("counts", ["epoch", "step"])
-def test_hooks_report_the_same_as_in_a_loop_whose_owner_divides_the_losses(tmp_path, accumulate, counts):
+def test_hooks_report_the_same_as_without_accelerate(tmp_path, accumulate, counts):
+    """The bare loop divides the losses by the number of micro-batches itself."""
     theirs = record(tmp_path / "a" / "run", Loop(accelerate=True, accumulate=accumulate), loop=counts)
     bare = record(tmp_path / "b" / "run", Loop(accumulate=accumulate, divides=True), loop=counts)
     assert len(bare) >= 2
@@ -35,7 +36,8 @@ def test_a_shorter_last_group_is_a_step(tmp_path):
         assert "epoch 2, step 4" in str(scope.__rich__().renderables[0])
 
 
-def test_what_was_prepared_may_be_given_as_it_was_before(tmp_path):
+def test_unprepared_objects_can_be_attached(tmp_path):
+    """The caller passes the model and optimizer that were given to Accelerator.prepare()."""
     loop = Loop(accelerate=True, accumulate=2, clips=0.1)
     bare, parts = alone(loop), Parts(loop)
     given = {"scheduler": parts.scheduler.scheduler, "accelerator": parts.accelerator, "out": tmp_path} | QUIET

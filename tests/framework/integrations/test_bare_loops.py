@@ -38,19 +38,22 @@ def test_hooks_leave_every_byte(tmp_path, accelerate, accumulate, clips, amp, sc
     assert_equal(alone(loop), attached(loop, tmp_path, HOOKS[hooks](), evaluates=True, audit=audit))
 
 
-def test_hooks_leave_every_byte_of_another_model_and_optimizer(tmp_path):
+def test_hooks_preserve_another_model_and_optimizer(tmp_path):
+    """All hooks and a misbehaving hook leave the run with the tied model and Adafactor unchanged."""
     loop = Loop(model="tied", optimizer="adafactor", accumulate=2, clips=0.1, epochs=1)
     assert_equal(alone(loop), attached(loop, tmp_path, ["all", Vandal()]))
 
 
-def test_an_evaluation_that_draws_changes_the_loop_that_calls_it_by_itself():
+def test_evaluation_alone_changes_the_random_state():
+    """The evaluation of these tests draws random numbers, so the other tests can detect it."""
     parts = Parts(Loop())
     before = parts.digest()
     parts.evaluate(parts.model.eval())
     assert before["generators/torch"] != parts.digest()["generators/torch"]
 
 
-def test_the_vandal_changes_a_loop_that_does_not_roll_it_back():
+def test_misbehaving_hook_changes_an_unprotected_loop():
+    """Without rollback no digest equals one of the bare loop."""
     parts, vandal = Parts(Loop()), Vandal()
     vandal.parts = parts
     vandal.spoil(None, None)
@@ -60,7 +63,8 @@ def test_the_vandal_changes_a_loop_that_does_not_roll_it_back():
 @pytest.mark.trainer
 @pytest.mark.parametrize("accelerate", [False, True], ids=["bare", "accelerate"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_hook_that_clips_is_the_clipping_of_the_owner(tmp_path, accelerate, accumulate):
+def test_clipping_hook_matches_manual_clipping(tmp_path, accelerate, accumulate):
+    """The summary lists grad_clip as a treatment of the gradients."""
     loop = Loop(accelerate=accelerate, accumulate=accumulate)
     options = {"hook_options": {"grad_clip": {"max_norm": 0.1}}}
     assert_equal(alone(replace(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
@@ -71,7 +75,8 @@ def test_a_hook_that_clips_is_the_clipping_of_the_owner(tmp_path, accelerate, ac
 
 
 @matrix("half, hooks", HALVES, HOOKS)
-def test_hooks_leave_every_byte_of_a_loop_in_float16(tmp_path, half, hooks):
+def test_hooks_preserve_a_float16_loop(tmp_path, half, hooks):
+    """The loops use the half-precision setups of HALVES."""
     assert_equal(alone(HALVES[half]), attached(HALVES[half], tmp_path, HOOKS[hooks](), audit=hooks == "vandal"))
 
 
@@ -88,7 +93,8 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path, half):
 
 @pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
 @pytest.mark.parametrize("clips", [0.0, 0.1])
-def test_hooks_see_the_gradients_of_a_scaled_loss_unscaled(tmp_path, optimizer, clips):
+def test_hooks_see_unscaled_gradients(tmp_path, optimizer, clips):
+    """The gradients equal those of the same loop without a loss scale."""
     loop = Loop(optimizer=optimizer, clips=clips, accumulate=2)
     assert gradients_seen(replace(loop, scale=2.0**10), tmp_path) == gradients_seen(loop, tmp_path)
 
@@ -102,7 +108,8 @@ def gradients_seen(loop: Loop, out: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
-def test_a_hook_that_clips_does_so_by_the_gradients_of_the_unscaled_loss(tmp_path, optimizer):
+def test_clipping_hook_clips_unscaled_gradients(tmp_path, optimizer):
+    """The loop scales its loss by 1024."""
     loop = Loop(optimizer=optimizer, scale=2.0**10)
     options = {"hook_options": {"grad_clip": {"max_norm": 0.1}}}
     assert_equal(alone(replace(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))

@@ -48,19 +48,20 @@ LANGUAGE = pytest.mark.parametrize(
 
 @EVERY
 @own_process
-def test_every_step_with_all_hooks_is_that_of_the_bare_loop_to_the_last_bit(name: str) -> None:
+def test_hooked_steps_match_bare_steps(name: str) -> None:
     assert same_steps(watched(name), bare(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_an_audit_of_all_hooks_finds_nothing_and_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_audit_with_all_hooks_finds_no_mutation(name: str, tmp_path: Path) -> None:
     assert same_steps(trained(name, **EVERYTHING, out=tmp_path / "run", audit=True), bare(name))
 
 
 @EVERY
 @own_process
-def test_numbers_are_finite_where_the_hook_does_not_say_otherwise(name: str) -> None:
+def test_nonfinite_metrics_are_documented(name: str) -> None:
+    """A metric is finite unless its description mentions NaN or infinity."""
     found = [watched(name), *(treated(name, hook) for hook in TREATMENTS)]
     metrics = {key: value for each in found if isinstance(each, Trained) for key, value in each.metrics.items()}
     said = {hook.name: hook().describe_metrics() for hook in HookRegistry}
@@ -73,7 +74,8 @@ def test_numbers_are_finite_where_the_hook_does_not_say_otherwise(name: str) -> 
 
 
 @pytest.mark.slow
-def test_the_table_of_the_docs_says_what_runs() -> None:
+def test_docs_table_lists_actual_outcomes() -> None:
+    """The page on real models equals the generated one, and every reason is a sentence."""
     assert TREATMENTS.keys() == {hook.name for hook in HookRegistry if hook_kind(hook) == "committing"}
     outcomes = {name: {hook: treated(name, hook) for hook in TREATMENTS} for name in MODELS}
     said = {name: real_models.answers(watched(name), outcomes[name]) for name in MODELS}
@@ -85,7 +87,8 @@ def test_the_table_of_the_docs_says_what_runs() -> None:
 
 @torch.no_grad()
 @LANGUAGE
-def test_entropies_are_those_of_the_models_own_attention_weights(name: str) -> None:
+def test_attention_entropies_match_model_attention_weights(name: str) -> None:
+    """Compare with the eager attention implementation."""
     eager = real_models.made(name, attn_implementation="eager").eval()
     eager.load_state_dict(watched(name).model.state_dict())
     weights = eager(default_collate(samples(name))["input_ids"], output_attentions=True).attentions
@@ -99,7 +102,8 @@ def test_entropies_are_those_of_the_models_own_attention_weights(name: str) -> N
 
 
 @EVERY
-def test_the_gradient_flow_is_through_the_layers_of_the_model(name: str) -> None:
+def test_gradient_flow_matches_layer_output_gradients(name: str) -> None:
+    """Compare with the gradient norms from tensor hooks on the outputs of the layers."""
     (model, batch), layers = before(name, STEPS - 1), NAMES[name][0]
     expected: dict[str, Tensor] = {}
 
@@ -114,15 +118,15 @@ def test_the_gradient_flow_is_through_the_layers_of_the_model(name: str) -> None
     assert len(expected) == len(told(name, "gradient_flow/norm/")) == 2
 
 
-def test_the_pattern_that_the_docs_name_finds_the_layers_of_a_resnet() -> None:
+def test_documented_pattern_finds_resnet_layers() -> None:
     pattern = "resnet.encoder.stages.*.layers.*"
     found = find_chains(real_models.made("ResNet"), pattern)
     assert (f"`{pattern}`" in real_models.INTRO, len(found[pattern])) == (True, 4)
 
 
 @LANGUAGE
-def test_both_uses_of_the_embedding_are_told_apart_in_the_pair_that_is_there(name: str) -> None:
-    """Tied in GPT-2 and BERT; two matrices are measured at the first step only."""
+def test_embedding_provenance_separates_both_uses(name: str) -> None:
+    """The weights are tied in GPT-2 and BERT; two matrices are measured at the first step only."""
     tied, names = name in TIED, [f"{module}.weight" for module in NAMES[name][2:]]
     model, batch = before(name, STEPS - 1 if tied else 0)
     table, head = map(model.get_parameter, names)
@@ -138,7 +142,7 @@ def test_both_uses_of_the_embedding_are_told_apart_in_the_pair_that_is_there(nam
 
 
 @LANGUAGE
-def test_the_gradient_of_tokens_is_that_of_the_token_embedding(name: str) -> None:
+def test_token_gradient_matches_token_embedding_gradient(name: str) -> None:
     norms = mean_gradients(name)[f"{NAMES[name][2]}.weight"].norm(dim=1)
     expected = {"mean_norm": norms.mean(), "max_norm": norms.max(), "untouched_fraction": (norms == 0).float().mean()}
     agree(watched(name), "token_gradient", expected)
@@ -146,7 +150,7 @@ def test_the_gradient_of_tokens_is_that_of_the_token_embedding(name: str) -> Non
 
 
 @EVERY
-def test_norms_updates_and_paths_are_those_of_plain_formulas(name: str) -> None:
+def test_norms_updates_and_paths_match_plain_formulas(name: str) -> None:
     weights = [dict(before(name, step)[0].named_parameters()) for step in range(STEPS + 1)]
     moved = [torch.cat([(now[key] - then[key]).detach().flatten() for key in now]) for then, now in pairwise(weights)]
     first = {key: (weights[1][key] - each).norm() / each.norm() for key, each in weights[0].items() if each.norm()}
@@ -161,7 +165,7 @@ def test_norms_updates_and_paths_are_those_of_plain_formulas(name: str) -> None:
 
 
 @own_process
-def test_the_sharpness_is_the_largest_eigenvalue_of_the_dense_hessian(tmp_path: Path) -> None:
+def test_sharpness_matches_dense_hessian(tmp_path: Path) -> None:
     options = {"sharpness": {"iterations": 24, "probes": 1, "density_probes": 0, "critical_passes": 0, "k": 1}}
     found = trained("OLMo-2", hooks=["sharpness"], hook_options=options, out=tmp_path)
     batch, parameters = default_collate(samples("OLMo-2")), [*found.model.parameters()]
@@ -174,7 +178,8 @@ def test_the_sharpness_is_the_largest_eigenvalue_of_the_dense_hessian(tmp_path: 
 
 
 @EVERY
-def test_every_linear_layer_with_a_weight_of_its_own_is_split(name: str) -> None:
+def test_every_untied_linear_layer_is_split(name: str) -> None:
+    """GPT-2 has no linear layers to split, and the error mentions Conv1D."""
     split, model = treated(name, "metis_split"), real_models.made(name)
     tied = model.get_input_embeddings().weight if name in TIED else None
     layers = [each for each in model.modules() if isinstance(each, nn.Linear) and each.weight is not tied]
@@ -186,7 +191,7 @@ def test_every_linear_layer_with_a_weight_of_its_own_is_split(name: str) -> None
 
 
 @EVERY
-def test_clipping_and_smoothing_do_what_one_would_write_by_hand(name: str) -> None:
+def test_clipping_and_smoothing_match_manual_code(name: str) -> None:
     most = TREATMENTS["grad_clip"]["max_norm"]
     by_hand = trained(name, lambda model: nn.utils.clip_grad_norm_(model.parameters(), most))
     smoothed, clipped = treated(name, "model_smoothing"), treated(name, "grad_clip")

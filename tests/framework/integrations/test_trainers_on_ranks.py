@@ -269,7 +269,8 @@ KINDS = [hugging_face_replicas, hugging_face_shards, lightning_replicas, lightni
 
 
 @pytest.mark.parametrize("train", KINDS)
-def test_a_trainer_with_hooks_trains_on_every_rank_what_it_does_without(train, tmp_path, monkeypatch):
+def test_trainers_on_ranks_match_bare_training(train, tmp_path, monkeypatch):
+    """The trainers of Transformers, Lightning and Accelerate use three ranks; sharded runs resume on two as well."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     (tmp_path / "ranks").mkdir()
     for result in on_ranks(train, tmp_path / "ranks", RANKS):

@@ -63,7 +63,8 @@ def test_a_snapshot_can_be_restored_more_than_once():
         assert differences(before, state.digest()) == []
 
 
-def test_restoring_removes_optimizer_state_that_was_made_after_the_save():
+def test_restore_removes_optimizer_state_created_after_save():
+    """The gradients are None again."""
     task, state = build(Case())
     snapshot = Snapshot(streams=True).save(state)
     train_one_step(Scene(task, state))
@@ -78,7 +79,8 @@ def test_restoring_without_saving_is_an_error():
         Snapshot().restore(state)
 
 
-def test_buffers_are_allocated_once_though_gradients_are_new_at_every_step():
+def test_snapshot_buffers_are_reused_across_saves():
+    """The gradients are new tensors at every step."""
     scene, state = trained()
     snapshot = Snapshot(streams=True).save(state)
     pointers = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
@@ -118,7 +120,7 @@ def test_every_object_is_the_one_it_was():
     assert state.optimizer.param_groups is groups
 
 
-def test_parameters_that_are_views_of_one_storage_still_share_it():
+def test_restored_parameter_views_still_share_storage():
     flat = torch.arange(6.0)
     model = nn.Module()
     model.first, model.second = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:])
@@ -134,7 +136,7 @@ def test_parameters_that_are_views_of_one_storage_still_share_it():
 
 
 @pytest.mark.parametrize("had_one", [True, False])
-def test_a_gradient_comes_back_as_the_tensor_or_the_none_it_was(had_one):
+def test_gradient_is_restored_as_same_object_or_none(had_one):
     model = nn.Linear(2, 2)
     model.weight.grad = gradient = torch.ones(2, 2) if had_one else None
     state = bare_state(model)
@@ -162,7 +164,8 @@ def bytes_of(tensor: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_of_any_dtype_comes_back(dtype):
+def test_every_bit_of_any_dtype_is_restored(dtype):
+    """The data of the parameter was replaced and the storage of the buffer was overwritten."""
     noise = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), dtype=torch.uint8)
     parameter = nn.Parameter(noise.view(dtype).clone(), requires_grad=False)
     model = holder(buffer=noise.flip(0).view(dtype).clone())
@@ -189,7 +192,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_comes_back(layout):
+def test_every_memory_layout_is_restored(layout):
+    """The tensor object, its values and its strides are those before the change."""
     tensor = LAYOUTS[layout].clone() if layout in ("empty", "scalar") else LAYOUTS[layout]
     model = holder(buffer=tensor)
     values, stride = tensor.tolist(), tensor.stride()
@@ -202,7 +206,7 @@ def test_every_layout_comes_back(layout):
     assert (tensor.tolist(), tensor.stride()) == (values, stride)
 
 
-def test_a_sparse_gradient_comes_back():
+def test_sparse_gradient_is_restored():
     model = nn.Embedding(5, 2, sparse=True)
     model(torch.tensor([1, 3])).square().sum().backward()
     state = bare_state(model)
@@ -216,7 +220,8 @@ def test_a_sparse_gradient_comes_back():
     assert differences(before, state.digest()) == []
 
 
-def test_the_state_that_strategies_add_comes_back_and_is_not_shared():
+def test_extra_state_is_restored_and_not_shared():
+    """The snapshot keeps its own copy of extras, which can be restored twice."""
     tally = Tally()
     state = bare_state(nn.Linear(1, 1), extras={"tally": tally})
     snapshot = Snapshot(streams=True).save(state)
@@ -227,7 +232,7 @@ def test_the_state_that_strategies_add_comes_back_and_is_not_shared():
         assert (tally.count, tally.table.tolist()) == (0, [0, 1, 2, 3])
 
 
-def test_the_gradient_scaler_comes_back():
+def test_gradient_scaler_is_restored():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     model = nn.Linear(1, 1)
     state = bare_state(model, scaler=scaler)
@@ -253,7 +258,7 @@ def schedulers(optimizer):
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_schedulers_come_back_with_all_they_set_on_the_optimizer(index):
+def test_scheduler_and_its_optimizer_settings_are_restored(index):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = [*schedulers(optimizer)][index]
@@ -268,7 +273,7 @@ def test_schedulers_come_back_with_all_they_set_on_the_optimizer(index):
     assert differences(before, state.digest()) == []
 
 
-def test_the_generators_that_modules_own_come_back():
+def test_module_generators_are_restored():
     model = nn.Linear(1, 1)
     model.rounding = torch.Generator().manual_seed(3)
     state = bare_state(model)
@@ -280,7 +285,8 @@ def test_the_generators_that_modules_own_come_back():
     assert differences(before, state.digest()) == []
 
 
-def test_what_the_run_itself_changed_between_two_saves_stays():
+def test_changes_by_the_run_between_saves_remain():
+    """The second save includes a new module, a new parameter group and a frozen parameter."""
     scene, state = trained()
     snapshot = Snapshot(streams=True).save(state)
     scene.matrix.requires_grad_(False)
@@ -295,7 +301,7 @@ def test_what_the_run_itself_changed_between_two_saves_stays():
     assert differences(before, state.digest()) == []
 
 
-def test_hooks_on_a_parameter_still_act_after_it_was_swapped():
+def test_parameter_hooks_still_run_after_swapped_tensors():
     model = nn.Linear(1, 1, bias=False)
     seen = []
     model.weight.register_hook(lambda gradient: seen.append("gradient"))
@@ -320,7 +326,8 @@ def test_hooks_left_on_a_parameter_no_longer_act(register):
     assert seen == []
 
 
-def test_hooks_left_on_the_accumulation_of_a_gradient_no_longer_act():
+def test_prehooks_left_on_gradient_accumulation_are_dropped():
+    """The restore replaces the accumulation node."""
     model = nn.Linear(1, 1, bias=False)
     state = bare_state(model)
     snapshot = Snapshot().save(state)
@@ -346,7 +353,8 @@ def test_accumulation_that_was_watched_before_is_left_alone():
     assert kept.requires_grad
 
 
-def test_modules_outside_the_module_tree_come_back_too():
+def test_modules_outside_the_module_tree_are_restored():
+    """A module is stored in a list attribute."""
     model = nn.Linear(1, 1)
     model.teacher = [nn.BatchNorm1d(1)]
     state = bare_state(model)
@@ -411,7 +419,8 @@ class GuardianMachine(RuleBasedStateMachine):
                 snapshot.restore(self.state)
 
 
-def test_an_optimizer_tensor_that_was_swapped_for_one_without_memory_comes_back():
+def test_swapped_meta_optimizer_tensor_is_restored():
+    """The tensor was swapped with one on the meta device."""
     scene, state = trained(Case())
     before, snapshot = state.digest(), Snapshot().save(state)
     torch.utils.swap_tensors(scene.moments[0], torch.empty(4, device="meta"))

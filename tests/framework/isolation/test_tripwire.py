@@ -52,7 +52,7 @@ def own_default_dtype():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_error_says_what_changed(name):
+def test_tripwire_error_names_the_change(name):
     scene = trained()
     text = observe(scene.state, lambda: DEEDS[name](scene))
     assert re.match(
@@ -95,7 +95,8 @@ def test_changes_between_visits_are_the_runs_own():
             isolation.observe(CALL, lambda: None)
 
 
-def test_fused_optimizers_write_behind_its_back_so_it_is_no_proof():
+def test_tripwire_misses_writes_of_fused_optimizers():
+    """Fused optimizers do not increase the version counters; only the audit detects them."""
     scene = trained(optimizer="adamw_fused")
     before = scene.parameter.clone()
     observe(scene.state, scene.optimizer.step)
@@ -113,6 +114,6 @@ def test_sparse_and_inference_tensors_can_be_swept():
     assert "gradients/weight" in observe(state, lambda: model.weight.grad.mul_(2))
 
 
-def test_a_state_that_cannot_be_read_any_more_counts_as_changed():
+def test_unreadable_state_counts_as_changed():
     scene = trained()
     assert "cannot be read any more" in observe(scene.state, lambda: setattr(scene.optimizer, "param_groups", None))

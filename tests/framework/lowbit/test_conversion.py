@@ -43,7 +43,8 @@ def classes(model: nn.Module) -> list[type]:
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "fp4_metis"])
-def test_layers_and_parameters_stay_the_objects_that_they_were(recipe):
+def test_quantized_layers_and_parameters_keep_their_identity(recipe):
+    """The state dict, dtype and requires_grad are unchanged as well."""
     model = mlp().to(torch.bfloat16)
     model[0].weight.requires_grad_(False)
     layers, parameters, state = list(model.modules()), dict(model.named_parameters()), model.state_dict()
@@ -56,7 +57,8 @@ def test_layers_and_parameters_stay_the_objects_that_they_were(recipe):
     assert model[0].weight.dtype is torch.bfloat16
 
 
-def test_a_model_made_plain_again_is_what_it_was():
+def test_dequantized_model_equals_the_original():
+    """No attribute or buffer remains, and a second call changes nothing."""
     model, untouched = mlp(), mlp()
     quantize_model(model, VARYING)
     assert dequantize_model(model) == ["0", "2.0", "2.1"]
@@ -103,7 +105,7 @@ def test_different_layers_can_have_different_recipes():
     assert model(torch.ones(2, 6)).isfinite().all()
 
 
-def test_a_model_that_is_a_linear_layer_is_changed_itself():
+def test_model_that_is_a_linear_layer_is_converted():
     layer = nn.Linear(3, 2)
     assert quantize_model(layer, "fp8") == [""]
     assert type(layer) is BitLinear
@@ -119,7 +121,8 @@ def test_a_model_that_is_a_linear_layer_is_changed_itself():
         ({"recipe": "nvfp8"}, r"Unknown recipe 'nvfp8'\. Did you mean 'nvfp4'\?"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence_and_changes_nothing(options, sentence):
+def test_bad_input_is_refused_and_changes_nothing(options, sentence):
+    """Patterns match no layer or exclude all, or the recipe is unknown."""
     model = mlp()
     with pytest.raises(UsageError, match=sentence):
         quantize_model(model, **{"recipe": "fp8", **options})
@@ -131,7 +134,8 @@ def test_a_model_without_linear_layers_is_refused():
         quantize_model(nn.Sequential(nn.Conv1d(2, 2, 1), nn.ReLU()), "fp8")
 
 
-def test_a_layer_that_is_low_bit_already_is_refused():
+def test_quantizing_a_low_bit_layer_twice_is_refused():
+    """The error asks for dequantize_model first."""
     model = mlp()
     quantize_model(model, "nvfp4", include=("2.0",))
     with pytest.raises(
@@ -148,7 +152,7 @@ def test_a_layer_under_two_names_is_changed_once():
     assert type(shared) is BitLinear
 
 
-def test_a_tied_weight_stays_tied_and_collects_both_gradients():
+def test_tied_weight_stays_tied_with_both_gradients():
     model, tokens = TiedModel().eval(), torch.tensor([[1, 2], [3, 4]])
     quantize_model(model, "fp8")
     assert model.decoder.weight is model.embedding.weight
@@ -162,7 +166,8 @@ def test_a_tied_weight_stays_tied_and_collects_both_gradients():
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_encoders_of_torch_call_low_bit_layers_in_evaluation_too(padded):
+def test_torch_encoder_uses_low_bit_layers_in_evaluation(padded):
+    """The fast path of nn.TransformerEncoder is disabled until dequantize_model."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2), torch.randn(3, 5, 16)
@@ -218,7 +223,7 @@ def at_every_step(name: str) -> TrainingHook:
 @pytest.mark.parametrize("case", ["epoch", pytest.param("step", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 @own_process
-def test_a_run_with_all_hooks_has_the_bytes_of_the_run_without(case):
+def test_run_with_all_hooks_matches_bare_run(case):
     names = [name for name in willing() if not HookRegistry.get(name).needs_reference_weights]
     assert {"norms", "gradient_overflow"} <= set(names)
     run = train(case, [at_every_step(name) for name in names], audit=False)
@@ -241,7 +246,7 @@ def test_whatever_an_intervention_draws_and_trains_is_undone(case):
 
 
 @both_loops
-def test_the_generator_and_the_histories_are_part_of_the_training_state(case):
+def test_generator_and_histories_belong_to_training_state(case):
     _, state = build(case)
     (generator,) = {module.generator for module in state.model.modules() if isinstance(module, BitLinear)}
     assert generator in state.streams.owned
@@ -268,7 +273,7 @@ def test_a_checkpoint_brings_generator_and_histories_back(case, tmp_path):
     assert not [name for name in found if name.startswith(("parameters", "buffers", "generators", "modules"))]
 
 
-def test_the_generators_of_a_copied_training_state_are_apart():
+def test_copied_training_states_have_separate_generators():
     model = varying()
     state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), RandomStreams(0))
     twin = copy.deepcopy(model)

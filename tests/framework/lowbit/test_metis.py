@@ -50,13 +50,14 @@ def test_at_full_rank_it_is_that_of_numpy(shape):
     torch.testing.assert_close(components.numpy(), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_a_matrix_of_low_rank_is_found_whole_without_power_iterations():
+def test_low_rank_matrix_is_recovered_exactly():
+    """No power iteration is needed."""
     matrix = planted(40, 30, torch.tensor([5.0, 3.0, 1.0]))
     torch.testing.assert_close(randomised_svd(matrix, 3, 0, source()).product(), matrix)
 
 
 @pytest.mark.parametrize("niter", [0, 1, 4])
-def test_it_is_as_good_as_the_expectation_of_the_paper(niter):
+def test_mean_error_is_within_the_published_bound(niter):
     """Theorem 10.5 of Halko et al. with oversampling p: E‖M − QQᵀM‖² ≤ (1 + k/(p − 1))·Σ_{j>k} σ_j²."""
     spectrum = long_tail(60)
     matrix, kept, extra = planted(80, 60, spectrum), 10, 10
@@ -67,7 +68,7 @@ def test_it_is_as_good_as_the_expectation_of_the_paper(niter):
     assert torch.stack(errors).mean() <= (1 + kept / (extra - 1)) * spectrum[kept:].square().sum()
 
 
-def test_power_iterations_bring_it_to_the_best_there_is():
+def test_power_iterations_reach_the_optimal_error():
     spectrum = long_tail(60)
     matrix = planted(80, 60, spectrum)
     error = matrix - randomised_svd(matrix, 10, 60, source()).product()
@@ -76,7 +77,8 @@ def test_power_iterations_bring_it_to_the_best_there_is():
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2), st.sampled_from([1e-42, 1e-30, 1.0, 1e30, 1e37]))
 @settings(max_examples=60, deadline=None)
-def test_factors_are_orthonormal_and_signs_fixed_at_any_shape_and_size(rows, columns, niter, size):
+def test_factors_are_orthonormal_with_fixed_signs(rows, columns, niter, size):
+    """This holds for every shape and magnitude; singular values are sorted and not negative."""
     matrix = torch.randn(rows, columns, generator=source(3)) * size
     u, s, v = randomised_svd(matrix, min(rows, columns), niter, source())
     torch.testing.assert_close(u.mT @ u, torch.eye(len(s)), rtol=0, atol=1e-5)
@@ -100,7 +102,7 @@ def test_half_precision_is_computed_in_float32(dtype):
     assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(half, single, strict=True))
 
 
-def test_it_draws_from_the_generator_it_is_given_and_from_no_other():
+def test_decomposition_uses_only_the_given_generator():
     before, matrix = torch.get_rng_state(), planted(20, 16, long_tail(16))
     one, again, other = (randomised_svd(matrix, 4, 0, source(seed)).s for seed in (1, 1, 2))
     assert torch.equal(one, again)
@@ -128,7 +130,7 @@ def test_the_cast_is_that_composed_of_numpys_decomposition(shape, gains, cast):
 
 
 @pytest.mark.parametrize("gains", ["none", "long_tail"])
-def test_each_gain_is_what_it_says(gains):
+def test_gains_scale_the_singular_values(gains):
     """Without rounding, the singular values of the result are the gains times those of the matrix."""
     spectrum = torch.tensor([80.0, 40.0, 20.0, 10.0, 5.0, 2.0, 1.0, 0.25, 0.125, 0.0625])
     found = low_rank_cast(planted(30, 20, spectrum), identity, MetisOptions(8, gains=gains, niter=20), source())
@@ -137,8 +139,8 @@ def test_each_gain_is_what_it_says(gains):
     torch.testing.assert_close(torch.linalg.svdvals(found)[:10], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_published_order_of_scaling_would_give_other_gains():
-    """Scaled before the residual is taken, 1.5 becomes 1.5 + 2·(1 − 1.5) = 0.5: the reason for our order."""
+def test_published_scaling_order_gives_other_gains():
+    """Scaling before the residual turns 1.5 into 1.5 + 2·(1 − 1.5) = 0.5, which is why our order differs."""
     spectrum = torch.tensor([80.0, 40.0, 20.0, 10.0, 5.0, 2.0, 1.0, 0.25])
     matrix = planted(30, 20, spectrum)
     parts = randomised_svd(matrix, 7, 20, source())
@@ -149,7 +151,7 @@ def test_the_published_order_of_scaling_would_give_other_gains():
     torch.testing.assert_close(torch.linalg.svdvals(published)[:8], expected.double(), rtol=1e-9, atol=1e-9)
 
 
-def test_no_gain_and_no_rounding_give_the_matrix_back():
+def test_cast_without_gain_or_rounding_is_identity():
     matrix = planted(30, 20, long_tail(20))
     torch.testing.assert_close(low_rank_cast(matrix, identity, MetisOptions(4), source()), matrix)
 
@@ -159,7 +161,8 @@ FP4 = pytest.mark.parametrize("cast", [Cast("e2m1", "tensor"), BLOCK, Cast("e2m1
 
 @FP4
 @pytest.mark.parametrize("seed", range(3))
-def test_of_a_long_tailed_spectrum_it_keeps_the_tail_that_a_direct_cast_drowns(seed, cast):
+def test_low_rank_cast_keeps_the_spectral_tail(seed, cast):
+    """The tail of a long-tailed spectrum has less than half the relative error of a direct cast."""
     matrix = planted(128, 96, long_tail(96), seed).float()
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
 
@@ -173,14 +176,16 @@ def test_of_a_long_tailed_spectrum_it_keeps_the_tail_that_a_direct_cast_drowns(s
 
 @FP4
 @pytest.mark.parametrize("seed", range(3))
-def test_compensated_it_loses_several_times_less_than_a_direct_cast(seed, cast):
+def test_compensated_cast_beats_direct_cast(seed, cast):
+    """The error is below 30 % of the error of a direct cast."""
     matrix = planted(128, 96, long_tail(96), seed).float()
     direct = (cast(matrix) - matrix).norm()
     options = MetisOptions(rank=0.25, compensated=True)
     assert (low_rank_cast(matrix, cast, options, source(seed)) - matrix).norm() < 0.3 * direct
 
 
-def test_compensated_only_the_cast_of_the_residual_is_lost():
+def test_compensated_cast_only_rounds_the_residual():
+    """With rounded factors and an exact residual the matrix is recovered."""
     matrix, factors_cast = planted(24, 16, long_tail(16)), iter([BLOCK, BLOCK, identity])
     found = low_rank_cast(matrix, lambda x: next(factors_cast)(x), MetisOptions(6, compensated=True), source())
     torch.testing.assert_close(found, matrix)
@@ -196,7 +201,7 @@ def test_compensated_gains_are_what_they_say_too():
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_gradient_that_is_not_finite_stays_so_and_raises_nothing(value, dtype):
+def test_nonfinite_gradient_stays_nonfinite_without_error(value, dtype):
     matrix = torch.randn(12, 8, generator=source()).to(dtype)
     matrix[3, 4] = value
     found = low_rank_cast(matrix, BLOCK, MetisOptions(4), source())
@@ -205,7 +210,7 @@ def test_a_gradient_that_is_not_finite_stays_so_and_raises_nothing(value, dtype)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (1, 1), (3, 8)])
-def test_few_tokens_or_none_are_decomposed_as_far_as_they_go(shape):
+def test_few_or_no_tokens_can_be_decomposed(shape):
     matrix = torch.randn(shape, generator=source())
     found = low_rank_cast(matrix, identity, MetisOptions(60), source())
     torch.testing.assert_close(found, matrix)
@@ -238,7 +243,8 @@ def test_options_that_make_no_sense_are_refused(options, said):
 
 
 @pytest.mark.parametrize(("rank", "found"), [(60, 8), (4, 4), (0.5, 4), (0.01, 1)])
-def test_the_rank_is_a_number_or_a_share_of_the_smaller_side(rank, found):
+def test_rank_is_a_count_or_a_fraction(rank, found):
+    """The fraction refers to the smaller dimension of the matrix, and the rank is at least one."""
     assert MetisOptions(rank=rank).rank_of((20, 8)) == found
 
 

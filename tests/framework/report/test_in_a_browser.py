@@ -123,7 +123,8 @@ def test_runs_are_hidden_and_shown(page: Page, written: Path) -> None:
     assert page.points() == every
 
 
-def test_a_metric_is_found_and_switched_on_by_keyboard(page: Page, written: Path) -> None:
+def test_metric_can_be_selected_by_keyboard(page: Page, written: Path) -> None:
+    """Tab reaches the search field and the checkbox, and the space key selects the metric."""
     page.open(written)
     for _ in range(40):
         page.chrome.switch_to.active_element.send_keys(Keys.TAB)
@@ -140,7 +141,7 @@ def test_a_metric_is_found_and_switched_on_by_keyboard(page: Page, written: Path
     assert page.get("charts.get('m/phase').plot.data[0].y") == [0] * 4 + [1] * 5
 
 
-def test_zooming_by_fields_and_by_dragging_zooms_all_charts(page: Page, written: Path) -> None:
+def test_zoom_by_fields_or_dragging_affects_all_charts(page: Page, written: Path) -> None:
     page.open(written, "m/loss", "m/spectrum")
     page.set("#from", "2")
     page.set("#to", "6")
@@ -181,7 +182,8 @@ def test_hovering_in_one_chart_hovers_in_all(page: Page, written: Path) -> None:
     assert page.get(f"{LOSS}.querySelectorAll('.hovertext').length")
 
 
-def test_spectra_are_maps_and_phases_and_alerts_are_marked(page: Page, written: Path) -> None:
+def test_spectra_phases_and_alerts_are_drawn(page: Page, written: Path) -> None:
+    """Spectra are heat maps, phases are lines across the chart, and alerts are labeled points."""
     page.open(written, "m/loss", "m/spectrum")
     assert page.get(f"{SPECTRUM}.data.map(one => one.type)") == ["heatmap"] * 6
     assert page.get(f"{SPECTRUM}.data[1].z") == [list(range(1, 9)), [1.5] * 8]
@@ -202,7 +204,8 @@ def test_means_over_seeds_stand_in_place_of_runs(page: Page, written: Path) -> N
     assert len(page.points()) == 6
 
 
-def test_curves_of_rewinds_are_there_and_shown_by_a_button_and_alerts_name_rows(page: Page, tmp_path: Path) -> None:
+def test_rewinds_have_a_button_and_alerts_list_rows(page: Page, tmp_path: Path) -> None:
+    """The button shows the curves of the rewind, and the label of an alert lists its first rows."""
     folder = record(tmp_path, [(at, {f"m/{name}": at for name in "abcde"}) for at in range(9)], strategy="run")
     again = record(tmp_path, [(at, {f"n/{name}": at for name in range(30)}) for at in (3, 4)], strategy="again")
     write_json(again / CONFIG, {"experiment": "exp", "strategy": "again", "config": {}, "hooks": {"n": {}}})
@@ -283,7 +286,8 @@ STRANGE: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
-def test_strange_runs_are_shown_as_far_as_they_go(page: Page, tmp_path: Path) -> None:
+def test_unusual_runs_are_drawn_as_far_as_possible(page: Page, tmp_path: Path) -> None:
+    """Records are incomplete, hold extreme values or have markup in their names."""
     folders = [record(tmp_path, emits, strategy=name) for name, emits in STRANGE.items()]
     folders.append(ended_run(tmp_path / "more", "markup", 1, STRANGE["markup"]))
     for odd in ("{]", "null"):
@@ -322,7 +326,8 @@ def test_a_strange_run_alone_is_shown(name: str, page: Page, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_thousand_metrics_are_there_and_one_of_them_is_found(page: Page, tmp_path: Path) -> None:
+def test_two_thousand_metrics_load_and_can_be_searched(page: Page, tmp_path: Path) -> None:
+    """The page opens in less than ten seconds."""
     folder = record(tmp_path, [(at, {f"m/{name}": at * name for name in range(2000)}) for at in range(50)])
     reported(folder)
     began = time.monotonic()

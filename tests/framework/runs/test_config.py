@@ -42,13 +42,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "sentence"), WRONG, ids=[sentence for _, sentence in WRONG])
-def test_a_value_of_the_wrong_type_or_range_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
+def test_wrong_type_or_range_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError) as refusal:
         SmallConfig(**options)
     assert sentence in str(refusal.value)
 
 
-def test_an_integer_does_for_a_number_and_nothing_for_an_optional_one() -> None:
+def test_integer_is_accepted_as_a_float() -> None:
+    """None is accepted for an optional value."""
     config = SmallConfig(lr=1, ratio=None)
     assert (config.lr, config.ratio) == (1, None)
 
@@ -58,7 +59,7 @@ def test_a_config_cannot_be_changed() -> None:
         SmallConfig().seed = 3  # type: ignore[misc]
 
 
-def test_a_config_as_a_dict_holds_plain_values_in_the_order_of_its_fields() -> None:
+def test_as_dict_returns_plain_values_in_field_order() -> None:
     values = SmallConfig(folder=Path("a/b")).as_dict()
     assert list(values) == field_names(SmallConfig)
     assert (values["folder"], values["output_dir"], values["mode"]) == ("a/b", "output", "fast")
@@ -80,7 +81,8 @@ def test_a_subclass_checks_its_own_fields_too() -> None:
         Wide(width="wide")  # type: ignore[arg-type]
 
 
-def test_every_experiment_has_these_options_and_every_run_those() -> None:
+def test_experiment_and_run_options_are_complete() -> None:
+    """ExperimentConfig has exactly the listed fields, and RunOptions includes those of RunFlags."""
     assert field_names(ExperimentConfig) == [
         *("seed", "output_dir", "batch_size", "accumulation_steps", "amp", "with_compile", "log_every"),
         *("eval_every", "snapshot_every"),
@@ -104,7 +106,7 @@ def test_values_fit_annotations(value: Any, annotation: Any, expected: bool) -> 
     assert fits(value, annotation) is expected
 
 
-def test_annotations_are_said_in_words() -> None:
+def test_annotations_are_described_in_words() -> None:
     assert in_words(Path | None) == "a path or null"
     assert in_words(bool) == "true or false"
     assert in_words(dict[str, int]) == "dict[str, int]"

@@ -197,7 +197,7 @@ REST: Mapping[str, Any] = {
 }
 
 
-@settings(max_examples=12, **REST)
+@settings(max_examples=6, **REST)
 @given(data=st.data())
 def test_single_damage_is_reported_or_harmless(whole: Path, capfd: Any, data: Any) -> None:
     """Forty random damages to a file or folder of a run."""

@@ -65,7 +65,8 @@ def run_again(folder: Path, **options) -> list[dict]:
     return session(folder, **{"strategies": ["plain"], "hooks": ["distance"], **options}).run()
 
 
-def test_the_reference_of_the_same_run_is_reached_at_its_end(earlier, tmp_path):
+def test_repeated_run_reaches_its_reference(earlier, tmp_path):
+    """The distance to the earlier run is zero at the end."""
     run_again(tmp_path / "again", reference=earlier)
     assert [max(far.values()) == 0 for _, far in seen] == [False, True]
 
@@ -76,7 +77,8 @@ def test_a_folder_gives_every_strategy_its_own(earlier, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["plain_final.pt", "."])
-def test_a_file_and_the_folder_of_one_run_serve_every_strategy(earlier, tmp_path, given):
+def test_file_or_run_folder_serves_every_strategy(earlier, tmp_path, given):
+    """The config of the run records the path of the weights."""
     file = earlier / "small" / "plain" / "plain_final.pt"
     run_again(tmp_path / "again", reference=file.parent / given, strategies=["plain", "other-order"])
     assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain"]
@@ -84,12 +86,14 @@ def test_a_file_and_the_folder_of_one_run_serve_every_strategy(earlier, tmp_path
     assert config["run"]["reference"] == str(file)
 
 
-def test_a_run_that_writes_over_an_earlier_one_measures_against_it(earlier):
+def test_overwriting_run_measures_against_the_earlier_run(earlier):
     run_again(earlier, overwrite=True)
     assert max(seen[-1][1].values()) == 0
 
 
-def test_an_earlier_run_of_another_model_is_no_reference_and_no_hindrance(earlier):
+def test_earlier_run_of_another_model_is_ignored(earlier):
+    """A notice gives the shapes that differ, and the run has no reference."""
+
     class Wider(Small):
         def build_model(self):
             return nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2))
@@ -99,24 +103,27 @@ def test_an_earlier_run_of_another_model_is_no_reference_and_no_hindrance(earlie
     assert seen == []
 
 
-def test_without_a_reference_a_hook_that_can_do_without_reports_nothing(tmp_path):
+def test_optional_reference_hook_reports_nothing_without_one(tmp_path):
     run_again(tmp_path)
     assert seen == []
 
 
-def test_without_a_reference_a_hook_that_needs_one_is_refused_by_name(tmp_path):
+def test_hook_without_its_reference_is_refused_by_name(tmp_path):
+    """Nothing is written."""
     with pytest.raises(UsageError, match=r"'needs_reference' measures against a reference solution.*--reference PATH"):
         run_again(tmp_path, hooks=["needs_reference"])
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")  # of the bias before batch normalisation: it is zero
-def test_without_a_reference_a_hook_that_needs_one_is_left_out_of_a_group(tmp_path):
+def test_group_omits_hook_that_lacks_its_reference(tmp_path):
+    """The summary gives the reason in hooks_left_out."""
     (summary,) = run_again(tmp_path, hooks=["observers"])
     assert "reference" in summary["hooks_left_out"]["needs_reference"]
 
 
-def test_a_reference_that_nobody_uses_is_refused(earlier, tmp_path):
+def test_unused_reference_is_refused(earlier, tmp_path):
+    """No enabled hook measures against a reference."""
     with pytest.raises(UsageError, match=r"no hook that is on measures against a reference.*distance"):
         run_again(tmp_path / "again", reference=earlier, hooks=["norms"])
 
@@ -139,7 +146,8 @@ def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
 
 
 @pytest.mark.parametrize("given", [".", "small", "small/plain"])
-def test_every_run_measures_against_the_run_of_its_seed(tmp_path, given):
+def test_each_seed_uses_the_reference_of_its_seed(tmp_path, given):
+    """A missing seed is refused, and the error lists the existing ones."""
     session(tmp_path, strategies=["plain"], seeds=[3, 4]).run()
     run_again(tmp_path / "again", reference=tmp_path / given, seeds=[4, 3])
     assert [max(far.values()) == 0 for _, far in seen] == [False, True, False, True]
@@ -160,7 +168,8 @@ def test_every_run_measures_against_the_run_of_its_seed(tmp_path, given):
         (b"no archive", "is not a file of weights"),
     ],
 )
-def test_a_file_of_another_model_or_kind_is_refused(tmp_path, content, sentence):
+def test_reference_file_of_another_kind_is_refused(tmp_path, content, sentence):
+    """The file has other shapes, is not a state dict or is not an archive."""
     file = tmp_path / "weights.pt"
     if isinstance(content, bytes):
         file.write_bytes(content)

@@ -73,7 +73,8 @@ def replay(run: Path, groups: Mapping[str, Path]) -> None:
 
 
 @own_process
-def test_epochs_trained_again_with_every_hook_have_the_numbers_that_they_would_have_had(tmp_path, tokens):
+def test_replayed_epochs_match_run_with_all_hooks(tmp_path, tokens):
+    """A run without hooks is trained again with all hooks, and gives the metrics of a run that had them."""
     with patient_experiments():
         words = ("--epochs", "2", "--with-hooks")
         bare, full = (train(tmp_path / group, "mod_arithmetic", tokens, *words, group) for group in ("none", "full"))
@@ -95,7 +96,8 @@ def test_a_language_model_trained_again_has_its_digests(tmp_path, tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", WORDS)
-def test_experiments_trained_again_from_every_checkpoint_are_the_same(name, variant, tmp_path, tokens):
+def test_replay_from_every_checkpoint_matches(name, variant, tmp_path, tokens):
+    """Each experiment and variant is replayed with its own hooks and with those of other groups."""
     runs = {
         group: train(tmp_path / group, name, tokens, "--with-hooks", group, *VARIANTS[variant].split())
         for group in GROUPS

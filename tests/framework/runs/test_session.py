@@ -102,7 +102,8 @@ def test_an_experiment_chooses_what_is_on_by_default(tmp_path: Path, group, sink
 
 
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")  # of the bias before batch normalisation: it is zero
-def test_a_hook_of_a_group_that_does_not_suit_the_model_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_unsuitable_hook_of_group_is_left_out(tmp_path: Path) -> None:
+    """The summary gives the reason."""
     with pytest.warns(UserWarning, match="Left out: Hook 'fourier'.*no nn.Embedding"):
         (summary,) = session(tmp_path, strategies=["plain"], with_hooks="observers").run()
     left_out = summary["hooks_left_out"]
@@ -132,7 +133,8 @@ class Fragile(TrainingHook):
 
 
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
-def test_a_hook_of_a_group_that_raises_at_its_first_snapshot_is_left_out_with_a_short_sentence(tmp_path: Path) -> None:
+def test_hook_failing_at_first_snapshot_is_left_out(tmp_path: Path) -> None:
+    """The hook was enabled by a group, and the reason has at most 300 characters."""
     with registered(Fragile), pytest.warns(RunNotice, match="Left out: Hook 'fragile' raised at its first"):
         (summary,) = session(tmp_path, strategies=["plain"], with_hooks="observers").run()
     assert summary["status"] == "completed"
@@ -150,18 +152,20 @@ def test_a_hook_of_a_group_that_raises_at_its_first_snapshot_is_left_out_with_a_
         {"with_hooks": "observers", "hook_options": {"fragile": {"at": 2}}},
     ],
 )
-def test_a_hook_that_was_named_or_had_worked_ends_the_run_when_it_raises(tmp_path: Path, chosen: dict) -> None:
+def test_named_or_proven_hook_ends_run_on_error(tmp_path: Path, chosen: dict) -> None:
+    """The hook was enabled by name, or raises after its first snapshot."""
     with registered(Fragile), pytest.raises(HookError, match="'fragile' raised at SNAPSHOT"):
         session(tmp_path, strategies=["plain"], **chosen).run()
 
 
-def test_a_hook_asked_for_by_name_that_does_not_suit_the_model_is_refused(tmp_path: Path) -> None:
+def test_named_unsuitable_hook_is_refused(tmp_path: Path) -> None:
+    """Nothing is written."""
     with pytest.raises(UsageError, match=r"no nn.Embedding"):
         session(tmp_path, strategies=["plain"], with_hooks="minimal", hooks=["norms", "fourier"]).run()
     assert not contents(tmp_path)
 
 
-def test_strategies_share_a_hook_and_it_is_reset_between_them(tmp_path: Path) -> None:
+def test_shared_hook_is_reset_between_strategies(tmp_path: Path) -> None:
     session(tmp_path, strategies=["plain", "other-order"], hooks=["diary"]).run()
     assert lives == [
         *[("made", 1), ("start", "plain"), ("end", "completed")],
@@ -171,7 +175,7 @@ def test_strategies_share_a_hook_and_it_is_reset_between_them(tmp_path: Path) ->
     assert [record.metrics["diary/fires"] for record in records] == [1, 2]
 
 
-def test_a_strategy_with_other_options_has_a_hook_of_its_own(tmp_path: Path) -> None:
+def test_strategy_with_other_options_gets_its_own_hook(tmp_path: Path) -> None:
     strategies = ["plain", "other-order"]
     session(tmp_path, PerStrategy, strategies=strategies, hooks=["diary"]).run()
     assert [value for event, value in lives if event == "made"] == [2, 1]
@@ -180,7 +184,8 @@ def test_a_strategy_with_other_options_has_a_hook_of_its_own(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
 @pytest.mark.parametrize("group", ["observers", pytest.param("full", marks=pytest.mark.slow)])
 @own_process
-def test_every_hook_measures_in_the_second_strategy_what_it_measures_there_alone(group: str, tmp_path: Path) -> None:
+def test_hooks_report_the_same_in_second_strategy(group: str, tmp_path: Path) -> None:
+    """The record of the second strategy equals that of a session with this strategy alone."""
     options: dict[str, Any] = {"with_hooks": group, "epochs": 45, "reference": tmp_path / "first"}
     session(tmp_path / "first", strategies=["plain", "other-order"]).run()
     *_, summary = session(tmp_path / "both", strategies=["plain", "other-order"], **options).run()
@@ -192,19 +197,21 @@ def test_every_hook_measures_in_the_second_strategy_what_it_measures_there_alone
     assert all(f'"{hook}/' in alone for hook in measuring)
 
 
-def test_the_user_s_options_win_over_the_strategy_s_one_by_one(tmp_path: Path) -> None:
+def test_user_options_override_strategy_options_individually(tmp_path: Path) -> None:
     options = {"diary": {"width": 3}}
     session(tmp_path, PerStrategy, strategies=["plain"], hook_options=options).run()
     config = read_json(tmp_path / "per_strategy/plain/experiment_config.json")
     assert config["hooks"]["diary"] == {"width": 3, "label": "own"}
 
 
-def test_options_of_a_hook_that_is_on_in_one_strategy_only_are_taken(tmp_path: Path) -> None:
+def test_options_of_a_single_strategy_hook_are_accepted(tmp_path: Path) -> None:
+    """The hook is enabled in only one of the strategies."""
     session(tmp_path, PerStrategy, strategies=["plain", "other-order"], hook_options={"diary": {"width": 3}}).run()
     assert lives[0] == ("made", 3)
 
 
-def test_a_strategy_s_committing_hook_is_a_treatment_of_that_strategy_alone(tmp_path: Path) -> None:
+def test_committing_hook_is_a_treatment_of_its_strategy(tmp_path: Path) -> None:
+    """Summary and config of the other strategy list no treatment."""
     summaries = session(tmp_path, strategies=["plain", "clipped"]).run()
     assert [summary["treatments"] for summary in summaries] == [{}, {"grad_clip": ("gradients",)}]
     config = read_json(tmp_path / "small/clipped/experiment_config.json")
@@ -212,7 +219,8 @@ def test_a_strategy_s_committing_hook_is_a_treatment_of_that_strategy_alone(tmp_
     assert config["hooks"]["grad_clip"]["max_norm"] == 0.5
 
 
-def test_strategies_start_from_the_same_weights_whatever_ran_before() -> None:
+def test_strategies_start_from_the_same_weights() -> None:
+    """Earlier random draws have no effect."""
     runner = Small(SmallConfig())
     first = [value.clone() for value in build_run(runner, "plain")[0].model.parameters()]
     torch.rand(3)
@@ -236,7 +244,8 @@ def test_a_strategy_after_another_is_the_run_alone(tmp_path: Path) -> None:
         (["other_order", "plain", "other-order"], ["other-order", "plain"]),
     ],
 )
-def test_strategies_are_run_once_in_the_order_asked_for(wanted: list[str], expected: list[str]) -> None:
+def test_strategies_run_once_in_requested_order(wanted: list[str], expected: list[str]) -> None:
+    """The value all adds the remaining strategies, and underscores equal hyphens."""
     assert chosen_strategies(Small(SmallConfig()), wanted) == expected
 
 
@@ -254,13 +263,15 @@ def test_strategies_are_run_once_in_the_order_asked_for(wanted: list[str], expec
         ({"guardian_device": "gpu"}, "Device 'gpu' cannot be used here"),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_is_written(options: Any, words: str, tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_writing(options: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         session(tmp_path, **options).run()
     assert contents(tmp_path) == {}
 
 
-def test_a_hook_that_raises_at_its_start_leaves_nothing_and_ends_those_before_it(tmp_path: Path) -> None:
+def test_hook_raising_at_start_leaves_nothing(tmp_path: Path) -> None:
+    """Hooks that started before it are ended with the status failed."""
+
     class Faulty(Diary):
         name = "faulty"
 
@@ -273,7 +284,7 @@ def test_a_hook_that_raises_at_its_start_leaves_nothing_and_ends_those_before_it
     assert lives[2:] == [("start", "plain"), ("end", "failed")]
 
 
-def test_a_hook_may_write_into_its_folder_when_it_starts(tmp_path: Path) -> None:
+def test_hook_can_write_into_its_folder_at_start(tmp_path: Path) -> None:
     class Writer(Diary):
         name = "writer"
 
@@ -285,7 +296,9 @@ def test_a_hook_may_write_into_its_folder_when_it_starts(tmp_path: Path) -> None
     assert (tmp_path / "small/plain/notes.txt").read_text() == "begun"
 
 
-def test_the_folder_of_a_refused_run_stays_if_a_hook_wrote_into_it(tmp_path: Path) -> None:
+def test_refused_run_keeps_files_written_by_hooks(tmp_path: Path) -> None:
+    """All other files of the run are removed."""
+
     class Writer(Diary):
         name = "writer"
 
@@ -299,22 +312,21 @@ def test_the_folder_of_a_refused_run_stays_if_a_hook_wrote_into_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cpu:x", "cuda:99"])
-def test_a_device_that_cannot_hold_numbers_here_is_refused(name: str) -> None:
+def test_unusable_device_is_refused(name: str) -> None:
+    """The error lists the usable devices."""
     with pytest.raises(UsageError, match=rf"Device '{name}' cannot be used here\. Known: .*cpu"):
         check_device(name)
 
 
-def test_the_default_device_is_the_accelerator_or_the_cpu() -> None:
+def test_default_device_is_the_accelerator_or_cpu() -> None:
     assert check_device(None).type == (
         torch.zeros(1, device="cuda").device.type if torch.cuda.is_available() else "cpu"
     )
     assert check_device("cpu") == torch.device("cpu")
 
 
-def test_an_accelerator_that_torch_was_built_for_and_that_is_not_there_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What torch's default wheel for Linux says on a machine without a GPU."""
+def test_missing_accelerator_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default Linux wheel of torch reports CUDA on a machine without a GPU."""
 
     def built_for_cuda(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
@@ -346,7 +358,8 @@ class Talking(Small):
         return f"trains: {model.training}, follows gradients: {torch.is_grad_enabled()}"
 
 
-def test_an_experiment_tells_of_its_data_and_shows_what_its_model_does(tmp_path: Path) -> None:
+def test_experiment_describes_data_and_samples_its_model(tmp_path: Path) -> None:
+    """The sample is taken in evaluation mode without gradients."""
     with registered(Talking):
         (summary,) = session(tmp_path, Talking, strategies=["plain"], epochs=1, hooks=["norms"]).run()
     config = read_json(tmp_path / "talking/plain/experiment_config.json")

@@ -54,7 +54,8 @@ OUT_OF_REACH: dict[str, tuple[str, Callable[[TrainingState], Any]]] = {
 
 
 @pytest.mark.parametrize("name", OUT_OF_REACH)
-def test_what_is_out_of_reach_is_refused_by_name_with_an_intervention(name: str) -> None:
+def test_unreachable_state_is_refused_with_an_intervention(name: str) -> None:
+    """The error names the object and suggests Transient."""
     sentence, put = OUT_OF_REACH[name]
     changed = lambda task, state: put(state)
     with pytest.raises(UsageError, match=rf"{sentence}: the state of such an object is out of reach, .*Transient"):
@@ -62,13 +63,15 @@ def test_what_is_out_of_reach_is_refused_by_name_with_an_intervention(name: str)
 
 
 @pytest.mark.parametrize("name", OUT_OF_REACH)
-def test_what_is_out_of_reach_is_told_of_with_observers_alone(name: str) -> None:
+def test_unreachable_state_is_a_notice_with_observers(name: str) -> None:
     sentence, put = OUT_OF_REACH[name]
     with pytest.warns(RunNotice, match=sentence):
         train(Case(), [SpyHook()], steps=2, introduce=lambda task, state: put(state))
 
 
-def test_what_comes_out_of_reach_in_the_run_is_refused_when_it_would_be_copied() -> None:
+def test_unreachable_state_added_later_is_refused() -> None:
+    """The object appears in a step, and the next snapshot raises."""
+
     def act(run_ctx: Any, model_ctx: Any) -> None:
         return None
 
@@ -80,7 +83,7 @@ def test_what_comes_out_of_reach_in_the_run_is_refused_when_it_would_be_copied()
         train(Case(), [at(ActingHook, HookPoint.POST_STEP)(act)], introduce=arrive)
 
 
-def test_without_hooks_nothing_is_said_of_it() -> None:
+def test_unreachable_state_is_ignored_without_hooks() -> None:
     assert train(Case(), steps=2, introduce=lambda task, state: setattr(task.model, "kept", iter([1]))).error is None
 
 
@@ -99,7 +102,8 @@ class Holding(Small):
 
 
 @pytest.mark.parametrize("make", [Rows, lambda: DataLoader(Rows()), Holding])
-def test_data_that_a_closure_on_a_model_reaches_are_neither_copied_nor_watched(make: Callable[[], Any]) -> None:
+def test_data_reached_by_closures_are_not_copied(make: Callable[[], Any]) -> None:
+    """A dataset that a forward hook of the model refers to is not audited either."""
     model, data = nn.Linear(2, 2), make()
     model.register_forward_hook(lambda *_: setattr(data, "seen", 1))
     state = TrainingState(model, torch.optim.SGD(model.parameters()), RandomStreams(1))
@@ -167,7 +171,9 @@ COMMON = {
 
 
 @pytest.mark.parametrize("name", COMMON)
-def test_common_models_and_schedulers_pass_and_come_back(name: str, tmp_path: Path) -> None:
+def test_common_models_and_schedulers_are_fully_restored(name: str, tmp_path: Path) -> None:
+    """They pass a snapshot, an audit and a checkpoint."""
+
     def made() -> TrainingState:
         torch.manual_seed(1)
         model = COMMON[name]()

@@ -99,7 +99,8 @@ def by_hand(case: Case, pieces: int) -> dict[str, Tensor]:
 
 
 @matrix("optimizer, loop, model, pieces", CLOSURES, LOOPS, MODELS, [1, 2])
-def test_a_step_with_several_evaluations_is_that_of_torch_and_no_hook_changes_it(optimizer, loop, model, pieces):
+def test_closure_steps_match_torch_with_hooks(optimizer, loop, model, pieces):
+    """The optimizer evaluates the loss several times; hooks measure and train in between."""
     case = Case(model, optimizer, loop)
     bare, hooked = (train(case, hooks, steps=STEPS, accumulation_steps=pieces) for hooks in ([], disturbing()))
     assert [differences(*pair) for pair in zip(bare.digests, hooked.digests, strict=True)] == [[]] * STEPS
@@ -108,7 +109,8 @@ def test_a_step_with_several_evaluations_is_that_of_torch_and_no_hook_changes_it
         assert torch.equal(value, bare.task.model.state_dict()[name]), name
 
 
-def test_hooks_see_the_gradients_of_the_first_evaluation_before_the_step_and_of_the_last_after_it():
+def test_hooks_see_first_and_last_closure_gradients():
+    """POST_BACKWARD and PRE_UPDATE see the first evaluation, POST_STEP sees the last gradients."""
     evaluated, seen = [], []
 
     def loss(model, batch):
@@ -125,7 +127,7 @@ def test_hooks_see_the_gradients_of_the_first_evaluation_before_the_step_and_of_
     assert first == told == evaluated[0]
 
 
-def test_a_tap_hears_the_first_evaluation_of_a_step():
+def test_tap_sees_only_the_first_closure_evaluation():
     metrics = [
         train(Case("tied", optimizer), [EmbeddingProvenance()], steps=1).sink.rows("embedding_provenance")
         for optimizer in ("lbfgs", "sgd_momentum")
@@ -149,7 +151,8 @@ class OneSave(NoPauses):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("optimizer", ["lbfgs", "adamw_fused"])
-def test_a_run_goes_on_from_a_checkpoint_with_a_closure_and_a_scheduler_that_waits(optimizer, loop, tmp_path):
+def test_closure_run_resumes_with_plateau_scheduler(optimizer, loop, tmp_path):
+    """The checkpoint is saved at step 6 of 9."""
     case, run = Case(optimizer=optimizer, loop=loop), epoch_loop if loop == "epoch" else step_loop
     finals = []
     for resumed in (False, True):
@@ -164,7 +167,9 @@ def test_a_run_goes_on_from_a_checkpoint_with_a_closure_and_a_scheduler_that_wai
 
 
 @pytest.mark.parametrize("kind", [Asserting, Calling])
-def test_an_optimizer_that_needs_a_closure_without_asking_for_it_is_told_of_in_a_sentence(kind):
+def test_optimizer_with_undeclared_closure_is_refused(kind):
+    """The error asks for a closure parameter without a default."""
+
     def introduce(task, state):
         task.optimizer = state.optimizer = kind(task.model.parameters(), lr=0.1)
 
@@ -173,7 +178,7 @@ def test_an_optimizer_that_needs_a_closure_without_asking_for_it_is_told_of_in_a
         train(Case(), introduce=introduce)
 
 
-def test_an_optimizer_without_groups_is_refused_in_a_sentence():
+def test_optimizer_without_param_groups_is_refused():
     class Face:
         step = zero_grad = print
 
@@ -181,7 +186,7 @@ def test_an_optimizer_without_groups_is_refused_in_a_sentence():
         replace(build(Case())[0], optimizer=Face())
 
 
-def test_an_optimizer_is_given_a_closure_where_it_asks_for_one():
+def test_closure_is_passed_only_when_required():
     parameters = [nn.Parameter(torch.ones(1))]
     assert all(takes_closure(make(parameters)) for make in CLOSURES.values())
     assert not any(takes_closure(make(parameters)) for make in PLAIN)
@@ -196,7 +201,8 @@ def with_plateau(task, state):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_a_scheduler_that_takes_a_metric_steps_after_every_evaluation(loop, interval):
+def test_metric_scheduler_steps_after_every_evaluation(loop, interval):
+    """Hooks do not change the learning rates of ReduceLROnPlateau."""
     told, rates = [], {}
 
     def evaluate(model):
@@ -234,7 +240,9 @@ class Counting:
 @pytest.mark.parametrize(
     ("loop", "interval", "count"), [("epoch", "epoch", 2), ("epoch", "step", 6), ("step", "epoch", 6)]
 )
-def test_a_scheduler_that_asks_how_much_is_done_is_told(loop, interval, count):
+def test_scheduler_receives_its_progress(loop, interval, count):
+    """Its step() gets the number of completed epochs or steps, depending on the interval."""
+
     def introduce(task, state):
         task.scheduler = state.scheduler = Counting(task.optimizer)
 
@@ -274,7 +282,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_together_is_refused_in_a_sentence(name):
+def test_incompatible_components_are_refused(name):
+    """TrainingTask refuses LBFGS with a GradScaler, some schedulers, and lazy or scripted modules."""
     sentence, fields = REFUSED[name]
     task, _ = build(Case())
     with pytest.raises(UsageError, match=sentence):
@@ -282,7 +291,8 @@ def test_what_cannot_be_trained_together_is_refused_in_a_sentence(name):
 
 
 @pytest.mark.parametrize("part", [StatePart.GRADIENTS, StatePart.OPTIMIZER])
-def test_a_hook_that_changes_what_is_computed_several_times_a_step_is_refused(part):
+def test_gradient_commits_are_refused_with_closures(part):
+    """Hooks that change gradients or optimizer state cannot be used with LBFGS."""
     hook = at(ActingHook, HookPoint.POST_BACKWARD, commits=frozenset({part}))(lambda *ctx: None)
     with pytest.raises(
         UsageError, match=f"'acting' changes the {part.value}, but LBFGS computes gradients several times"
@@ -292,7 +302,9 @@ def test_a_hook_that_changes_what_is_computed_several_times_a_step_is_refused(pa
         train(Case(optimizer="lbfgs"), [GradClip(max_norm=1.0)])
 
 
-def test_an_evaluation_without_the_number_that_a_scheduler_takes_is_refused():
+def test_evaluation_without_scheduler_metric_is_refused():
+    """The error lists the metrics that the evaluation returns."""
+
     def introduce(task, state):
         with_plateau(task, state)
         task.scheduler_metric = "val_loss"

@@ -50,7 +50,9 @@ def gradients(ctx: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_hooks_leave_every_byte_of_a_run_in_mixed_precision(case: Case, amp: str) -> None:
+def test_hooks_preserve_mixed_precision_run(case: Case, amp: str) -> None:
+    """An intervention trains an epoch, and one step is skipped in float16."""
+
     def disturb(run_ctx, model_ctx) -> None:
         model_ctx.compute_batch_gradients()
         model_ctx.take_step()
@@ -86,7 +88,8 @@ def test_accumulated_micro_batches_are_unscaled_once() -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_skipped_step_changes_no_weight_and_fires_two_points(loop: str) -> None:
+def test_skipped_step_changes_no_weight(loop: str) -> None:
+    """It dispatches only PRE_STEP and POST_BACKWARD."""
     fired: list[tuple[str, int, Tensor]] = []
     spy = look(fired, lambda ctx: (ctx.hook_point.name, ctx.step, ctx.model[0].weight.clone()), *STEP_POINTS)
     run = train_mixed("fp16", Case(loop=loop), [spy], steps=3, scale=float("inf"))
@@ -96,7 +99,7 @@ def test_a_skipped_step_changes_no_weight_and_fires_two_points(loop: str) -> Non
     assert steps == [(name, step) for step in (1, 2, 3) for name in ("PRE_STEP", "POST_BACKWARD")]
 
 
-def test_the_scale_falls_at_a_skipped_step_and_the_schedule_waits() -> None:
+def test_loss_scale_falls_and_scheduler_waits_when_skipping() -> None:
     run = train_mixed("fp16", Case("tied", loop="step"), steps=20, scale=2.0**30)
     loop = run.state.loop
     assert 0 < loop.skipped_steps < 20
@@ -117,7 +120,8 @@ def test_the_mean_gradient_leaves_skipped_steps_out() -> None:
     assert all(value.isfinite().all() for value in means[-1].values())
 
 
-def test_a_measured_gradient_is_finite_whatever_the_scale_of_the_run() -> None:
+def test_measured_gradient_is_finite_at_any_loss_scale() -> None:
+    """The steps of the run overflow and are skipped."""
     measured: list[dict[str, Tensor]] = []
     hook = at(SpyHook, POST_BACKWARD)(lambda ctx: measured.append(ctx.compute_batch_gradients(ctx.batch_data)))
     run = train_mixed("fp16", Case("tied"), [hook], steps=3, scale=2.0**40)
@@ -125,7 +129,8 @@ def test_a_measured_gradient_is_finite_whatever_the_scale_of_the_run() -> None:
     assert all(value.isfinite().all() for vector in measured for value in vector.values())
 
 
-def test_the_context_tells_the_scale_of_the_loss() -> None:
+def test_context_exposes_the_loss_scale() -> None:
+    """ctx.loss_scale is None outside the backward pass."""
     scales: list[float | None] = []
     spy = look(scales, lambda ctx: ctx.loss_scale, HookPoint.PRE_STEP, POST_BACKWARD, HookPoint.POST_EPOCH)
     train_mixed("fp16", Case("tied"), [spy], scale=2.0**40)

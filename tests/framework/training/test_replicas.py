@@ -104,15 +104,17 @@ def ranks(tmp_path_factory):
     return on_ranks(plainly, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
-def test_hooks_leave_every_rank_the_weights_that_it_has_without_them(ranks):
+def test_hooks_preserve_weights_on_every_rank(ranks):
     assert ranks == [[True, True]] * RANKS
 
 
 @pytest.mark.slow
-def test_so_they_do_whatever_the_reducer_is_told(tmp_path):
+def test_hooks_preserve_weights_with_any_reducer_option(tmp_path):
+    """The options of DDP cover bucket views, small buckets and unused parameters."""
     assert on_ranks(otherwise, tmp_path, RANKS) == [[[True, True]] * 2 * (len(KINDS) - 1)] * RANKS
 
 
 @pytest.mark.slow
-def test_hooks_that_compute_gradients_are_refused_where_every_backward_pass_counts(tmp_path):
+def test_gradient_hooks_are_refused_with_static_graph(tmp_path):
+    """With static_graph=True, DDP counts every backward pass."""
     assert all("static_graph=True" in told for told in on_ranks(refused, tmp_path, RANKS))

@@ -49,7 +49,8 @@ def test_power_equals_numpys_two_sided_transform(signal):
 
 @settings(deadline=None, max_examples=40)
 @given(signals)
-def test_powers_add_up_to_the_squared_distance_from_the_mean(signal):
+def test_powers_sum_to_squared_distance_from_mean(signal):
+    """The mean is that over the tokens, in every dimension of the embedding."""
     wide = signal.double()
     assert math.isclose(one_sided_power(signal).sum(), (wide - wide.mean(dim=0)).square().sum(), rel_tol=1e-9)
 
@@ -67,7 +68,7 @@ def test_rotating_the_tokens_changes_no_power(signal, shift):
 
 
 @pytest.mark.parametrize("frequency", [1, 5, 48])
-def test_a_planted_wave_has_all_power_at_its_frequency(frequency):
+def test_planted_wave_has_power_only_at_its_frequency(frequency):
     phase = torch.tensor([0.0, 1.0, 2.0])
     wave = 3 * torch.cos(2 * torch.pi * frequency * torch.arange(97).double()[:, None] / 97 + phase)
     power = one_sided_power(wave)
@@ -76,13 +77,14 @@ def test_a_planted_wave_has_all_power_at_its_frequency(frequency):
     assert power.sum() - power[frequency - 1] < 1e-9
 
 
-def test_the_frequency_that_is_its_own_conjugate_counts_once():
+def test_nyquist_frequency_counts_once():
+    """This frequency is its own conjugate."""
     alternating = torch.tensor([1.0, -1.0] * 4)[:, None]
     assert torch.allclose(one_sided_power(alternating), torch.tensor([0, 0, 0, 8.0], dtype=torch.float64))
 
 
 @given(shares)
-def test_gini_is_the_mean_difference_over_twice_the_mean(values):
+def test_gini_is_mean_difference_over_twice_mean(values):
     x = np.array(values)
     by_pairs = np.abs(x[:, None] - x[None, :]).mean() / (2 * x.mean())
     assert math.isclose(gini(torch.tensor(values, dtype=torch.float64)), by_pairs, abs_tol=1e-9)
@@ -147,7 +149,7 @@ def test_the_period_leaves_extra_tokens_out():
     assert sorted(metrics["fourier/key_frequencies"]) == [1, 2, 3]
 
 
-def test_a_parameter_can_be_named_instead_of_the_first_embedding():
+def test_parameter_name_can_replace_the_first_embedding():
     run = train(Case("tied"), [Fourier(embedding="mix.weight", top_k=1)])
     metrics, *_ = run.sink.emitted[0]
     assert metrics["fourier/total_power"] == one_sided_power(run.task.model.mix.weight.detach()).sum().item()
@@ -167,7 +169,8 @@ def test_the_first_embedding_is_found_wherever_it_sits():
     assert first_embedding(nn.Embedding(3, 2), "x") == "weight"
 
 
-def test_a_model_without_embedding_is_refused_before_the_run_naming_its_modules():
+def test_model_without_embedding_is_refused():
+    """The error lists the modules and the option fourier.embedding."""
     with pytest.raises(UsageError, match=r"no nn\.Embedding.*0 \(Linear\), 1 \(BatchNorm1d\).*fourier\.embedding=NAME"):
         train(Case("batchnorm_mlp"), [Fourier()])
 
@@ -182,7 +185,8 @@ def test_a_model_without_embedding_is_refused_before_the_run_naming_its_modules(
         ({"decoder": "mix.bias"}, "fourier.decoder is 'mix.bias', of shape"),
     ],
 )
-def test_options_that_do_not_fit_the_model_are_refused_before_the_run(options, sentence):
+def test_options_that_contradict_the_model_are_refused(options, sentence):
+    """The run does not start."""
     with pytest.raises(UsageError, match=sentence):
         train(Case("tied"), [Fourier(**{"top_k": 1, **options})])
 

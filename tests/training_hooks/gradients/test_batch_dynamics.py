@@ -46,7 +46,7 @@ def autoregressive(steps: int, size: int, memory: float) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_every_report_of_a_burst_is_that_of_numpy_on_the_gradients_so_far():
+def test_burst_reports_match_numpy():
     rows = autoregressive(60, SIZE, 0.9) * torch.linspace(0.5, 2, 60)[:, None]
     reports = feed(BatchDynamics(), rows)
     assert list(reports) == REPORTS_OF_A_BURST
@@ -54,7 +54,7 @@ def test_every_report_of_a_burst_is_that_of_numpy_on_the_gradients_so_far():
         assert report == pytest.approx(expected(rows[:step]), rel=1e-5, abs=1e-6)
 
 
-def test_a_lag_and_a_window_appear_at_the_step_that_completes_them():
+def test_lags_and_windows_appear_when_complete():
     reports = feed(BatchDynamics(), noise(60, SIZE))
     for lag in LAGS:
         assert min(step for step in reports if f"autocorrelation_lag_{lag}" in reports[step]) == lag + 1
@@ -78,7 +78,8 @@ def test_alternating_gradients_cancel():
     assert report["effective_rank"] == pytest.approx(1)
 
 
-def test_orthogonal_gradients_have_full_rank_and_add_up_like_noise():
+def test_orthogonal_gradients_have_full_rank():
+    """They have no autocorrelation and accumulate like noise."""
     report = feed(BatchDynamics(), torch.eye(60))[60]
     assert all(report[f"autocorrelation_lag_{lag}"] == 0 for lag in LAGS)
     assert all(report[f"accumulation_efficiency_{w}"] == pytest.approx(w**-0.5) for w in WINDOWS)
@@ -93,7 +94,8 @@ def test_planted_memory_decays_by_its_power():
 
 
 @pytest.mark.parametrize("ratio", [0.5, 3.0])
-def test_a_signal_under_noise_of_r_times_its_energy_has_the_autocorrelation_that_the_page_says(ratio):
+def test_noise_ratio_gives_the_documented_autocorrelation(ratio):
+    """Noise with r times the energy of the signal gives 1/(1 + r) at every lag."""
     signal = noise(20_000, seed=99)
     report = feed(BatchDynamics(), signal + math.sqrt(ratio) * noise(60, 20_000))[60]
     for lag in LAGS:
@@ -130,14 +132,14 @@ def test_bursts_do_not_mix_and_free_their_memory():
     assert hook.state_dict()["history"]["rows"] is None
 
 
-def test_a_step_that_was_not_seen_begins_a_new_history():
+def test_missed_step_starts_a_new_history():
     hook, rows = BatchDynamics(), noise(9, SIZE)
     feed(hook, rows[:4])
     reports = feed(hook, rows[5:], first=6)
     assert reports == {7: pytest.approx(expected(rows[5:7])), 8: pytest.approx(expected(rows[5:8]), rel=1e-5, abs=1e-6)}
 
 
-def test_a_hook_resumed_in_mid_burst_reports_the_same_numbers():
+def test_hook_resumed_mid_burst_reports_the_same():
     rows = noise(60, SIZE)
     whole, first, second = BatchDynamics(), BatchDynamics(), BatchDynamics()
     reports = feed(first, rows[:33])
@@ -164,14 +166,15 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
-def test_in_a_run_it_measures_the_gradients_of_the_steps(model, loop):
+def test_run_reports_match_step_gradients(model, loop):
     log, case = GradientLog(), Case(model, loop=loop)
     rows = train(case, [log, BatchDynamics()], steps=30, audit=False).sink.rows("batch_dynamics/")
     found = {name.removeprefix("batch_dynamics/"): value for name, _, step, value in rows if step == 30}
     assert found == pytest.approx(expected(torch.stack(log.seen)), rel=2e-3, abs=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_or_zero_gives_nan_instead_of_an_error():
+def test_nonfinite_or_zero_gradient_gives_nan():
+    """Lags that do not involve the affected gradient remain finite."""
     rows = noise(3, SIZE)
     rows[1, 0] = math.inf
     report = feed(BatchDynamics(), rows)[3]
@@ -208,7 +211,8 @@ def started(hook: BatchDynamics, steps: int, model: nn.Module | None = None) -> 
     hook.start(run_info(task, HookManager([hook], task, state, loop="step"), "step"))
 
 
-def test_runs_and_schedules_without_two_steps_in_a_row_are_refused():
+def test_runs_without_consecutive_steps_are_refused():
+    """The run has one step, or the schedule has a stride of two."""
     started(BatchDynamics(), 2)
     with pytest.raises(UnsuitableError, match=r"'batch_dynamics' .* no two in a row in the 1 steps"):
         started(BatchDynamics(), 1)
@@ -220,7 +224,8 @@ def test_runs_and_schedules_without_two_steps_in_a_row_are_refused():
     started(strided, 100)
 
 
-def test_a_model_whose_gradients_exceed_the_memory_is_refused_unless_projected():
+def test_gradients_exceeding_memory_need_projection():
+    """Without projection the model is refused."""
     model = nn.Linear(2**18, 1, bias=False)
     with pytest.raises(UnsuitableError, match=r"60 MiB .* batch_dynamics.memory allows 59"):
         started(BatchDynamics(memory=59), 100, model)

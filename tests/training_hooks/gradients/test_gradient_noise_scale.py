@@ -41,7 +41,8 @@ def regression_gradients(count: int, error: Tensor, label_noise: float) -> Tenso
 
 @pytest.mark.parametrize("sizes", [[8, 8], [8, 5, 3], [3, 13], [4] * 4])
 @pytest.mark.statistical
-def test_linear_regression_gives_its_known_signal_and_noise_within_four_standard_errors(sizes):
+def test_linear_regression_matches_known_signal_and_noise(sizes):
+    """The means are within four standard errors."""
     torch.manual_seed(len(sizes))
     error, label_noise = torch.tensor([0.5, -1.0, 0.3], dtype=torch.float64), 0.7
     energy = error.square().sum().item()
@@ -54,7 +55,7 @@ def test_linear_regression_gives_its_known_signal_and_noise_within_four_standard
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [2, 1, 1], [3, 3]])
-def test_over_all_orders_of_the_rows_the_means_are_exact(sizes):
+def test_means_over_all_row_orders_are_exact(sizes):
     gradients = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     orders = list(itertools.permutations(range(6), sum(sizes)))
     found = torch.tensor([estimates(gradients[list(order)], sizes) for order in orders], dtype=torch.float64).mean(0)
@@ -63,7 +64,8 @@ def test_over_all_orders_of_the_rows_the_means_are_exact(sizes):
     assert found[0] == pytest.approx((gradients.mean(0).square().sum() - noise / 6).item(), rel=1e-9)
 
 
-def test_gradients_that_agree_have_no_noise_and_opposite_ones_no_signal():
+def test_equal_gradients_have_no_noise():
+    """Opposite gradients have no signal."""
     agreeing = torch.tensor([[3.0, 4.0]], dtype=torch.float64).repeat(4, 1)
     assert estimates(agreeing, [2, 2]) == (25, 0)
     assert estimates(agreeing * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), [2, 2]) == (-25, 100)
@@ -93,7 +95,7 @@ def measured(task: TrainingTask, hook: GradientNoiseScale, start: dict[str, int]
 
 
 @pytest.mark.parametrize(("parts", "sizes"), [(2, [[5, 5], [5, 5], [1, 1]]), (3, [[4, 4, 2], [4, 4, 2], [1, 1]])])
-def test_in_a_run_each_estimate_is_that_of_the_gradients_row_by_row(parts, sizes):
+def test_estimates_match_row_gradients_in_a_run(parts, sizes):
     task = regression_task(10, lr=0.0, length=3)
     reports = measured(task, GradientNoiseScale(every_n_steps=1, parts=parts, decay=0.0))
     weight = task.model.weight.detach()[0]
@@ -119,7 +121,7 @@ def brute_force_errors(weights: Tensor, signals: Tensor, noises: Tensor) -> dict
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9, 1.0])
-def test_errors_are_those_of_the_formula_from_the_second_measurement_on(decay):
+def test_errors_match_the_formula_from_second_measurement(decay):
     reports = measured(regression_task(6, length=12), GradientNoiseScale(every_n_steps=2, decay=decay))
     assert not [name for name in reports[0] if name.endswith("_error")]
     for count, report in enumerate(reports[1:], start=2):
@@ -154,7 +156,8 @@ def simulated(trials: int, count: int, decay: float) -> tuple[Tensor, Tensor]:
     ("trials", "within", "coverage"),
     [(300, 0.15, (0.90, 0.98)), pytest.param(2000, 0.06, (0.93, 0.97), marks=pytest.mark.slow)],
 )
-def test_errors_are_the_scatter_of_the_averages_and_two_of_them_hold_the_truth(trials, within, coverage):
+def test_errors_match_scatter_and_cover_truth(trials, within, coverage):
+    """Two standard errors cover the truth at about 95 %."""
     away, errors = simulated(trials, 30, 1.0)
     assert (errors.square().mean(0).sqrt() / away.std(0)).tolist() == pytest.approx([1, 1, 1], abs=within)
     assert (away.mean(0).abs() < 4 * errors.mean(0) / math.sqrt(trials) + errors.mean(0) * 0.1).all()
@@ -162,7 +165,8 @@ def test_errors_are_the_scatter_of_the_averages_and_two_of_them_hold_the_truth(t
         assert coverage[0] <= share <= coverage[1]
 
 
-def test_errors_of_unequal_weights_are_unbiased_too_and_hold_the_truth_a_little_less():
+def test_unequally_weighted_errors_are_unbiased():
+    """Two standard errors cover the truth slightly less often."""
     away, errors = simulated(500, 60, 0.9)
     assert (errors.square().mean(0).sqrt() / away.std(0)).tolist() == pytest.approx([1, 1, 1], abs=0.12)
     assert ((away.abs() <= 2 * errors).double().mean(0) > 0.88).all()
@@ -185,7 +189,8 @@ def notices(
     return [str(each.message) for each in said]
 
 
-def test_a_sorted_order_is_told_of_and_a_random_one_is_not_fixed_or_new():
+def test_sorted_order_is_reported_and_random_is_not():
+    """Alternating rows are reported as well."""
     (sentence,) = notices(GradientNoiseScale(), torch.arange(300))
     assert "neighbours among the first 256 rows are alike (correlation 0.9" in sentence
     swinging = torch.stack([torch.arange(150), torch.arange(299, 149, -1)], dim=1).flatten()
@@ -206,27 +211,29 @@ class Counting(TensorLoader):
             yield batch
 
 
-def test_the_look_at_the_order_leaves_a_loader_that_counts_where_it_was():
+def test_order_check_does_not_advance_the_loader():
+    """The loader counts the batches it yields."""
     loader = Counting((torch.randn(300, 1), torch.randn(300)), 10, random_order(300, 1))
     loader.given = 5
     notices(GradientNoiseScale(), None, loader=loader)
     assert loader.given == 5
 
 
-def test_rows_that_are_equal_or_of_changing_shape_have_no_order():
+def test_constant_or_ragged_rows_have_no_order():
     assert order_shown([(torch.ones(4, 2),)] * 3) == (0.0, 12)
     ragged = [(torch.randn(4, length), "text") for length in (2, 3, 2)]
     assert order_shown(ragged) == (0.0, 12)
 
 
 @pytest.mark.parametrize(("options", "length"), [({}, 100), ({"decay": 0.0}, 400)])
-def test_where_there_will_be_no_error_a_note_says_what_it_needs(options, length):
+def test_missing_error_is_explained_by_a_notice(options, length):
+    """The run has too few measurements, or the decay is zero."""
     (sentence,) = notices(GradientNoiseScale(**options), None, length)
     assert "at least 2 measurements in one average" in sentence
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 1.0])
-def test_signal_and_noise_are_averaged_each_by_itself_before_they_are_divided(decay):
+def test_signal_and_noise_are_averaged_before_division(decay):
     reports = measured(regression_task(6, length=12), GradientNoiseScale(every_n_steps=2, decay=decay))
     assert [report["step"] for report in reports] == [1, 3, 5, 7, 9, 11]
     for count, report in enumerate(reports, start=1):
@@ -246,7 +253,8 @@ def every_step() -> GradientNoiseScale:
     return GradientNoiseScale(every_n_steps=1)
 
 
-def test_a_hook_that_was_saved_half_way_goes_on_as_if_it_had_not_been():
+def test_resumed_hook_continues_its_averages():
+    """After reset() the state is that of a new hook."""
     whole, task, first = (
         measured(regression_task(6, length=8), every_step()),
         regression_task(6, length=4),
@@ -270,7 +278,8 @@ def test_micro_batches_of_the_run_change_nothing(accumulation_steps):
     assert row == pytest.approx(plain, rel=1e-9)
 
 
-def test_a_network_with_batch_norm_and_dropout_is_measured_without_a_trace():
+def test_measured_run_matches_bare_run():
+    """The network has batch normalization and dropout."""
     run, bare = train(Case(), [every_step()], steps=6), train(Case(), steps=6)
     assert len(run.sink.rows("gradient_noise_scale/noise_estimate")) == 6
     assert all(row[3] >= 0 for row in run.sink.rows("gradient_noise_scale/noise_estimate"))

@@ -33,7 +33,8 @@ def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def test_a_walk_in_the_plane_is_split_along_the_route_and_across_it():
+def test_walk_is_split_along_and_across_the_route():
+    """The route leads from the start to the reference in the plane."""
     found = walk(plane(), vector(1, 1), vector(3, 2), vector(5, 1))
     assert found == pytest.approx(
         {
@@ -47,14 +48,16 @@ def test_a_walk_in_the_plane_is_split_along_the_route_and_across_it():
     )
 
 
-def test_a_gradient_that_points_away_uphill_leads_to_the_reference_downhill():
+def test_downhill_gradient_points_to_the_reference():
+    """The cosine and projection are those of the negative gradient."""
     found = numbers(downhill(plane(), vector(-3, -4), vector(2, 0)))
     assert found == pytest.approx({"gradient_cosine": 0.6, "gradient_projection": 3.0})
     assert downhill(plane(), vector(3, 4), vector(2, 0))["gradient_cosine"].item() == pytest.approx(-0.6)
 
 
 @given(PLACES)
-def test_what_remains_is_the_hypotenuse_of_what_remains_along_and_what_lies_aside(places):
+def test_remaining_distance_is_a_hypotenuse(places):
+    """Its sides are the remaining progress and the orthogonal distance."""
     start, here, reference = vector(*places).view(3, 2)
     found = walk(plane(), start, here, reference)
     if torch.dist(start, reference) < 1e-3:
@@ -63,7 +66,7 @@ def test_what_remains_is_the_hypotenuse_of_what_remains_along_and_what_lies_asid
     assert found["relative_distance"] == pytest.approx(hypotenuse, rel=1e-6, abs=1e-6)
 
 
-def test_each_parameter_has_the_progress_of_its_own_elements():
+def test_each_parameter_has_its_own_progress():
     layout = FlatLayout({name: nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name in "ab"})
     found = walk(layout, vector(0, 0, 0, 0), vector(1, 0, 0, 3), vector(2, 0, 0, 4))
     assert found["parameter_progress/a"] == pytest.approx(0.5)
@@ -119,7 +122,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", [Case("transformer"), Case("tied", "sgd_momentum")], ids=str)
-def test_a_run_reports_the_projections_of_its_own_path(case):
+def test_run_reports_projections_of_its_path(case):
     path, reference = Path(), some_reference(case)
     run = train(case, [GradientProjection(), path], steps=9, reference_weights=reference)
     goal, start = flat(reference), path.places[0]
@@ -137,7 +140,8 @@ def test_a_run_reports_the_projections_of_its_own_path(case):
         assert row["orthogonal"] == pytest.approx(aside.item(), rel=1e-4)
 
 
-def test_a_run_whose_reference_is_its_own_end_arrives_there():
+def test_run_with_own_end_as_reference_arrives():
+    """The distance is zero and the progress is one at the end."""
     case = Case("tied", "sgd_momentum")
     end = {name: value.detach().clone() for name, value in train(case, steps=12).task.model.named_parameters()}
     rows = found(train(case, [GradientProjection()], steps=12, reference_weights=end))
@@ -149,7 +153,7 @@ def test_a_run_whose_reference_is_its_own_end_arrives_there():
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_it_leaves_the_run_as_it_is_and_reports_in_both_loops(loop):
+def test_run_is_unchanged_and_reported_in_both_loops(loop):
     case = Case("batchnorm_mlp", "adamw_fused", loop)
     run = train(case, [GradientProjection()], steps=6, reference_weights=some_reference(case))
     assert_same_bytes(run, case, 6)
@@ -159,7 +163,8 @@ def test_it_leaves_the_run_as_it_is_and_reports_in_both_loops(loop):
     assert all(any(info.describes(name) for info in infos) for row in found(run) for name in row)
 
 
-def test_a_hook_that_goes_through_a_file_at_every_fire_reports_the_same():
+def test_hook_reloaded_at_every_call_reports_the_same():
+    """The state is saved to a file and loaded before each call."""
     case = Case("tied")
     options = {"steps": 9, "reference_weights": some_reference(case), "audit": False}
     assert found(train(case, [reloading(GradientProjection)], **options)) == found(
@@ -167,7 +172,7 @@ def test_a_hook_that_goes_through_a_file_at_every_fire_reports_the_same():
     )
 
 
-def test_a_new_strategy_starts_anew():
+def test_reset_hook_repeats_its_first_report():
     hook, case = GradientProjection(), Case("tied")
     first = found(train(case, [hook], steps=3, reference_weights=some_reference(case)))
     hook.reset()

@@ -30,7 +30,7 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_gradient_norms_are_those_of_the_mean_over_the_epochs_steps(model):
+def test_gradient_norms_match_epoch_mean_gradient(model):
     log = GradientLog()
     ((metrics, *_),) = train(Case(model), [log, Norms()]).sink.emitted
     mean = log.mean()
@@ -41,7 +41,8 @@ def test_gradient_norms_are_those_of_the_mean_over_the_epochs_steps(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_weight_norms_are_those_after_the_epoch_each_shared_weight_once(model):
+def test_weight_norms_count_shared_weights_once(model):
+    """The norms are those after the epoch."""
     run = train(Case(model), [Norms()])
     ((metrics, *_),) = run.sink.emitted
     parameters = dict(run.task.model.named_parameters())
@@ -52,7 +53,7 @@ def test_weight_norms_are_those_after_the_epoch_each_shared_weight_once(model):
     assert metrics["norms/grad_weight_ratio"] == pytest.approx(ratio, rel=1e-6)
 
 
-def test_the_total_is_the_root_of_the_summed_squares_of_the_parts():
+def test_norm_of_each_returns_norms_of_parts():
     vector = {"a": torch.full((3,), 2.0), "b": torch.full((4,), -1.0)}
     parts = norm_of_each(vector)
     assert parts == {"a": torch.tensor(math.sqrt(12)), "b": torch.tensor(2.0)}
@@ -65,7 +66,7 @@ def test_half_precision_is_reduced_in_float32():
     assert norm_of_each(tiny)["w"].item() == 2.0**-19
 
 
-def test_the_largest_element_keeps_its_sign_out_and_nan_in():
+def test_maximum_is_absolute_and_propagates_nan():
     model = nn.Linear(2, 1, bias=False)
     measured = Norms().compute(epoch_end(model, accumulated_grads={"weight": torch.tensor([[1.0, -5.0]])}))
     assert measured["max_abs_grad"] == 5

@@ -70,7 +70,8 @@ def test_nothing_counted_reads_as_nothing_measured():
 
 @pytest.mark.parametrize("rule", ["tensor", "block", "current", "mx_ceil", "mx_rceil"])
 @pytest.mark.parametrize("kind", ["gaussian", "cauchy", "constant", "outlier"])
-def test_rules_that_cannot_overflow_read_zero_and_the_half_maximum_rule_stands_under_its_own_name_only(rule, kind):
+def test_overflow_free_rules_report_zero_overflow(rule, kind):
+    """Values in the upper half of the range are counted separately."""
     torch.manual_seed(0)
     gaussian = torch.randn(64, 96)
     values = {
@@ -85,7 +86,7 @@ def test_rules_that_cannot_overflow_read_zero_and_the_half_maximum_rule_stands_u
     assert math.isnan(found["excess_max"])
 
 
-def test_the_rates_of_a_gaussian_are_those_that_the_descriptions_name():
+def test_gaussian_rates_match_the_descriptions():
     torch.manual_seed(0)
     gaussian = torch.randn(100, 640)
     under = {rule: read(counts_of(gaussian, cast=Cast("e2m1", rule))) for rule in ("block", "nvfp4", "mx_floor")}
@@ -96,7 +97,8 @@ def test_the_rates_of_a_gaussian_are_those_that_the_descriptions_name():
     assert under["block"]["underflow_rate"] == pytest.approx(0.07, abs=0.01)
 
 
-def test_a_page_holds_the_step_and_the_run_by_layer_and_role():
+def test_page_holds_step_and_run_sums():
+    """Sums are kept by layer and role."""
     torch.manual_seed(0)
     ledger, tensors = Ledger(["a", "b"], ["in", "out"]), [torch.randn(8, 32) * 10**n for n in range(4)]
     for tensor in tensors[:2]:
@@ -115,7 +117,8 @@ def test_a_page_holds_the_step_and_the_run_by_layer_and_role():
     assert [name for name, _ in second.worst("scale_max", 1, largest=True)] == ["b"]
 
 
-def test_a_ledger_goes_on_from_its_state_but_not_from_that_of_other_layers():
+def test_ledger_resumes_only_with_same_layers():
+    """With other layers the counts restart at zero."""
     ledger = Ledger(["a"], ["in"])
     ledger.add("a", "in", counts_of(torch.randn(4, 16)))
     turned(ledger)
@@ -128,7 +131,7 @@ def test_a_ledger_goes_on_from_its_state_but_not_from_that_of_other_layers():
         assert page.over((0, 1))[1]["total_elements"] == expected
 
 
-def test_what_a_page_was_made_of_is_not_written_to_afterwards():
+def test_saved_sums_are_not_overwritten_later():
     ledger = Ledger(["a"], ["in"])
     for _ in range(2):
         ledger.add("a", "in", counts_of(torch.randn(4, 16)))
@@ -165,7 +168,8 @@ def sentences_of(pages: list[Page]) -> list[str]:
     return said
 
 
-def test_an_alarm_lists_what_is_beyond_its_threshold_and_apart_what_has_not_recovered():
+def test_alarm_separates_new_and_unrecovered_layers():
+    """A cast recovers only well within its threshold, and the end of the condition is reported."""
     quiet = [0.0] * 4
     ratios = [
         [1.0, 1.5, 5.0, 5.0],
@@ -204,7 +208,8 @@ def alone(rank: int, **options: Any) -> dict[str, float]:
 
 
 @pytest.mark.ranks
-def test_ranks_add_up_what_their_layers_and_activations_lost_and_take_gradients_for_the_same(tmp_path):
+def test_ranks_sum_activations_but_not_gradients(tmp_path):
+    """Activations and layer counts are combined; each rank reports its own gradients, which DDP makes equal."""
     both, (one, other) = on_two_ranks(counted_on_a_rank, tmp_path), (alone(0), alone(1))
     scales = {name for found in (one, other) for name in found if name.startswith("scale_exponents_of/activations")}
     assert {name: both[0][name] for name in scales} == {name: one.get(name, 0) + other.get(name, 0) for name in scales}

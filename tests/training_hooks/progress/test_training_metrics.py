@@ -26,7 +26,7 @@ def evaluated(**numbers: float):
     return lambda model: dict(numbers)
 
 
-def test_an_epoch_reports_mean_loss_accuracies_rate_and_the_rest_of_the_evaluation():
+def test_epoch_reports_loss_learning_rate_and_evaluation():
     evaluate = evaluated(train_acc=0.5, val_acc=0.25, val_loss=1.5)
     run = train(Case(), [TrainingMetrics()], evaluate=evaluate)
     ((metrics, epoch, point, step),) = run.sink.emitted
@@ -41,7 +41,8 @@ def test_an_epoch_reports_mean_loss_accuracies_rate_and_the_rest_of_the_evaluati
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_the_rate_is_the_one_that_the_last_step_of_the_epoch_used(interval):
+def test_learning_rate_is_from_the_last_step(interval):
+    """The scheduler changes it afterwards, by epoch or by step."""
     used: list[float] = []
     spy = at(SpyHook, HookPoint.PRE_UPDATE)(lambda ctx: used.append(ctx.lr))
     run = train(Case(), [TrainingMetrics(), spy], steps=6, scheduler_interval=interval)
@@ -51,7 +52,9 @@ def test_the_rate_is_the_one_that_the_last_step_of_the_epoch_used(interval):
     assert run.task.optimizer.param_groups[0]["lr"] != used[5]
 
 
-def test_a_rate_in_a_tensor_is_reported_as_it_was_at_the_step():
+def test_tensor_learning_rate_is_reported_as_used():
+    """A learning rate in a tensor gives the same values as a float."""
+
     def in_tensors(task, state):
         for group in task.optimizer.param_groups:
             group |= {"lr": torch.tensor(group["lr"]), "foreach": False}
@@ -72,13 +75,14 @@ def test_what_does_not_exist_is_not_reported():
     assert set(metrics) == {"training_metrics/loss", "training_metrics/lr"}
 
 
-def test_an_epoch_without_evaluation_does_not_repeat_the_last_one():
+def test_missing_evaluation_is_not_repeated():
+    """Accuracies appear only in epochs with an evaluation."""
     run = train(Case(), [TrainingMetrics()], steps=12, eval_every=3)
     reported = [epoch for metrics, epoch, *_ in run.sink.emitted if "training_metrics/val_acc" in metrics]
     assert reported == [2, 3]
 
 
-def test_the_step_loop_reports_every_steps_loss_and_rate_as_series():
+def test_step_loop_reports_loss_and_learning_rate_series():
     case = Case(loop="step")
     run = train(case, [TrainingMetrics()], steps=5, log_every=10, snapshot_every=10)
     metrics = next(metrics for metrics, _, point, _ in run.sink.emitted if point is HookPoint.POST_STEP)
@@ -86,7 +90,7 @@ def test_the_step_loop_reports_every_steps_loss_and_rate_as_series():
     assert metrics["training_metrics/lr"] == Series([1, 2, 3, 4, 5], rates(case, steps=5))
 
 
-def test_the_step_loop_reports_a_fresh_evaluation_at_the_snapshot():
+def test_step_loop_reports_evaluation_at_the_snapshot():
     case, evaluate = Case(loop="step"), evaluated(val_acc=0.75, val_loss=2.0)
     run = train(case, [TrainingMetrics()], steps=6, eval_every=4, snapshot_every=2, evaluate=evaluate)
     at_snapshots = [(metrics, step) for metrics, _, point, step in run.sink.emitted if point is HookPoint.SNAPSHOT]
@@ -94,7 +98,7 @@ def test_the_step_loop_reports_a_fresh_evaluation_at_the_snapshot():
     assert at_snapshots == [(expected, 4), (expected, 6)]
 
 
-def test_the_loss_is_not_moved_to_the_host_by_the_hook():
+def test_hook_keeps_the_loss_on_its_device():
     losses_given = []
 
     class Kept(TrainingMetrics):
@@ -107,7 +111,8 @@ def test_the_loss_is_not_moved_to_the_host_by_the_hook():
     assert losses_given == [True] * 3
 
 
-def test_it_leads_whenever_any_hook_is_on_and_only_then():
+def test_training_metrics_accompany_any_other_hook():
+    """They come first, and are off when no hook is enabled."""
     assert HookRegistry.get("training_metrics") is TrainingMetrics
     assert select_hooks(None, ["norms"], {}, "any") == ["training_metrics", "norms"]
     assert select_hooks(None, [], {}, "any") == []

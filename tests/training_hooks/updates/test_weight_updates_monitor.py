@@ -132,7 +132,8 @@ def conditions(gradients, updates) -> tuple[list[str], list[str], list[str]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"sample_size": 100}, {"exact": True}], ids=str)
-def test_each_planted_layer_is_found_and_nothing_else(options):
+def test_planted_layers_are_the_only_findings(options):
+    """One layer vanishes, explodes or is frozen."""
     assert conditions(*examine("0.weight", **options)) == ([], [], [])
     assert conditions(*examine("4.weight", **options)) == (["4.weight"], [], [])
     assert conditions(*examine("6.weight", **options)) == ([], ["6.weight"], [])
@@ -186,14 +187,15 @@ def test_weight_decay_moves_a_parameter_without_gradient():
     assert [name for name, each in updates.items() if each.is_frozen] == ["plain"]
 
 
-def test_a_parameter_missing_from_the_optimizer_is_frozen_and_has_no_learning_rate():
+def test_parameter_outside_the_optimizer_is_frozen():
+    """Its learning rate is NaN."""
     model, monitor = ones(trained=1.0, forgotten=1.0), WeightUpdateMonitor(frozen_patience_steps=1)
     _, updates = one_check(model, torch.optim.SGD([model.trained], lr=0.1), monitor)
     assert [name for name, each in updates.items() if each.is_frozen] == ["forgotten"]
     assert math.isnan(updates["forgotten"].learning_rate)
 
 
-def test_one_movement_ends_the_count_of_checks_in_a_row():
+def test_one_movement_resets_the_frozen_count():
     model, monitor = ones(a=1.0), WeightUpdateMonitor()
     counts = []
     for rate in (0.0, 0.0, 0.1, 0.0, 0.0, 0.0):
@@ -203,8 +205,8 @@ def test_one_movement_ends_the_count_of_checks_in_a_row():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_bfloat16_rounds_away_is_told_from_what_is_frozen(exact):
-    """At 1.0 the spacing of bfloat16 is 2⁻⁷ (2⁻⁸ below): 1e-4 is lost; at 0.001 it is not."""
+def test_bfloat16_rounding_is_distinguished_from_freezing(exact):
+    """At 1.0 the spacing of bfloat16 is 2⁻⁷ (2⁻⁸ below), so 1e-4 is lost; at 0.001 it is not."""
     model = ones(rounded=1.0, moving=0.001, frozen=1.0, idle=1.0).bfloat16()
     model.idle.grad = torch.zeros(4, dtype=torch.bfloat16)
     groups = [{"params": [model.rounded, model.moving, model.idle]}, {"params": [model.frozen], "lr": 0.0}]
@@ -219,7 +221,7 @@ def test_what_bfloat16_rounds_away_is_told_from_what_is_frozen(exact):
     assert monitor.aggregate_update_stats(updates)["rounded_away_fraction"] == 4 / 8
 
 
-def test_rates_are_those_of_the_step_though_a_scheduler_has_moved_on():
+def test_learning_rate_is_read_before_the_scheduler():
     model, monitor = ones(a=1.0, b=1.0).bfloat16(), WeightUpdateMonitor(frozen_patience_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
@@ -248,7 +250,8 @@ def after_a_step(kind, fused: bool, *, decay: float, rate: float, size: float):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("decay", "rate", "size"), [(0.1, 1e-3, 0.02), (0.1, 1e-5, 1.0), (1000.0, 1e-5, 1.0)])
-def test_each_term_that_bfloat16_rounds_away_is_counted_by_itself(fused, decay, rate, size):
+def test_bfloat16_losses_are_counted_per_term(fused, decay, rate, size):
+    """The gradient term and the decay term of AdamW are counted separately."""
     before, model, found = after_a_step(torch.optim.AdamW, fused, decay=decay, rate=rate, size=size)
     alone = (before.double() * (1 - rate * decay)).bfloat16()
     driven = model.w.grad != 0
@@ -259,7 +262,8 @@ def test_each_term_that_bfloat16_rounds_away_is_counted_by_itself(fused, decay, 
     assert (found.rounded_away > 0.9) == (rate == 1e-5)
 
 
-def test_a_gradient_that_is_lost_beside_a_decay_that_moves_is_told():
+def test_gradient_lost_beside_decay_is_reported():
+    """The decay moves the weight while the gradient is rounded away; a lost decay is reported as well."""
     model = ones(w=1.0).bfloat16()
     model.w.grad *= 1e-3
     groups = [{"params": [model.w], "weight_decay": 0.1}]
@@ -292,7 +296,8 @@ def unseen_rows(size: float) -> nn.Module:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e3])
-def test_a_gradient_that_a_sample_has_missed_is_looked_at_whole(size, sparse):
+def test_gradient_missed_by_sampling_is_measured_whole(size, sparse):
+    """The embedding has a gradient in a single row, dense or sparse."""
     model, monitor = unseen_rows(size), WeightUpdateMonitor(sample_size=16, frozen_patience_steps=1)
     true = length(model.table.weight.grad)
     if sparse:
@@ -306,7 +311,7 @@ def test_a_gradient_that_a_sample_has_missed_is_looked_at_whole(size, sparse):
     assert [each.is_frozen for each in updates.values()] == ([True] if size == 1e-9 else [])
 
 
-def test_the_share_rounded_away_is_that_of_full_clones():
+def test_rounded_away_fraction_matches_full_clones():
     torch.manual_seed(0)
     model = nn.Linear(60, 60).bfloat16()
     model(torch.randn(9, 60, dtype=torch.bfloat16)).square().mean().backward()
@@ -331,7 +336,7 @@ def test_infinite_and_missing_numbers_count_as_exploding():
     assert {name for name, _ in monitor.top_k_largest_gradients(gradients, 2)} == {"inf", "nan"}
 
 
-def test_weights_that_were_zero_have_no_part_in_the_ratios():
+def test_zero_weights_are_excluded_from_ratios():
     model, monitor = ones(zero=0.0, one=1.0), WeightUpdateMonitor()
     _, updates = one_check(model, torch.optim.SGD(model.parameters(), lr=0.1), monitor)
     assert updates["zero"].update_ratio == pytest.approx(0.2 / 1e-12)
@@ -356,7 +361,7 @@ def test_sparse_complex_and_double_parameters_are_measured(exact):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_monitor_goes_on_from_its_state_between_the_two_checks_of_a_step(exact):
+def test_monitor_resumes_between_both_checks_of_step(exact):
     torch.manual_seed(0)
     model, monitor = nn.Linear(70, 70), WeightUpdateMonitor(exact=exact)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -369,7 +374,8 @@ def test_a_monitor_goes_on_from_its_state_between_the_two_checks_of_a_step(exact
         assert monitor.check_updates(model, optimizer) == resumed.check_updates(model, optimizer) != {}
 
 
-def test_a_sample_takes_eight_bytes_an_element_and_exact_one_copy():
+def test_monitor_memory_is_bounded():
+    """A sample takes eight bytes per element; exact mode takes one copy of the parameters."""
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(20)])
     backward(model, (torch.randn(2, 128), torch.tensor([0, 1])))
     sampled = [({"sample_size": size}, 40 * 8 * size) for size in (256, 1024, 5000)]
