@@ -19,6 +19,7 @@ from ..state import (
     fully_sharded_modules,
     gathered_for_a_while,
     hanging_on_modules,
+    is_uninitialised,
     nested,
 )
 from .guardian import copy_each
@@ -42,7 +43,7 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module in modules:
                     for name, buffer in module._buffers.items():
-                        if buffer is not None:
+                        if buffer is not None and not is_uninitialised(buffer):  # one without a shape has no bytes
                             # Into the table, since a module may override setattr(); buffers that are shared stay so.
                             module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
             yield

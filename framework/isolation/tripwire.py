@@ -8,138 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from operator import attrgetter, call, itemgetter
+from operator import attrgetter, call
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import StateMutationError, listed
-from ..state import ATOMS, TrainingState, addresses, differing, digest_of, is_sharded, local_shards, nested
+from ..state import TrainingState, differing, digest_of, local_shards
 from .guardian import Objects
 from .warned_checks import unaffected_by_warnings
+from .watch_list import WatchList, same_values
 
 # Autograd counts the writes in place, to refuse saved tensors that are stale; torch shows the count nowhere else.
 _version = attrgetter("_version")
 _pointer = Tensor.data_ptr
-_PASSING_BY = (*ATOMS, Tensor)
-
-
-class WatchList:
-    """What to sweep: all that the parts have watched, in flat lists; valid while the containers hold the same.
-
-    Tables that hold nothing but tensors (most ``_parameters`` tables and optimizer states) give their tensors directly;
-    from the others they are picked by place.
-    """
-
-    def __init__(self, state: TrainingState) -> None:
-        self.parameters = [*state.model.parameters()]
-        watched = [(part.name, part.watched(state)) for part in state.parts]
-        self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.attributes)}
-        self._owners |= {id(space): name for name, part in watched for space, _ in part.own}
-        tables = [table for _, part in watched for table in part.tables]
-        containers = [container for _, part in watched for container in part.attributes]
-        self.empty = [container for container in (*tables, *containers) if not container]
-        # Their values go into the flat list by one C call, without a look at each.
-        self.pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
-        pure = {*map(id, self.pure)}
-        self.mixed = [table for table in tables if table and id(table) not in pure]
-        self.attributes = [container for container in containers if container]
-        self.pure_views, self.mixed_views = _views(self.pure), _views(self.mixed)
-        self._attribute_views = _views(self.attributes)
-        own = [entry for _, part in watched for entry in part.own]
-        self._spaces, self._getters = [space for space, _ in own], [itemgetter(*keys) for _, keys in own]
-        self._keys = [(space, key) for space, keys in own for key in keys]
-        glanced = [(part.glance, part) for _, part in watched if part.glance is not None]
-        looked = [(part.look, part) for _, part in watched if part.look is not None]
-        self.glances, self.glanced = [glance for glance, _ in glanced], [part for _, part in glanced]
-        self.looks, self.looked = [look for look, _ in looked], [part for _, part in looked]
-        settled = [part.look for _, part in watched if part.look is not None and part.settled]
-        self._settled = [(look, tuple(look())) for look in settled]
-        self.tensors = (*chain.from_iterable(self.pure_views),)
-        self.others = (*chain.from_iterable(self.mixed_views),)
-        self._tensors, self._others = addresses(self.tensors), addresses(self.others)
-        self._containers = _containers(self.read_attributes())
-        self._seen = addresses(self.read_attributes())
-        self._placed_at, self._places = b"", list[int]()
-        found = [leaf for item in self.others for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
-        direct = {*map(id, self.tensors)}
-        self.buried = [leaf for leaf in found if id(leaf) not in direct]
-        self.sharded = any(map(is_sharded, self.parameters))
-
-    def read_attributes(self) -> tuple[Any, ...]:
-        """Return how many attributes objects have, those compared, and what the containers that are no tables hold."""
-        own = chain.from_iterable(map(call, self._getters, self._spaces))
-        return (*map(len, self._spaces), *own, *chain.from_iterable(self._attribute_views))
-
-    def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
-        """Return whether what a sweep just read is in the containers of this list; plain values, tensors may change."""
-        if any(self.empty) or addresses(tensors) != self._tensors or addresses(others) != self._others:
-            return False
-        if any([tuple(look()) != before for look, before in self._settled]):
-            return False
-        # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
-        now = self._placed_at  # the addresses of ``attributes``, of which the tensors were just asked
-        if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
-            return False
-        self._seen = now
-        return True
-
-    def tensors_of(self, attributes: tuple[Any, ...]) -> list[Tensor]:
-        """Return the tensors in what :meth:`read_attributes` returned."""
-        now = addresses(attributes)
-        if now != self._placed_at:
-            self._placed_at, self._places = now, _places_of_tensors(attributes)
-        # asked again, since an address may be that of another object by now
-        return [item for place in self._places if isinstance(item := attributes[place], Tensor)]
-
-    def put_back_own(self, before: tuple[Any, ...]) -> None:
-        """Give objects back the attributes by name in what :meth:`read_attributes` returned, such as modes."""
-        start = len(self._spaces)
-        for (space, key), value in zip(self._keys, before[start : start + len(self._keys)], strict=True):
-            space[key] = value
-
-    def name(self, container: Any, names: dict[int, str]) -> str:
-        """Name a container: by the object that it belongs to, or else by its part."""
-        return names.get(id(container), self._owners[id(container)])
-
-    def attribute(self, before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
-        """Name the first attribute, or place in a container, that differs in what :meth:`read_attributes` returned."""
-        start = len(self._spaces)
-        index = _first_difference(before, now)
-        if index < start:
-            return f"the attributes of {self.name(self._spaces[index], names)}"
-        if index < start + len(self._keys):
-            space, key = self._keys[index - start]
-            return f"{self.name(space, names)}.{key}"
-        start += len(self._keys)
-        return self.place(self.attributes, before[start:], now[start:], names)
-
-    def place(self, containers: list[Any], before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
-        """Name the first place at which what some containers hold, end to end, differs."""
-        index = _first_difference(before, now)
-        for container in containers:
-            if index < len(container):
-                name = self.name(container, names)
-                return f"{name}.{[*container][index]}" if isinstance(container, dict) else name
-            index -= len(container)
-        return "a container"
-
-
-def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
-    pairs = enumerate(zip(before, now, strict=False))
-    return next((index for index, (was, is_now) in pairs if was is not is_now), min(len(before), len(now)))
-
-
-def _views(containers: list[Any]) -> list[Any]:
-    return [container.values() if isinstance(container, dict) else container for container in containers]
-
-
-def _places_of_tensors(values: tuple[Any, ...]) -> list[int]:
-    return [place for place, value in enumerate(values) if type(value) not in ATOMS and isinstance(value, Tensor)]
-
-
-def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([value for value in values if type(value) not in _PASSING_BY])
 
 
 Sweep = tuple[Any, ...]
@@ -159,6 +41,7 @@ class Tripwire:
         self.watch = WatchList(state)
         self._quick: Sweep = ()
         self._rest: Sweep = ()
+        self._placed_at = b""
         self._swept: list[Tensor] = []
         self._bytes: dict[int, tuple[Tensor, int]] = {}
         self._settings: dict[str, Any] = {}
@@ -167,16 +50,13 @@ class Tripwire:
 
     def begin(self) -> None:
         """Take the baseline of a fire."""
-        try:
-            self._quick, tensors = self._sweep()
-            self._rest = self._sweep_rest(tensors)
-            is_current = self.watch.is_current(self._quick[0], self._quick[1], self._rest[0])
-        except KeyError:  # an attribute is gone, such as the forward function that a tap had put in a module's place
-            is_current = False
-        if not is_current:
+        self._quick, tensors = self._sweep()
+        self._rest = self._sweep_rest(tensors)
+        if not self.watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
             self.watch = WatchList(self._state)
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
+        self._placed_at = self.watch.placed_at
         self._bytes = {}
 
     def remember(self, *, everywhere: bool) -> None:
@@ -206,7 +86,8 @@ class Tripwire:
 
     def _holds_the_same(self, now: Sweep) -> bool:
         """Return whether versions alone differ from the baseline, and none of them by a change of bytes."""
-        if not self._bytes or not _equal(self._quick[:-1], now[:-1]) or len(self._quick[-1]) != len(now[-1]):
+        same_objects = all(map(same_values, self._quick[:-1], now[:-1]))
+        if not self._bytes or not same_objects or len(self._quick[-1]) != len(now[-1]):
             return False
         triples = zip(self._swept, self._quick[-1], now[-1], strict=True)
         written = [tensor for tensor, was, is_now in triples if was != is_now]
@@ -217,7 +98,7 @@ class Tripwire:
         try:
             quick, self._swept = self._sweep()
             self.rewritten = False
-            if _equal(quick, self._quick):
+            if self._quick_is_same(quick):
                 return
             self.rewritten = self._holds_the_same(quick)
             changes = [] if self.rewritten else self._changes(quick) or ["the set of tensors"]
@@ -227,17 +108,29 @@ class Tripwire:
             raise mutation(culprit, changes)
         self._quick = quick
 
+    def _quick_is_same(self, now: Sweep) -> bool:
+        """Return whether a quick sweep read the baseline's objects or equal values, and no tensor was written to."""
+        if self.watch.holds(now[0], now[1]) and _equal(now[2:], self._quick[2:]):
+            return True
+        return all(map(same_values, self._quick[:-1], now[:-1])) and self._quick[-1] == now[-1]
+
+    def _rest_is_same(self, now: Sweep) -> bool:
+        """Return the same for the rest of a complete sweep."""
+        if self._placed_at != self.watch.placed_at and not same_values(self._rest[0], now[0]):
+            return False
+        return _equal(now[1:], self._rest[1:])
+
     def check_rest(self, culprit: object) -> None:
         """Add to the quick sweep just made what makes it a complete one."""
         try:
             rest = self._sweep_rest(self._swept)
-            differs = not _equal(rest, self._rest) or any(self.watch.empty)
+            differs = not self._rest_is_same(rest) or any(self.watch.empty)
             changes = self._look_closer(rest) if differs else []
         except Exception as error:
             raise unreadable(culprit, error) from error
         if changes:
             raise mutation(culprit, changes)
-        self._rest = rest
+        self._rest, self._placed_at = rest, self.watch.placed_at
 
     def put_back(self) -> None:
         """Put back what costs next to nothing: settings, modes, attributes of modules, hooks on them, gradients.
@@ -286,9 +179,9 @@ class Tripwire:
         before, watch = self._quick, self.watch
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), before, now, strict=False)
-        changes = [watch.place(held, was, is_now, names) for held, was, is_now in tables if not _equal(was, is_now)]
+        changes = [watch.place(held, was, names) for held, was, is_now in tables if not same_values(was, is_now)]
         glances = zip(watch.glanced, before[2:], now[2:], strict=False)
-        changes += [part.label for part, was, is_now in glances if not _equal(was, is_now)]
+        changes += [part.label for part, was, is_now in glances if not same_values(was, is_now)]
         if changes or len(before[-1]) != len(now[-1]):
             return changes
         return self._differing_tensors(before[-1], now[-1])
@@ -297,15 +190,15 @@ class Tripwire:
         """Name what differs in the rest of a complete sweep."""
         before, watch = self._rest, self.watch
         changes: list[str] = []
-        if not _equal(before[0], now[0]):
+        if not same_values(before[0], now[0]):
             changes.append(watch.attribute(before[0], now[0], self._state.names()))
         for part, was, is_now in zip(watch.looked, before[1:], now[1:], strict=False):
-            if not _equal(was, is_now):
+            if not same_values(was, is_now):
                 changes += part.differences(was) if part.differences is not None else [part.label]
         beside = watch.tensors_of(now[0])
         changes += self._differing_tensors(before[-1], now[-1], beside)
         changes += [] if changes else self._named(zip(beside, before[-2], now[-2], strict=False))
-        return changes + [watch.name(container, self._state.names()) for container in watch.empty if container]
+        return changes + [watch.place([container], (), self._state.names()) for container in watch.empty if container]
 
     def _differing_tensors(
         self, before: tuple[int, ...], now: tuple[int, ...], beside: Sequence[Tensor] = ()
@@ -327,29 +220,29 @@ def unreadable(culprit: object, error: Exception) -> StateMutationError:
 
 
 def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, ...]:
-    """Read one number of every tensor, -1 where there is none: sparse tensors have no pointer, inference no version."""
+    """Read one number of every tensor, -1 where there is none.
+
+    Sparse tensors have no pointer and inference tensors no version. Subclasses, such as lazily initialised buffers, may
+    refuse either in their own way, and a table that held only tensors when it was listed may hold something else now.
+    """
     try:
         return (*map(read, tensors),)
-    except RuntimeError:
+    except Exception:
         return tuple([_number(read, tensor) for tensor in tensors])
 
 
 def _number(read: Callable[[Tensor], int], tensor: Tensor) -> int:
     try:
         return read(tensor)
-    except RuntimeError:
+    except Exception:
         return -1
 
 
-def _equal(before: Any, now: Any) -> bool:
-    """Compare by identity first, which the tuple comparison does, then by value.
-
-    Tensors that are other objects count as changed: comparing them either fails here or is truthy only for equal
-    one-element tensors, whose pointers then differ.
-    """
+def _equal(before: Sweep, now: Sweep) -> bool:
+    """Compare tensors by identity, numbers by value; comparing tensors that are other objects may raise."""
     try:
         return bool(before == now)
-    except (RuntimeError, TypeError, ValueError):
+    except Exception:
         return False
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import with_lines
 from ..firing import HookManager
+from ..state import is_uninitialised
 from .records import RunRecord
 
 
@@ -72,7 +73,7 @@ def _is_number(value: Any) -> bool:
 
 def model_size(model: nn.Module) -> dict[str, int]:
     """Count the parameters, those that are trained, and the bytes of all of them."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not is_uninitialised(parameter)]
     return {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),

@@ -11,7 +11,7 @@ from .random_streams import RandomStreams, StreamState, seed_everything
 from .sharding import fully_sharded_modules, gathered_for_a_while
 from .structure import Structure
 from .tensor_identity import (
-    BriefIdentities, TensorIdentities, addresses, byte_tensors, in_bytes, inner_tensors, is_cut_off,
+    BriefIdentities, TensorIdentities, addresses, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_uninitialised,
 )
 from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
 from .update_parts import BY_GROUP, SPLIT_FROM, hanging_on_modules, optimizers_of
@@ -28,8 +28,8 @@ __all__ = [
     "begin_memory_peak", "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "described",
     "deterministic", "differing", "digest_of", "dot", "dtensor_class", "entered_modes", "explained",
     "fully_sharded_modules", "gathered_for_a_while", "gradients", "groups_of", "hanging_on_modules", "in_bytes",
-    "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "joint_norm", "laid_out_like", "leave_modes",
-    "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "norms", "of_the_run",
-    "optimizers_of", "over_shards", "overwrite", "scaled", "seed_everything", "settings", "tensors_of", "trainable",
-    "visited", "whole", "widened",
+    "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "is_uninitialised", "joint_norm", "laid_out_like",
+    "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "norms",
+    "of_the_run", "optimizers_of", "over_shards", "overwrite", "scaled", "seed_everything", "settings",
+    "tensors_of", "trainable", "visited", "whole", "widened",
 ]

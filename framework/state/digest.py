@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .tensor_identity import PLAIN, byte_tensors, inner_tensors, is_cut_off
+from .tensor_identity import PLAIN, byte_tensors, inner_tensors, is_cut_off, is_uninitialised
 
 _FREQUENT = frozenset({bool, int, str, type(None)})
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
@@ -28,6 +28,8 @@ def digest(leaf: Any) -> int:
         return summary.intdigest()
     if not isinstance(leaf, Tensor):
         return xxhash.xxh3_64_intdigest(described(leaf).encode())
+    if is_uninitialised(leaf):
+        return xxhash.xxh3_64_intdigest(f"{kind.__name__}{leaf.dtype}{leaf.device.type}".encode())
     # Not the index of the device, which may differ from one process to the next.
     summary = xxhash.xxh3_64(f"{leaf.dtype}{leaf.device.type}{tuple(leaf.shape)}".encode())
     for part in byte_tensors(leaf.detach()):

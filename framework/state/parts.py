@@ -149,6 +149,12 @@ def copy_of_batch(batch: Any) -> Any:
     return deepcopy(batch, clones)
 
 
+def with_types(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return values and their types, for comparisons that tell ``tensor(1.0)`` and ``True`` from an equal 1.0."""
+    items = (*values,)
+    return (*items, *map(type, items))
+
+
 @dataclass
 class StateObjects:
     """The objects of a run that everything in the table is read from, held by reference."""

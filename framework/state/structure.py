@@ -23,7 +23,7 @@ from .objects import (
     read_native,
     write_native,
 )
-from .tensor_identity import addresses, attached
+from .tensor_identity import addresses, attached, is_uninitialised
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _SUBCLASSED = (dict, list, deque, set, tuple, np.ndarray)
@@ -81,9 +81,9 @@ class Structure:
             self._visit_all(value)
         elif isinstance(value, (list, deque, set)):
             self._note(self._sequences, value, value)
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and not is_uninitialised(value):
             self._note(self.tensors, value, attached(value))
-        elif isinstance(value, OBJECTS):
+        elif isinstance(value, OBJECTS) or is_uninitialised(value):
             self._note(self._objects, value, (vars(value),))
         else:
             self._visit_object(value)

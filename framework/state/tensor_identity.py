@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .random_streams import bytes_at
@@ -41,6 +42,11 @@ def is_wrapper(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
 
 
+def is_uninitialised(tensor: Tensor) -> bool:
+    """Return whether a tensor of a lazy module has no shape and no bytes yet; most of its methods raise."""
+    return type(tensor) not in PLAIN and isinstance(tensor, UninitializedTensorMixin)
+
+
 def attached(tensor: Tensor) -> Iterator[Any]:
     """Yield what hangs on a tensor: the dicts of its attributes and hooks, and a wrapper's inner tensors."""
     if type(tensor) is not Tensor and type(tensor) is dtensor_class() and not tensor.requires_grad:
@@ -65,7 +71,7 @@ def inner_by_name(wrapper: Any) -> dict[str, Tensor]:
 
 def byte_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the strided tensors that are a tensor's own bytes: itself, a sparse one's parts, none for a wrapper."""
-    if is_wrapper(tensor):
+    if is_wrapper(tensor) or is_uninitialised(tensor):
         return []
     if tensor.layout is torch.strided:
         return [tensor]

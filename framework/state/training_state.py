@@ -20,12 +20,12 @@ from ..registry import qualified
 from .accelerators import refuse_unprotected
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
-from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, leaves_of, nested
+from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, leaves_of, nested, with_types
 from .random_streams import from_plain, plain
 from .sharding import FullSharding
 from .structure import Structure
 from .tensor_identity import inner_tensors
-from .update_parts import UPDATE_PARTS, beside_tables, numbers_missing
+from .update_parts import UPDATE_PARTS, beside_tables, numbers_missing, optimizers_of
 
 Item = TypeVar("Item")
 
@@ -64,7 +64,7 @@ def _misfit_of_scaler(state: StateObjects, stored: Mapping[str, Any]) -> str:
 
 def _watch_scaler(state: StateObjects) -> Watched:
     attributes = {} if state.scaler is None else vars(state.scaler)
-    return Watched(look=attributes.values, label="the scaler") if attributes else Watched()
+    return Watched(look=lambda: with_types(attributes.values()), label="the scaler") if attributes else Watched()
 
 
 def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
@@ -105,7 +105,7 @@ def _loop_leaves(state: StateObjects) -> Leaves:
 def _watch_loop(state: StateObjects) -> Watched:
     return Watched(
         glance=state.loop.in_flight,
-        look=vars(state.loop).values,
+        look=lambda: with_types(vars(state.loop).values()),
         label="the batch, the loss, accumulated gradients or the loop's counters",
     )
 
@@ -261,6 +261,10 @@ class TrainingState(StateObjects):
         for name, module in self.model.named_modules():
             found |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             found |= {id(item): f"modules/{name}.{key}" for key, item in vars(module).items() if isinstance(item, dict)}
+        for optimizer in optimizers_of(self):
+            for parameter, held in optimizer.state.items():
+                found[id(held)] = f"optimizer/{found.get(id(parameter), 'unknown').removeprefix('parameters/')}"
+            found[id(optimizer.state)] = "optimizer state"
         for label, owner in (("optimizer", self.optimizer), ("scheduler", self.scheduler), ("loop", self.loop)):
             if (space := getattr(owner, "__dict__", None)) is not None:
                 found |= {id(owner): label, id(space): label}

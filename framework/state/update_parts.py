@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from .attributes import HOOK_TABLES, NATIVE, is_hook_table, without_hooks
 from .model_parts import GRADIENT_HOOKS, OwnHook, from_plain_forms, hook_tables, plain_forms
 from .objects import ATOMS, attributes_of
-from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
+from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested, with_types
 from .structure import Structure
 
 SPLIT_FROM = "split_from"
@@ -130,7 +130,7 @@ def _watch_optimizer(state: StateObjects) -> Watched:
         for optimizer in optimizers:
             found += [optimizer.state, optimizer.param_groups]
             for group in optimizer.param_groups:
-                found += group.values()
+                found += with_types(group.values())
                 found += group["params"]
         return found
 
@@ -177,7 +177,7 @@ def _load_scheduler_forms(state: StateObjects, stored: Mapping[str, Any]) -> Non
 
 def _watch_scheduler(state: StateObjects) -> Watched:
     attributes = attributes_of(state.scheduler) or {}
-    return Watched(look=attributes.values, label="the scheduler") if attributes else Watched()
+    return Watched(look=lambda: with_types(attributes.values()), label="the scheduler") if attributes else Watched()
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
@@ -250,6 +250,7 @@ def _hanging(state: StateObjects) -> Structure:
         apart += [optimizer.state, optimizer.param_groups]  # which its own part watches
         remembered = [held for held in optimizer.state.values() if isinstance(held, dict)]
         beside += [value for held in remembered for value in held.values() if _is_object(value)]
+        beside += [held for held in optimizer.state.values() if not isinstance(held, dict)]
     # a scheduler's lists of numbers are others after each step, and compared by value elsewhere
     beside += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
     return hanging_on_modules([*state.model.modules()], beside, apart)

@@ -1,0 +1,198 @@
+"""The flat lists of everything that a sweep of the tripwire reads, and the comparison of what two sweeps read."""
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import call, itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from ..state import ATOMS, TrainingState, addresses, is_sharded, nested
+
+_PASSING_BY = (*ATOMS, Tensor)
+_GONE = object()
+
+
+class WatchList:
+    """What to sweep: all that the parts have watched, in flat lists; valid while the containers hold the same.
+
+    Tables that hold nothing but tensors (most ``_parameters`` tables and optimizer states) give their tensors directly;
+    from the others they are picked by place.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self.parameters = [*state.model.parameters()]
+        watched = [(part.name, part.watched(state)) for part in state.parts]
+        self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.attributes)}
+        self._owners |= {id(space): name for name, part in watched for space, _ in part.own}
+        tables = [table for _, part in watched for table in part.tables]
+        containers = [container for _, part in watched for container in part.attributes]
+        self.empty = [container for container in (*tables, *containers) if not container]
+        # Their values go into the flat list by one C call, without a look at each.
+        self.pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
+        pure = {*map(id, self.pure)}
+        self.mixed = [table for table in tables if table and id(table) not in pure]
+        self.attributes = [container for container in containers if container]
+        self.pure_views, self.mixed_views = _views(self.pure), _views(self.mixed)
+        self._attribute_views = _views(self.attributes)
+        own = [entry for _, part in watched for entry in part.own]
+        self._spaces, self._getters = [space for space, _ in own], [itemgetter(*keys) for _, keys in own]
+        self._own_keys = [(space, key) for space, keys in own for key in keys]
+        glanced = [(part.glance, part) for _, part in watched if part.glance is not None]
+        looked = [(part.look, part) for _, part in watched if part.look is not None]
+        self.glances, self.glanced = [glance for glance, _ in glanced], [part for _, part in glanced]
+        self.looks, self.looked = [look for look, _ in looked], [part for _, part in looked]
+        settled = [part.look for _, part in watched if part.look is not None and part.settled]
+        self._settled = [(look, tuple(look())) for look in settled]
+        self._keys = _keys_by_container([*tables, *containers])
+        self.tensors = (*chain.from_iterable(self.pure_views),)
+        self.others = (*chain.from_iterable(self.mixed_views),)
+        self._tensors, self._others = addresses(self.tensors), addresses(self.others)
+        self._containers = _containers(self.read_attributes())
+        self._seen = addresses(self.read_attributes())
+        self.placed_at, self._places = b"", list[int]()
+        found = [leaf for item in self.others for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
+        direct = {*map(id, self.tensors)}
+        self.buried = [leaf for leaf in found if id(leaf) not in direct]
+        self.sharded = any(map(is_sharded, self.parameters))
+
+    def read_attributes(self) -> tuple[Any, ...]:
+        """Return how many attributes objects have, those compared, and what the containers that are no tables hold."""
+        try:
+            own = [*chain.from_iterable(map(call, self._getters, self._spaces))]
+        except KeyError:  # an attribute is gone, such as the forward function that a tap had put in a module's place
+            own = [space.get(key, _GONE) for space, key in self._own_keys]
+        return (*map(len, self._spaces), *own, *chain.from_iterable(self._attribute_views))
+
+    def holds(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+        """Return whether the tables still hold the objects that they held when this list was made."""
+        return addresses(tensors) == self._tensors and addresses(others) == self._others
+
+    def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
+        """Return whether what a sweep just read is in the containers of this list; plain values, tensors may change."""
+        if any(self.empty) or not self.holds(tensors, others):
+            return False
+        if any([tuple(look()) != before for look, before in self._settled]):
+            return False
+        # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
+        now = self.placed_at  # the addresses of ``attributes``, of which the tensors were just asked
+        if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
+            return False
+        self._seen = now
+        return True
+
+    def tensors_of(self, attributes: tuple[Any, ...]) -> list[Tensor]:
+        """Return the tensors in what :meth:`read_attributes` returned."""
+        now = addresses(attributes)
+        if now != self.placed_at:
+            self.placed_at, self._places = now, _places_of_tensors(attributes)
+        # asked again, since an address may be that of another object by now
+        return [item for place in self._places if isinstance(item := attributes[place], Tensor)]
+
+    def put_back_own(self, before: tuple[Any, ...]) -> None:
+        """Give objects back the attributes by name in what :meth:`read_attributes` returned, such as modes."""
+        start = len(self._spaces)
+        values = before[start : start + len(self._own_keys)]
+        for (space, key), value in zip(self._own_keys, values, strict=True):
+            space[key] = value
+
+    def name(self, container: Any, names: dict[int, str]) -> str:
+        """Name a container: by the object that it belongs to, or else by its part."""
+        return names.get(id(container), self._owners[id(container)])
+
+    def attribute(self, before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
+        """Name the first attribute, or place in a container, that differs in what :meth:`read_attributes` returned."""
+        start = len(self._spaces)
+        index = _first_difference(before, now)
+        if index < start:
+            return f"the attributes of {self.name(self._spaces[index], names)}"
+        if index < start + len(self._own_keys):
+            space, key = self._own_keys[index - start]
+            return f"{self.name(space, names)}.{key}"
+        start += len(self._own_keys)
+        return self.place(self.attributes, before[start:], names)
+
+    def place(self, containers: list[Any], before: tuple[Any, ...], names: dict[int, str]) -> str:
+        """Name the first place at which containers differ from their former values, which are given end to end."""
+        sizes = [len(self._keys[id(container)]) for container in containers]
+        if sum(sizes) != len(before):  # containers of plain values may have grown since this list was made
+            sizes = [*map(len, containers)]
+        position = 0
+        for container, size in zip(containers, sizes, strict=True):
+            former, position = before[position : position + size], position + size
+            keys = self._keys[id(container)]
+            if not isinstance(container, dict):
+                if not same_values(former, (*container,)):
+                    return self.name(container, names)
+            elif not same_values(former, (*container.values(),)):
+                key = _changed_key(dict(zip(keys if len(keys) == size else container, former, strict=False)), container)
+                return f"{self.name(container, names)}.{_key_name(key, names)}"
+        return "a container"
+
+
+def _keys_by_container(containers: list[Any]) -> dict[int, tuple[Any, ...]]:
+    """Return the keys of dicts and the indices of other containers, to name what is missing from them later."""
+    return {
+        id(container): (*(container if isinstance(container, dict) else range(len(container))),)
+        for container in containers
+    }
+
+
+def _key_name(key: Any, names: dict[int, str]) -> str:
+    """Name a key of a dict; that of an optimizer's state is a parameter, whose text would be its values."""
+    return names.get(id(key), "a parameter") if isinstance(key, Tensor) else str(key)
+
+
+def _changed_key(before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+    """Return the first key of two dicts that is in one of them only, or has another value."""
+    return next((key for key in {**before, **now} if not same_value(before.get(key, _GONE), now.get(key, _GONE))), "")
+
+
+def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((i for i, (was, is_now) in pairs if not same_value(was, is_now)), min(len(before), len(now)))
+
+
+def _views(containers: list[Any]) -> list[Any]:
+    return [container.values() if isinstance(container, dict) else container for container in containers]
+
+
+def _places_of_tensors(values: tuple[Any, ...]) -> list[int]:
+    return [place for place, value in enumerate(values) if type(value) not in ATOMS and isinstance(value, Tensor)]
+
+
+def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([value for value in values if type(value) not in _PASSING_BY])
+
+
+def same_values(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Compare two tuples item by item, first by identity."""
+    if len(before) != len(now):
+        return False
+    # one comparison of memory; the careful one only where an object is another one, as a computed number is
+    return addresses(before) == addresses(now) or all(map(same_value, before, now))
+
+
+def same_value(before: Any, now: Any) -> bool:
+    """Return whether two objects are the same or equal plain values of the same type.
+
+    A tensor is never equal to another object: comparing it by value would take ``tensor(1.0)`` for the number 1.0.
+    """
+    if before is now:
+        return True
+    if type(before) is not type(now) or isinstance(before, Tensor):
+        return False
+    try:
+        if bool(before != now):
+            return False
+    except Exception:  # arrays, and objects that compare themselves in their own way
+        return False
+    return not isinstance(before, (tuple, list)) or _same_items(before, now)
+
+
+def _same_items(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Return whether equal sequences have items of the same types, and no tensor in them is another object."""
+    kinds = [*map(type, before)]
+    if kinds != [*map(type, now)]:
+        return False
+    return not any([issubclass(kind, Tensor) for kind in {*kinds}]) or addresses((*before,)) == addresses((*now,))
