@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -48,7 +48,7 @@ def run_command(*words: str) -> tuple[int, str, str]:
     streams, arguments = (sys.stdout, sys.stderr), sys.argv
     sys.argv = ["loopscope", *words]
     try:
-        with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        with moved_streams(), redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
             status = main()
     finally:
         sys.argv, (sys.stdout, sys.stderr) = arguments, streams
@@ -122,6 +122,26 @@ def attach(*targets: Any, **options: Any) -> Any:
 
 
 # Less stable: inner rooms.
+
+
+@contextmanager
+def moved_streams() -> Iterator[None]:
+    """Let a command leave the random generators where its training left them, so that they can be recorded.
+
+    A command and a session restore the generators of their caller.
+    """
+    from loopscope.cli import main as command_line
+    from loopscope.runs import session
+
+    modules = [sys.modules[command_line.__module__], session]
+    preserved = [module.preserved_streams for module in modules]
+    try:
+        for module in modules:
+            module.preserved_streams = nullcontext  # type: ignore[attr-defined]
+        yield
+    finally:
+        for module, function in zip(modules, preserved, strict=True):
+            module.preserved_streams = function  # type: ignore[attr-defined]
 
 
 def quantize(model: nn.Module, recipe: str, seed: int, **metis: Any) -> None:
