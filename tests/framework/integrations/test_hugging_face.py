@@ -70,7 +70,9 @@ def test_steps_skipped_by_scaler_are_counted(tmp_path: Path) -> None:
     assert same(scaled("a", [spy]), scaled("b", None))
     seen = [step for point, _, step in spy.seen if point == "POST_STEP"]
     assert 0 < len(seen) < ROWS
-    assert json.loads((tmp_path / "a/loopscope/summary.json").read_text())["skipped_steps"] == ROWS - len(seen)
+    assert json.loads((tmp_path / "a/loopscope-runs/run_0/summary.json").read_text())["skipped_steps"] == ROWS - len(
+        seen
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -130,7 +132,7 @@ def test_resumed_trainer_records_like_uninterrupted_trainer(tmp_path: Path, step
     made = trainer(tmp_path / "parts", **saving)
     attached(made, WATCHING)
     made.train(resume_from_checkpoint=str(tmp_path / f"parts/checkpoint-{step}"))
-    whole, parts = (tmp_path / f"{name}/loopscope/{name}.jsonl" for name in ("whole", "parts"))
+    whole, parts = (tmp_path / f"{name}/loopscope-runs/run_0/{name}.jsonl" for name in ("whole", "parts"))
     assert whole.read_text() == parts.read_text()
     (state,) = tmp_path.glob(f"parts/checkpoint-{step}/loopscope/*/state.pt")
     state.write_bytes(state.read_bytes()[:-1])
