@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
@@ -27,6 +28,9 @@ class _OneName(MetaPathFinder):
 sys.meta_path.insert(0, _OneName())
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # as the Makefile: tests compare bytes with those of processes that have one
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs so, and every process of the tests would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("any machine", deadline=None, max_examples=40)
 settings.load_profile("any machine")
 

@@ -114,7 +114,7 @@ def test_long_run_page_is_small_and_keeps_spikes(tmp_path: Path) -> None:
 @own_process
 def test_page_fits_two_thousand_metrics(tmp_path: Path) -> None:
     """Metrics that exceed the size limit are left out and counted."""
-    rows = np.random.default_rng(0).normal(size=(50, 2000))
+    rows = np.random.default_rng(0).normal(size=(20, 2000))
     folder = record(
         tmp_path, [(step, {f"m/{at}": value for at, value in enumerate(row)}) for step, row in enumerate(rows)]
     )
