@@ -188,11 +188,12 @@ class RunState:
             state.loop.pre_epoch = manager.pre_epoch_snapshot
             state.loop.pre_epoch.save(state)
         put_back(content["state"], state, where)
+        # first the metrics, which tell which hooks had reported: what these raise is raised
+        manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
         manager.hooks.load_state_dict(content["hooks"])
         last = state.loop.step + len(manager.task.loader)
         manager.hooks.failures.reloaded = dict.fromkeys(content["hooks"], last)
         manager.hooks.failures.before = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])
-        manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
         if AFRESH in content:  # or ranks that see other rows would draw the same
             seed_everything(derived_seed(state.streams.seed, "rank", manager.task.ranks.index, state.loop.step))

@@ -40,8 +40,12 @@ class Driver:
         points = EPOCH_END if takes_snapshot else EPOCH_END[:1]
         loop.pre_epoch = None
         if manager.hooks.listeners.wants("needs_pre_epoch_state", points, loop.epoch):
-            loop.pre_epoch = manager.pre_epoch_snapshot
-            loop.pre_epoch.save(manager.state)
+            loop.pre_epoch = manager.pre_epoch_snapshot  # before it is saved, or putting it back would take it away
+            try:
+                loop.pre_epoch.save(manager.state)
+            except Exception as error:
+                loop.pre_epoch = None
+                manager.hooks.without_those_that_need("needs_pre_epoch_state", error)
         self._keeper.renew()
         manager.fire(PRE_EPOCH)
 
@@ -142,17 +146,30 @@ class GradientKeeper:
         """Keep this step's gradients as far as a hook asks for them; of a skipped step only loss and norm."""
         self._named = self._named or list(self._task.model.named_parameters())
         live = {name: parameter.grad for name, parameter in self._named if parameter.grad is not None}
+        hooks = self._hooks
         with torch.no_grad():
             if self._series:
-                _append(loop, list(live.values()))
-            if self._sums and not skipped and self._hooks.listeners.wants("needs_grads", EPOCH_END, loop.epoch):
-                loop.gradient_sum = accumulate(loop.gradient_sum, live)
-                loop.gradient_steps += 1
+                try:
+                    _append(loop, list(live.values()))
+                except Exception as error:
+                    hooks.without_those_that_need("needs_step_series", error)
+                    self._series = False
+            if self._sums and not skipped and hooks.listeners.wants("needs_grads", EPOCH_END, loop.epoch):
+                try:
+                    loop.gradient_sum = accumulate(loop.gradient_sum, live)
+                    loop.gradient_steps += 1
+                except Exception as error:
+                    hooks.without_those_that_need("needs_grads", error)
+                    loop.gradient_sum, loop.gradient_steps, self._sums = None, 0, False
             if self._previous and not skipped:
                 in_next_epoch = loop.batch_idx == len(self._task.loader) - 1
                 next_epoch, next_step = loop.epoch + in_next_epoch, loop.step + 1
-                if self._hooks.listeners.wants("needs_prev_step_grads", STEP_POINTS, next_epoch, next_step):
-                    loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
+                if hooks.listeners.wants("needs_prev_step_grads", STEP_POINTS, next_epoch, next_step):
+                    try:
+                        loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
+                    except Exception as error:
+                        hooks.without_those_that_need("needs_prev_step_grads", error)
+                        self._previous = False
 
 
 def _append(loop: LoopState, gradients: list[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """What becomes of a run when a hook raises, and the list of what was raised."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import format_exception
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from ..state import explained
 from .remedies import function_at, remedy
 
 SNAPSHOT = HookPoint.SNAPSHOT.name
+LOAD = "load_state_dict"
 BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
 """Where a :class:`UsageError` of a hook refuses the run."""
 
@@ -45,9 +46,19 @@ class Failure:
         return self.sentence
 
 
+def _nowhere(name: str) -> Collection[str]:
+    """Stand for the points at which a hook has reported, where there are none."""
+    return ()
+
+
 @dataclass
 class HookFailures:
-    """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised."""
+    """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised.
+
+    A hook that only a group switched on is left out, whatever it raises, until its first report: a call at a hook point
+    that returned at least one metric. At SNAPSHOT it is left out until its first report there, which may be days later.
+    A hook that was named ends the run, and so does one that had reported, also before an interruption.
+    """
 
     on_error: Literal["raise", "skip"]
     required: set[str]
@@ -55,8 +66,8 @@ class HookFailures:
     left_out: dict[str, str] = field(default_factory=dict)
     pending: LoopscopeError | None = None
     """The first error of the step that is under way, which is finished before the run ends."""
-    proven: set[str] = field(default_factory=set)
-    """The hooks that have come through a SNAPSHOT."""
+    points_of_reports: Callable[[str], Collection[str]] = _nowhere
+    """Returns the names of the hook points at which a hook has reported, given its name."""
     reloaded: Mapping[str, int] = field(default_factory=dict)
     """The hooks that took their state back from a checkpoint, by name, and the last step of the first epoch after."""
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
@@ -65,13 +76,15 @@ class HookFailures:
     def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> Failure:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
         raised = explained(error)
-        first = where == SNAPSHOT and hook.name not in self.proven
-        unsuited = isinstance(error, UnsuitableError) or (first and not isinstance(error, UndeclaredCommitError))
-        if unsuited and hook.name not in self.required:
-            sentence = shortened(f"Hook {hook.name!r} raised at its first SNAPSHOT: {with_lines(error)}", 290)
-            self.left_out[hook.name] = str(error) if isinstance(error, UnsuitableError) else sentence
-            warnings.warn(f"Left out: {self.left_out[hook.name]}", RunNotice, stacklevel=3)
-            return Failure(hook.name, where, step, self.left_out[hook.name], "left out")
+        unsuited = isinstance(error, UnsuitableError) and hook.name not in self.required
+        if unsuited or self.may_leave_out(hook, where):
+            sentence = f"Hook {hook.name!r} raised at {_first(where, step)}: {with_lines(raised)}"
+            return self.leave_out(hook, where, step, str(error) if unsuited else shortened(sentence, 290))
+        if where == LOAD:
+            raise UsageError(
+                f"Hook {hook.name!r} cannot take its state back ({with_lines(error)}): go on with the options that it "
+                "had, or without it."
+            ) from error
         lines = with_lines(raised, place_of(function_at(hook, where)))
         what_to_do = remedy(hook, where, error)
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (what_to_do and f". {what_to_do}")
@@ -97,6 +110,19 @@ class HookFailures:
             raise failure
         self.pending = self.pending or failure
         return Failure(hook.name, where, step, message, "held back")
+
+    def may_leave_out(self, hook: TrainingHook, where: str) -> bool:
+        """Return whether the run does without a hook that raises ``where``: a group switched it on, and it is new."""
+        if hook.name in self.required:
+            return False
+        points = self.points_of_reports(hook.name)
+        return not points or (where == SNAPSHOT and SNAPSHOT not in points)
+
+    def leave_out(self, hook: TrainingHook, where: str, step: int, sentence: str) -> Failure:
+        """Note why a hook is left out, and warn once."""
+        self.left_out[hook.name] = sentence
+        warnings.warn(f"Left out: {sentence}", RunNotice, stacklevel=4)
+        return Failure(hook.name, where, step, sentence, "left out")
 
     def follow(self, error: RankError) -> None:
         """Do what another rank did when a hook raised there; raises the ``error`` where that ended the run."""
@@ -127,3 +153,10 @@ class HookFailures:
         if self.on_error == "skip":
             self.errors[:] = map(dict, errors)
         return {*left_out, *(error["hook"] for error in self.errors)}
+
+
+def _first(where: str, step: int) -> str:
+    if where == SNAPSHOT:
+        return "its first SNAPSHOT"
+    moment = f" of step {step}" if where in HookPoint.__members__ or where.startswith("tap on") else ""
+    return f"{where}{moment}, before its first report"

@@ -77,13 +77,16 @@ class Firing:
     def call_due(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; where none is, nothing is entered and no view is made."""
         loop = self._state.loop
-        due = [listener for listener in self._hooks.listeners.at[point] if listener.is_due(loop.epoch, loop.step)]
+        listening = self._hooks.listeners.at[point]
+        due = [listener for listener in listening if listener.is_due(loop.epoch, loop.step)]
         if not due:
             return
         isolation = self._isolation
         try:
             isolation.begin()
             context = self._view(point)
+            if self._hooks.listeners.at[point] is not listening:  # hooks were left out, since their view cannot be made
+                due = [listener for listener in due if listener in self._hooks.listeners.at[point]]
             for listener in due:
                 if listener.intervention is None:
                     self._observe(listener, context)
@@ -142,7 +145,11 @@ class Firing:
             with extras, borrowed_buffers(model), modes, borrowed_gradients(model), torch.enable_grad():
                 return self._task.target_grad(model)
 
-        return self._hooks.isolated("target_grad", point.name, compute)
+        try:
+            return self._hooks.isolated("target_grad", point.name, compute)
+        except Exception as error:
+            self._hooks.without_those_that_need("needs_target_grad", error)
+            return None
 
     def _view(self, point: HookPoint) -> RunDataContext:
         """Return the loop's state as hooks see it at this moment; what nobody asked for stays ``None``."""

@@ -1,6 +1,6 @@
 """The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -8,13 +8,22 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..errors import LoopscopeError, RankError, RankLostError, StateMutationError, UsageError, require, with_lines
+from ..errors import (
+    LoopscopeError,
+    RankError,
+    RankLostError,
+    StateMutationError,
+    UsageError,
+    require,
+    shortened,
+    with_lines,
+)
 from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, TapSet, TrainingHook
 from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..training import Profiler, Ranks
 from . import answers
-from .failures import SNAPSHOT, Failure, HookFailures
+from .failures import LOAD, Failure, HookFailures
 from .listeners import Listeners
 from .remedies import instead_of
 from .state_offload import StateOffload
@@ -118,8 +127,6 @@ class HookSet:
         except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
             self._failed(hook, where, step, error, together=together)
             return None
-        if where == SNAPSHOT:
-            self.failures.proven.add(hook.name)
         return result
 
     def _gated(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
@@ -146,9 +153,11 @@ class HookSet:
 
     @property
     def acting(self) -> str:
-        """The name of a hook that is rolled back within a step; empty if none is."""
+        """The name of a hook that is rolled back within a step, of one that was named if there is; empty if none is."""
         due = [each for point in STEP_POINTS for each in self.listeners.at[point] if each.intervention is not None]
-        return next((each.hook.name for each in due if each.intervention.mutates), "")  # type: ignore[union-attr]
+        acting = [each.hook for each in due if each.intervention.mutates]  # type: ignore[union-attr]
+        acting.sort(key=lambda hook: hook.name not in self.failures.required)
+        return next((hook.name for hook in acting), "")
 
     def see_first(self, batch: object) -> None:
         """Raise :class:`UsageError` if a hook may change a run's first batch, which no rollback could put back."""
@@ -157,12 +166,13 @@ class HookSet:
         self._has_seen = True
         if any(isinstance(leaf, (Tensor, np.ndarray)) for _, leaf, _ in visited("", batch)):
             return
-        if hook := self.acting:
-            raise UsageError(
+        while hook := self.acting:
+            error = UsageError(
                 f"Hook {hook!r} is rolled back within a step, but in its batch, a {type(batch).__name__}, there is no "
                 "tensor to be found, and so nothing that could be put back; give batches that are tensors, arrays, or "
                 "containers or plain objects of them, or leave the hook out."
             )
+            self.without([hook], "start", error)
 
     def abandon(self) -> None:
         """Call no hook any more: the training state is damaged, and what they would find there is not the run."""
@@ -222,6 +232,27 @@ class HookSet:
             self.listeners.drop(hook)
         return found
 
+    def without_those_that_need(self, need: str, error: Exception) -> None:
+        """Leave out the hooks with the flag ``need``, which the loop failed to compute for them.
+
+        Raises the ``error`` if one of them was named, or has reported before.
+        """
+        self.without([hook.name for hook in self._hooks if getattr(hook, need)], need, error)
+
+    def without(self, names: Collection[str], where: str, error: Exception) -> None:
+        """Leave out the hooks with these ``names``, since what is done for them failed.
+
+        Raises the ``error`` if one of them was named, or has reported before.
+        """
+        hooks = [hook for hook in self._hooks if hook.name in names]
+        final = isinstance(error, (StateMutationError, RankError, RankLostError))
+        if final or not hooks or not all(self.failures.may_leave_out(hook, where) for hook in hooks):
+            raise error
+        for hook in hooks:
+            sentence = f"Hook {hook.name!r} cannot be served: {where} failed with {with_lines(error)}"
+            self._tell(self.failures.leave_out(hook, where, self._state.loop.step, shortened(sentence, 290)), now=False)
+            self._drop(hook)
+
     def _drop(self, hook: TrainingHook) -> None:
         self.listeners.drop(hook)
         self._hooks = [other for other in self._hooks if other is not hook]
@@ -234,13 +265,17 @@ class HookSet:
         try:
             with self.isolation.visit():
                 for hook in list(self._hooks):
-                    self.call(hook, "start", 0, partial(answers.start, hook, run))
+                    self.call(hook, "start", 0, partial(self._start, hook, run))
                     if hook in self._hooks:
                         started.append(hook)
         except LoopscopeError:
             self._hooks = started
             raise
         self.listeners = Listeners(self._hooks, self.loop)  # a hook may fit its schedule to the run it starts
+
+    def _start(self, hook: TrainingHook, run: RunInfo) -> None:
+        answers.start(hook, run)
+        Listeners([hook], self.loop)  # raises UsageError for a schedule that is none
 
     def keep_to(self, points: Set[HookPoint], reason: str) -> None:
         """Leave out what acts, or fires elsewhere than at these, before the start.
@@ -299,21 +334,19 @@ class HookSet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
-        for hook in self._hooks:
+        called = False
+        for hook in list(self._hooks):
             if hook.name in state:
-                call, load = Call(hook.name, "load_state_dict", 0), partial(answers.load, hook, state[hook.name])
-                try:
-                    with self.isolation.visit():
-                        self._isolated(call, load)
-                except (StateMutationError, KeyboardInterrupt):
-                    raise
-                except BaseException as error:
-                    raise UsageError(
-                        f"Hook {hook.name!r} cannot take its state back ({with_lines(error)}): go on with the options "
-                        "that it had, or without it."
-                    ) from error
+                called = True
+                load = partial(self._isolated, Call(hook.name, LOAD, 0), partial(answers.load, hook, state[hook.name]))
+                with self.isolation.visit():
+                    self._treated(hook, LOAD, 0, load)
+        if called:  # a hook that is left out on one rank must not wait for the others when it starts
+            self.settle()
 
     def _end(self, hook: TrainingHook, status: str) -> None:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
+        if hook.name in self.failures.left_out:
+            return
         if table := self.call(hook, "table", self._state.loop.step, partial(answers.table, hook)):
             self.tables[hook.name] = table

@@ -53,8 +53,9 @@ class HookManager:
     Args:
         hooks: in the order the user named them, which is the order of committing hooks at one point.
         loop: ``"epoch"`` or ``"step"``.
-        required: names of the hooks that must run; any other is left out if it does not suit the model. By default
-            all must.
+        required: names of the hooks that must run; any other is left out if it does not suit the model, or raises
+            before its first report. By default all must.
+        left_out: why hooks could not even be made, by name.
         on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` goes on without that hook.
         audit: compare every byte of the training state before and after every call.
         guardian_device: where the copies live that undo interventions; ``None``: where the state does.
@@ -73,6 +74,7 @@ class HookManager:
         *,
         loop: str = "epoch",
         required: Collection[str] | None = None,
+        left_out: Mapping[str, str] = {},
         sinks: Sequence[MetricSink] = (),
         on_error: Literal["raise", "skip"] = "raise",
         audit: bool = False,
@@ -91,19 +93,24 @@ class HookManager:
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         self.profiler = Profiler(enabled=profile)
         self._taps = TapSet(task.model, audit=audit, compiled=task.compiled)
+        failures = HookFailures(on_error, {hook.name for hook in named} if required is None else set(required))
+        for sentence in left_out.values():
+            warnings.warn(f"Left out: {sentence}", RunNotice, stacklevel=2)
+        failures.left_out.update(left_out)
         self.hooks = HookSet(
             named,
             state,
             self.isolation,
             loop=loop,
             taps=self._taps,
-            failures=HookFailures(on_error, {hook.name for hook in named} if required is None else set(required)),
+            failures=failures,
             profiler=self.profiler,
             offload=StateOffload() if offload_state else None,
             ranks=task.ranks,
         )
         self._numbers = RowNumbers(whole_batches(task.loader))
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call, self._rows_of)
+        failures.points_of_reports = self.dispatch.points_of
         self.deaf = self._taps.deaf
         """Makes the context of a step's further evaluations, where the optimizer makes several: no tap hears them."""
         self.arrange_taps = self._taps.arrange
@@ -152,8 +159,8 @@ class HookManager:
             raise UsageError("This hook manager has started already; make a new one for another run.")
         self._started = True
         if any(True for _ in self.hooks) and (sentence := self.state.out_of_reach()):
-            if any(isinstance(hook, InterventionHook) and hook.mutates for hook in self.hooks):
-                raise UsageError(sentence)
+            if acting := [hook.name for hook in self.hooks if isinstance(hook, InterventionHook) and hook.mutates]:
+                self.hooks.without(acting, "start", UsageError(sentence))
             warnings.warn(sentence, RunNotice, stacklevel=2)
         first_pass = None if "needs_loss" in run.lacks else partial(self._first_pass, first)
         if self.task.ranks.are_many:
@@ -163,8 +170,9 @@ class HookManager:
         self.profiler.samples.update(counted)  # of a resumed run, which has counted the passes of its start before
         self._attach_taps()
         self.hooks.settle()
-        if self._taps.are_apart and (missing := run.lacks.get("needs_loss")):
-            raise UsageError(f"A hook taps a compiled model, which takes a pass of its own; {missing}.")
+        if self._taps.apart and (missing := run.lacks.get("needs_loss")):
+            error = UsageError(f"A hook taps a compiled model, which takes a pass of its own; {missing}.")
+            self.hooks.without(self._taps.apart, "start", error)
 
     def goes_on(self) -> None:
         """Do without what the run lacks that was interrupted; called once its state is back and the hooks started."""
@@ -226,7 +234,8 @@ class HookManager:
         with self.isolation.visit(), ExitStack() as whatever_happens:
             whatever_happens.callback(self.dispatch.end, status)
             whatever_happens.callback(self.hooks.end, status)
-            self.dispatch.flush_steps(self.state.loop.epoch)
+            if self._started:  # not where a hook of a resumed run refused its state, while the sinks are closed
+                self.dispatch.flush_steps(self.state.loop.epoch)
         if status == "completed":  # else the run ends for another reason
             self.settle()
 
@@ -278,8 +287,21 @@ class HookManager:
         with self.isolation.visit():
             taps = {hook.name: hooks.call(hook, "taps", 0, partial(declared, hook)) for hook in list(hooks)}
         # Outside of the visit, which would take a hook on a module for a change of the training state.
-        for hook in hooks:
-            self._taps.attach(self._owner(hook), taps[hook.name] or ())
+        while not self._are_attached(taps):
+            pass
+
+    def _are_attached(self, taps: Mapping[str, Sequence[Tap] | None]) -> bool:
+        """Attach the taps of all hooks; if one cannot be, leave its hook out, or raise the error if it was named.
+
+        Returns whether all are attached; otherwise none is.
+        """
+        for hook in self.hooks:
+            try:
+                self._taps.attach(self._owner(hook), taps[hook.name] or ())
+            except Exception as error:
+                self.hooks.without([hook.name], "taps", error)
+                return False
+        return True
 
     def _owner(self, hook: TrainingHook) -> TapOwner:
         loop = self.state.loop
@@ -304,4 +326,7 @@ class HookManager:
         run_once = partial(LossProbe(self.task, self.state, self.profiler).run_once, self.state.loop.batch)
         call = Call("taps", "POST_BACKWARD", self.state.loop.step, "The")
         with self.isolation.visit():
-            self.isolation.observe(call, partial(self._taps.hear, run_once))
+            try:
+                self.isolation.observe(call, partial(self._taps.hear, run_once))
+            except Exception as error:
+                self.hooks.without(self._taps.apart, "the pass for its taps", error)

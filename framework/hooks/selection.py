@@ -1,7 +1,7 @@
 """The registries of hooks, sinks and experiments, what they refuse, and the way from a selection to hook objects."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -264,8 +264,14 @@ def build_hooks(
     given: OptionsByHook,
     of_the_strategy: OptionsByHook,
     made: MutableSequence[ConfiguredHook],
+    *,
+    required: Collection[str] | None = None,
+    left_out: MutableMapping[str, str] | None = None,
 ) -> list[ConfiguredHook]:
     """Make the hooks of one strategy, by name or class; the user's options win over those of the strategy.
+
+    What is not ``required`` (by default all is) and cannot be made without options goes into ``left_out``, with the
+    reason.
 
     A hook that was ``made`` for an earlier strategy with the same options serves again; new ones are added there.
     Raises :class:`UsageError` for an unknown name or option, and for a value that the hook refuses.
@@ -273,8 +279,14 @@ def build_hooks(
     found = []
     for item in names:
         hook = HookRegistry.get(item) if isinstance(item, str) else item
-        check_hook_class(hook)
-        found.append(_configured(hook, {**of_the_strategy.get(hook.name, {}), **given.get(hook.name, {})}, made))
+        options = {**of_the_strategy.get(hook.name, {}), **given.get(hook.name, {})}
+        try:
+            check_hook_class(hook)
+            found.append(_configured(hook, options, made))
+        except UsageError as error:
+            if left_out is None or required is None or hook.name in required or options:
+                raise
+            left_out[hook.name] = str(error)
     return found
 
 

@@ -75,7 +75,7 @@ class TapSet:
         self._attached = ExitStack()
         self._switched: dict[str, _Switched] = {}
         """Hooks on modules, by the hook whose taps they serve."""
-        self._apart: list[tuple[Callable[[], bool], nn.Module, Around]] = []
+        self._apart: list[tuple[TapOwner, nn.Module, Around]] = []
         self._silent = 0
         self._hearing = False
         self._stances = ExitStack()
@@ -130,7 +130,7 @@ class TapSet:
         make = {"output": _around_output, "weight": around_weight, "input": _around_input}[tap.kind]
         around = make(watched, is_heard)
         if is_apart:
-            self._apart.append((owner.is_due, module, around))
+            self._apart.append((owner, module, around))
         elif self._compiled and tap.kind == "weight":
             self._attached.enter_context(quiet_graph_breaks())
             self._attached.enter_context(_uncompiled_forward(module, around))
@@ -165,7 +165,7 @@ class TapSet:
         inner, outer = around_elsewhere(watched, is_heard, module)
         for place, around in ((module, inner), (self._model, outer)):
             if self._compiled:
-                self._apart.append((owner.is_due, place, around))
+                self._apart.append((owner, place, around))
             else:
                 self._listen(owner, place, around)
 
@@ -220,14 +220,14 @@ class TapSet:
             self._silent -= 1
 
     @property
-    def are_apart(self) -> bool:
-        """Whether there is a tap that a compiled pass cannot serve."""
-        return bool(self._apart)
+    def apart(self) -> set[str]:
+        """The names of the hooks with a tap that a compiled pass cannot serve."""
+        return {owner.hook for owner, _, _ in self._apart}
 
     @property
     def need_a_pass(self) -> bool:
         """Whether a tap is due now that a compiled pass cannot serve."""
-        return bool(self._apart) and any(is_due() for is_due, _, _ in self._apart)
+        return bool(self._apart) and any(owner.is_due() for owner, _, _ in self._apart)
 
     def hear(self, compute_gradients: Callable[[], object]) -> None:
         """Run a pass eagerly, heard by the taps that a compiled pass cannot serve and by no others."""

@@ -71,7 +71,7 @@ class AttachedRun:
         self, choices: Choices, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
     ) -> None:
         self.choices, self._lacks = choices, lacks
-        self._hooks, self._required = choices.wanted()
+        self._hooks, self._required, self._left_out = choices.wanted()
         for item in self._hooks:
             if item.hook.name in self._required and (sentence := unmet(item.hook, lacks)):
                 raise UnsuitableError(sentence)
@@ -155,6 +155,7 @@ class AttachedRun:
             state,
             loop=choices.loop,
             required=self._required,
+            left_out=self._left_out,
             sinks=[*choices.made_sinks(), *self._console.sinks()],
             on_error=choices.on_hook_error,
             audit=choices.audit,
@@ -225,9 +226,10 @@ class AttachedRun:
         info = replace(info, treatments=self.treatments, lacks=self._lacks)
         if stored is not None:
             vars(manager.state.loop).update(deepcopy(stored["loop"]))
+            # first the metrics, which tell which hooks had reported: what these raise is raised
+            manager.dispatch.load_state_dict(stored["metrics"], {hook.name: hook for hook in manager.hooks})
             manager.hooks.load_state_dict(stored["hooks"])
             manager.hooks.failures.before = stored["errors"], stored["left_out"]
-            manager.dispatch.load_state_dict(stored["metrics"], {hook.name: hook for hook in manager.hooks})
         manager.start_hooks(info, first)
         if first is not None:
             manager.hooks.see_first(first)

@@ -101,8 +101,11 @@ class Choices:
         given = {"needs_loss": self.loss, "needs_loader": self.loader, "needs_evaluation": self.evaluate}
         return {need: remedy for need, remedy in (LACKS | more).items() if given.get(need) is None}
 
-    def wanted(self) -> tuple[list[ConfiguredHook], set[str]]:
-        """Make the hooks; return them, and the names of those that were asked for one by one."""
+    def wanted(self) -> tuple[list[ConfiguredHook], set[str], dict[str, str]]:
+        """Make the hooks.
+
+        Return them, the names of those that were asked for one by one, and why others could not be made, by name.
+        """
         named = [item for item in self.hooks if isinstance(item, str)]
         own = [item for item in self.hooks if not isinstance(item, (str, TrainingHook))]
         made = [item for item in self.hooks if isinstance(item, TrainingHook)]
@@ -117,15 +120,18 @@ class Choices:
         names = names or (always_on() if made or keeping else [])
         names = [name for name in names if name not in {hook.name for hook in made}]
         refuse_idle_options(self.hook_options, {*names, *(hook.name for hook in made)})
-        found = build_hooks(names, self.hook_options, {}, []) + [ConfiguredHook(hook, {}) for hook in made]
+        required, left_out = {*given, *named, *(hook.name for hook in made)}, dict[str, str]()
+        found = build_hooks(names, self.hook_options, {}, [], required=required, left_out=left_out)
+        found += [ConfiguredHook(hook, {}) for hook in made]
         named_at = {item if isinstance(item, str) else item.name: place for place, item in enumerate(self.hooks)}
         found.sort(key=lambda item: named_at.get(item.hook.name, -1))  # several commit in this order
         for name, schedule in self.schedules.items():
             scheduled = [item.hook for item in found if item.hook.name == name]
-            if not scheduled:
+            if not scheduled and name not in left_out:
                 raise unknown("hook of schedules:", name, [item.hook.name for item in found])
-            scheduled[0].step_schedule = schedule
-        return found, {hook.name for hook in made} | {name for name in named if name not in KEYWORDS}
+            for hook in scheduled:
+                hook.step_schedule = schedule
+        return found, {hook.name for hook in made} | {name for name in named if name not in KEYWORDS}, left_out
 
     def made_sinks(self) -> list[MetricSink]:
         """Return the sinks: by name new ones."""

@@ -2,7 +2,7 @@
 
 from .conversion import dequantize_model, layers_to_quantize, quantize_model
 from .linear import BitLinear, QuantizationTap, Quantized, quantized_modules
-from .matrices import known_matrices
+from .matrices import has_own_weight, known_matrices
 from .metis import (
     Decomposition, Gains, LowRankFactors, MetisOptions, layers_with_factors, low_rank_cast, split_weight
 )
@@ -11,7 +11,7 @@ from .regularizer import OFFSET, RangePenalty, penalised
 
 __all__ = [
     "OFFSET", "RECIPES", "ROLES", "BitLinear", "Decomposition", "Gains", "LowRankFactors", "MetisOptions",
-    "QuantizationTap", "Quantized", "RangePenalty", "Recipe", "dequantize_model", "find_recipe", "known_matrices",
-    "layers_to_quantize", "layers_with_factors", "low_rank_cast", "penalised", "quantize_model", "quantized_modules",
-    "split_weight",
+    "QuantizationTap", "Quantized", "RangePenalty", "Recipe", "dequantize_model", "find_recipe", "has_own_weight",
+    "known_matrices", "layers_to_quantize", "layers_with_factors", "low_rank_cast", "penalised", "quantize_model",
+    "quantized_modules", "split_weight",
 ]

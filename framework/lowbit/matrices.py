@@ -43,24 +43,31 @@ def known_matrices(model: nn.Module) -> dict[str, Matrix]:
 
     That is the weight of a linear layer (``nn.Linear`` itself; users of other subclasses might not call them) and of
     the ``Conv1D`` of Hugging Face, the projections of ``nn.MultiheadAttention``, and the three-dimensional parameters
-    of modules that torch does not have: experts, a matrix for each.
+    of modules that torch does not have: experts, a matrix for each. A weight that is computed from other parameters, by
+    pruning or weight normalisation say, is none.
     """
     found: dict[str, Matrix] = {}
     for name, module in model.named_modules():
         if isinstance(module, ProductCasts):
             continue
-        if isinstance(module, BitLinear) or type(module) is nn.Linear:
+        if isinstance(module, BitLinear) or (type(module) is nn.Linear and has_own_weight(module)):
             found[name] = Matrix(module)
         for key in _keys(module):
             found[name if key == "weight" else f"{name}.{key}".strip(".")] = Matrix(module, key)
     return found
 
 
+def has_own_weight(module: nn.Module) -> bool:
+    """Return whether the weight of a layer is a parameter, and not computed from others, as by ``prune``."""
+    return module._parameters.get("weight") is not None
+
+
 def _keys(module: nn.Module) -> list[str]:
     plain = plain_class(module)
     own = {key: each for key, each in module._parameters.items() if each is not None and each.is_floating_point()}
     if plain is nn.MultiheadAttention:
-        return [key for key in ATTENTION if key in own or key in module._modules]
+        children = {key: child for key, child in module._modules.items() if child is not None and has_own_weight(child)}
+        return [key for key in ATTENTION if key in own or key in children]
     if plain.__name__ == "Conv1D" and "weight" in own and own["weight"].ndim == 2:  # its package need not be there
         return ["weight"]
     if plain.__module__.partition(".")[0] == "torch":

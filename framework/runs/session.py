@@ -1,7 +1,7 @@
 """One run of the command: checks everything first, then trains the strategies one after the other."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -50,6 +50,8 @@ class Setup:
     record: RunRecord
     hooks: Sequence[ConfiguredHook]
     guardian_device: torch.device | None
+    left_out: Mapping[str, str]
+    """Why hooks of a group could not be made, by name."""
     reference: Reference | None = None
     resumed: Checkpoint | None = None
     summary: dict[str, Any] | None = None
@@ -176,14 +178,20 @@ class Session:
         options = self.options
         check_experiment(self.runner, ExperimentRunner)
         strategies = chosen_strategies(self.runner, options.strategies)
-        hooks = self._hooks(strategies)
+        left_out: dict[str, dict[str, str]] = {strategy: {} for strategy in strategies}
+        hooks = self._hooks(strategies, left_out)
         device = check_device(options.guardian_device) if options.guardian_device else None
         configs = [replace(self.runner.config, seed=seed) for seed in options.seeds] or [self.runner.config]
         both = [(strategy, config) for config in configs for strategy in strategies]
-        return [self._setup(strategy, config, hooks[strategy], device) for strategy, config in both]
+        return [self._setup(strategy, config, hooks[strategy], device, left_out[strategy]) for strategy, config in both]
 
     def _setup(
-        self, strategy: str, config: ExperimentConfig, hooks: Sequence[ConfiguredHook], device: torch.device | None
+        self,
+        strategy: str,
+        config: ExperimentConfig,
+        hooks: Sequence[ConfiguredHook],
+        device: torch.device | None,
+        left_out: Mapping[str, str],
     ) -> Setup:
         """Say what is run, as far as it is known before the model is built, and where."""
         options, name = self.options, self.runner.name
@@ -191,10 +199,15 @@ class Session:
         record = RunRecord.planned(hooks, options.on_hook_error, options.audit_hooks, **known)
         path = (self._elsewhere or Path(self.runner.config.output_dir)) / name / strategy
         folder = RunFolder(path / seed_name(config.seed) if options.seeds else path, strategy)
-        return Setup(config.seed, folder, record, hooks, device)
+        return Setup(config.seed, folder, record, hooks, device, left_out)
 
-    def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
-        """Make the hooks of every strategy; strategies share a hook where its options are the same."""
+    def _hooks(
+        self, strategies: Sequence[str], left_out: Mapping[str, MutableMapping[str, str]]
+    ) -> dict[str, list[ConfiguredHook]]:
+        """Make the hooks of every strategy; strategies share a hook where its options are the same.
+
+        Hooks of a group that cannot be made are added to ``left_out``, by strategy and name, with the reason.
+        """
         options, runner = self.options, self.runner
         group = options.with_hooks or runner.default_group
         own = {strategy: asked(runner, "strategy_hooks", strategy) for strategy in strategies}
@@ -205,7 +218,14 @@ class Session:
         }
         given, made = options.hook_options, list[ConfiguredHook]()
         refuse_idle_options(given, {name for active in names.values() for name in active})
-        return {strategy: build_hooks(names[strategy], given, own[strategy], made) for strategy in strategies}
+        return {
+            strategy: build_hooks(
+                *(names[strategy], given, own[strategy], made),
+                required=[*options.hooks, *own[strategy]],
+                left_out=left_out[strategy],
+            )
+            for strategy in strategies
+        }
 
     def _keeps(self) -> bool:
         """Return whether any sink keeps the metrics."""
@@ -275,6 +295,7 @@ class Session:
             state,
             loop=runner.loop,
             required=[*options.hooks, *runner.strategy_hooks(setup.folder.strategy)],
+            left_out=setup.left_out,
             sinks=self.make_sinks() if self._elsewhere is None else [],
             on_error=options.on_hook_error,
             audit=options.audit_hooks,

@@ -113,10 +113,15 @@ class AttentionLayer:
         """Return the matrices of queries, keys, values and output, each (out, in), whole."""
         module = self.module
         if isinstance(module, nn.MultiheadAttention):
-            apart = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
-            fused = module.in_proj_weight
-            query, key, values = map(whole, apart) if fused is None else whole(fused).chunk(3)
-            return query, key, values, whole(module.out_proj.weight)
+            own, made = module._parameters, module.out_proj._parameters.get("weight")
+            fused, apart = own.get("in_proj_weight"), [own.get(f"{each}_proj_weight") for each in "qkv"]
+            present = [each for each in apart if each is not None]
+            if made is None or (fused is None and len(present) < 3):  # computed from other parameters
+                return None
+            query, key, values = map(whole, present) if fused is None else whole(fused).chunk(3)
+            return query, key, values, whole(made)
+        if any(each._parameters.get("weight") is None for each in self.projections):
+            return None
         *inputs, last = map(matrix, self.projections)
         if len(inputs) > 1:
             query, key, values = inputs if len(inputs) == 3 else (inputs[0], *inputs[1].chunk(2))

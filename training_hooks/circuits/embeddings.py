@@ -5,10 +5,19 @@ from torch import nn
 
 
 def first_embedding(model: nn.Module, hook: str) -> str:
-    """Return the name of the first ``nn.Embedding``'s weight, or raise :class:`UnsuitableError` for ``hook``."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
+    """Return the name of the first ``nn.Embedding``'s weight, or raise :class:`UnsuitableError` for ``hook``.
+
+    One whose weight is computed from other parameters, by ``prune`` or ``weight_norm`` say, does not count.
+    """
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    for name, table in tables.items():
+        if table._parameters.get("weight") is not None:
             return f"{name}.weight" if name else "weight"
+    if tables:
+        raise UnsuitableError(
+            f"Hook {hook!r} needs a token embedding whose weight is a parameter, and that of {listed([*tables], 3)} is "
+            f"computed from others, as by prune or weight_norm. Name a matrix with --hook-config {hook}.embedding=NAME."
+        )
     kinds = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name]
     raise UnsuitableError(
         f"Hook {hook!r} needs a token embedding, and the model has no nn.Embedding. Its modules: "
@@ -41,7 +50,9 @@ def output_projection(model: nn.Module, embedding: str) -> str:
     table = model.get_parameter(embedding)
     found = ""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and len(module.weight) == len(table) and module.weight is not table:
+        # not ``module.weight``, which a parametrised module computes at every access
+        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+        if weight is not None and len(weight) == len(table) and weight is not table:
             found = f"{name}.weight" if name else "weight"
     return found
 

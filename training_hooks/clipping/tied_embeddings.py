@@ -131,6 +131,7 @@ class EmbeddingPair:
         """Find a pair before any pass: modules that share a weight, else a functional head on the only embedding."""
         modules = dict(model.named_modules())
         tables = [name for name, each in modules.items() if isinstance(each, nn.Embedding)]
+        tables = [name for name in tables if modules[name]._parameters.get("weight") is not None]
         tables = [name for name in tables if embedding in (None, name)]
         shared = any(pair.tied for pair in cls._candidates(modules, None))
         if shared or projection is not None or len(tables) != 1:
@@ -146,16 +147,18 @@ class EmbeddingPair:
         makes_output: Callable[[Tensor | None], bool] = lambda weight: seen is None or seen.made_by(weight)
         tied, untied = list[EmbeddingPair](), list[EmbeddingPair]()
         for name, table in live.items():
-            if not isinstance(table, nn.Embedding):
+            # not ``table.weight``: a parametrised module computes another tensor at every access, and spectral_norm
+            # moves its buffers by that
+            matrix = table._parameters.get("weight")
+            if not isinstance(table, nn.Embedding) or matrix is None:
                 continue
-            # not ``each.weight``: a parametrised module computes another tensor at every access
             weights = {other: each._parameters.get("weight") for other, each in live.items() if each is not table}
-            sharing = [other for other, weight in weights.items() if weight is table.weight and makes_output(weight)]
+            sharing = [other for other, weight in weights.items() if weight is matrix and makes_output(weight)]
             if seen is not None:
                 sharing = [other for other in sharing if not isinstance(live[other], nn.Embedding)]
-                sharing = sharing or [""] * any(matrix is table.weight for matrix in seen.of_output)
-            linear = {other: live[other] for other in weights if isinstance(live[other], nn.Linear)}
-            shaped = [other for other, each in linear.items() if each.weight.shape == table.weight.shape]
+                sharing = sharing or [""] * any(each is matrix for each in seen.of_output)
+            linear = {other: weight for other, weight in weights.items() if isinstance(live[other], nn.Linear)}
+            shaped = [other for other, weight in linear.items() if weight is not None and weight.shape == matrix.shape]
             alike = [other for other in shaped if makes_output(weights[other])]
             tied += [cls(name, other, tied=True) for other in sharing]
             untied += [cls(name, other, tied=False) for other in (alike if seen is not None else alike[-1:])]
@@ -174,7 +177,7 @@ class EmbeddingPair:
                 f"{hook}.projection is {projection!r}, but the model's output is not made by it from {embedding!r}; "
                 "leave both names out to have the pair found."
             )
-        return cls(embedding, projection, tied=modules[embedding].weight is weight)
+        return cls(embedding, projection, tied=modules[embedding]._parameters["weight"] is weight)
 
     def __str__(self) -> str:
         """Name both, and say how they are tied."""

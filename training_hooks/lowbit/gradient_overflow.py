@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError, counted, require, unknown
+from loopscope.errors import UnsuitableError, UsageError, counted, listed, require, unknown
 from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
@@ -16,7 +16,7 @@ from loopscope.state import whole
 from torch import Tensor, nn
 
 from ..measures import notice
-from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of
+from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of, with_computed_weights
 from .overflow_ledger import Alarm, Ledger, Page, Values, infos, turn, values_by_role, values_together
 from .product_errors import LAYERS, PRODUCTS, oriented
 
@@ -130,12 +130,15 @@ class GradientOverflow(TrainingHook):
         self._layers = linear_layers(run.model) if OUTPUT in self._casts.subjects else {}
         self._counts = bool(ledgers[QUANTIZERS].layers)
         self._asks = self._asks_always or not self._counts
+        computed = with_computed_weights(run.model) if OUTPUT in self._casts.subjects else []
+        why = "whose weights are computed from other parameters, as by prune or weight_norm"
         if not self._counts and not any(ledger.layers for ledger in ledgers.values()):
             rest = [subject for subject in self._casts.subjects if subject != OUTPUT]
             wanted = ["output gradients of linear layers"] * (OUTPUT in self._casts.subjects)
             wanted += [f"{' or '.join(rest)} of parameters that are trained"] * bool(rest)
             raise UnsuitableError(
-                f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(wanted)}; the model has neither."
+                f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(wanted)}; the model has neither"
+                + (f", but layers {why}: {listed(computed, 3)}." if computed else ".")
             )
         for subject, ledger in ledgers.items():
             ledger.load_state_dict(self._ledgers[subject].state_dict())
@@ -154,6 +157,8 @@ class GradientOverflow(TrainingHook):
             subjects = ", ".join(self._casts.subjects).replace("_", " ")
             often = _often(self.interval if self._counts else self.step_schedule.every_n_steps)
             notice(f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.")
+            if computed:
+                notice(f"gradient_overflow leaves out layers {why}: {listed(computed, 3)}.")
 
     def _fit_schedule(self) -> None:
         """Fire where quantisers are counted; what if is asked at some of these steps."""

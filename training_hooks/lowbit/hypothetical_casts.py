@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from loopscope import Remembered
 from loopscope.hooks import Remembering
-from loopscope.lowbit import known_matrices
+from loopscope.lowbit import has_own_weight, known_matrices
 from loopscope.lowbit.casts import Cast, largest_magnitudes
 from loopscope.state import trainable, whole
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ OUTPUT = "output_gradients"
 def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
     """Return the modules whose output is one product with their weight, and whether that lies transposed (in, out)."""
     found = {name: each for name, each in known_matrices(model).items() if each.key in ("", "weight")}
-    return {name: (each.owner, each.key == "weight") for name, each in found.items() if each.weight.ndim == 2}
+    own = {name: each for name, each in found.items() if has_own_weight(each.owner)}
+    return {name: (each.owner, each.key == "weight") for name, each in own.items() if each.weight.ndim == 2}
+
+
+def with_computed_weights(model: nn.Module) -> list[str]:
+    """Name the linear layers whose weights are computed from other parameters, by ``prune`` or ``weight_norm`` say."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return [name for name, layer in layers.items() if not has_own_weight(layer)]
 
 
 def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:

@@ -1,0 +1,371 @@
+"""Hooks that only a group switched on never end a run before their first report; hooks that were named do."""
+
+import json
+import warnings
+from functools import partial
+
+import loopscope
+import pytest
+import torch
+from loopscope import HookPoint, InterventionHook, TrainingHook
+from loopscope.errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import GradientTap, StatePart
+from loopscope.state import Transient
+from torch import nn
+
+from tests.framework.runs.small_experiment import registered, session
+from tests.support import Case, SpyHook, assert_same_bytes, at, build, train
+
+OF_GROUP = partial(HookManager, required=())
+POINTS = [point.name for point in HookPoint]
+METHODS = ("describe_metrics", "start", "taps", "tap", "end", "table")
+
+
+class Failing(TrainingHook):
+    """Raises in one of its methods, or at one hook point."""
+
+    name = "failing"
+    hook_points = frozenset(HookPoint)
+    metrics = "value | 1 | 1 | one"
+    needs_grads = True
+
+    def __init__(self, *, where: str = "", error: type[BaseException] = ValueError, at_step: int = 0) -> None:
+        self.where, self.error, self.at_step = where, error, at_step
+
+    def maybe_raise(self, where: str, step: int = 0) -> None:
+        if where == self.where and step >= self.at_step:
+            raise self.error("cannot read this model")
+
+    def describe_metrics(self):
+        self.maybe_raise("describe_metrics")
+        return super().describe_metrics()
+
+    def start(self, run):
+        self.maybe_raise("start")
+
+    def taps(self, model):
+        self.maybe_raise("taps")
+        name = next(name for name, _ in model.named_parameters())
+        return [GradientTap(name, "parameter", lambda gradient: self.maybe_raise("tap"))]
+
+    def compute(self, ctx):
+        self.maybe_raise(ctx.hook_point.name, ctx.step)
+        return {"value": 1.0} if self.at_step else {}
+
+    def check(self, values, step):
+        self.maybe_raise("check", step)
+
+    def end(self, status):
+        self.maybe_raise("end")
+
+    def table(self):
+        self.maybe_raise("table")
+        return {}
+
+    def reset(self):
+        self.maybe_raise("reset")
+
+    def state_dict(self):
+        self.maybe_raise("state_dict")
+        return {}
+
+    def load_state_dict(self, state):
+        self.maybe_raise("load_state_dict")
+
+
+@pytest.mark.parametrize("where", [*METHODS, *POINTS])
+def test_a_hook_of_a_group_is_left_out(where: str) -> None:
+    """Whatever it raises first, the run has the bytes that it has without hooks, and other hooks go on."""
+    spy = at(SpyHook, HookPoint.POST_STEP)()
+    with pytest.warns(RunNotice, match="Left out: Hook 'failing' raised at .*cannot read this model") as told:
+        run = train(Case(), [Failing(where=where), spy], manager_class=OF_GROUP, checkpoint_every=1)
+    assert "cannot read this model" in run.manager.hooks.failures.left_out["failing"]
+    assert len([each for each in told if "Left out" in str(each.message)]) == 1
+    assert run.manager.hooks.failures.errors == []
+    assert len(spy.seen) == run.state.loop.step > 0
+    assert_same_bytes(run, Case())
+
+
+@pytest.mark.parametrize(
+    "error", [UsageError, MemoryError, SystemExit, ZeroDivisionError, AttributeError, LoopscopeError]
+)
+@pytest.mark.parametrize("where", ["start", "POST_STEP"])
+def test_any_error_leaves_it_out(where: str, error: type[BaseException]) -> None:
+    with pytest.warns(RunNotice, match=f"Left out: Hook 'failing' raised at {where}"):
+        run = train(Case(), [Failing(where=where, error=error)], manager_class=OF_GROUP)
+    assert run.error is None
+
+
+@pytest.mark.parametrize("where", ["describe_metrics", "start", "taps", "tap", "PRE_STEP", "POST_EPOCH", "end"])
+def test_a_named_hook_raises(where: str) -> None:
+    manager = partial(HookManager, required=["failing"])
+    with pytest.raises(HookError, match=f"'failing' raised at {where}"):
+        train(Case(), [Failing(where=where)], manager_class=manager)
+
+
+@pytest.mark.parametrize("where", ["POST_STEP", "PRE_UPDATE", "check"])
+def test_after_its_first_report_it_raises(where: str) -> None:
+    with pytest.raises(HookError, match=f"'failing' raised at {where}"):
+        train(Case(), [Failing(where=where, at_step=3)], manager_class=OF_GROUP)
+
+
+def test_a_step_without_metrics_is_no_report() -> None:
+    """Its compute returns nothing at the points before, for two steps."""
+    hook = Failing(where="POST_STEP", at_step=3)
+    hook.compute = lambda ctx: hook.maybe_raise(ctx.hook_point.name, ctx.step) or {}
+    with pytest.warns(RunNotice, match="raised at POST_STEP of step 3, before its first report"):
+        train(Case(), [hook], manager_class=OF_GROUP)
+
+
+@pytest.mark.parametrize("where", ["state_dict", "load_state_dict", "reset"])
+def test_states_and_resets_leave_it_out(where: str) -> None:
+    task, state = build(Case())
+    manager = HookManager([Failing(where=where), SpyHook()], task, state, required=())
+    arguments = [{"failing": {}, "spy": {}}] if where == "load_state_dict" else []
+    with pytest.warns(RunNotice, match=f"'failing' raised at {where}, before its first report"):
+        getattr(manager.hooks, where)(*arguments)
+    assert [hook.name for hook in manager.hooks] == ["spy"]
+
+
+def test_a_mutation_stays_fatal() -> None:
+    def write(ctx):
+        with torch.no_grad():
+            next(ctx.model.parameters()).mul_(2)
+
+    with pytest.raises(StateMutationError, match="'spy' at PRE_STEP of step 1"):
+        train(Case(), [at(SpyHook, HookPoint.PRE_STEP)(write)], manager_class=OF_GROUP)
+
+
+class Overreaching(InterventionHook):
+    """Commits what it has not declared."""
+
+    name = "overreaching"
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
+    metrics = "value | 1 | 1 | one"
+    commits = frozenset({StatePart.PARAMETERS})
+
+    def intervene(self, run_ctx, model_ctx):
+        model_ctx.scale_gradients(0.5)
+        return {"value": 1.0}
+
+
+def test_an_undeclared_commit_leaves_it_out() -> None:
+    """Nothing was applied, so the run goes on from the true state."""
+    with pytest.warns(RunNotice, match="Left out: Hook 'overreaching' raised at POST_BACKWARD of step 1"):
+        run = train(Case(), [Overreaching()], manager_class=OF_GROUP)
+    assert_same_bytes(run, Case())
+
+
+class Needy(TrainingHook):
+    name = "needy"
+    hook_points = frozenset({HookPoint.POST_STEP, HookPoint.POST_EPOCH})
+    metrics = "value | 1 | 1 | one"
+
+    def compute(self, ctx):
+        return {}
+
+
+NEEDS = ("needs_target_grad", "needs_grads", "needs_prev_step_grads", "needs_step_series", "needs_pre_epoch_state")
+
+
+def unable(*arguments, **options):
+    raise NotImplementedError("no such kernel")
+
+
+@pytest.mark.parametrize("need", NEEDS)
+@pytest.mark.parametrize("required", [(), ("needy",)])
+def test_a_need_that_cannot_be_computed(need: str, required, monkeypatch) -> None:
+    """The hook that asked for it is left out; a named one lets the error through."""
+    hook = type("Needy", (Needy,), {need: True})()
+    monkeypatch.setattr("loopscope.firing.driver.accumulate", unable)
+    monkeypatch.setattr("loopscope.firing.driver._append", unable)
+
+    def prepare(task, state):
+        task.target_grad = unable
+        if need == "needs_prev_step_grads":
+            parameter = next(task.model.parameters())
+            parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", Unclonable(each.grad)))
+        if need == "needs_pre_epoch_state":
+            monkeypatch.setattr("loopscope.isolation.guardian.copy_each", unable)
+
+    run = partial(train, Case(), [hook], introduce=prepare, every_step=False, audit=False)
+    if required:
+        with pytest.raises(NotImplementedError):
+            run(manager_class=partial(HookManager, required=required))
+        return
+    with pytest.warns(
+        RunNotice, match=f"'needy' cannot be served: {need} failed with NotImplementedError: no such kernel"
+    ):
+        run(manager_class=OF_GROUP)
+
+
+class Unclonable(torch.Tensor):
+    """A gradient that cannot be copied by ``clone``."""
+
+    def __new__(cls, gradient: torch.Tensor):
+        return gradient.as_subclass(cls)
+
+    def clone(self, **options):
+        return unable()
+
+
+class Acting(InterventionHook):
+    name = "acting"
+    hook_points = frozenset({HookPoint.SNAPSHOT})
+    metrics = "value | 1 | 1 | one"
+
+    def intervene(self, run_ctx, model_ctx):
+        return {"value": 1.0}
+
+
+def test_a_state_out_of_reach_leaves_interventions_out() -> None:
+    hold = lambda task, state: setattr(task.model, "stream", iter([1]))
+    with pytest.warns(RunNotice, match="Left out: Hook 'acting' cannot be served: start failed with"):
+        run = train(
+            Case(), [Acting(), SpyHook()], manager_class=OF_GROUP, introduce=hold, every_step=False, audit=False
+        )
+    assert [hook.name for hook in run.manager.hooks] == ["spy"]
+    assert not issubclass(type(iter([1])), Transient)
+    with pytest.raises(UsageError, match="out of reach"):
+        train(Case(), [Acting()], introduce=hold, every_step=False, audit=False)
+
+
+class Lost(TrainingHook):
+    """Taps a layer that is not there."""
+
+    name = "lost"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    metrics = "value | 1 | 1 | one"
+
+    def taps(self, model):
+        return [GradientTap("nowhere", "output", lambda gradient: None)]
+
+    def compute(self, ctx):
+        return {}
+
+
+def test_a_tap_that_cannot_be_attached() -> None:
+    """The taps of other hooks are attached all the same."""
+    heard = []
+    other = Failing()
+    other.maybe_raise = lambda where, step=0: heard.append(where)
+    with pytest.warns(RunNotice, match="'lost' cannot be served: taps failed with"):
+        train(Case(), [other, Lost()], manager_class=OF_GROUP)
+    assert "tap" in heard
+    with pytest.raises(UsageError, match="nowhere"):
+        train(Case(), [Lost()])
+
+
+# By the ways in which hooks are chosen
+
+
+def attached(folder, *, state=None, steps=2, model=None, **chosen):
+    """Train a few steps with attached hooks; return the summary and the state of the scope."""
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = {"sinks": ["jsonl"], "display": "none", "out": folder, **chosen}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with loopscope.attach(model, optimizer, **chosen) as scope:
+            if state is not None:
+                scope.load_state_dict(state)
+            for x in scope.batches([torch.ones(2, 4)] * steps):
+                scope.backward(model(x).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            kept = scope.state_dict()
+    return json.loads((folder / "summary.json").read_text()), kept
+
+
+class Late(TrainingHook):
+    """Raises where its class says, in the ``last``-th call."""
+
+    name = "late"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    metrics = "value | 1 | 1 | one"
+    last, where = 1, "compute"
+
+    def __init__(self) -> None:
+        if self.where == "__init__":
+            raise ValueError("cannot be made")
+        self.calls = 0
+
+    def compute(self, ctx):
+        self.calls += 1
+        if self.calls >= self.last and self.where == "compute":
+            raise ValueError("cannot go on")
+        return {"value": 1.0}
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        if self.where == "load_state_dict":
+            raise ValueError("cannot take this back")
+
+
+def late(where: str, last: int = 1) -> type[TrainingHook]:
+    return type("Late", (Late,), {"where": where, "last": last})
+
+
+@pytest.fixture(autouse=True)
+def without_other_observers(monkeypatch):
+    """Make the group of observers a small one, as many of them take a second."""
+    from loopscope.hooks import selection
+
+    small = lambda keyword: ["late", "norms"]
+    monkeypatch.setattr(selection, "bulk_hooks", small)
+
+
+@pytest.mark.parametrize("where", ["compute", "__init__"])
+def test_attached_groups_do_without_it(tmp_path, where: str) -> None:
+    with registered(late(where)):
+        summary, _ = attached(tmp_path / "group", with_hooks="observers")
+        assert "cannot " in summary["hooks_left_out"]["late"]
+        assert summary["status"] == "completed"
+        for named in ({"hooks": ["late"]}, {"with_hooks": "observers", "hooks": ["late"]}):
+            with pytest.raises((HookError, UsageError), match=r"'late'.*cannot "):
+                attached(tmp_path / str(len(named)), **named)
+
+
+@pytest.mark.parametrize("where", ["compute", "__init__"])
+def test_sessions_do_without_it(tmp_path, where: str) -> None:
+    with registered(late(where)):
+        with pytest.warns(RunNotice, match="Left out: Hook 'late'"):
+            (summary,) = session(tmp_path / "group", strategies=["plain"], epochs=1, with_hooks="observers").run()
+        assert "cannot " in summary["hooks_left_out"]["late"]
+        chosen = {"with_hooks": "observers", "hooks": ["late"]}
+        with pytest.raises((HookError, UsageError), match=r"'late'.*cannot "):
+            session(tmp_path / "named", strategies=["plain"], epochs=1, **chosen).run()
+
+
+def test_options_that_a_hook_refuses_are_refused(tmp_path) -> None:
+    """Options are somebody's wish, so that a hook that cannot be made with them is not left out in silence."""
+
+    class WithOption(Late):
+        def __init__(self, *, width: int = 1) -> None:
+            raise ValueError(f"cannot be made with {width}")
+
+    with registered(WithOption), pytest.raises(UsageError, match=r"'late' cannot be made with \(width=2\)"):
+        attached(tmp_path, with_hooks="observers", hook_options={"late": {"width": 2}})
+
+
+@pytest.mark.parametrize("where", ["compute", "load_state_dict"])
+def test_a_report_before_an_interruption_counts(tmp_path, where: str) -> None:
+    with registered(late("nowhere")):
+        _, reported = attached(tmp_path / "reported", with_hooks="observers")
+    with registered(late(where)), pytest.raises((HookError, UsageError), match=r"'late' (raised at|cannot take)"):
+        attached(tmp_path / "reported", with_hooks="observers", state=reported)
+
+
+@pytest.mark.parametrize("where", ["compute", "load_state_dict"])
+def test_without_a_report_before_an_interruption(tmp_path, where: str) -> None:
+    silent = late("nowhere")
+    silent.compute = lambda self, ctx: {}
+    with registered(silent):
+        _, state = attached(tmp_path, with_hooks="observers")
+    with registered(late(where)):
+        summary, _ = attached(tmp_path, with_hooks="observers", state=state)
+    assert "cannot " in summary["hooks_left_out"]["late"]
