@@ -133,5 +133,5 @@ class SinkStates(RuleBasedStateMachine):
         del os.environ["WANDB_MODE"]
 
 
-SinkStates.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+SinkStates.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 TestSinkStates = SinkStates.TestCase
