@@ -10,6 +10,8 @@ BENCH_STAMP := $(VENV)/.installed-bench
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
+# Compiled modules are kept, whatever the shell says: tests start many processes, each of which would compile all again.
+unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := not slow and not statistical and not process and not ranks and not compile and not browser and not trainer \
 	and not gpu and not xla

@@ -4,10 +4,12 @@ import gc
 import os
 import platform
 import random
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +40,16 @@ settings.load_profile("any machine")
 platform.platform()  # asks the program uname for the processor, once per process
 guard = ResourceGuard()
 guard.install()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file all of whose tests are deselected: trainers and browsers take seconds to import."""
+    excluded = _excluded_markers(config.option.markexpr)
+    if not excluded or collection_path.suffix != ".py":
+        return None
+    found = re.search(r"^pytestmark = (?:\[.*?^\]|.*?$)", collection_path.read_text(encoding="utf-8"), re.M | re.S)
+    marks = set(re.findall(r"pytest\.mark\.(\w+)", found.group())) if found else set()
+    return True if marks & excluded else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

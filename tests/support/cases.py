@@ -31,6 +31,15 @@ def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
     return [] if condition else [pytest.mark.slow]
 
 
+def some_of(values: Iterable[Any], every: int = 2) -> list[Any]:
+    """Return a parameter for each value; without ``slow``, only the first of each ``every`` is tested."""
+    rows = enumerate(values)
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=slow_unless(index % every == 0))
+        for index, row in rows
+    ]
+
+
 def matrix(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Test every row of the product of axes, whose values are hashable; without ``slow``, every two values of two axes.
 
