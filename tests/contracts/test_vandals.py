@@ -154,7 +154,7 @@ def test_the_tripwire_alone_sees(name):
 deeds = st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=3)
 points = st.sets(st.sampled_from(POINTS), min_size=1).map(sorted)
 cases = st.sampled_from(CASES)
-FEW = settings(max_examples=15, deadline=None, derandomize=True)
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
 MANY = settings(max_examples=500, deadline=None)
 
 

@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(KINDS[kind], id=kind, marks=slow_unless(kind != "intervention")) for kind in KINDS]
+    "kind", [pytest.param(KINDS[kind], id=kind, marks=slow_unless(kind == "observer")) for kind in KINDS]
 )
 def test_printed_commands_run_and_test_new_file(kind: list[str], folder: Path, monkeypatch, capfd) -> None:
     """The command writes a module and its test for each kind, and both printed commands succeed."""

@@ -95,7 +95,7 @@ def test_distances_are_those_of_runs_of_one_seed() -> None:
 
 def test_seed_runs_resume_individually_and_together(tmp_path: Path) -> None:
     """Resuming a seed, a strategy or the whole experiment restores the same files, rows and weights."""
-    words = ("--strategy", "plain", "clipped", "--seed", "0", "10", "2", "--save-checkpoints", QUIET)
+    words = ("--strategy", "plain", "clipped", "--seed", "0", "10", "--save-checkpoints", QUIET)
     run(tmp_path / "before", *words)
     (tmp_path / "before").rename(tmp_path / "after")
     runs, whole = tmp_path / "after/small", contents(tmp_path / "after")

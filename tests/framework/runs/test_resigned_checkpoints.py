@@ -130,14 +130,14 @@ def check_state(whole: Path, capfd: Any, data: Any, command: str) -> None:
     refused_or_done(command, whole, capfd, lambda folder: with_state(folder, changed(content, path, value)))
 
 
-@settings(max_examples=12, **REST)
+@settings(max_examples=8, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
 def test_signed_manifest_is_used_or_refused(whole, capfd, data, command) -> None:
     """A manifest with one changed field and a valid digest is used or refused in one sentence."""
     check_manifest(whole, capfd, data, command)
 
 
-@settings(max_examples=12, **REST)
+@settings(max_examples=8, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
 def test_signed_state_is_used_or_refused(whole, capfd, data, command) -> None:
     """A state with one changed field and a valid digest is used or refused in one sentence."""

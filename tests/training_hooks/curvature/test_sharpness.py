@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from tests.framework.training.test_curvature import KINDS, data, dense_hessian, mean_loss
 from tests.support import Case, RecordingSink, assert_same_bytes, run_info, train
+from tests.support.processes import own_process
 
 ROWS, BATCH, STEPS = 7, 4, 2
 WHOLE = {"batches": 9, "density_probes": 0, "iterations": 200, "k": 4, "critical_passes": 0}
@@ -358,6 +359,7 @@ def test_undrawable_loader_is_measured_in_order():
 
 
 @pytest.mark.parametrize("case", [Case("transformer", "adamw_fused"), Case("tied", "sgd_momentum", "step")], ids=str)
+@own_process
 def test_repeatedly_measured_run_matches_bare_run(case):
     """The hook measures at several snapshots, in the epoch loop and in the step loop."""
     run = train(case, [Sharpness()], steps=9)
