@@ -33,13 +33,24 @@ if "OMP_NUM_THREADS" not in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and every process of the tests would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-settings.register_profile("any machine", deadline=None, max_examples=40)
-settings.load_profile("any machine")
+# The same examples in every run, so that one run's result and time do not differ from the next; make slow draws others.
+settings.register_profile("same examples", deadline=None, max_examples=40, derandomize=True)
+settings.register_profile("new examples", deadline=None, max_examples=40)
+settings.load_profile("same examples")
 
 
 platform.platform()  # asks the program uname for the processor, once per process
 guard = ResourceGuard()
 guard.install()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the limit on the processor time of quick tests, which ``make fast`` sets."""
+    parser.addoption("--quick-limit", type=float, help="fail quick tests that take more seconds of processor time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    guard.quick_limit = config.option.quick_limit
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,8 +1,9 @@
-"""Limits on what a test may use: the resources that its markers name, and a second of processor time.
+"""Limits on what a test may use: the resources that its markers name, and processor time.
 
 A test that starts a process, ranks or the compiler carries the marker of that resource. Without it the start raises,
-and the test fails even if the code under test swallows that. Everything else is a quick test, which may take
-:func:`allowed_seconds` of processor time; fixtures that several tests share are not counted.
+and the test fails even if the code under test catches the exception. Everything else is a quick test, whose processor
+time ``--quick-limit`` bounds (``make fast`` passes it). Fixtures that several tests share are not counted, nor is a test
+that is the first in its process to import a library.
 """
 
 import functools
@@ -25,11 +26,8 @@ RESOURCES = {"process": {"process", "ranks", "compile", "browser"}, "ranks": {"r
 """What is guarded, with the markers that allow it: ranks are processes, and a compiler and a browser start some."""
 UNTIMED = {"process", "ranks", "compile", "browser", "trainer", "statistical"} | EXEMPT
 """Markers whose tests may take longer than a quick one."""
-
-
-def allowed_seconds() -> float:
-    """Return the processor time a quick test may take: 1 s, and 2 s in CI, where hosts are slower."""
-    return 2.0 if os.environ.get("CI") else 1.0
+FIRST_IMPORT = 10
+"""A test during which this many modules are imported pays for the tests after it, and its time is not limited."""
 
 
 class ResourceGuard:
@@ -39,9 +37,12 @@ class ResourceGuard:
     """
 
     def __init__(self) -> None:
+        self.quick_limit: float | None = None
+        """Seconds of processor time that a quick test may take; None for no limit."""
         self._markers: set[str] | None = None
         self._refused: list[str] = []
         self._started = self._uncounted = 0.0
+        self._imported = 0
         self._watches_dynamo = False
 
     def install(self) -> None:
@@ -57,6 +58,7 @@ class ResourceGuard:
         self._markers = {marker.name for marker in item.iter_markers()}
         self._refused, self._uncounted = [], 0.0
         self._watch_dynamo()
+        self._imported = len(sys.modules)
         self._started = time.process_time()
 
     def end(self) -> None:
@@ -65,10 +67,11 @@ class ResourceGuard:
         markers, self._markers = self._markers or set(), None
         if self._refused:
             pytest.fail(self._refused[0], pytrace=False)
-        if seconds > allowed_seconds() and not markers & UNTIMED:
+        is_timed = not markers & UNTIMED and len(sys.modules) - self._imported < FIRST_IMPORT
+        if is_timed and self.quick_limit is not None and seconds > self.quick_limit:
             pytest.fail(
-                f"This quick test took {seconds:.1f} s of processor time, and may take {allowed_seconds():g} s: make "
-                "it smaller, or mark it slow.",
+                f"This quick test took {seconds:.1f} s of processor time; the limit is {self.quick_limit:g} s. "
+                "Make it smaller, or mark it slow.",
                 pytrace=False,
             )
 

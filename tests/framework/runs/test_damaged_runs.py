@@ -243,7 +243,7 @@ def check_reading(whole, capfd, data, command) -> None:
     assert status == 0 or said
 
 
-@settings(max_examples=10, **REST)
+@settings(max_examples=5, **REST)
 @given(data=st.data(), command=st.sampled_from(READING))
 def test_reading_commands_never_show_tracebacks(whole, capfd, data, command) -> None:
     """Any damage gives a known exit status and messages with the program name."""
