@@ -188,7 +188,7 @@ REASONS = {
 """What the table says of a hook that is left out, by what the hook says itself."""
 INTRO = """# Hooks on real models
 
-What [`loopscope.attach`](own-loop.md) measures on models of `transformers`, tiny ones with random weights, trained
+What [`loopscope.attach`](custom-loop.md) measures on models of `transformers`, tiny ones with random weights, trained
 for four steps with every hook on. `make docs` trains them and writes this table; `docs/real_models.py` has the
 configurations and the options. Every step of these trainings is, to the last bit, that of the same loop without hooks.
 What depends on the architecture is compared with plain formulas and with the models' own attention weights, by layer

@@ -17,10 +17,10 @@ from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedu
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
 from .attached_run import AttachedRun
-from .choices import Choices, OnError, Shown, Wanted
-from .own_loop import OwnLoop
+from .attach_options import AttachOptions, OnError, Shown, Wanted
+from .custom_loop import CustomLoop
 from .scope import Scope
-from .wrapped import unwrapped
+from .model_wrappers import unwrapped
 
 
 def attach(
@@ -91,7 +91,7 @@ def attach(
         RankLostError: where other ranks do not attach hooks as well.
     """
     given = locals()
-    chosen = {name: given[name] for name in Choices.__dataclass_fields__ if given[name] is not None}
+    chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
     with preserved_streams():  # plug-ins are imported, hooks are made, and a plain loop's run is built
         return _attach(target, chosen, given)
 
@@ -102,7 +102,7 @@ def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) ->
         import_module(f"loopscope.{package}")
     HookRegistry.discover()
     SinkRegistry.discover()
-    choices = Choices(**chosen)
+    choices = AttachOptions(**chosen)
     if trainer := _trainer_of(target):
         own = [name for name in ("optimizer", "scheduler", "scaler", "accelerator", "ranks") if given[name] is not None]
         require(not own, f"The trainer has its own {' and '.join(own)}; give attach the trainer alone.")
@@ -132,7 +132,7 @@ def _trainer_of(target: Any) -> str:
 def _to_a_loop(
     target: nn.Module,
     optimizer: Any,
-    choices: Choices,
+    choices: AttachOptions,
     scheduler: Any,
     scaler: Any,
     accelerator: Any,
@@ -168,4 +168,4 @@ def _to_a_loop(
     model, replica, compiled = unwrapped(target)
     parts = {"scheduler": scheduler, "scaler": scaler, "replica": replica, "compiled": compiled}
     run.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
-    return Scope(run, OwnLoop(run, accumulate, accelerator), accumulate)
+    return Scope(run, CustomLoop(run, accumulate, accelerator), accumulate)

@@ -32,8 +32,8 @@ from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of
 from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
 from ..training import Ranks, TrainingTask
-from .choices import Choices, GivenLoader, Loss, no_loss
-from .wrapped import check_trained, kept, past, trainers_of
+from .attach_options import AttachOptions, GivenLoader, Loss, no_loss
+from .model_wrappers import check_trained, kept, past, trainers_of
 
 STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "folder"}
 RUNS = "loopscope-runs"
@@ -68,7 +68,7 @@ class AttachedRun:
     driver: Driver
 
     def __init__(
-        self, choices: Choices, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
+        self, choices: AttachOptions, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
     ) -> None:
         self.choices, self._lacks = choices, lacks
         self._hooks, self._required, self._left_out = choices.wanted()

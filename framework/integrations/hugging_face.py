@@ -1,4 +1,4 @@
-"""Hooks in Hugging Face's Trainer: its calls told to an :class:`.OwnLoop`, its evaluation made neutral.
+"""Hooks in Hugging Face's Trainer: its calls told to an :class:`.CustomLoop`, its evaluation made neutral.
 
 Tested with transformers 5.23 and accelerate 1.15. The trainer has no event before its clipping and none that shows the
 batches of a step, so a few of its methods are wrapped while a run is attached.
@@ -22,11 +22,11 @@ from ..errors import UsageError, notice, require
 from ..state import Transient
 from ..training import takes_closure
 from .attached_run import AttachedRun
-from .choices import Choices, steps_in
+from .attach_options import AttachOptions, steps_in
 from .logger_sink import through_trainer
-from .own_loop import OwnLoop
+from .custom_loop import CustomLoop
 from .scope import AttachedScope
-from .wrapped import replaced, unwrapped
+from .model_wrappers import replaced, unwrapped
 
 TESTED = "transformers 5.23"
 STATE = "loopscope"
@@ -45,7 +45,7 @@ for _kind in (GradientState, AcceleratorState, PartialState, Trainer):
     Transient.register(_kind)  # reached from optimizers and schedulers that accelerate has prepared; no training state
 
 
-def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
+def attach_to(trainer: Any, choices: AttachOptions) -> AttachedScope:
     """Attach hooks to a Trainer that is not training yet; raises :class:`UsageError` for one that cannot be served."""
     missing = [name for name in RELIED_ON if not callable(getattr(trainer, name, None))]
     require(not missing, f"This Trainer has no {', '.join(missing)}, which attach relies on; {TESTED} has them.")
@@ -74,7 +74,7 @@ class TrainerEvents(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._loop: OwnLoop | None = None
+        self._loop: CustomLoop | None = None
         self._parts: list[Batch] = []
         self._items: Any = None
         self._steps: int | None = None
@@ -138,7 +138,7 @@ class TrainerEvents(TrainerCallback):
             content = content_of(found, task.model, task.ranks) if found.is_of_ranks else found.content()
             run.load_state_dict({name: value for name, value in content.items() if name != AFRESH})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
-        self._loop = OwnLoop(run, args.gradient_accumulation_steps, None)
+        self._loop = CustomLoop(run, args.gradient_accumulation_steps, None)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Let the epoch end as the next one begins: its evaluation comes yet."""
@@ -189,7 +189,7 @@ class TrainerEvents(TrainerCallback):
         return found
 
     @property
-    def _own(self) -> OwnLoop:
+    def _own(self) -> CustomLoop:
         assert self._loop is not None
         return self._loop
 

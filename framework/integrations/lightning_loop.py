@@ -18,7 +18,7 @@ from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
 from .unscaling import unscaled
-from .wrapped import replaced, unwrapped
+from .model_wrappers import replaced, unwrapped
 
 TESTED = "2.6"
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import require
 from ..state import Transient
 from .attached_run import AttachedRun
-from .choices import Choices
+from .attach_options import AttachOptions
 from .lightning_loop import LightningLoop, check_names
 from .logger_sink import through_trainer
 from .scope import AttachedScope
@@ -22,7 +22,7 @@ RELIES_ON = (
 """What no public name of a Trainer gives."""
 
 
-def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
+def attach_to(trainer: Any, choices: AttachOptions) -> AttachedScope:
     """Add a callback to a Trainer that calls the hooks; raises :class:`UsageError` where it cannot."""
     packages = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
     package = next(name for name in packages if isinstance(trainer, sys.modules[name].Trainer))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..hooks import HookPoint, MetricSink, Series
-from .choices import Choices
+from .attach_options import AttachOptions
 
 Send = Callable[[dict[str, float], int], None]
 
@@ -48,6 +48,6 @@ def numbers_in(metrics: Mapping[str, Any], step: int) -> Iterator[tuple[int, str
             yield step, name, float(value)
 
 
-def through_trainer(choices: Choices, send: Send) -> Choices:
+def through_trainer(choices: AttachOptions, send: Send) -> AttachOptions:
     """Return the choices with the sink that sends metrics in the place of its name."""
     return replace(choices, sinks=[LoggerSink(send) if item == LoggerSink.name else item for item in choices.sinks])

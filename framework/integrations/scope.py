@@ -17,9 +17,9 @@ from ..data import Loader
 from ..errors import UsageError, require
 from ..hooks import HookPoint
 from .attached_run import AttachedRun
-from .choices import steps_in
-from .own_loop import OwnLoop
-from .wrapped import kept
+from .attach_options import steps_in
+from .custom_loop import CustomLoop
+from .model_wrappers import kept
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -73,7 +73,7 @@ class Scope(AttachedScope):
                 optimizer.zero_grad()
     """
 
-    def __init__(self, run: AttachedRun, loop: OwnLoop, accumulate: int) -> None:
+    def __init__(self, run: AttachedRun, loop: CustomLoop, accumulate: int) -> None:
         super().__init__(run)
         self._loop, self._accumulate = loop, accumulate
 

@@ -11,7 +11,7 @@ from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
 from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
-from .building import build_run
+from .task_building import build_run
 from .session import Session, Setup
 from .strategy_run import Display
 from .summaries import summary_of

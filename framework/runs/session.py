@@ -27,7 +27,7 @@ from ..hooks import (
 from ..preserved_streams import preserved_streams
 from ..state import deterministic, laid_out_like, seed_everything
 from ..training import Ranks, joined, quiet_graph_breaks
-from .building import build_run, chosen_strategies
+from .task_building import build_run, chosen_strategies
 from .checks import asked, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .records import RunRecord, environment, seed_name

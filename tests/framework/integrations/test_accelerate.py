@@ -6,7 +6,7 @@ from typing import Any
 import loopscope
 import pytest
 
-from tests.framework.integrations.own_loops import QUIET, Loop, Parts, alone, assert_equal, attached, train
+from tests.framework.integrations.custom_loops import QUIET, Loop, Parts, alone, assert_equal, attached, train
 
 pytestmark = [
     pytest.mark.trainer,

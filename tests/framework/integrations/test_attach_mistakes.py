@@ -16,7 +16,7 @@ from loopscope.hooks import HookPoint, HookRegistry, StepSchedule
 from loopscope.integrations import Scope
 from torch import nn
 
-from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
+from tests.framework.integrations.custom_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
 from tests.support import ActingHook, SpyHook, at, data_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run

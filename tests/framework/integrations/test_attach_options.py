@@ -8,7 +8,7 @@ from loopscope import read_run
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint, StepSchedule
 
-from tests.framework.integrations.own_loops import Loop, Parts, alone, assert_equal, train
+from tests.framework.integrations.custom_loops import Loop, Parts, alone, assert_equal, train
 from tests.support import SpyHook, at
 
 

@@ -10,7 +10,7 @@ import torch
 from loopscope.hooks import HookPoint
 from loopscope.state.digest import digest
 
-from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
+from tests.framework.integrations.custom_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
 from tests.support import SpyHook, at
 from tests.support.cases import matrix
 

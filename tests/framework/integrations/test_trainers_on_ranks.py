@@ -255,7 +255,7 @@ def lightning_on_two() -> int:
 
 def accelerate_replicas() -> Any:
     out = as_under_torchrun()
-    from tests.framework.integrations.own_loops import Loop, Parts, attached, train
+    from tests.framework.integrations.custom_loops import Loop, Parts, attached, train
 
     loops = {accumulate: Loop(accelerate=True, accumulate=accumulate, clips=0.5) for accumulate in (1, 2)}
     found = {}

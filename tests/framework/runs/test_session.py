@@ -10,7 +10,7 @@ from loopscope import training_hooks
 from loopscope.errors import HookError, RunNotice, UsageError
 from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, TrainingHook, bulk_hooks
 from loopscope.runs import check_device
-from loopscope.runs.building import build_run, chosen_strategies
+from loopscope.runs.task_building import build_run, chosen_strategies
 from loopscope.sinks import read_jsonl
 
 from tests.framework.runs.small_experiment import (

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..data import Batch
 from ..errors import UsageError, require
 from ..training import Ranks
-from .choices import Loss
+from .attach_options import Loss
 
 
 def unwrapped(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bool]:

@@ -41,7 +41,7 @@ LACKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class AttachOptions:
     """What is chosen of an attached run, as :func:`.attach` describes it."""
 
     hooks: Sequence[Wanted] = ()

@@ -47,7 +47,7 @@ class Firing:
 AS_THEY_ARE = nullcontext(False)
 
 
-class OwnLoop(Transient):
+class CustomLoop(Transient):
     """Turns the calls of a loop, with ``accumulate`` micro-batches in a step, into the transitions of a driver.
 
     In a loop of Accelerate's, the ``accelerator`` runs backward and says when a step is complete.
