@@ -41,6 +41,7 @@ def assert_all_report_and_leave_no_trace(folder: Path, epochs: int) -> None:
     assert reported == {*bulk_hooks("full")}
 
 
+@pytest.mark.slow
 @own_process
 def test_two_epochs_with_all_hooks(tmp_path: Path) -> None:
     assert_all_report_and_leave_no_trace(tmp_path, 2)

@@ -195,6 +195,7 @@ def seconds_of(folder, sink):
     return time.perf_counter() - begin
 
 
+@pytest.mark.slow
 def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server):
     """A client without an answer costs less than a second and gives up in the background."""
     monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", DEFAULT_WAIT)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import MANIFEST, Checkpointing, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpoints import MANIFEST, Checkpointing, checkpoint_folders, newest_intact, open_checkpoint
 from loopscope.checkpoints import format as checkpoint_files
 from loopscope.checkpoints.format import STATE, write_checkpoint
-from loopscope.checkpoints.writer import Kept
+from loopscope.checkpoints.writer import RetainedCheckpoints
 from loopscope.cli import main
 from loopscope.errors import HookError, LoopscopeError, RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import RunInfo
@@ -82,7 +82,7 @@ def resume(folder: Path, runner: type[Small] = Small, **options: Any) -> list[st
 
 
 def steps_in(folder: Path, runner: type[Small] = Small) -> list[int]:
-    return [open_checkpoint(path).step for path in checkpoints_in(folder_of(folder, runner) / "checkpoints")]
+    return [open_checkpoint(path).step for path in checkpoint_folders(folder_of(folder, runner) / "checkpoints")]
 
 
 def damage(folder: Path, step: int, name: str = STATE, place: float = 0.5) -> Path:
@@ -109,7 +109,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Small], Path]:
 
 
 def assert_the_same(folder: Path, whole: Path) -> None:
-    assert outcome(folder).unlike(outcome(whole)) == []
+    assert outcome(folder).differing_entries(outcome(whole)) == []
 
 
 # Going on
@@ -301,7 +301,7 @@ def test_damaged_newer_checkpoint_evicts_no_intact_one(killed: Path, tmp_path: P
 def test_newer_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
     """When a checkpoint of step 5 is added, only that of step 4 is due for removal, not that of step 6."""
     older, _ = written(tmp_path, 4), written(tmp_path, 6)
-    assert Kept.of(tmp_path, 1).add(written(tmp_path, 5)) == [older.folder]
+    assert RetainedCheckpoints.of(tmp_path, 1).add(written(tmp_path, 5)) == [older.folder]
 
 
 def test_checkpoint_of_newer_format_is_named_and_kept(killed: Path, whole, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,8 +502,8 @@ def test_training_continues_if_checkpoints_cannot_be_written(fault, killed, whol
         said = resume(killed)
     assert any(f"could not be written: {os.strerror(number)}. Training goes on." in sentence for sentence in said)
     assert steps_in(killed) == before
-    unlike = outcome(killed).unlike(outcome(whole[Small]))
-    assert [name for name in unlike if "/checkpoints/" not in name] == []
+    differing_names = outcome(killed).differing_entries(outcome(whole[Small]))
+    assert [name for name in differing_names if "/checkpoints/" not in name] == []
 
 
 def test_full_disk_costs_only_that_checkpoint(killed, whole) -> None:
@@ -521,7 +521,9 @@ def test_full_disk_costs_only_that_checkpoint(killed, whole) -> None:
         said = resume(killed)
     assert sum("could not be written: No space left on device." in sentence for sentence in said) == 1
     assert steps_in(killed) == [6, 4, 2]
-    assert [name for name in outcome(killed).unlike(outcome(whole[Small])) if "/checkpoints/" not in name] == []
+    assert [
+        name for name in outcome(killed).differing_entries(outcome(whole[Small])) if "/checkpoints/" not in name
+    ] == []
 
 
 def test_file_size_limit_costs_only_the_checkpoint(tmp_path: Path) -> None:
@@ -613,7 +615,7 @@ def test_removed_checkpoint_is_reported_and_later_ones_written(at: int, tmp_path
     evaluate = Small.evaluate
 
     def removing(runner: Any, model: Any) -> Any:
-        found = [*checkpoints_in(folder / "checkpoints")]
+        found = [*checkpoint_folders(folder / "checkpoints")]
         if len(found) == at - 1 and found[-1].name == "step_000000003":
             shutil.rmtree(found[-1])
         return evaluate(runner, model)
@@ -625,18 +627,18 @@ def test_removed_checkpoint_is_reported_and_later_ones_written(at: int, tmp_path
     texts = [str(warning.message) for warning in said]
     assert any("step_000000003 was removed under the run" in text for text in texts), texts
     assert (folder / "plain_final.pt").is_file()
-    assert next(checkpoints_in(folder / "checkpoints")).name == "step_000000009"
+    assert next(checkpoint_folders(folder / "checkpoints")).name == "step_000000009"
 
 
 def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     write = checkpoint_files.write_checkpoint
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(0.1)
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RunNotice)
         patch.setattr("loopscope.checkpoints.writer.write_checkpoint", slow)
         train(tmp_path, epochs=3, checkpoint_every_steps=1)
-    assert next(checkpoints_in(tmp_path / "small/plain/checkpoints")).name == "step_000000009"
+    assert next(checkpoint_folders(tmp_path / "small/plain/checkpoints")).name == "step_000000009"

@@ -11,6 +11,7 @@ from loopscope.cli import main
 from loopscope.hooks import HookPoint, MetricInfo, TrainingHook
 
 from tests.framework.runs.small_experiment import Small, registered
+from tests.support.cases import some_of
 
 FILLED = (sinks, training_hooks)
 COMMANDS = "\x1b[31m\x07\x9b2J\x00"
@@ -63,7 +64,7 @@ ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": ">
 
 @pytest.mark.process
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("words", ["--help", "list"])
+@pytest.mark.parametrize("words", some_of(["list", "--help"]))
 def test_standard_output_that_takes_nothing_gives_no_traceback(words: str, end: str) -> None:
     line = f"set -o pipefail; {sys.executable} -m loopscope {words} {ENDS[end]}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)

@@ -97,6 +97,7 @@ def test_plot_bytes_ignore_user_matplotlib_settings(finished, tmp_path, suffix, 
     assert found.startswith(beginning)
 
 
+@pytest.mark.slow
 @own_process
 def test_plot_overwrites_only_output_of_same_command(finished, tmp_path):
     """Different commands choose different file names; a repeated command rewrites its own file."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import checkpoints_in, is_locked
+from loopscope.checkpoints import checkpoint_folders, is_locked
 from loopscope.cli import main
 
 from tests.docs.markdown import ROOT
@@ -48,6 +48,7 @@ def rows_and_weights(run: Path) -> tuple[bytes, bytes]:
     return (run / "plain.jsonl").read_bytes(), (run / "plain_final.pt").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_failed_runs_leave_other_runs_alone(tmp_path: Path) -> None:
     """The command reports the raising and the killed run, and the third run equals a run by itself."""
@@ -75,7 +76,7 @@ def test_ctrl_c_checkpoints_all_runs_for_resume(tmp_path, monkeypatch) -> None:
     assert (process.returncode, output.splitlines()[-1]) == (130, "loopscope: Stopped by SIGINT.")
     runs = [tmp_path / f"small/plain/seed-{seed}" for seed in (0, 1)]
     assert [read_json(run / "summary.json")["status"] for run in runs] == ["interrupted"] * 2
-    assert all(len([*checkpoints_in(run / "checkpoints")]) == 1 for run in runs)
+    assert all(len([*checkpoint_folders(run / "checkpoints")]) == 1 for run in runs)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with registered(Small, Trouble):
         assert main(["resume", str(runs[1]), "--no-console-output"]) == 0
@@ -110,11 +111,11 @@ def test_checkpoint_request_reaches_every_run(tmp_path: Path) -> None:
     process = training(tmp_path, "--live")
     runs, end = [tmp_path / f"small/plain/seed-{seed}" for seed in (0, 1)], time.monotonic() + 60
     process.send_signal(signal.SIGUSR1)
-    while not all([*checkpoints_in(run / "checkpoints")] for run in runs) and time.monotonic() < end:
+    while not all([*checkpoint_folders(run / "checkpoints")] for run in runs) and time.monotonic() < end:
         time.sleep(0.1)
     assert process.poll() is None
     assert all(map(is_locked, runs))
-    assert all(len([*checkpoints_in(run / "checkpoints")]) == 1 for run in runs)
+    assert all(len([*checkpoint_folders(run / "checkpoints")]) == 1 for run in runs)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130

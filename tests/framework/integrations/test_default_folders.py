@@ -11,6 +11,8 @@ import torch
 from loopscope.errors import UnsuitableError, UsageError
 from torch import nn
 
+from tests.support.cases import some_of
+
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # about the health of such a small run
 FIRST, SECOND = Path("loopscope-runs/run_0"), Path("loopscope-runs/run_1")
 
@@ -172,7 +174,7 @@ print(scope.folder)
 
 @pytest.mark.process
 @pytest.mark.trainer
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", some_of(TRAINERS))
 def test_trainer_script_runs_twice_in_one_folder(trainer):
     """The script's folder is the first entry of the import path, where a folder `loopscope` would hide the package."""
     Path("script.py").write_text(TRAINERS[trainer])

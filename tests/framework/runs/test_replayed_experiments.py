@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loopscope import experiments, sinks, training_hooks
-from loopscope.checkpoints import moments_of, read_digests
+from loopscope.checkpoints import checkpoints_by_moment, read_digests
 from loopscope.cli import main
 from loopscope.cli.options import config_of, parse_recorded, run_options, wanted_sinks
 from loopscope.runs import Session, Stretch, check_device
@@ -58,7 +58,7 @@ def again(run: Path, stretch: Stretch, **changes: Any) -> tuple[Path, int, Seque
 def replay(run: Path, groups: Mapping[str, Path]) -> None:
     """Begin at every checkpoint of a run with its own hooks, and with each of the groups, of which there are runs."""
     last = max(step for _, step in read_digests(run))
-    begins = sorted({0, *(step for _, step in moments_of(run / "checkpoints"))} - {last})
+    begins = sorted({0, *(step for _, step in checkpoints_by_moment(run / "checkpoints"))} - {last})
     for begin in begins:
         path, since, compared = again(run, Stretch(begin + 1, last))
         assert (since, compared) == (begin, [*range(begin + 1, last + 1)])
@@ -86,6 +86,7 @@ def test_replayed_epochs_match_run_with_all_hooks(tmp_path, tokens):
         assert_the_same(path, full, 7, 8)
 
 
+@pytest.mark.slow
 @own_process
 def test_a_language_model_trained_again_has_its_digests(tmp_path, tokens):
     with patient_experiments():

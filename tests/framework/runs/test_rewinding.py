@@ -12,7 +12,7 @@ from loopscope.checkpoints import DIGESTS, read_digests
 from loopscope.cli import main
 from loopscope.errors import UsageError
 from loopscope.runs import Stretch
-from loopscope.runs.validating import PartedError
+from loopscope.runs.validating import DivergedError
 
 from tests.framework.checkpoints.killed_sessions import kill_after
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
@@ -80,7 +80,13 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize(
-    "step", [1, 5, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)]
+    "step",
+    [
+        1,
+        pytest.param(5, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.slow),
+        pytest.param(12, marks=pytest.mark.slow),
+    ],
 )
 def test_rewound_hooks_measure_like_original_hooks(runner, step, finished):
     """A rewind from the start gives the metrics of a run with these hooks and leaves the old run unchanged."""
@@ -123,7 +129,7 @@ def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
     """The error and the failed summary name the step and the tensor."""
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")
     plant(runs / "small/plain", 4, next(iter(PLANTED)))
-    with pytest.raises(PartedError, match=r"parts from .* at step 4 \(epoch 1\), first in parameters"):
+    with pytest.raises(DivergedError, match=r"parts from .* at step 4 \(epoch 1\), first in parameters"):
         rewind(runs, Stretch(3, 5))
     summary = json.loads((runs / "small/plain/rewinds/steps_3_to_5/summary.json").read_text())
     assert summary["status"] == "failed"
@@ -210,7 +216,7 @@ def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
     (tmp_path / "a/small/plain" / DIGESTS).write_text("\n".join([*lines[:2], other[2], *lines[3:]]))
     assert [step for _, step in read_digests(tmp_path / "a/small/plain")] == [2, 4]  # the chain ends there
     (tmp_path / "a/small/plain" / DIGESTS).write_text(other[0])
-    with pytest.raises(PartedError, match=r"parts from .* at step 2 \(epoch 0\), first in parameters/0.weight"):
+    with pytest.raises(DivergedError, match=r"parts from .* at step 2 \(epoch 0\), first in parameters/0.weight"):
         rewind(tmp_path / "a", Stretch(7, 8))
 
 

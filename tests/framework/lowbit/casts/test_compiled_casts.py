@@ -133,7 +133,10 @@ TILES = Cast("e4m3", "block", "stochastic", block=8, rows=4, scale_dtype="e8m0",
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     "values",
-    [pytest.param(INPUTS["wide"], id="wide", marks=pytest.mark.slow), pytest.param(INPUTS["hostile"], id="hostile")],
+    [
+        pytest.param(INPUTS["wide"], id="wide", marks=pytest.mark.slow),
+        pytest.param(INPUTS["hostile"], id="hostile", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_tile_casts_match_eager_ones(values, monkeypatch):
     """Values and counts have the same bits compiled and uncompiled."""
@@ -198,7 +201,11 @@ def test_compiled_roundings_and_dtypes_match_eager_ones(name, rounding, dtype, m
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    ("rule", "rounding"), [("current", "nearest"), pytest.param("nvfp4", "stochastic", marks=pytest.mark.slow)]
+    ("rule", "rounding"),
+    [
+        pytest.param("current", "nearest", marks=pytest.mark.slow),
+        pytest.param("nvfp4", "stochastic", marks=pytest.mark.slow),
+    ],
 )
 def test_finite_values_are_counted_while_cast(rule, rounding, monkeypatch):
     """The compiled loop that casts the values also counts them, but not if a value is infinite."""
