@@ -79,6 +79,7 @@ types:
 lint: $(STAMP) types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 docs: $(STAMP)
