@@ -1,19 +1,52 @@
-"""A run on the disk, and back."""
+"""Checkpoints of a run: writing, reading, restoring and comparing them."""
 
-from .comparing import Moment, Parting, differing, leaves, moments_of
-from .content import RunState, content_of, load_checkpoint, save_checkpoint
+from .comparing import Moment, Divergence, differing_entries, leaves, checkpoints_by_moment
+from .content import RunState, read_content, load_checkpoint, save_checkpoint
 from .digest_log import DIGESTS, Digest, DigestLog, read_digests
-from .flat import flattened, for_rank, gathered, room_of
-from .format import AFRESH, MANIFEST, STATE, Checkpoint, checkpoints_in, newest_intact, open_checkpoint, sync_path
+from .flat import flatten_state, state_for_rank, gather_tensors, allocate_saved
+from .format import (
+    FRESH_STREAMS, MANIFEST, STATE, Checkpoint, checkpoint_folders, newest_intact, open_checkpoint, sync_path,
+)
 from .lock import is_locked, run_lock
-from .row_log import ROWS, RowLog, rows_entry, rows_of
+from .row_log import ROWS, RowLog, rows_entry, rows_of_step
 from .schedule import Checkpointing, CheckpointPlan, Signals, StoppedError
 from .writer import CheckpointWriter
 
 __all__ = [
-    "AFRESH", "DIGESTS", "MANIFEST", "ROWS", "STATE", "Checkpoint", "CheckpointPlan", "CheckpointWriter",
-    "Checkpointing", "Digest", "DigestLog", "Moment", "Parting", "RowLog", "RunState", "Signals", "StoppedError",
-    "checkpoints_in", "content_of", "differing", "flattened", "for_rank", "gathered", "is_locked", "leaves",
-    "load_checkpoint", "moments_of", "newest_intact", "open_checkpoint", "read_digests", "room_of", "rows_entry",
-    "rows_of", "run_lock", "save_checkpoint", "sync_path",
+    "DIGESTS",
+    "FRESH_STREAMS",
+    "MANIFEST",
+    "ROWS",
+    "STATE",
+    "Checkpoint",
+    "CheckpointPlan",
+    "CheckpointWriter",
+    "Checkpointing",
+    "Digest",
+    "DigestLog",
+    "Divergence",
+    "Moment",
+    "RowLog",
+    "RunState",
+    "Signals",
+    "StoppedError",
+    "allocate_saved",
+    "checkpoint_folders",
+    "checkpoints_by_moment",
+    "differing_entries",
+    "flatten_state",
+    "gather_tensors",
+    "is_locked",
+    "leaves",
+    "load_checkpoint",
+    "newest_intact",
+    "open_checkpoint",
+    "read_content",
+    "read_digests",
+    "rows_entry",
+    "rows_of_step",
+    "run_lock",
+    "save_checkpoint",
+    "state_for_rank",
+    "sync_path",
 ]

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step and tensor at which their checkpoints differ in any bit."""
+"""Bitwise comparison of two runs: the first step and tensor at which their checkpoints differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,36 +10,37 @@ from torch import Tensor
 
 from ..errors import listed
 from ..state import ON_DEMAND, in_bytes, local_shards
-from .format import intact_in
+from .format import intact_checkpoints
 
 Moment = tuple[int, int]
-"""Epoch and step of a checkpoint: at the end of an epoch there may be one before and one after its evaluation."""
+"""Epoch and step of a checkpoint. One step may have two checkpoints: before and after the evaluation of its epoch."""
 
 
 @dataclass(frozen=True)
-class Parting:
-    """The first moment at which two runs differ, and what differs there."""
+class Divergence:
+    """The first moment at which two runs differ, and the names of the entries that differ there."""
 
     epoch: int
     step: int
     names: Sequence[str]
 
     def __str__(self) -> str:
-        """Return the words that end a sentence."""
+        """Return the end of a sentence, such as ``at step 4 (epoch 1), first in parameters/0.weight``."""
         return f"at step {self.step:,} (epoch {self.epoch}), first in {listed(self.names, 1)}"
 
 
-def moments_of(folder: Path) -> dict[Moment, Path]:
-    """Return the checkpoints in a folder that are intact, by their moments, the earliest first."""
-    of_runs = [each for each in intact_in(folder) if "epoch" in each.manifest]  # not those of somebody's own loop
-    return {(each.manifest["epoch"], each.step): each.folder for each in of_runs}
+def checkpoints_by_moment(folder: Path) -> dict[Moment, Path]:
+    """Return the folders of a run's intact checkpoints by epoch and step, oldest first."""
+    # Checkpoints of custom training loops have no epoch in their manifests.
+    of_runs = [checkpoint for checkpoint in intact_checkpoints(folder) if "epoch" in checkpoint.manifest]
+    return {(checkpoint.manifest["epoch"], checkpoint.step): checkpoint.folder for checkpoint in of_runs}
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Name the entries of two contents of checkpoints that differ in any bit, in their order.
+def differing_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return the names of the state entries in which two checkpoints differ in any bit, in stored order.
 
-    What the loop keeps only because a hook asked for it, and what hooks remember, is left out: the rest is the same in
-    every run, with whatever hooks.
+    The comparison leaves out the states of hooks and the loop values that are kept only at a hook's request. The
+    remaining entries do not depend on which hooks ran.
     """
     left, right = dict(_entries(a)), dict(_entries(b))
     return [name for name in {**left, **right} if not _same(left.get(name, _ABSENT), right.get(name, _ABSENT))]
@@ -49,13 +50,13 @@ _ABSENT = object()
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what the rest of a run depends on, by paths of names."""
+    """Yield the entries that determine the rest of a run, each with its path."""
     on_demand = tuple(f"loop/{item}" for item in ON_DEMAND)
     return ((name, value) for name, value in leaves(content.get("state")) if not name.startswith(on_demand))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what lies in nested mappings and lists, each with its path of names and numbers."""
+    """Yield the leaf values of nested mappings and sequences, each with its path of keys and indices."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(item, f"{path}/{key}" if path else str(key))
@@ -69,7 +70,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-    if isinstance(a, float) and isinstance(b, float):
+    if isinstance(a, float) and isinstance(b, float):  # compared by bits: NaN equals NaN, 0.0 differs from -0.0
         return a.hex() == b.hex()
     return type(a) is type(b) and bool(a == b)
 

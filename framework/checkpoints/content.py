@@ -1,4 +1,4 @@
-"""What a durable checkpoint holds: the state of training and of the run around it, as tensors and plain values."""
+"""Content of a durable checkpoint: the states of training and of the run, as tensors and plain values."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,29 +16,30 @@ from ..isolation import Call
 from ..registry import qualified
 from ..state import ATOMS, StreamState, TrainingState, seed_everything
 from ..training import Ranks
-from .format import AFRESH, Checkpoint, open_checkpoint, write_checkpoint
+from .format import FRESH_STREAMS, Checkpoint, open_checkpoint, write_checkpoint
 from .writer import Staging
 
 KEYS = {"state", "pre_epoch", "hooks", "metrics", "samples", "errors", "left_out"}
 
 
-def captured(state: TrainingState, streams: StreamState) -> dict[str, Any]:
-    """Return the training state by reference, as tensors and plain values; ``streams`` are those of the run's own."""
+def capture_state(state: TrainingState, streams: StreamState) -> dict[str, Any]:
+    """Return the training state by reference, as tensors and plain values, with the run's random ``streams``."""
     return {part.name: part.stored.read(state, streams) for part in state.parts if part.stored is not None}
 
 
-def put_back(captured: Any, state: TrainingState, where: Path) -> None:
-    """Put a captured training state into a freshly built one, in place.
+def restore_state(captured: Any, state: TrainingState, where: Path) -> None:
+    """Load a captured training state into a newly built one, in place.
 
-    Raises :class:`UsageError`, naming ``where`` it comes from, if it was captured from another model, optimizer,
-    scheduler or loader, or is not a captured state at all.
+    Raises:
+        UsageError: if it belongs to another model, optimizer, scheduler or loader, or is no complete training state.
+            The message names its source, ``where``.
     """
     stored = {part.name: part.stored for part in state.parts if part.stored is not None}
     if not isinstance(captured, Mapping) or captured.keys() != stored.keys():
-        raise UsageError(f"{where} does not hold a whole training state.")
+        raise UsageError(f"{where} does not contain a complete training state.")
     try:
         for name, part in stored.items():
-            if misfit := part.misfit(state, captured[name]):
+            if misfit := part.misfit(state, captured[name]):  # checked for all parts before any is loaded
                 raise UsageError(f"{where} {misfit}.")
         for name, part in stored.items():
             part.load(state, captured[name])
@@ -47,18 +48,22 @@ def put_back(captured: Any, state: TrainingState, where: Path) -> None:
         raise UsageError(f"{where} does not fit this run: {type(error).__name__}: {text}.") from error
 
 
-def content_of(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Check the files of a checkpoint and return its content, for one of the ``ranks`` that train ``model``, or whole.
+def read_content(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Check the files of a checkpoint and return its content.
 
-    Raises :class:`UsageError` where one process wrote it and several would go on.
+    With ``ranks`` that train ``model`` the content is that of this rank; without them it is complete.
+
+    Raises:
+        DamagedCheckpointError: if the bytes of a file are not those that were written.
+        UsageError: if one process wrote the checkpoint and several are resuming.
     """
     if not checkpoint.is_of_ranks:
         require(
             ranks is None or not ranks.are_many,
-            f"{checkpoint.folder} was written by one process; go on with one, without torchrun and --parallel.",
+            f"{checkpoint.folder} was written by one process; resume it with one, without torchrun and --parallel.",
         )
         return checkpoint.content()
-    from .parts import read_parts  # which takes a second to import
+    from .parts import read_parts  # imported here, as it takes a second
 
     rank, count = (0, 1) if ranks is None else ranks.place
     check = partial(checkpoint.check, [*checkpoint.manifest["files"]][rank::count])
@@ -66,38 +71,38 @@ def content_of(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
     return read_parts(checkpoint, model, ranks)
 
 
-def unstorable(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested content, by name, that cannot be read again without executing code from the file."""
+def unstorable_values(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested content, by name, that can be loaded only by executing code from the file."""
     if isinstance(content, Mapping):
         for key, item in content.items():
-            yield from unstorable(item, f"{name}/{key}" if name else str(key))
+            yield from unstorable_values(item, f"{name}/{key}" if name else str(key))
     elif type(content) in (list, tuple, set):
         for index, item in enumerate(content):
-            yield from unstorable(item, f"{name}/{index}")
-    elif not isinstance(content, Tensor) and type(content) not in ATOMS and not _can_be_read(content):
+            yield from unstorable_values(item, f"{name}/{index}")
+    elif not isinstance(content, Tensor) and type(content) not in ATOMS and not _is_loadable(content):
         yield name, content
 
 
-def refusals(content: Any) -> list[str]:
-    """Return a sentence for each value that checkpoints cannot hold: what it is, and what to do."""
-    remedy = (
-        "since reading it would execute code from the file: keep tensors, numbers, strings, or lists and dicts of "
-        "these there, or, if no later step reads what it holds, call loopscope.state.Transient.register on its class."
+def storage_errors(content: Any) -> list[str]:
+    """Return an error sentence for each value that a checkpoint cannot store, with the remedy."""
+    advice = (
+        "because loading it would execute code from the file. Use tensors, numbers, strings, or lists and dicts of "
+        "these; if no later step reads the value, call loopscope.state.Transient.register on its class."
     )
     return [
-        f"{name.removeprefix('state/')} is a {qualified(type(value))}, which no checkpoint can hold, {remedy}"
-        for name, value in unstorable(content)
+        f"{name.removeprefix('state/')} is a {qualified(type(value))}, which a checkpoint cannot store {advice}"
+        for name, value in unstorable_values(content)
     ]
 
 
-def _can_be_read(value: Any) -> bool:
+def _is_loadable(value: Any) -> bool:
     file = BytesIO()
     try:
-        # Tried out, since the list of classes that torch reads safely grows from version to version.
+        # A round trip, since the list of classes that torch.load accepts with weights_only grows with each version.
         write_tensors(value, file)
         file.seek(0)
         read_tensors(file)
-    except Exception:  # whatever pickling a foreign object raises
+    except Exception:  # pickling a user's object may raise anything
         return False
     return True
 
@@ -105,51 +110,53 @@ def _can_be_read(value: Any) -> bool:
 def save_checkpoint(
     folder: Path, state: TrainingState, hooks: Mapping[str, Any], streams: StreamState, ranks: Ranks | None = None
 ) -> None:
-    """Write training state, random streams and the states of hooks at once: for loops of one's own, and for tests.
+    """Write training state, random streams and hook states synchronously, for custom training loops and tests.
 
-    Several ``ranks`` that train the model, ``task.ranks``, write it together. Raises :class:`UsageError` for a value
-    that a checkpoint cannot hold.
+    If several ``ranks`` train the model (``task.ranks``), all of them call this and write the checkpoint together.
+
+    Raises:
+        UsageError: for a value that a checkpoint cannot store.
     """
-    content = Staging().copy({"state": captured(state, streams), "hooks": dict(hooks)})
-    if sentences := refusals(content):
+    content = Staging().copy({"state": capture_state(state, streams), "hooks": dict(hooks)})
+    if sentences := storage_errors(content):
         raise UsageError(sentences[0])
     manifest = {"step": state.loop.step, "score": None}
     if ranks is None or not ranks.are_many:
         write_checkpoint(folder, content, manifest)
         return
-    from .parts import write_parts  # which takes a second to import
+    from .parts import write_parts  # imported here, as it takes a second
 
     write_parts(folder, content, {**manifest, "ranks": ranks.arrangement(state.model)}, (), None, ranks)
 
 
 def load_checkpoint(folder: Path, state: TrainingState, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Put back what :func:`save_checkpoint` wrote, on as many ranks or others, and return the states of the hooks."""
-    content = content_of(open_checkpoint(folder), state.model, ranks)
-    put_back(content["state"], state, folder)
+    """Restore a checkpoint of :func:`save_checkpoint`, on any number of ranks, and return the states of the hooks."""
+    content = read_content(open_checkpoint(folder), state.model, ranks)
+    restore_state(content["state"], state, folder)
     return dict(content["hooks"])
 
 
 class RunState:
-    """Takes the state of a run between two steps, and puts it back into a run that was just built."""
+    """Copies the state of a run between two steps, and restores it into a newly built run."""
 
     def __init__(self, manager: HookManager) -> None:
         self._manager = manager
         self._staging, self._pre_epoch_staging = Staging(), Staging()
 
-    def refusals(self) -> list[str]:
-        """Return a sentence for each value of the present state that no checkpoint can hold."""
+    def storage_errors(self) -> list[str]:
+        """Return an error sentence for each value of the current state that a checkpoint cannot store."""
         with self._manager.between_steps():
-            return refusals(self._content())
+            return storage_errors(self._content())
 
-    def refusals_of_the_last(self) -> list[str]:
-        """Return a sentence for each value that :meth:`take` could not copy and no checkpoint can hold."""
-        return self.refusals() if self._staging.foreign or self._pre_epoch_staging.foreign else []
+    def last_storage_errors(self) -> list[str]:
+        """Return an error sentence for each value that :meth:`take` did not copy and a checkpoint cannot store."""
+        return self.storage_errors() if self._staging.uncopied_types or self._pre_epoch_staging.uncopied_types else []
 
     def take(self) -> Mapping[str, Any]:
-        """Return a copy of everything; the next call writes over it.
+        """Return a copy of the run's complete state; the next call overwrites it.
 
-        The random streams are those of the run, whatever hooks and sinks draw meanwhile. Within an epoch at whose end
-        a hook will ask for the state before it, that state is part of the copy.
+        The random streams in it are the run's, not those that hooks and sinks draw from. If a hook needs the state
+        before the current epoch at the end of that epoch, the copy contains that state too.
         """
         manager, loop = self._manager, self._manager.state.loop
         with manager.between_steps():
@@ -162,10 +169,10 @@ class RunState:
             return copied | {"pre_epoch": pre_epoch}
 
     def _content(self) -> dict[str, Any]:
-        """Return everything, by reference, but the state before the epoch."""
+        """Return the complete state by reference, without the state before the epoch."""
         manager = self._manager
         return {
-            "state": captured(manager.state, manager.isolation.run_streams),
+            "state": capture_state(manager.state, manager.isolation.run_streams),
             "hooks": manager.hooks.state_dict(),
             "metrics": manager.dispatch.state_dict(),
             "samples": manager.profiler.samples,
@@ -176,24 +183,28 @@ class RunState:
     def _take_pre_epoch(self) -> Mapping[str, Any]:
         state = self._manager.state
         state.loop.pre_epoch.restore(state)
-        return dict(self._pre_epoch_staging.copy(captured(state, self._manager.isolation.run_streams)))
+        return dict(self._pre_epoch_staging.copy(capture_state(state, self._manager.isolation.run_streams)))
 
-    def put_back(self, content: Mapping[str, Any], where: Path) -> None:
-        """Make the run what it was; raises :class:`UsageError`, naming ``where`` the content comes from."""
+    def restore(self, content: Mapping[str, Any], where: Path) -> None:
+        """Restore the run from the content of a checkpoint.
+
+        Raises:
+            UsageError: if the content does not fit this run; the message names its source, ``where``.
+        """
         manager, state = self._manager, self._manager.state
-        if content.keys() - {AFRESH} != KEYS:
-            raise UsageError(f"{where} does not hold a whole run.")
+        if content.keys() - {FRESH_STREAMS} != KEYS:
+            raise UsageError(f"{where} does not contain the complete state of a run.")
         if content["pre_epoch"] is not None:
-            put_back(content["pre_epoch"], state, where)
+            restore_state(content["pre_epoch"], state, where)
             state.loop.pre_epoch = manager.pre_epoch_snapshot
             state.loop.pre_epoch.save(state)
-        put_back(content["state"], state, where)
-        # first the metrics, which tell which hooks had reported: what these raise is raised
+        restore_state(content["state"], state, where)
+        # Metrics first: they show which hooks had already reported, and an error of such a hook ends the run.
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
         manager.hooks.load_state_dict(content["hooks"])
         last = state.loop.step + len(manager.task.loader)
         manager.hooks.failures.reloaded = dict.fromkeys(content["hooks"], last)
         manager.hooks.failures.before = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])
-        if AFRESH in content:  # or ranks that see other rows would draw the same
+        if FRESH_STREAMS in content:  # a rank without stored streams must not draw the same numbers as another rank
             seed_everything(derived_seed(state.streams.seed, "rank", manager.task.ranks.index, state.loop.step))

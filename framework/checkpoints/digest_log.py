@@ -1,4 +1,4 @@
-"""Digests of the training state in the record of a run: a file of lines, each a link of a chain."""
+"""Digests of the training state in a run's record: a file of JSON lines, chained by their links."""
 
 import json
 import os
@@ -21,7 +21,7 @@ DIGESTS = "digests.jsonl"
 
 
 class Digest(NamedTuple):
-    """One line of the file: the digest of each entry of the state at a moment, and the link that ends with it."""
+    """One line of the file: the digest of each state entry at one moment, and the link of the chain up to it."""
 
     epoch: int
     step: int
@@ -29,33 +29,36 @@ class Digest(NamedTuple):
     link: str
     entries: Mapping[str, str]
     since: int = 0
-    """The entry ``rows``, if there is one, is that of the steps after this one."""
+    """The entry ``rows``, where present, covers the steps after this one."""
 
-    def unlike(self, other: "Digest") -> list[str]:
-        """Name the entries that differ; those of rows compare only where both speak of the same steps."""
+    def differing_entries(self, other: "Digest") -> list[str]:
+        """Return the names of the entries that differ; ``rows`` is compared only if both cover the same steps."""
         comparable = self.since == other.since and ENTRY in self.entries and ENTRY in other.entries
         names = [name for name in {**self.entries, **other.entries} if comparable or name != ENTRY]
         return [name for name in names if self.entries.get(name) != other.entries.get(name)]
 
 
 def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
-    """Return the digests in the folder of a run by epoch and step, as far as lines are whole and fit to the chain."""
-    found: dict[tuple[int, int], Digest] = {}
-    path, before = folder / DIGESTS, ""
+    """Return the digests in a run's folder by epoch and step, up to the first line that does not continue the chain."""
+    digests: dict[tuple[int, int], Digest] = {}
+    path, previous_link = folder / DIGESTS, ""
     for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
         try:
             digest = Digest(**json.loads(line))
-            if digest.algorithm != ALGORITHM or digest.link != link(before, digest.step, digest.entries):
+            if digest.algorithm != ALGORITHM or digest.link != link(previous_link, digest.step, digest.entries):
                 break
         except (ValueError, TypeError, AttributeError):
             break
-        found[digest.epoch, digest.step] = digest
-        before = digest.link
-    return found
+        digests[digest.epoch, digest.step] = digest
+        previous_link = digest.link
+    return digests
 
 
 class DigestLog:
-    """Writes a line ``every`` so many steps (0: none, ``None``: at every snapshot); the first of all processes does."""
+    """Writes a digest ``every`` so many steps (0: never, ``None``: at every snapshot).
+
+    All ranks compute the digest together; the main one writes it.
+    """
 
     def __init__(self, folder: Path, manager: HookManager, every: int | None, numbers: RowNumbers) -> None:
         self._path, self._manager, self._every = folder / DIGESTS, manager, every
@@ -66,16 +69,19 @@ class DigestLog:
         self._since: int | None = None
 
     def position(self) -> dict[str, Any]:
-        """Return what a checkpoint says of the file: its length, its bytes' digest, the last link and its step."""
+        """Return the position for a checkpoint: the file's length and digest, its last link and the step of that link."""
         return {"bytes": self._bytes, "xxh3_128": self._summary.hexdigest(), "link": self._link, "since": self._since}
 
-    def go_on(self, position: Mapping[str, Any]) -> None:
-        """Cut the file to what it was at a checkpoint; where it is not what it was, a new chain begins in it."""
+    def truncate_to(self, position: Mapping[str, Any]) -> None:
+        """Truncate the file to its length at a checkpoint; if its bytes have changed since, start a new chain."""
         if not self._writes:
             return
         data = self._path.read_bytes()[: position["bytes"]] if self._path.is_file() else b""
         if xxhash.xxh3_128_hexdigest(data) != position["xxh3_128"]:
-            warnings.warn(f"{self._path} is not what the checkpoint knows; its digests begin anew.", stacklevel=2)
+            warnings.warn(
+                f"{self._path} has changed since the checkpoint was written; a new chain of digests starts.",
+                stacklevel=2,
+            )
             self._path.unlink(missing_ok=True)
             return
         if self._path.is_file():
@@ -99,11 +105,11 @@ class DigestLog:
                 with refusal_of_disk(self._path), self._path.open("ab") as file:
                     file.write(data)
             except LoopscopeError as error:
-                self._writes = False  # all processes go on computing digests together
-                warnings.warn(f"{error} The run goes on without digests.", stacklevel=3)
+                self._writes = False  # digests are still computed, since the other ranks wait for this one
+                warnings.warn(f"{error} The run continues without digests.", stacklevel=3)
 
     def _is_due(self, loop: LoopState, *, unit_ended: bool) -> bool:
-        """Snapshots are known where a unit has ended, as its evaluation may end the run."""
+        """Return whether a digest is due. Snapshots are known at the end of a unit, as its evaluation may stop the run."""
         task, counts_epochs = self._manager.task, self._manager.counts_epochs
         if self._every is None:
             done = loop.epoch if counts_epochs else loop.step

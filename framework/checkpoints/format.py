@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: folders that are written whole or not at all, checked byte by byte before they are used."""
+"""Checkpoint format on disk: folders that appear atomically, with digests of all files that are checked before use."""
 
 import hashlib
 import json
@@ -19,67 +19,67 @@ from ..errors import UsageError
 
 FORMAT = 4
 STATE, MANIFEST = "state.pt", "manifest.json"
-AFRESH = "afresh"
-"""In the content for a rank that has no stored random streams."""
-RANK = "rank_{}.pt"
-"""The file of one of several processes, by its number."""
+FRESH_STREAMS = "afresh"
+"""Key in the content for a rank that has no stored random streams, so that it must start new ones."""
+RANK_FILE = "rank_{}.pt"
+"""Name of the file of one of several processes, by its number."""
 PARTIAL, REMOVED = ".partial", ".removed"
 
 
 class DamagedCheckpointError(UsageError):
-    """A checkpoint that is not what was written; an older one may be used in its place."""
+    """A checkpoint whose files differ from those that were written; an older checkpoint may replace it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest is intact; the state is checked when it is read."""
+    """A checkpoint whose manifest is intact; its state is checked when it is read."""
 
     folder: Path
     manifest: Mapping[str, Any]
 
     @property
     def step(self) -> int:
-        """Steps that were done."""
+        """The number of completed steps."""
         return int(self.manifest["step"])
 
     @property
     def score(self) -> float | None:
-        """By which checkpoints are compared, the lowest being the best; ``None`` before the first evaluation."""
+        """The score that ranks checkpoints, the lowest being the best; ``None`` before the first evaluation."""
         return _as_float(self.manifest["score"])
 
     def check(self, names: Sequence[str] | None = None) -> None:
-        """Raise :class:`DamagedCheckpointError` unless files, by default all, are as they were written."""
+        """Raise :class:`DamagedCheckpointError` unless the named files, by default all, have their original bytes."""
         for name in self.manifest["files"] if names is None else names:
             path, expected = self.folder / name, self.manifest["files"][name]
             try:
-                size, wanted = path.stat().st_size, expected["bytes"]
-                if size != wanted:
-                    raise DamagedCheckpointError(f"{path} has {size} bytes instead of {wanted}: it is damaged.")
+                size, original_size = path.stat().st_size, expected["bytes"]
+                if size != original_size:
+                    raise DamagedCheckpointError(f"{path} has {size} bytes instead of {original_size}: it is damaged.")
                 with path.open("rb") as file:
-                    found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+                    digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             except OSError as error:
                 raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-            if found != expected["xxh3_128"]:
+            if digest != expected["xxh3_128"]:
                 raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those that were written.")
 
     @property
     def is_of_ranks(self) -> bool:
-        """Whether several processes wrote it, each a file."""
+        """Whether several processes wrote it, one file each."""
         return "ranks" in self.manifest
 
     def content(self) -> dict[str, Any]:
-        """Check the file of one process and read the state; executes no code from it."""
+        """Check and read the state that a single process wrote; executes no code from it."""
         self.check()
         return load_plainly(self.folder / STATE)
 
 
 def load_plainly(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a file of tensors and plain values, whose bytes were checked before; executes no code from it.
+    """Read a file of tensors and plain values whose bytes have been checked; executes no code from it.
 
-    Tensors that are ``mapped`` are read from the disk when they are used.
+    With ``mapped`` its tensors are memory-mapped, so that the disk is read when they are used.
     """
     try:
-        # On the CPU, since the run may go on with fewer devices than it had.
+        # On the CPU, since the run may resume with fewer devices than it had.
         content = read_tensors(path, mapped=mapped)
     except Exception as error:
         reason = " ".join(str(error).split(".")[0].split())
@@ -90,16 +90,20 @@ def load_plainly(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the folder of a step's checkpoint; names sort by step."""
+    """Return the folder name of a step's checkpoint; names sort by step."""
     return f"step_{step:09d}"
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open one checkpoint; raises :class:`DamagedCheckpointError`, or :class:`UsageError` for one of a newer format."""
+    """Open one checkpoint and check its manifest.
+
+    Raises:
+        DamagedCheckpointError: if the manifest is missing, damaged, incomplete or of another format.
+    """
     path = folder / MANIFEST
     if not path.is_file():
-        what = "is not a checkpoint" if folder.is_dir() else "does not exist"
-        raise DamagedCheckpointError(f"{folder} {what}: there is no {path.name} in it.")
+        problem = f"is not a checkpoint: it has no {path.name}" if folder.is_dir() else "does not exist"
+        raise DamagedCheckpointError(f"{folder} {problem}.")
     try:
         manifest = json.loads(path.read_text("utf-8"))
         digest = manifest.pop("digest")
@@ -108,57 +112,57 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}.") from error
     if not intact or not isinstance(version, int):
-        raise DamagedCheckpointError(f"{path} is damaged: its text is not the one that was written.")
+        raise DamagedCheckpointError(f"{path} is damaged: its text is not what was written.")
     if version != FORMAT:
         age = "newer" if version > FORMAT else "older"
         raise DamagedCheckpointError(
             f"{folder} is a checkpoint of format {version}, written by a{'n' * (age == 'older')} {age} loopscope; this "
-            f"one reads format {FORMAT}."
+            f"version reads format {FORMAT}."
         )
-    if not _is_whole(manifest):
-        raise DamagedCheckpointError(f"{path} does not describe a checkpoint: step, score or files are missing in it.")
+    if not _is_complete(manifest):
+        raise DamagedCheckpointError(f"{path} does not describe a checkpoint: it lacks a valid step, score or files.")
     return Checkpoint(folder, manifest)
 
 
-def _is_whole(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest has what is read of it before the state is."""
+def _is_complete(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest has all entries that are needed before the state is read."""
     files = manifest.get("files")
     return (
         isinstance(manifest.get("step"), int)
         and isinstance(manifest.get("epoch", 0), int)
         and "score" in manifest
         and isinstance(files, dict)
-        and (files.keys() == {STATE} or _is_of_all_ranks(manifest))
-        and all(isinstance(each, dict) and each.keys() == {"bytes", "xxh3_128"} for each in files.values())
+        and (files.keys() == {STATE} or _covers_all_ranks(manifest))
+        and all(isinstance(entry, dict) and entry.keys() == {"bytes", "xxh3_128"} for entry in files.values())
     )
 
 
-def _is_of_all_ranks(manifest: Mapping[str, Any]) -> bool:
+def _covers_all_ranks(manifest: Mapping[str, Any]) -> bool:
     ranks = manifest.get("ranks")
     return (
         isinstance(ranks, dict)
         and isinstance(manifest.get("tensors"), dict)
-        and manifest["files"].keys() == {RANK.format(number) for number in range(len(ranks.get("indices", ())))}
+        and manifest["files"].keys() == {RANK_FILE.format(number) for number in range(len(ranks.get("indices", ())))}
     )
 
 
 def _as_float(score: Any) -> float | None:
-    """Return what an experiment's evaluation gave as a number: too large an integer is infinite, other things none."""
+    """Return a score as a float: infinite for an integer that is too large, ``None`` for anything but a number."""
     try:
         return float(score) if isinstance(score, (int, float)) else None
     except OverflowError:
         return math.inf if score > 0 else -math.inf
 
 
-def checkpoints_in(folder: Path) -> Iterator[Path]:
-    """Yield the folders of a run's checkpoints, the newest first."""
-    found = [path for path in folder.glob("step_*") if path.suffix not in (PARTIAL, REMOVED)]
-    yield from sorted(found, key=lambda path: path.name, reverse=True)
+def checkpoint_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of a run's checkpoints, newest first."""
+    paths = [path for path in folder.glob("step_*") if path.suffix not in (PARTIAL, REMOVED)]
+    yield from sorted(paths, key=lambda path: path.name, reverse=True)
 
 
-def intact_in(folder: Path) -> Iterator[Checkpoint]:
-    """Yield a run's checkpoints whose manifests are intact, the oldest first."""
-    for path in reversed([*checkpoints_in(folder)]):
+def intact_checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    """Yield a run's checkpoints with intact manifests, oldest first."""
+    for path in reversed([*checkpoint_folders(folder)]):
         try:
             checkpoint = open_checkpoint(path)
         except DamagedCheckpointError:
@@ -166,14 +170,14 @@ def intact_in(folder: Path) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def newest_intact(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint that is intact, and ``tell`` of every newer one why it is not used."""
-    for path in checkpoints_in(folder):
+def newest_intact(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest intact checkpoint, and ``report`` why each newer one cannot be used."""
+    for path in checkpoint_folders(folder):
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.check()
         except DamagedCheckpointError as error:
-            tell(str(error))
+            report(str(error))
         else:
             return checkpoint
     return None
@@ -186,29 +190,31 @@ def write_checkpoint(
     before: Sequence[Path] = (),
     spare: Path | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint under a temporary name, force it onto the disk, and only then give it its name.
+    """Write a checkpoint under a temporary name, sync it to disk, then rename it, replacing one of the same name.
 
-    One of that name is replaced. The files ``before``, those of the sinks, are on the disk before the checkpoint
-    counts; those of a ``spare`` one, set aside, are written over, which takes half the time of new ones.
-    Raises :class:`LoopscopeError` where the file system refuses; nothing that was there is lost then.
+    The files ``before``, those of the sinks, are synced before the rename. The files of a discarded checkpoint,
+    ``spare``, are overwritten, which takes half the time of creating new ones.
+
+    Raises:
+        LoopscopeError: if the file system refuses a write; existing checkpoints are kept.
     """
-    growing = GrowingCheckpoint(folder, spare)
+    growing = PartialCheckpoint(folder, spare)
     try:
-        growing.begin()
+        growing.create_folder()
         return growing.complete(manifest, {STATE: growing.write(STATE, content)}, before)
     finally:
         growing.remove()
 
 
-class GrowingCheckpoint:
-    """A checkpoint while it is written, under a temporary name: :func:`write_checkpoint` step by step."""
+class PartialCheckpoint:
+    """A checkpoint that is being written under a temporary name: the stages of :func:`write_checkpoint`."""
 
     def __init__(self, folder: Path, spare: Path | None = None) -> None:
         self.folder, self._spare = folder, spare
         self._partial = folder.with_name(folder.name + PARTIAL)
 
-    def begin(self) -> None:
-        """Make the folder for all files, of one process or of several."""
+    def create_folder(self) -> None:
+        """Create the temporary folder for the files of all processes."""
         with refusal_of_disk(self.folder):
             self.remove()
             if self._spare is None or not self._spare.is_dir():
@@ -220,15 +226,15 @@ class GrowingCheckpoint:
         """Write a file and return its size and digest."""
         path = self._partial / name
         with refusal_of_disk(self.folder), path.open("r+b" if path.is_file() else "wb") as file:
-            digesting = _Digesting(file)
+            digesting = _DigestingFile(file)
             _save(content, digesting)
-            # A spare file may have been longer.
+            # An overwritten file may have been longer.
             file.truncate()
             _sync(file)
         return digesting.summary()
 
     def complete(self, manifest: Mapping[str, Any], files: Mapping[str, Any], before: Sequence[Path]) -> Checkpoint:
-        """Write the manifest and give the checkpoint its name."""
+        """Write the manifest, then rename the folder to the checkpoint's final name."""
         full = {**plain_json(manifest), "format": FORMAT, "files": dict(files)}
         with refusal_of_disk(self.folder):
             with (self._partial / MANIFEST).open("w", encoding="utf-8") as file:
@@ -237,19 +243,19 @@ class GrowingCheckpoint:
             for path in (*before, *{path.parent for path in before}, self._partial):
                 sync_path(path)
             removed = set_aside(self.folder)
-            # A rename happens wholly or not at all, so that a crash leaves no checkpoint that is half there.
+            # A rename is atomic, so that a crash leaves no incomplete checkpoint under the final name.
             self._partial.rename(self.folder)
             sync_path(self.folder.parent)
             shutil.rmtree(removed, ignore_errors=True)
         return Checkpoint(self.folder, full)
 
     def remove(self) -> None:
-        """Remove what is not complete."""
+        """Remove the incomplete checkpoint."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path:
-    """Take a checkpoint's name from it, if it is there, and return the new one, which no crash makes a checkpoint."""
+    """Rename a checkpoint's folder, if it exists, so that it no longer counts as one, and return the new path."""
     removed = folder.with_name(folder.name + REMOVED)
     shutil.rmtree(removed, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -258,14 +264,14 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a crash left of checkpoints half written or half removed."""
+    """Remove partly written and partly removed checkpoints that a crash has left."""
     for kind in (PARTIAL, REMOVED):
         for path in folder.glob(f"step_*{kind}"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_path(path: Path) -> None:
-    """Force what was written to a file, or the names in a folder, onto the disk; one that is gone is left out."""
+    """Sync a file's content, or a folder's entries, to disk; a missing path is ignored."""
     with suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -274,8 +280,8 @@ def sync_path(path: Path) -> None:
             os.close(descriptor)
 
 
-class _Digesting:
-    """A file that digests what is written to it."""
+class _DigestingFile:
+    """A file that computes the digest of the bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -295,14 +301,14 @@ class _Digesting:
         return {"bytes": self._bytes, "xxh3_128": self._digest.hexdigest()}
 
 
-def _save(content: Mapping[str, Any], file: _Digesting) -> None:
-    """Write with ``torch.save``, without checksums of its own: they take longer than all the rest."""
-    before = torch.serialization.get_crc32_options()
+def _save(content: Mapping[str, Any], file: _DigestingFile) -> None:
+    """Write with ``torch.save`` without its CRC32 checksums, which take longer than the rest of the write."""
+    crc32_option = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         write_tensors(content, file)
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(crc32_option)
 
 
 def _sync(file: Any) -> None:

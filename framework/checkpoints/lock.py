@@ -1,4 +1,4 @@
-"""One process writes a run: a lock on its folder, which the system releases when the process is gone."""
+"""Lock on a run's folder, so that one process writes it; the system releases the lock when that process ends."""
 
 import errno
 import fcntl
@@ -15,26 +15,31 @@ from ..durable_files import read_json, refusal_of_disk
 from ..errors import UsageError, notice
 
 LOCK = "run.lock"
-PATIENCE = 0.05  # seconds in which whoever only asks whether the lock is held has let go of it
+PATIENCE = 0.05  # seconds after which a shared lock of `is_locked` in another process has been released
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock on a run's folder, which must exist; children that start programs of their own do not inherit it.
+    """Hold the lock on an existing folder of a run; programs that a child process executes do not inherit it.
 
-    Raises :class:`UsageError` that names the process which holds it. The lock of a process that is gone is taken over
-    with a notice; where the file system has no locks, a notice says that nothing is locked.
+    The lock file of a process that no longer exists is taken over with a notice. A file system without locks causes a
+    notice too.
+
+    Raises:
+        UsageError: if another process holds the lock; the message names it.
     """
     path = folder / LOCK
     with refusal_of_disk(path):
-        descriptor = _locked(path)
+        descriptor = _acquire(path)
     try:
         if os.fstat(descriptor).st_size:
-            notice(f"The lock on {folder} was left by {_owner(path)}, which is gone; it is taken over.")
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            notice(
+                f"The lock on {folder} was left by {_owner(path)}, which no longer runs; this process takes it over."
+            )
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with refusal_of_disk(path):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
         try:
             yield
         finally:
@@ -45,7 +50,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process that is alive holds the lock on a run's folder."""
+    """Return whether a running process holds the lock on a run's folder."""
     with suppress(OSError):
         if (folder / LOCK).is_file():
             with (folder / LOCK).open("rb") as file:
@@ -56,10 +61,10 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _locked(path: Path) -> int:
-    """Open and lock the file, once more if whoever held it removed it in between: then another one is the lock."""
+def _acquire(path: Path) -> int:
+    """Open and lock the file; try again if its last owner removed it in between, so that the path names another one."""
     while True:
-        descriptor = _opened(path)
+        descriptor = _open_lock_file(path)
         try:
             _lock(descriptor, path)
             with suppress(FileNotFoundError):
@@ -71,25 +76,29 @@ def _locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _opened(path: Path) -> int:
-    """Open the file, or make it; raises :class:`UsageError` for a folder, or a link, behind which another lies."""
+def _open_lock_file(path: Path) -> int:
+    """Open or create the lock file.
+
+    Raises:
+        UsageError: if the path is a folder, a link or another special file.
+    """
     try:
-        # Without O_NONBLOCK a FIFO under the name would keep the process waiting for a reader.
+        # Without O_NONBLOCK, opening a FIFO of this name would wait for another process to open it.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags, 0o644)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR):
             raise
-        raise _no_lock(path) from error
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # none, where its owner has just removed it
+        raise _unusable_lock_file(path) from error
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # zero links if its owner has just removed it
         return descriptor
     os.close(descriptor)
-    raise _no_lock(path)
+    raise _unusable_lock_file(path)
 
 
-def _no_lock(path: Path) -> UsageError:
-    return UsageError(f"{path} is a link or no plain file, so it is not the lock of a run; remove it.")
+def _unusable_lock_file(path: Path) -> UsageError:
+    return UsageError(f"{path} is a link or not a regular file, so it cannot be the lock of a run; remove it.")
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -100,16 +109,16 @@ def _lock(descriptor: int, path: Path) -> None:
             time.sleep(PATIENCE)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        remedy = "wait for it, stop it, or choose another --output-dir"
-        raise UsageError(f"{path.parent} is being written by {_owner(path)}; {remedy}.") from error
+        advice = "wait for it, stop it, or choose another --output-dir"
+        raise UsageError(f"{path.parent} is being written by {_owner(path)}; {advice}.") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-        notice(f"{path.parent} lies on a file system without locks: nothing keeps a second process from writing it.")
+        notice(f"{path.parent} is on a file system without locks: do not let a second process write to it.")
 
 
 def _owner(path: Path) -> str:
-    """Name the process that a lock file tells of."""
+    """Describe the process that wrote a lock file."""
     try:
         owner = read_json(path)
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"

@@ -1,4 +1,4 @@
-"""When a checkpoint is written: every so many epochs or steps, on a signal, after a hook raised."""
+"""Schedule of checkpoints: every so many epochs or steps, on a signal, and after a hook has raised."""
 
 import signal
 import threading
@@ -22,7 +22,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedError(LoopscopeError):
-    """A signal ended the run, after the step that was under way."""
+    """A signal ended the run after the step in progress."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"Stopped by {signal.Signals(number).name}.")
@@ -30,28 +30,29 @@ class StoppedError(LoopscopeError):
 
     @property
     def status(self) -> int:
-        """The exit status that tells of the signal: 130 for SIGINT, 143 for SIGTERM."""
+        """The exit status for the signal: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.number
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM came where no step was under way."""
+    """SIGTERM was received while no step was in progress."""
 
 
 class Signals:
-    """Remembers what signals ask for until the run asks, between two steps; where no step is under way they end it."""
+    """Records signals until the run handles them between two steps; outside of training they end it at once."""
 
     def __init__(self) -> None:
         self.stop: int | None = None
         self.asked = False
-        """Whether a checkpoint was asked for since this was last set to ``False``."""
-        self._earlier: dict[int, Any] = {}
+        """Whether a checkpoint was requested since this was last set to ``False``."""
+        self._previous_handlers: dict[int, Any] = {}
 
     @contextmanager
-    def around(self) -> Iterator[None]:
-        """Let SIGTERM end the body as Ctrl-C does, and SIGUSR1 be remembered, from the first strategy to the last.
+    def interruptible(self) -> Iterator[None]:
+        """Let SIGTERM interrupt the body as Ctrl-C does, and record SIGUSR1, from the first strategy to the last.
 
-        Raises :class:`StoppedError` in the place of the ``KeyboardInterrupt`` with which SIGTERM ends the body.
+        Raises:
+            StoppedError: after SIGTERM, in place of the ``KeyboardInterrupt`` that ended the body.
         """
         try:
             with _handling({signal.SIGTERM: self._interrupted, signal.SIGUSR1: self._received}):
@@ -60,12 +61,12 @@ class Signals:
             raise StoppedError(signal.SIGTERM) from None
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch SIGINT, SIGTERM and SIGUSR1 in the body; the handlers from before are put back whatever happens.
+    def deferred(self) -> Iterator[None]:
+        """Record SIGINT, SIGTERM and SIGUSR1 during the body, and restore the previous handlers after it.
 
-        Only Python's main thread receives signals: elsewhere nothing is caught. A signal that was ignored stays so.
+        Only Python's main thread receives signals, so in other threads this does nothing. Ignored signals stay ignored.
         """
-        with _handling(dict.fromkeys((*STOPPING, signal.SIGUSR1), self._received)) as self._earlier:
+        with _handling(dict.fromkeys((*STOPPING, signal.SIGUSR1), self._received)) as self._previous_handlers:
             yield
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
@@ -76,40 +77,40 @@ class Signals:
             self.asked = True
         elif self.stop is None:
             self.stop = number
-        else:
-            _put_back(self._earlier)
+        else:  # a second signal acts at once
+            _restore_handlers(self._previous_handlers)
             signal.raise_signal(number)
 
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[dict[int, Any]]:
-    """Handle signals in the body that are not ignored, and yield the handlers from before, which are put back."""
-    earlier: dict[int, Any] = {}
+    """Install handlers for signals that are not ignored, yield the previous ones, and restore them after the body."""
+    previous_handlers: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    earlier[number] = signal.signal(number, handler)
-        yield earlier
+                    previous_handlers[number] = signal.signal(number, handler)
+        yield previous_handlers
     finally:
-        _put_back(earlier)
+        _restore_handlers(previous_handlers)
 
 
-def _put_back(earlier: dict[int, Any]) -> None:
-    while earlier:
-        number, handler = earlier.popitem()
-        if handler is not None:  # one that was not made in Python cannot be put back
+def _restore_handlers(handlers: dict[int, Any]) -> None:
+    while handlers:
+        number, handler = handlers.popitem()
+        if handler is not None:  # None is a handler that was not installed from Python, which Python cannot restore
             signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """How often checkpoints are written, and how many are kept.
+    """Intervals between checkpoints, and the number of checkpoints to keep.
 
     Args:
         every: epochs (step loop: steps) between checkpoints; 0 for none.
         every_steps: steps between checkpoints, within epochs too; 0 for none.
-        keep: how many of the newest are kept, beside the best.
+        keep: the number of newest checkpoints to keep, in addition to the best.
         digest_every: steps between digests of the training state; 0 for none, ``None`` for one at every snapshot.
     """
 
@@ -120,7 +121,7 @@ class CheckpointPlan:
 
     @property
     def writes(self) -> bool:
-        """Whether checkpoints are written without anybody asking for one."""
+        """Whether checkpoints are scheduled."""
         return bool(self.every or self.every_steps)
 
     def is_due(self, loop: LoopState, *, counts_epochs: bool, unit_ended: bool) -> bool:
@@ -134,7 +135,7 @@ class CheckpointPlan:
 
 @dataclass
 class Checkpointing:
-    """Writes the checkpoints of one run, with the manifests that ``describe`` makes, and ends it if a signal asks."""
+    """Writes the checkpoints of one run, with manifests from ``describe``, and ends the run on a signal."""
 
     manager: HookManager
     writer: CheckpointWriter
@@ -145,12 +146,16 @@ class Checkpointing:
     rows: RowLog | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Make the buffers for copies."""
+        """Create the copier of the run's state."""
         self._run_state = RunState(self.manager)
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
-        """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
-        self._tell_failures()
+        """Write a checkpoint if one is due or requested.
+
+        Raises:
+            StoppedError: if a signal ends the run.
+        """
+        self._warn_of_failures()
         if self.digests is not None:
             self.digests.pause(loop, unit_ended=unit_ended)
         if self.rows is not None:
@@ -164,7 +169,7 @@ class Checkpointing:
         if asked or ending:
             self.take(wait=True)
         elif self.plan.is_due(loop, counts_epochs=self.manager.counts_epochs, unit_ended=unit_ended):
-            if self._is_last(loop):  # none comes after it that could make up for it
+            if self._is_last(loop):  # no later checkpoint could replace it if it were skipped
                 self.writer.wait()
             self.take(wait=False)
         if signals.stop is not None:
@@ -175,18 +180,21 @@ class Checkpointing:
         return loop.stopped or loop.step >= task.length * (len(task.loader) if self.manager.counts_epochs else 1)
 
     def take(self, *, wait: bool) -> None:
-        """Write a checkpoint of now; without ``wait`` it is left out where one of an earlier step is being written."""
+        """Write a checkpoint of the current step.
+
+        Without ``wait`` it is written in the background, and skipped if that of an earlier step is still being written.
+        """
         step, ranks = self.manager.state.loop.step, self.manager.task.ranks
         if ranks.agree(self.writer.is_busy and not wait and self.writer.step != step):
-            late = "since the one before is still being written; the disk is slower than the interval"
-            notice(f"The checkpoint of step {step} is left out, {late}.")
+            reason = "because the previous one is still being written; the disk is slower than the checkpoint interval"
+            notice(f"The checkpoint of step {step} is skipped {reason}.")
             return
         self.writer.wait()
         content = self._run_state.take()
-        sentences = self._run_state.refusals_of_the_last()
+        sentences = self._run_state.last_storage_errors()
         if ranks.agree(bool(sentences)):
-            told = [*chain.from_iterable(ranks.gather(sentences))]
-            notice(f"The checkpoint of step {step} is left out. {told[0]}")
+            of_all_ranks = [*chain.from_iterable(ranks.gather(sentences))]
+            notice(f"The checkpoint of step {step} is skipped. {of_all_ranks[0]}")
             return
         with self.manager.between_steps():
             dispatch = self.manager.dispatch
@@ -198,11 +206,11 @@ class Checkpointing:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last one is written, and leave nothing but checkpoints."""
+        """Wait until the last checkpoint is written, and remove leftovers of incomplete ones."""
         self.writer.finish()
-        self._tell_failures()
+        self._warn_of_failures()
 
-    def _tell_failures(self) -> None:
-        remark = " Training goes on." if self.signals.stop is None else ""
+    def _warn_of_failures(self) -> None:
+        remark = " Training continues." if self.signals.stop is None else ""
         for sentence in self.writer.failures():
             warnings.warn(f"{sentence}{remark}", stacklevel=3)

@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the training: from a copy of its own, in a thread of its own, keeping but a few."""
+"""Background writing of checkpoints: from a copy of the state, in a separate thread, keeping only a few."""
 
 import shutil
 import threading
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from ..state import ATOMS, completed, dtensor_class, is_sharded, local_shards
 from ..training import Ranks
-from .format import Checkpoint, checkpoint_name, intact_in, remove_leftovers, set_aside, write_checkpoint
+from .format import Checkpoint, checkpoint_name, intact_checkpoints, remove_leftovers, set_aside, write_checkpoint
 
 Buffers = dict[tuple[Any, ...], list[Tensor]]
 
 
 class Staging:
-    """Copies nested values with their tensors, on the CPU; the buffers are reused where shape and type still fit."""
+    """Copies nested values and their tensors to the CPU; buffers of matching shape, strides and dtype are reused."""
 
     def __init__(self) -> None:
         self._spare: Buffers = {}
         self._used: Buffers = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self.foreign: set[type] = set()
-        """Classes of the values that were not copied, beyond those of plain values."""
+        self.uncopied_types: set[type] = set()
+        """Classes of the values that were not copied and are not plain."""
 
     @torch.no_grad()
     def copy(self, content: Any) -> Any:
-        """Return a copy that shares nothing with the original, nor with it after its next change."""
+        """Return a copy that shares no memory with the original, except for values of ``uncopied_types``."""
         self._spare, self._used, self._pairs = self._used, {}, []
-        self.foreign.clear()
+        self.uncopied_types.clear()
         copied = self._copied(content)
         if self._pairs:
             buffers, originals = zip(*self._pairs, strict=True)
@@ -40,7 +40,7 @@ class Staging:
         return copied
 
     def _copied(self, value: Any) -> Any:
-        """Copy the containers, and note which tensor is to be copied into which buffer."""
+        """Copy the containers, and pair each tensor with the buffer that it will be copied into."""
         kind = type(value)
         if kind in ATOMS:
             return value
@@ -49,19 +49,19 @@ class Staging:
         if kind in (list, tuple, set):
             return kind([self._copied(item) for item in value])
         if not isinstance(value, Tensor):
-            self.foreign.add(kind)
+            self.uncopied_types.add(kind)
             return value
         if is_sharded(value):
-            whole: Any = completed(value)
-            (local,) = local_shards([whole])
-            # Private: the public way would move the copy to the devices of the mesh.
-            return dtensor_class()(self._buffer_for(local), whole._spec, requires_grad=False)
-        if value.layout is not torch.strided:  # the compressed ones have neither strides nor foreach kernels
+            complete: Any = completed(value)
+            (local,) = local_shards([complete])
+            # Private constructor and `_spec`: DTensor.from_local would move the copy to the devices of the mesh.
+            return dtensor_class()(self._buffer_for(local), complete._spec, requires_grad=False)
+        if value.layout is not torch.strided:  # other layouts have neither strides nor foreach kernels
             return value.detach().clone().cpu()
         return self._buffer_for(value)
 
     def _buffer_for(self, tensor: Tensor) -> Tensor:
-        # With strides, which decide in which order a later sum over the tensor is taken, and so its last bits.
+        # Strides determine the order of summation in later reductions over the tensor, and with it the last bits.
         key = (tensor.shape, tensor.stride(), tensor.dtype)
         spare = self._spare.get(key)
         buffer = spare.pop() if spare else torch.empty_like(tensor, device="cpu", requires_grad=False)
@@ -71,41 +71,40 @@ class Staging:
 
 
 @dataclass
-class Kept:
-    """Which checkpoints of a run stay: the newest ``number``, and the best."""
+class RetainedCheckpoints:
+    """The checkpoints that a run keeps: the newest ``number``, and the best."""
 
     number: int
     _scores: dict[Path, float | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path, number: int) -> "Kept":
-        """Take over those that lie in a folder, and remove what a crash left half done."""
+    def of(cls, folder: Path, number: int) -> "RetainedCheckpoints":
+        """Start with the intact checkpoints of a folder, and remove incomplete ones that a crash has left."""
         remove_leftovers(folder)
-        return cls(number, {checkpoint.folder: checkpoint.score for checkpoint in intact_in(folder)})
+        return cls(number, {checkpoint.folder: checkpoint.score for checkpoint in intact_checkpoints(folder)})
 
     def removed(self) -> list[Path]:
-        """Forget those that somebody removed meanwhile, and return them."""
-        gone = [path for path in self._scores if not path.is_dir()]
-        for path in gone:
+        """Drop and return the checkpoints that something else has removed in the meantime."""
+        missing = [path for path in self._scores if not path.is_dir()]
+        for path in missing:
             del self._scores[path]
-        return gone
+        return missing
 
     def add(self, checkpoint: Checkpoint) -> list[Path]:
-        """Take in a new one, and return those that go.
+        """Add a new checkpoint, and return the ones to remove.
 
-        Newer ones, which were there before a run went on from an older one, are damaged or of a newer format: they
-        count for nothing, and stay.
+        Checkpoints of later steps, left by a run that was resumed from an earlier one, are neither counted nor removed.
         """
         self._scores.pop(checkpoint.folder, None)
         self._scores[checkpoint.folder] = checkpoint.score
         past = {path: score for path, score in self._scores.items() if path.name <= checkpoint.folder.name}
         newest = sorted(past, key=lambda path: path.name)[-self.number :]
-        scored = {path: score for path, score in past.items() if score is not None and score == score}
+        scored = {path: score for path, score in past.items() if score is not None and score == score}  # no NaN
         best = {min(scored, key=scored.__getitem__)} if scored else set()
-        going = [path for path in past if path not in newest and path not in best]
-        for path in going:
+        superseded = [path for path in past if path not in newest and path not in best]
+        for path in superseded:
             del self._scores[path]
-        return going
+        return superseded
 
 
 class CheckpointWriter:
@@ -115,24 +114,24 @@ class CheckpointWriter:
         self._folder = folder
         self._keep = keep
         self._ranks = ranks or Ranks()
-        self._kept: Kept | None = None
+        self._kept: RetainedCheckpoints | None = None
         self._thread: threading.Thread | None = None
         self._failures: list[str] = []
         self._spare: Path | None = None
         self.step = 0
-        """The step of the last one that was begun."""
+        """The step of the last checkpoint whose writing has started."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last one is still being written."""
+        """Whether the last checkpoint is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def write(self, step: int, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]) -> None:
-        """Begin to write, and return; ``before`` are files that must be on the disk before."""
+        """Start writing in a thread; the files ``before`` are synced to disk before the checkpoint becomes valid."""
         folder, self.step = self._folder / checkpoint_name(step), step
-        # No daemon: the interpreter waits at its end until the checkpoint is written.
-        given = (folder, staged, manifest, before)
-        self._thread = threading.Thread(target=self._write, args=given, name="loopscope checkpoint")
+        # Not a daemon thread, so that the interpreter waits at exit until the checkpoint is written.
+        arguments = (folder, staged, manifest, before)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="loopscope checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -141,7 +140,7 @@ class CheckpointWriter:
             self._thread.join()
 
     def finish(self) -> None:
-        """Wait until nothing is being written, and leave nothing but checkpoints: nothing of earlier crashes either."""
+        """Wait until nothing is being written, and remove incomplete checkpoints, also those of earlier crashes."""
         self.wait()
         self._spare = None
         if self._ranks.is_main:
@@ -149,13 +148,13 @@ class CheckpointWriter:
             remove_leftovers(self._folder)
 
     def failures(self) -> list[str]:
-        """Return, once, why checkpoints could not be written or removed, and which are gone."""
-        told, self._failures = self._failures, []
-        return told
+        """Return the failures since the last call: checkpoints not written, not removed, or removed from outside."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def _note_removed(self) -> None:
         removed = [] if self._kept is None else self._kept.removed()
-        self._failures += [f"The checkpoint {path} was removed under the run." for path in removed]
+        self._failures += [f"The checkpoint {path} was removed during the run." for path in removed]
 
     def _write(
         self, folder: Path, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]
@@ -163,7 +162,7 @@ class CheckpointWriter:
         try:
             spare, self._spare = self._spare, None
             if self._ranks.are_many:
-                from .parts import write_parts  # which takes a second to import
+                from .parts import write_parts  # imported here, as it takes a second
 
                 written = write_parts(folder, staged, manifest, before, spare, self._ranks)
             else:
@@ -174,12 +173,12 @@ class CheckpointWriter:
         if not self._ranks.is_main:
             return
         try:
-            self._kept = self._kept or Kept.of(self._folder, self._keep)
+            self._kept = self._kept or RetainedCheckpoints.of(self._folder, self._keep)
             self._note_removed()
             for path in self._kept.add(written):
                 if self._spare is not None:
                     shutil.rmtree(self._spare, ignore_errors=True)
                 self._spare = set_aside(path)
-        except Exception as error:  # in a thread nobody else would hear of it
+        except Exception as error:  # raised in this thread, it would not reach the run
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._failures.append(f"An old checkpoint in {self._folder} could not be removed: {reason}.")

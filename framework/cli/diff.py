@@ -6,7 +6,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Parting, content_of, differing, leaves, moments_of, open_checkpoint, read_digests
+from ..checkpoints import (
+    Divergence,
+    checkpoints_by_moment,
+    differing_entries,
+    leaves,
+    open_checkpoint,
+    read_content,
+    read_digests,
+)
 from ..durable_files import read_tensors
 from ..errors import LoopscopeError, UsageError
 from ..report import differing_parts
@@ -40,12 +48,12 @@ def diff(words: Sequence[str]) -> None:
 
 
 def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
-    left, right = moments_of(a.checkpoints), moments_of(b.checkpoints)
+    left, right = checkpoints_by_moment(a.checkpoints), checkpoints_by_moment(b.checkpoints)
     common = [moment for moment in left if moment in right]
     for epoch, step in common:
-        contents = [content_of(open_checkpoint(found[epoch, step])) for found in (left, right)]
-        if names := differing(*contents):
-            return f"Checkpoints: {', '.join(names[:5])} differ at step {step:,}.", str(Parting(epoch, step, names))
+        contents = [read_content(open_checkpoint(found[epoch, step])) for found in (left, right)]
+        if names := differing_entries(*contents):
+            return f"Checkpoints: {', '.join(names[:5])} differ at step {step:,}.", str(Divergence(epoch, step, names))
     steps = ", ".join(f"{step:,}" for _, step in common)
     return (f"Checkpoints of steps {steps}: the same." if common else ""), ""
 
@@ -54,8 +62,8 @@ def _digests(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     left, right = read_digests(a.path), read_digests(b.path)
     common = [moment for moment in left if moment in right]
     for epoch, step in common:
-        if names := left[epoch, step].unlike(right[epoch, step]):
-            return f"Digests: {', '.join(names[:5])} differ at step {step:,}.", str(Parting(epoch, step, names))
+        if names := left[epoch, step].differing_entries(right[epoch, step]):
+            return f"Digests: {', '.join(names[:5])} differ at step {step:,}.", str(Divergence(epoch, step, names))
     return (f"Digests of {len(common)} steps: the same." if common else ""), ""
 
 
@@ -85,7 +93,7 @@ def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[
 def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     if not (a.weights.is_file() and b.weights.is_file()):
         return "", ""
-    if names := differing(*({"state": _loaded(run.weights)} for run in (a, b))):
+    if names := differing_entries(*({"state": _loaded(run.weights)} for run in (a, b))):
         return f"Final weights: {', '.join(names[:5])} differ.", f"by the final weights, first in {names[0]}"
     return "Final weights: the same.", ""
 

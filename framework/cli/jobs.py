@@ -166,7 +166,7 @@ def train_side_by_side(plan: Sequence[Setup], options: Options, mode: Mode, comp
     signals, failed = Signals(), list[Job]()
     display = RunConsole("normal" if mode == "live" else mode, compared_to=compared_to)
     line = RunsLine(display.console, len(waiting), clock=time.monotonic if mode != "none" else lambda: -math.inf)
-    with display, signals.caught(), closing(line):
+    with display, signals.deferred(), closing(line):
         if mode == "live":
             told = "--live shows one run on the whole screen; several side by side have a line for all."
             warnings.warn(told, RunNotice, stacklevel=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import moments_of
+from ..checkpoints import checkpoints_by_moment
 from ..console import watch
 from ..errors import UsageError, listed, require
 from ..explaining import explain, rows_by_step, rows_told, told
@@ -127,7 +127,7 @@ def _step_of_alert(folder: Path) -> int:
 def _verify(session: Session, folder: Path, number: int) -> None:
     """Train stretches between two checkpoints again; raises where one is not what it was."""
     require(number >= 1, f"--verify is {number}; it must be at least 1.")
-    steps = sorted({step for _, step in moments_of(RunFolder(folder, folder.name).checkpoints)})
+    steps = sorted({step for _, step in checkpoints_by_moment(RunFolder(folder, folder.name).checkpoints)})
     between = [Stretch(before + 1, after) for before, after in pairwise([0, *steps])]
     remedy = "run with --validate-checkpoints compares with its digests"
     require(bool(between), f"{folder} holds no intact checkpoints to begin from; {remedy}.")

@@ -10,7 +10,7 @@ import numpy as np
 from ..durable_files import plain_json, write_json
 from ..errors import UsageError
 from ..report import look_at
-from ..runs import EXPLANATION, REWINDS, PartedError, Stretch
+from ..runs import EXPLANATION, REWINDS, DivergedError, Stretch
 from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
 from .verdict import Harm, harms, verdict
@@ -91,7 +91,7 @@ def explain(
     label = f"explained_step_{step}"
     try:
         explanation = _explained(train_again, label, step, describe_row, left_out, last or step + 1)
-    except PartedError as error:
+    except DivergedError as error:
         cause, word = (None, "It cannot be told") if error.elsewhere else ("fault", "Fault")
         sentence = f"{word}: the run is not repeated by the same program on the same data. {error}"
         explanation = Explanation(step, cause, sentence)

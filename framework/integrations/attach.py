@@ -16,11 +16,11 @@ from ..errors import UsageError, require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
-from .attached_run import AttachedRun
 from .attach_options import AttachOptions, OnError, Shown, Wanted
+from .attached_run import AttachedRun
 from .custom_loop import CustomLoop
-from .scope import Scope
 from .model_wrappers import unwrapped
+from .scope import Scope
 
 
 def attach(

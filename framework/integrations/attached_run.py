@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import for_rank, sync_path
+from ..checkpoints import state_for_rank, sync_path
 from ..console import RunConsole
 from ..data import Batch
 from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, notice, require
@@ -334,7 +334,7 @@ class AttachedRun:
         """
         require(not self.is_started, "The state of a scope is loaded before its first step: right after attach.")
         if self._ranks.are_many or (isinstance(state, Mapping) and "rank 0" in state):
-            state = for_rank(state, self.driver.task.model, self._ranks)
+            state = state_for_rank(state, self.driver.task.model, self._ranks)
         if not isinstance(state, Mapping) or state.keys() != STATE:
             raise UsageError("This is not what scope.state_dict() returned, so no run can go on from it.")
         self._stored, self.place = state, dict(state["place"])

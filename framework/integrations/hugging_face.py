@@ -16,17 +16,17 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from ..checkpoints import AFRESH, CheckpointWriter, checkpoints_in, content_of, open_checkpoint
+from ..checkpoints import FRESH_STREAMS, CheckpointWriter, checkpoint_folders, open_checkpoint, read_content
 from ..data import Batch
 from ..errors import UsageError, notice, require
 from ..state import Transient
 from ..training import takes_closure
-from .attached_run import AttachedRun
 from .attach_options import AttachOptions, steps_in
-from .logger_sink import through_trainer
+from .attached_run import AttachedRun
 from .custom_loop import CustomLoop
-from .scope import AttachedScope
+from .logger_sink import through_trainer
 from .model_wrappers import replaced, unwrapped
+from .scope import AttachedScope
 
 TESTED = "transformers 5.23"
 STATE = "loopscope"
@@ -133,10 +133,10 @@ class TrainerEvents(TrainerCallback):
             length=int(state.num_train_epochs if run.choices.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
-        for path in [*checkpoints_in(self._stored)][:1] if self._stored is not None else ():
+        for path in [*checkpoint_folders(self._stored)][:1] if self._stored is not None else ():
             task, found = run.driver.task, open_checkpoint(path)
-            content = content_of(found, task.model, task.ranks) if found.is_of_ranks else found.content()
-            run.load_state_dict({name: value for name, value in content.items() if name != AFRESH})
+            content = read_content(found, task.model, task.ranks) if found.is_of_ranks else found.content()
+            run.load_state_dict({name: value for name, value in content.items() if name != FRESH_STREAMS})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
         self._loop = CustomLoop(run, args.gradient_accumulation_steps, None)
 

@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import flattened, gathered
+from ..checkpoints import flatten_state, gather_tensors
 from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, UsageError, require
 from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
-from .unscaling import unscaled
 from .model_wrappers import replaced, unwrapped
+from .unscaling import unscaled
 
 TESTED = "2.6"
 
@@ -105,7 +105,7 @@ class LightningLoop(Transient):
         state, task = self._own_state(), self._run.driver.task
         if not task.ranks.are_many:
             return state
-        return gathered(flattened(state, task.model, task.ranks), task.ranks)
+        return gather_tensors(flatten_state(state, task.model, task.ranks), task.ranks)
 
     def _own_state(self) -> dict[str, Any]:
         if self._state or not self._run.is_started:

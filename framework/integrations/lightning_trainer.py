@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import require
 from ..state import Transient
-from .attached_run import AttachedRun
 from .attach_options import AttachOptions
+from .attached_run import AttachedRun
 from .lightning_loop import LightningLoop, check_names
 from .logger_sink import through_trainer
 from .scope import AttachedScope

@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ..checkpoints import flattened, room_of
+from ..checkpoints import allocate_saved, flatten_state
 from ..console import number_text, printable
 from ..data import Loader
 from ..errors import UsageError, require
 from ..hooks import HookPoint
-from .attached_run import AttachedRun
 from .attach_options import steps_in
+from .attached_run import AttachedRun
 from .custom_loop import CustomLoop
 from .model_wrappers import kept
 
@@ -141,8 +141,8 @@ class Scope(AttachedScope):
         if of is None and not task.ranks.are_many:
             return self._loop.state_dict()
         if of is not None:
-            return room_of(of, key, task.model, task.ranks)
-        return flattened(self._loop.state_dict(), task.model, task.ranks)
+            return allocate_saved(of, key, task.model, task.ranks)
+        return flatten_state(self._loop.state_dict(), task.model, task.ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned; called before the first step, in the folder of that run.

@@ -85,7 +85,7 @@ def _shape(value: Any) -> str:
     return "x".join(map(str, value.shape)) or "a number" if isinstance(value, Tensor) else "missing"
 
 
-def unlike(path: Path, config: ExperimentConfig, model: nn.Module) -> list[str]:
+def differences_from_run(path: Path, config: ExperimentConfig, model: nn.Module) -> list[str]:
     """List how the run that left a reference differed in options, versions and surroundings.
 
     A file of weights need not lie in the folder of a run; raises :class:`UsageError` for a record that is damaged.

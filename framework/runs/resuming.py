@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, content_of, newest_intact
+from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact, read_content
 from ..data import changed
 from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, passed_through_users_code, shortened
 from ..firing import HookManager
@@ -40,13 +40,13 @@ def newest_of(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
     return found
 
 
-def go_on(manager: HookManager, found: Checkpoint) -> None:
+def resume_run(manager: HookManager, found: Checkpoint) -> None:
     """Make a run that was just built what it was; raises :class:`UsageError` for a checkpoint that no run has written.
 
     Bytes that are damaged are found by their digests; this is about what is written otherwise.
     """
     checked(found.manifest, OF_MANIFEST, found.folder / MANIFEST)
-    path, content = found.folder / STATE, content_of(found, manager.state.model, manager.task.ranks)
+    path, content = found.folder / STATE, read_content(found, manager.state.model, manager.task.ranks)
     kept = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
     checked(content, {"state": Mapping[str, Any], **OF_HOOKS}, path)
     loop = content["state"].get("loop")
@@ -57,7 +57,7 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
             raise UsageError(f"{path} cannot be used: its field {name!r} must have {dimensions} dimensions.")
     if (loop["epoch"], loop["step"]) != (found.manifest["epoch"], found.manifest["step"]):
         raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
-    RunState(manager).put_back(content, found.folder)
+    RunState(manager).restore(content, found.folder)
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def first_step_after(found: Checkpoint | None, loop: LoopState) -> Iterator[None
 def refuse_another_run(where: Path, before: RunRecord, now: RunRecord, *, tell: bool = True) -> None:
     """Raise :class:`UsageError` if two runs differ in what decides their numbers, and ``tell`` of other hooks."""
     old, new = ({"experiment": run.experiment, "strategy": run.strategy, **run.config} for run in (before, now))
-    if unlike := differences(old, new, MAY_DIFFER):
-        told = [f"{name} was {was!r} and is {value!r}" for name, was, value in unlike]
+    if config_changes := differences(old, new, MAY_DIFFER):
+        told = [f"{name} was {was!r} and is {value!r}" for name, was, value in config_changes]
         raise UsageError(f"{where} comes from another run: {listed(told, 5)}. Go on with what it was started with.")
     if before.treatments != now.treatments:
         names = [", ".join(run.treatments) or "none" for run in (before, now)]
@@ -124,8 +124,8 @@ def tell_of_environment(found: Checkpoint | RunRecord, now: RunRecord, *, exact:
         before, where = found, "the run"
     else:
         before, where = RunRecord.of(found.manifest, found.folder / MANIFEST), str(found.folder)
-    unlike = differences(before.surroundings, now.surroundings, {"command"})
-    changes = [f"{name}: {old} before, {new} now" for name, old, new in unlike]
+    environment_changes = differences(before.surroundings, now.surroundings, {"command"})
+    changes = [f"{name}: {old} before, {new} now" for name, old, new in environment_changes]
     if changes and exact:
         told = f"{where} was written in another environment: {listed(changes, 5)}"
         raise UsageError(f"--exact: {told}. Go on as it was, or leave --exact out.")

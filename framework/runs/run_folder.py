@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..checkpoints import DIGESTS, ROWS, checkpoints_in, run_lock
+from ..checkpoints import DIGESTS, ROWS, checkpoint_folders, run_lock
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
@@ -64,7 +64,7 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """Return the newest checkpoint, if there is one."""
-        return next(checkpoints_in(self.checkpoints), None)
+        return next(checkpoint_folders(self.checkpoints), None)
 
     def record(self) -> RunRecord | None:
         """Return what was run here, if a run was; raises :class:`UsageError` where the file does not say it."""

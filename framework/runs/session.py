@@ -27,15 +27,15 @@ from ..hooks import (
 from ..preserved_streams import preserved_streams
 from ..state import deterministic, laid_out_like, seed_everything
 from ..training import Ranks, joined, quiet_graph_breaks
-from .task_building import build_run, chosen_strategies
 from .checks import asked, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .records import RunRecord, environment, seed_name
-from .reference import Reference, find_reference, load_reference, unlike
+from .reference import Reference, differences_from_run, find_reference, load_reference
 from .resuming import MAY_DIFFER, newest_of, tell_of_environment
 from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import Display, StrategyRun
+from .task_building import build_run, chosen_strategies
 from .validating import Earlier, Stretch, rewind, validate
 
 OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or write over it: RunOptions(overwrite=True)"
@@ -76,7 +76,7 @@ class Session:
         Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
         been written.
         """
-        with self._signals.around(), self._surroundings() as held:
+        with self._signals.interruptible(), self._surroundings() as held:
             session, ranks = self, Ranks.everyone(self.options.parallel)
             if not ranks.is_main:  # this process computes along; what it would write goes away with a folder of its own
                 folder = Path(held.enter_context(TemporaryDirectory()))
@@ -262,7 +262,7 @@ class Session:
             return None
         said = f"The reference of strategy {folder.strategy!r}, {path}, comes from a run that"
         try:
-            if differing := unlike(path, runner.config, model):
+            if differing := differences_from_run(path, runner.config, model):
                 notice(f"{said} differs: {'; '.join(differing)}.")
         except UsageError as error:
             notice(f"{said} may differ: {error}")

@@ -33,7 +33,7 @@ from ..state import explained
 from ..training import TrainingTask, check_metric
 from .checks import blamed, check_numbers
 from .records import RunRecord
-from .resuming import first_step_after, go_on, refuse_other_data
+from .resuming import first_step_after, refuse_other_data, resume_run
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 from .summaries import summary_of
@@ -168,7 +168,7 @@ class StrategyRun:
         """Train what was trained before, from the start or a checkpoint, and write none; sinks get it if wanted."""
         manager = self.manager
         if self.resumed is not None:
-            go_on(manager, self.resumed)
+            resume_run(manager, self.resumed)
         manager.start_hooks(self.run_info)
         info = replace(self.run_info, metric_infos=manager.hooks.metric_infos())
         if recorded:
@@ -197,7 +197,7 @@ class StrategyRun:
     def _start_hooks(self) -> None:
         """Start the hooks of a run that begins; of one that goes on, put back the state before, and the sinks after."""
         if self.resumed is not None:
-            go_on(self.manager, self.resumed)
+            resume_run(self.manager, self.resumed)
         self.manager.start_hooks(self.run_info)
         self._refuse_what_no_checkpoint_holds()
         check_metric(self.task, self._evaluate)
@@ -208,9 +208,9 @@ class StrategyRun:
         if self.resumed is not None:
             self.manager.goes_on()
             self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
-            self._rows.go_on(self.state.loop)
+            self._rows.truncate_to(self.state.loop)
             if position := self.resumed.manifest.get("digests"):
-                self._digests.go_on(position)
+                self._digests.truncate_to(position)
             self._initial = dict(self.resumed.manifest["initial"])
 
     def _claim(self) -> None:
@@ -222,7 +222,7 @@ class StrategyRun:
 
     def _refuse_what_no_checkpoint_holds(self) -> None:
         """Raise :class:`UsageError` if checkpoints are to be written; say it where only a signal may ask for one."""
-        sentences = RunState(self.manager).refusals()
+        sentences = RunState(self.manager).storage_errors()
         if sentences and self.plan.writes:
             raise UsageError(sentences[0])
         if sentences:
@@ -231,7 +231,7 @@ class StrategyRun:
     def _train(self) -> None:
         begin = perf_counter()
         try:
-            with self.signals.caught(), first_step_after(self.resumed, self.state.loop):
+            with self.signals.deferred(), first_step_after(self.resumed, self.state.loop):
                 self._loop(self._checkpointing)
                 self._is_trained = True
         finally:

@@ -10,13 +10,13 @@ from typing import Any
 
 from ..checkpoints import (
     Digest,
+    Divergence,
     Moment,
-    Parting,
     RunState,
-    content_of,
-    differing,
-    moments_of,
+    checkpoints_by_moment,
+    differing_entries,
     open_checkpoint,
+    read_content,
     read_digests,
     rows_entry,
 )
@@ -31,7 +31,7 @@ from .run_folder import RunFolder
 from .strategy_run import StrategyRun
 
 
-class PartedError(LoopscopeError):
+class DivergedError(LoopscopeError):
     """A run is not the one whose checkpoints it was compared with; ``elsewhere``: in another environment."""
 
     elsewhere = False
@@ -52,7 +52,7 @@ class Earlier:
 
         Raises :class:`UsageError` where that run is another one, or, for a whole one, where there is nothing.
         """
-        moments, before, digests = moments_of(folder.checkpoints), folder.record(), read_digests(folder.path)
+        moments, before, digests = checkpoints_by_moment(folder.checkpoints), folder.record(), read_digests(folder.path)
         if before is None or (is_whole and not (moments or digests)):
             raise UsageError(f"{folder.path} holds no intact checkpoints or digests to compare with.")
         refuse_another_run(folder.path, before, now, tell=is_whole)
@@ -76,15 +76,15 @@ class Validation:
         self.numbers = RowNumbers(whole_batches(self.manager.task.loader))
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
-        """Compare; raises :class:`PartedError` that names the first step and tensor, and what else differs."""
+        """Compare; raises :class:`DivergedError` that names the first step and tensor, and what else differs."""
         if path := self.earlier.moments.get((loop.epoch, loop.step)):
-            content = content_of(open_checkpoint(path), self.manager.state.model, self.manager.task.ranks)
-            self._tell(path.parent.parent, differing(content, RunState(self.manager).take()), loop)
+            content = read_content(open_checkpoint(path), self.manager.state.model, self.manager.task.ranks)
+            self._tell(path.parent.parent, differing_entries(content, RunState(self.manager).take()), loop)
             self.compared.append(loop.step)
         if digest := self.earlier.digests.get((loop.epoch, loop.step)):
             found = state_digests(self.manager.state)
             found |= rows_entry(self.manager, self.numbers, digest.since, loop.step)
-            names = digest.unlike(digest._replace(entries=found))
+            names = digest.differing_entries(digest._replace(entries=found))
             self._tell(self.earlier.folder, names if self.manager.task.ranks.is_main else [], loop)
             self.digested.append((loop.epoch, loop.step))
         done = not self.missing() if self.until is None else loop.step >= self.until
@@ -100,14 +100,14 @@ class Validation:
         return sorted({*self.compared, *(step for _, step in self.digested)})
 
     def _tell(self, where: Path, names: Sequence[str], loop: LoopState) -> None:
-        """Raise :class:`PartedError` if anything differs on any rank."""
+        """Raise :class:`DivergedError` if anything differs on any rank."""
         ranks = self.manager.task.ranks
         if every := [*dict.fromkeys(chain.from_iterable(ranks.gather([*names])))]:
             hooks = [", ".join(sorted(run.hooks)) or "none" for run in (self.earlier.record, self.now)]
-            unlike = differences(self.earlier.record.surroundings, self.now.surroundings, {"command"})
-            elsewhere = [f"{name}: {old} then, {new} now" for name, old, new in unlike]
-            error = PartedError(
-                f"This run parts from the one in {where} {Parting(loop.epoch, loop.step, every)}. Its "
+            surroundings_changes = differences(self.earlier.record.surroundings, self.now.surroundings, {"command"})
+            elsewhere = [f"{name}: {old} then, {new} now" for name, old, new in surroundings_changes]
+            error = DivergedError(
+                f"This run parts from the one in {where} {Divergence(loop.epoch, loop.step, every)}. Its "
                 f"hooks: {hooks[1]}; those of the first run: {hooks[0]}."
                 + (f" Its environment is another one: {listed(elsewhere, 5)}." if elsewhere else "")
             )
@@ -122,7 +122,7 @@ def validate(run: StrategyRun, earlier: Earlier) -> Sequence[int]:
     run.folder.make()
     run.again(validation)
     if missing := validation.missing():
-        raise PartedError(f"The run ended before it reached the checkpoints or digests of {missing}.")
+        raise DivergedError(f"The run ended before it reached the checkpoints or digests of {missing}.")
     return validation.steps()
 
 
@@ -160,7 +160,7 @@ class Stretch:
 def rewind(run: StrategyRun, stretch: Stretch, earlier: Earlier) -> Sequence[int]:
     """Train a stretch of an earlier run again, and return at which steps it was compared.
 
-    Its metrics lie in the folder of the run; raises :class:`PartedError` where it is not the run that it was.
+    Its metrics lie in the folder of the run; raises :class:`DivergedError` where it is not the run that it was.
     """
     folder, before, manager = earlier.folder, earlier.record, run.manager
     refuse_other_data(folder, before, run.know_rows())

@@ -57,7 +57,7 @@ class PlainForms:
     """Makes the plain forms of values: atoms and tensors stand for themselves, all else is a dict led by its kind.
 
     What is met again is written once. A value without a plain form stands for itself too, and is found by
-    :func:`unstorable`.
+    :func:`unstorable_values`.
     """
 
     def __init__(self, elsewhere: Mapping[int, str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from loopscope.checkpoints import Checkpoint, CheckpointWriter, open_checkpoint
 from loopscope.checkpoints.content import load_checkpoint, refusals, save_checkpoint
-from loopscope.checkpoints.flat import flattened, for_rank
+from loopscope.checkpoints.flat import flatten_state, state_for_rank
 from loopscope.checkpoints.format import load_plainly
 from loopscope.cli import diff
 from loopscope.durable_files import save_tensors
@@ -149,7 +149,7 @@ def test_files_of_weights_are_read(read: Callable[[Path, nn.Module], Any], tmp_p
 def test_a_flat_state_is_read() -> None:
     model, ranks = nn.Linear(2, 2), Ranks()
     state = {"weights": torch.ones(3), "names": ["a"]}
-    found = for_rank(flattened(state, model, ranks), model, ranks)
+    found = state_for_rank(flatten_state(state, model, ranks), model, ranks)
     assert found["weights"].equal(state["weights"])
     assert found["names"] == ["a"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from loopscope import experiments, sinks, training_hooks
-from loopscope.checkpoints import Checkpointing, checkpoints_in, open_checkpoint
+from loopscope.checkpoints import Checkpointing, checkpoint_folders, open_checkpoint
 from loopscope.cli import main
 from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, TrainingHook
 from torch import Tensor
@@ -205,7 +205,7 @@ class Outcome:
     files: dict[str, bytes] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def unlike(self, other: "Outcome") -> list[str]:
+    def differing_entries(self, other: "Outcome") -> list[str]:
         """Name what differs."""
         pairs = ((self.files, other.files), (self.values, other.values))
         return [name for a, b in pairs for name in {**a, **b} if a.get(name, "nothing") != b.get(name, "nothing")]
@@ -226,7 +226,7 @@ def outcome(folder: Path) -> Outcome:
             content = read_json(path)
             found.values |= dict(leaves({key: content[key] for key in ("hooks", "treatments", "data")}, name))
         elif path.parent.name == "checkpoints":
-            if path == next(checkpoints_in(path.parent), None):
+            if path == next(checkpoint_folders(path.parent), None):
                 found.values |= dict(leaves(open_checkpoint(path).content(), name))
             elif path.suffix:
                 found.files[name] = b"left by a crash"

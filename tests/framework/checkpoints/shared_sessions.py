@@ -108,7 +108,7 @@ def stop(folder: Path, kind: Any) -> None:
         train(folder, kind, (*HOOKS, "stop"))
 
 
-def go_on(begun: Path, folder: Path, kind: Any, **options: Any) -> None:
+def resume(begun: Path, folder: Path, kind: Any, **options: Any) -> None:
     """Go on in a copy of the folder of a stopped run."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         shutil.copytree(begun, folder)

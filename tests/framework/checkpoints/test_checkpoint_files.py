@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoints import MANIFEST, Checkpoint, CheckpointWriter, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointWriter,
+    checkpoint_folders,
+    newest_intact,
+    open_checkpoint,
+)
 from loopscope.checkpoints.format import (
     FORMAT,
     STATE,
@@ -18,7 +25,7 @@ from loopscope.checkpoints.format import (
     set_aside,
     write_checkpoint,
 )
-from loopscope.checkpoints.writer import Kept, Staging
+from loopscope.checkpoints.writer import RetainedCheckpoints, Staging
 from loopscope.errors import LoopscopeError
 
 
@@ -146,13 +153,13 @@ def test_crash_leftovers_are_not_checkpoints(tmp_path: Path) -> None:
     written(tmp_path, 1)
     for name in ("step_000000002.partial", "step_000000000.removed"):
         shutil.copytree(tmp_path / checkpoint_name(1), tmp_path / name)
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step_000000001"]
-    Kept.of(tmp_path, 3)
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["step_000000001"]
+    RetainedCheckpoints.of(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000000001"]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    kept = Kept(2)
+    kept = RetainedCheckpoints(2)
     scores = {1: 5.0, 2: 1.0, 3: None, 4: float("nan"), 5: 3.0, 6: 0.5, 7: 2.0, 8: 2.0}
     alive: set[int] = set()
     expected = {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {2, 3, 4}, 5: {2, 4, 5}, 6: {5, 6}, 7: {6, 7}, 8: {6, 7, 8}}
@@ -172,7 +179,7 @@ def test_writer_keeps_few_checkpoints_across_restarts(tmp_path: Path) -> None:
             writer.write(step, writer_content(step), {"step": step, "score": 10.0 - step if step < 3 else 20.0}, ())
         writer.wait()
         assert writer.failures() == []
-    assert sorted(path.name for path in checkpoints_in(tmp_path)) == [checkpoint_name(step) for step in (2, 4, 5)]
+    assert sorted(path.name for path in checkpoint_folders(tmp_path)) == [checkpoint_name(step) for step in (2, 4, 5)]
 
 
 def test_checkpoint_written_over_longer_one_is_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import checkpoints_in, differing, open_checkpoint
+from loopscope.checkpoints import checkpoint_folders, differing_entries, open_checkpoint
 from loopscope.checkpoints.format import write_checkpoint
 from loopscope.cli import main
 
@@ -88,7 +88,7 @@ def test_equal_runs_are_the_same(pair, capfd) -> None:
 @pytest.mark.parametrize("change", PLANTED)
 def test_planted_difference_is_found_at_first_step(change, pair, capfd) -> None:
     """The command exits with status 1 and names the first step, its epoch and the first differing part."""
-    steps = [open_checkpoint(path).step for path in checkpoints_in(pair[1] / "checkpoints")]
+    steps = [open_checkpoint(path).step for path in checkpoint_folders(pair[1] / "checkpoints")]
     for step in steps[: len(steps) - 1]:
         plant(pair[1], step, change)
     first = steps[-2] if len(steps) > 1 else steps[0]
@@ -100,16 +100,16 @@ def test_planted_difference_is_found_at_first_step(change, pair, capfd) -> None:
 
 
 def test_what_differs_in_one_bit_or_type_differs(finished: Path) -> None:
-    newest = open_checkpoint(next(checkpoints_in(finished / "checkpoints")))
+    newest = open_checkpoint(next(checkpoint_folders(finished / "checkpoints")))
     for change, name in PLANTED.items():
         content = newest.content()
         change(content)
-        assert differing(newest.content(), content) == [name]
+        assert differing_entries(newest.content(), content) == [name]
     content = newest.content()
     del content["state"]["parameters"]["0.weight"]
     content["state"]["loop"]["step"] = float(content["state"]["loop"]["step"])
-    assert differing(newest.content(), content) == ["parameters/0.weight", "loop/step"]
-    assert differing(newest.content(), newest.content()) == []
+    assert differing_entries(newest.content(), content) == ["parameters/0.weight", "loop/step"]
+    assert differing_entries(newest.content(), newest.content()) == []
 
 
 def test_values_are_compared_bit_for_bit() -> None:
@@ -119,12 +119,12 @@ def test_values_are_compared_bit_for_bit() -> None:
         return {"state": {"a": torch.tensor([1.0]), "b": value}}
 
     nan = torch.tensor([float("nan")])
-    assert differing(content(nan), content(nan.clone())) == []
-    assert differing(content(float("nan")), content(float("nan"))) == []
-    assert differing(content(0.0), content(-0.0)) == ["b"]
-    assert differing(content(torch.tensor(0.0)), content(torch.tensor(-0.0))) == ["b"]
-    assert differing(content(torch.ones(2, 3)), content(torch.ones(3, 2))) == ["b"]
-    assert differing(content(True), content(1)) == ["b"]
+    assert differing_entries(content(nan), content(nan.clone())) == []
+    assert differing_entries(content(float("nan")), content(float("nan"))) == []
+    assert differing_entries(content(0.0), content(-0.0)) == ["b"]
+    assert differing_entries(content(torch.tensor(0.0)), content(torch.tensor(-0.0))) == ["b"]
+    assert differing_entries(content(torch.ones(2, 3)), content(torch.ones(3, 2))) == ["b"]
+    assert differing_entries(content(True), content(1)) == ["b"]
 
 
 def test_runs_differing_only_in_hooks_are_equal(pair, tmp_path: Path, capfd) -> None:
@@ -204,7 +204,7 @@ def test_damaged_weights_and_checkpoints_are_named(pair, capfd) -> None:
     change_file(pair[1] / "plain_final.pt", lambda data: data[:100])
     status, said = diff(capfd, *pair)
     assert (status, "plain_final.pt cannot be read as weights" in said) == (2, True)
-    for path in checkpoints_in(pair[1] / "checkpoints"):
+    for path in checkpoint_folders(pair[1] / "checkpoints"):
         change_file(path / "state.pt", lambda data: data[:100])
     status, said = diff(capfd, *pair)
     assert (status, "it is damaged" in said) == (2, True)

@@ -60,7 +60,7 @@ def test_repeatedly_killed_run_matches_uninterrupted_run(name, case_of, tmp_path
     """After each kill the run is resumed; all files and records agree at the end."""
     case = case_of(name)
     assert case.killed(tmp_path / "run", ALWAYS[name], by_folder=name == "steps") == len(ALWAYS[name])
-    assert outcome(tmp_path / "run").unlike(case.expected) == []
+    assert outcome(tmp_path / "run").differing_entries(case.expected) == []
 
 
 @pytest.mark.process
@@ -68,10 +68,10 @@ def test_comparison_detects_a_different_seed(case_of, tmp_path: Path) -> None:
     """Records, weights, optimizer moments and generators all differ between two seeds."""
     case = case_of("epochs")
     assert run(["run", *case.words, "--seed", "1", "--output-dir", str(tmp_path / "run")], tmp_path / "run.log") == 0
-    unlike = outcome(tmp_path / "run").unlike(case.expected)
+    differing_names = outcome(tmp_path / "run").differing_entries(case.expected)
     moment = "optimizer/state/0.weight/exp_avg"
     for part in (".csv", ".jsonl", "_final.pt", "parameters/0.weight", moment, "generators/torch"):
-        assert any(part in name for name in unlike), part
+        assert any(part in name for name in differing_names), part
 
 
 def chains(name: str, case: Case) -> Iterator[list[Kill]]:
@@ -95,7 +95,7 @@ def test_run_killed_anywhere_matches_uninterrupted_run(name, case_of, tmp_path: 
     for number, kills in enumerate(chains(name, case)):
         died = case.killed(tmp_path / str(number), kills, by_folder=name in ("steps", "tied_lm") and number % 2 == 1)
         assert died >= 1, kills
-        assert outcome(tmp_path / str(number)).unlike(case.expected) == [], kills
+        assert outcome(tmp_path / str(number)).differing_entries(case.expected) == [], kills
         deaths, places = deaths + died, [*places, *[kill.place for kill in kills[:died]]]
     print(f"{name}: {deaths} kills at {len(set(places))} places, all equal")  # noqa: T201 - for the record
 
@@ -121,7 +121,7 @@ def test_randomly_killed_run_matches_uninterrupted_run(name, case_of, tmp_path: 
         finished = process.exitcode == 0
         died += not finished
     assert run([*words, "--resume"], log) == 0, log.read_text()
-    assert outcome(folder).unlike(case.expected) == []
+    assert outcome(folder).differing_entries(case.expected) == []
 
 
 @pytest.mark.slow
@@ -137,4 +137,4 @@ def test_killed_command_resumes_from_its_folder(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     assert not list(killed.glob("*/*/summary.json"))
     subprocess.run([*command, "resume", str(killed / "tied_lm/clip_rolling")], check=True)
-    assert outcome(killed).unlike(outcome(whole)) == []
+    assert outcome(killed).differing_entries(outcome(whole)) == []

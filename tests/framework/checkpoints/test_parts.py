@@ -267,7 +267,7 @@ def test_custom_part_is_checkpointed(tmp_path: Path) -> None:
     fresh, resumed = with_made_up()
     load_checkpoint(tmp_path / "a", resumed)
     assert (fresh.kept["tensor"].tolist(), fresh.number) == ([1.0, 1.0, 1.0], 5)
-    with pytest.raises(UsageError, match="does not hold a whole training state"):
+    with pytest.raises(UsageError, match="does not contain a complete training state"):
         load_checkpoint(tmp_path / "a", build(Case())[1])
 
 

@@ -500,7 +500,7 @@ def test_training_continues_if_checkpoints_cannot_be_written(fault, killed, whol
         for function in functions:
             patch.setattr(os, function, failing(number, getattr(os, function)))
         said = resume(killed)
-    assert any(f"could not be written: {os.strerror(number)}. Training goes on." in sentence for sentence in said)
+    assert any(f"could not be written: {os.strerror(number)}. Training continues." in sentence for sentence in said)
     assert steps_in(killed) == before
     differing_names = outcome(killed).differing_entries(outcome(whole[Small]))
     assert [name for name in differing_names if "/checkpoints/" not in name] == []
@@ -554,7 +554,7 @@ def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> 
     monkeypatch.setattr(checkpoint_files._Digesting, "write", slow)
     seen: list[float] = []
     monkeypatch.setattr(SmallSteps, "should_stop", lambda self, evaluation: bool(seen.append(time.monotonic())))
-    with pytest.warns(RunNotice, match="is left out, since the one before is still being written"):
+    with pytest.warns(RunNotice, match="is skipped because the previous one is still being written"):
         session(tmp_path, SmallSteps, strategies=["plain"], checkpoint_every_steps=1, epochs=1).run()
     assert seen[-1] - begun[0] < 1.5
     assert steps_in(tmp_path, SmallSteps)
@@ -625,7 +625,7 @@ def test_removed_checkpoint_is_reported_and_later_ones_written(at: int, tmp_path
         patch.setattr(Small, "evaluate", removing)
         train(tmp_path, epochs=3, save_checkpoints=1)
     texts = [str(warning.message) for warning in said]
-    assert any("step_000000003 was removed under the run" in text for text in texts), texts
+    assert any("step_000000003 was removed during the run" in text for text in texts), texts
     assert (folder / "plain_final.pt").is_file()
     assert next(checkpoint_folders(folder / "checkpoints")).name == "step_000000009"
 

@@ -15,12 +15,12 @@ from loopscope.checkpoints import (
     MANIFEST,
     Checkpoint,
     Checkpointing,
-    checkpoints_in,
-    differing,
+    checkpoint_folders,
+    differing_entries,
     newest_intact,
     open_checkpoint,
 )
-from loopscope.checkpoints.content import put_back
+from loopscope.checkpoints.content import restore_state
 from loopscope.checkpoints.format import STATE
 from loopscope.runs import Session, build_run
 from loopscope.runs.run_folder import CHECKPOINTS
@@ -59,7 +59,7 @@ class Whole:
             made(folder, runner, hooks=ALWAYS, checkpoint_every_steps=1, save_checkpoints=1, keep_checkpoints=99).run()
         run_folder = folder / runner.name / "plain"
         self.at = {
-            open_checkpoint(path).step: open_checkpoint(path) for path in checkpoints_in(run_folder / CHECKPOINTS)
+            open_checkpoint(path).step: open_checkpoint(path) for path in checkpoint_folders(run_folder / CHECKPOINTS)
         }
         self.rows = rows(run_folder)
         self.weights = (run_folder / "plain_final.pt").read_bytes()
@@ -108,7 +108,7 @@ class Lives(RuleBasedStateMachine):
 
     @property
     def checkpoints(self) -> list[Path]:
-        return list(checkpoints_in(self.run_folder / CHECKPOINTS))
+        return list(checkpoint_folders(self.run_folder / CHECKPOINTS))
 
     @rule(steps=st.integers(1, 7), every=st.sampled_from([0, 1, 2, 3]), keep=st.integers(1, 3))
     def train_and_kill(self, steps: int, every: int, keep: int) -> None:
@@ -140,7 +140,7 @@ class Lives(RuleBasedStateMachine):
         if (newest := newest_of(self.run_folder)) is not None:
             before = contents(self.folder)
             task, state = build_run(self.runner(SmallConfig(epochs=EPOCHS)), "plain")
-            put_back(newest.content()["state"], state, newest.folder)
+            restore_state(newest.content()["state"], state, newest.folder)
             if state.loop.evaluated_at == state.loop.step:
                 with torch.no_grad():
                     assert task.evaluate(task.model.eval()) == state.loop.evaluation
@@ -152,7 +152,7 @@ class Lives(RuleBasedStateMachine):
             same = self.whole.at[newest.step]
             if same.manifest["epoch"] == newest.manifest["epoch"]:
                 content, expected = newest.content(), same.content()
-                assert differing(expected, content) == []
+                assert differing_entries(expected, content) == []
                 for name in ALWAYS:
                     states = [dict(leaves(held["hooks"][name], name)) for held in (content, expected)]
                     assert states[0] == states[1]

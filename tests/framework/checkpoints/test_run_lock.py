@@ -82,7 +82,7 @@ def test_stale_lock_is_taken_over_with_notice(text: str, tmp_path: Path) -> None
     """The stale file has a valid record, a truncated one or JSON of another shape."""
     (tmp_path / LOCK).write_text(text)
     who = "process 4711 on here, since then" if "4711" in text else "another process"
-    with pytest.warns(RunNotice, match=f"was left by {who}, which is gone; it is taken over"), run_lock(tmp_path):
+    with pytest.warns(RunNotice, match=f"was left by {who}, which no longer runs; this process"), run_lock(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
@@ -112,7 +112,7 @@ def refuse(number: int) -> Any:
 def test_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
     """The run issues a notice and continues."""
     monkeypatch.setattr("loopscope.checkpoints.lock.fcntl.flock", refuse(errno.ENOLCK))
-    with pytest.warns(RunNotice, match="lies on a file system without locks"), run_lock(tmp_path):
+    with pytest.warns(RunNotice, match="is on a file system without locks"), run_lock(tmp_path):
         assert (tmp_path / LOCK).exists()
 
 
@@ -134,7 +134,7 @@ def test_link_instead_of_lock_is_refused(make: str, tmp_path: Path) -> None:
     target.write_text("all of it")
     folder.mkdir()
     getattr(folder / LOCK, make)(target)
-    with pytest.raises(UsageError, match=r"run\.lock is a link or no plain file"), run_lock(folder):
+    with pytest.raises(UsageError, match=r"run\.lock is a link or not a regular file"), run_lock(folder):
         pass
     assert target.read_text() == "all of it"
 

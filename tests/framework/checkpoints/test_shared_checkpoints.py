@@ -16,16 +16,16 @@ import torch
 from loopscope.checkpoints import (
     DIGESTS,
     MANIFEST,
-    checkpoints_in,
-    content_of,
-    differing,
+    checkpoint_folders,
+    differing_entries,
     load_checkpoint,
     newest_intact,
     open_checkpoint,
+    read_content,
     run_lock,
     save_checkpoint,
 )
-from loopscope.checkpoints.format import DamagedCheckpointError, GrowingCheckpoint, _digest_of_manifest
+from loopscope.checkpoints.format import DamagedCheckpointError, PartialCheckpoint, _digest_of_manifest
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop
@@ -33,7 +33,7 @@ from loopscope.state import differing as differing_digests
 from loopscope.state import of_the_run
 
 from tests.framework.checkpoints.killed_sessions import flipped
-from tests.framework.checkpoints.shared_sessions import HOOKS, STOPPED_AT, go_on, stop, train
+from tests.framework.checkpoints.shared_sessions import HOOKS, STOPPED_AT, resume, stop, train
 from tests.framework.training.test_fully_sharded import build
 from tests.support.ranks import on_ranks
 
@@ -48,7 +48,7 @@ def by_two(folder: Path) -> None:
 
 def by_two_again(folder: Path) -> dict[str, str]:
     for kind in ("fsdp", "tp", "ddp"):
-        go_on(folder / "begun by 3, fsdp", folder / f"3, fsdp, then 2, {kind}", kind)
+        resume(folder / "begun by 3, fsdp", folder / f"3, fsdp, then 2, {kind}", kind)
     return refusals(folder)
 
 
@@ -56,8 +56,8 @@ def refusals(folder: Path) -> dict[str, str]:
     """Return what refuses to start on this rank, and why."""
     second = torch.distributed.get_rank() == 1
     return {
-        "one process": refused(lambda: go_on(folder / "begun by one", folder / "no run 1", "ddp")),
-        "exact": refused(lambda: go_on(folder / "begun by 3, ddp", folder / "no run 2", "ddp", exact=True)),
+        "one process": refused(lambda: resume(folder / "begun by one", folder / "no run 1", "ddp")),
+        "exact": refused(lambda: resume(folder / "begun by 3, ddp", folder / "no run 2", "ddp", exact=True)),
         "rate": refused(lambda: train(folder / "no run 3", "ddp", lr=0.02 if second else 0.01)),
         "hooks": refused(lambda: train(folder / "no run 4", "ddp", HOOKS[: 3 if second else 4])),
         "locked": refused(lambda: train(folder / "locked", "ddp")),
@@ -79,9 +79,9 @@ def by_three(folder: Path) -> dict[str, Any]:
     for kind in ("fsdp", "ddp", "tp"):
         train(folder / f"3, {kind}", kind)
         stop(folder / f"begun by 3, {kind}", kind)
-        go_on(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then 3, {kind}", kind, exact=True)
-    go_on(folder / "begun by 2, fsdp", folder / "2, fsdp, then 3, fsdp", "fsdp")
-    go_on(folder / "begun by 3, tp", folder / "3, tp, then 3, fsdp", "fsdp")
+        resume(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then 3, {kind}", kind, exact=True)
+    resume(folder / "begun by 2, fsdp", folder / "2, fsdp, then 3, fsdp", "fsdp")
+    resume(folder / "begun by 3, tp", folder / "3, tp, then 3, fsdp", "fsdp")
     return {"disk": with_a_full_disk(folder / "full disk"), "own loop": in_an_own_loop(folder / "own loop")}
 
 
@@ -98,16 +98,16 @@ def in_an_own_loop(folder: Path) -> list[list[str]]:
 
 def with_a_full_disk(folder: Path) -> list[str]:
     """Train while the second rank cannot write its first file; return what the writers tell on this rank."""
-    write, told = GrowingCheckpoint.write, list[str]()
+    write, told = PartialCheckpoint.write, list[str]()
 
-    def full(self: GrowingCheckpoint, *arguments: Any) -> Any:
-        patch.setattr(GrowingCheckpoint, "write", write)
+    def full(self: PartialCheckpoint, *arguments: Any) -> Any:
+        patch.setattr(PartialCheckpoint, "write", write)
         raise LoopscopeError(f"{self.folder} could not be written: No space left on device.")
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.distributed.get_rank() == 1:
-            patch.setattr(GrowingCheckpoint, "write", full)
+            patch.setattr(PartialCheckpoint, "write", full)
         train(folder, "fsdp")
     told += [str(each.message) for each in caught if "No space" in str(each.message)]
     return told
@@ -128,7 +128,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             with run_lock(folder / "locked" / RUN):
                 on_ranks(partial(compute, folder), meeting, count)
         for kind in ("fsdp", "ddp", "tp"):
-            go_on(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then alone", None)
+            resume(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then alone", None)
     return folder
 
 
@@ -158,11 +158,11 @@ def test_resume_on_same_world_size_is_bitwise_identical(kind, runs):
     assert digests[0] == digests[1] != b""
     for name, value in weights(whole).items():
         assert torch.equal(weights(resumed)[name], value), name
-    ends = [next(checkpoints_in(run / RUN / "checkpoints")) for run in (whole, resumed)]
-    contents = [content_of(open_checkpoint(end)) for end in ends]
+    ends = [next(checkpoint_folders(run / RUN / "checkpoints")) for run in (whole, resumed)]
+    contents = [read_content(open_checkpoint(end)) for end in ends]
     assert ends[0].name == ends[1].name
-    assert differing(*contents) == []
-    assert differing(contents[0], {"state": {}}) != []
+    assert differing_entries(*contents) == []
+    assert differing_entries(contents[0], {"state": {}}) != []
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ FILES = (MANIFEST, "rank_0.pt", "rank_1.pt", "rank_2.pt")
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_is_reported_and_previous_checkpoint_used(name, begun):
     """Files are flipped, truncated, emptied, exchanged and deleted; the warning names the newest checkpoint."""
-    newest, before = [*checkpoints_in(begun)][:2]
+    newest, before = [*checkpoint_folders(begun)][:2]
     whole, told = (newest / name).read_bytes(), list[str]()
     other = FILES[FILES.index(name) % 3 + 1] if name != MANIFEST else "rank_0.pt"
     damages = {
@@ -250,14 +250,14 @@ def ran() -> None:
 @pytest.mark.parametrize("name", FILES[1:])
 def test_planted_pickle_is_never_executed(name, begun):
     """Loading raises DamagedCheckpointError, even if the manifest has the digests of the planted file."""
-    newest = next(checkpoints_in(begun))
+    newest = next(checkpoint_folders(begun))
     for data in (pickle.dumps(Planted()), as_torch_file(begun / "planted.pt")):
         (newest / name).write_bytes(data)
         with pytest.raises(DamagedCheckpointError, match=name):
-            content_of(open_checkpoint(newest))
+            read_content(open_checkpoint(newest))
         sign(newest, name)  # even with the right digests
         with pytest.raises(DamagedCheckpointError, match=f"{name} cannot be loaded"):
-            content_of(open_checkpoint(newest))
+            read_content(open_checkpoint(newest))
     pickle.loads(pickle.dumps(Planted()))
     assert Planted.ran.pop() == "executed"
     assert not Planted.ran
@@ -285,12 +285,12 @@ def sign(folder: Path, name: str) -> None:
 def test_exact_resume_rejects_another_world_size(runs, tmp_path):
     """The error gives both numbers of processes, and no final weights are written."""
     with pytest.raises(UsageError, match=r"--exact: .* processes: 3 before, 1 now"):
-        go_on(runs / "begun by 3, ddp", tmp_path / "run", None, exact=True)
+        resume(runs / "begun by 3, ddp", tmp_path / "run", None, exact=True)
     assert not list((tmp_path / "run" / RUN).glob("*_final.pt"))
 
 
 REFUSALS = {
-    "one process": "was written by one process; go on with one, without torchrun and --parallel",
+    "one process": "was written by one process; resume it with one, without torchrun and --parallel",
     "exact": "--exact: .* processes: 3 before, 2 now",
     "rate": "lr differs between the ranks: 0.01 on rank 0, 0.02 on rank 1; start all ranks alike",
     "hooks": "hooks differs between the ranks",
@@ -313,10 +313,10 @@ def test_refusals_are_identical_on_all_ranks(runs):
 
 def test_full_disk_on_one_rank_skips_one_checkpoint(runs):
     """Every rank reports the error, training continues, and the record is unchanged."""
-    sentence = r"step_000000002 could not be written: No space left on device. \[rank 1\] Training goes on"
+    sentence = r"step_000000002 could not be written: No space left on device. \[rank 1\] Training continues"
     for rank in range(3):
         (told,) = torch.load(runs / "said by_three" / f"{rank}.pt")["disk"]
         assert re.search(sentence, told)
-    steps = [int(path.name[5:]) for path in checkpoints_in(runs / "full disk" / RUN / "checkpoints")]
+    steps = [int(path.name[5:]) for path in checkpoint_folders(runs / "full disk" / RUN / "checkpoints")]
     assert min(steps) > 2
     assert rows(runs / "full disk") == rows(runs / "3, fsdp")

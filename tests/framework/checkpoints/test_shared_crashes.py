@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoints import checkpoints_in, content_of, differing, open_checkpoint
+from loopscope.checkpoints import checkpoint_folders, differing_entries, open_checkpoint, read_content
 
 from tests.framework.cli.test_torchrun import SMALL, torchrun, trained, weights_in
 
@@ -56,14 +56,14 @@ def assert_same(ours: Path, expected: Path) -> None:
     for kind in ("jsonl", "csv"):
         (path,) = expected.glob(f"*/*/stride.{kind}")
         assert (ours / path.relative_to(expected)).read_bytes() == path.read_bytes(), kind
-    contents = [content_of(open_checkpoint(newest_of(folder))) for folder in (ours, expected)]
+    contents = [read_content(open_checkpoint(newest_of(folder))) for folder in (ours, expected)]
     for part in ("state", "hooks", "metrics"):
-        assert differing(*({"state": content[part]} for content in contents)) == []
+        assert differing_entries(*({"state": content[part]} for content in contents)) == []
 
 
 def newest_of(folder: Path) -> Path:
     (checkpoints,) = folder.glob("*/*/checkpoints")
-    return next(checkpoints_in(checkpoints))
+    return next(checkpoint_folders(checkpoints))
 
 
 def crash(folder: Path, kind: str, count: int, kills: int, hooks: Any) -> None:

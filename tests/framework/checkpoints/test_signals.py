@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from loopscope import training_hooks
-from loopscope.checkpoints import Signals, StoppedError, checkpoints_in, open_checkpoint
+from loopscope.checkpoints import Signals, StoppedError, checkpoint_folders, open_checkpoint
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.sinks import read_jsonl
 
@@ -53,7 +53,7 @@ def signalled(folder: Path, runner: type[Small], *numbers: int, **options: Any) 
 
 
 def checkpointed(folder: Path, runner: type[Small]) -> list[int]:
-    return [open_checkpoint(path).step for path in checkpoints_in(folder / runner.name / "plain/checkpoints")]
+    return [open_checkpoint(path).step for path in checkpoint_folders(folder / runner.name / "plain/checkpoints")]
 
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
@@ -80,8 +80,8 @@ def test_run_resumed_after_signal_matches_uninterrupted_run(runner, tmp_path: Pa
     with pytest.raises(StoppedError):
         signalled(tmp_path / "stopped", runner, signal.SIGTERM)
     signalled(tmp_path / "stopped", runner, resume=True)
-    unlike = outcome(tmp_path / "stopped").unlike(outcome(tmp_path / "whole"))
-    assert [name for name in unlike if "/checkpoints/" not in name] == []
+    differing_names = outcome(tmp_path / "stopped").differing_entries(outcome(tmp_path / "whole"))
+    assert [name for name in differing_names if "/checkpoints/" not in name] == []
 
 
 def test_checkpoint_signal_does_not_stop_run(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_earlier_handlers_are_put_back_after_an_error() -> None:
         pass
 
     signal.signal(signal.SIGTERM, mine)
-    with pytest.raises(ZeroDivisionError), Signals().caught():
+    with pytest.raises(ZeroDivisionError), Signals().deferred():
         raise_if(signal.getsignal(signal.SIGTERM) is not mine)
     assert signal.getsignal(signal.SIGTERM) is mine
 
@@ -126,7 +126,7 @@ def test_run_in_thread_keeps_signal_handlers(tmp_path: Path) -> None:
     before, seen = [signal.getsignal(number) for number in CAUGHT], []
 
     def train() -> None:
-        with Signals().caught():
+        with Signals().deferred():
             seen.extend(signal.getsignal(number) for number in CAUGHT)
 
     thread = threading.Thread(target=train)
@@ -169,7 +169,8 @@ def test_early_checkpoint_request_waits_for_first_step(strategy, tmp_path: Path,
     monkeypatch.setattr(Early, "strategy", strategy)
     summaries = session(tmp_path, Early, epochs=1, strategies=["plain", "other-order"]).run()
     assert [summary["status"] for summary in summaries] == ["completed", "completed"]
-    assert [open_checkpoint(path).step for path in checkpoints_in(tmp_path / f"early/{strategy}/checkpoints")] == [1]
+    folders = checkpoint_folders(tmp_path / f"early/{strategy}/checkpoints")
+    assert [open_checkpoint(path).step for path in folders] == [1]
 
 
 # Real processes
@@ -214,5 +215,5 @@ def test_checkpoint_request_does_not_change_the_run(tmp_path: Path) -> None:
     exitcode, said = when_training(words, tmp_path / "run", signal.SIGUSR1)
     assert exitcode == 0, said
     assert run([*words, "--output-dir", str(tmp_path / "whole")], tmp_path / "whole.log") == 0
-    unlike = outcome(tmp_path / "run").unlike(outcome(tmp_path / "whole"))
-    assert [name for name in unlike if "/checkpoints/" not in name] == []
+    differing_names = outcome(tmp_path / "run").differing_entries(outcome(tmp_path / "whole"))
+    assert [name for name in differing_names if "/checkpoints/" not in name] == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from loopscope import experiments, sinks, training_hooks
-from loopscope.checkpoints import differing, moments_of, open_checkpoint
+from loopscope.checkpoints import differing_entries, checkpoints_by_moment, open_checkpoint
 from loopscope.cli import main
 from loopscope.cli.parser import CommandParser
 from loopscope.hooks import MetricSink, SinkRegistry
@@ -67,10 +67,10 @@ def test_default_record_leaves_run_unchanged(tmp_path, monkeypatch, experiment, 
     assert len(seen) == 6
     assert recorded(kept) == points
     assert read_json(kept / "experiment_config.json")["hooks"].keys() == {"training_metrics"}
-    paths = moments_of(kept / "checkpoints"), moments_of(bare / "checkpoints")
+    paths = checkpoints_by_moment(kept / "checkpoints"), checkpoints_by_moment(bare / "checkpoints")
     ends = [open_checkpoint(moments[max(moments)]).content()["state"] for moments in paths]
     assert max(paths[0]) == max(paths[1])
-    assert differing({"state": ends[0]}, {"state": ends[1]}) == []
+    assert differing_entries({"state": ends[0]}, {"state": ends[1]}) == []
     assert (kept / "plain_final.pt").read_bytes() == (bare / "plain_final.pt").read_bytes()
 
 

@@ -74,7 +74,7 @@ def hugging_face_replicas() -> Any:
 
 def goes_on(out: Path, **options: Any) -> bool:
     """Return whether a Trainer that was stopped and goes on ends with the bytes and numbers of one that was not."""
-    from loopscope.checkpoints import content_of, differing, open_checkpoint
+    from loopscope.checkpoints import differing, open_checkpoint, read_content
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -88,7 +88,7 @@ def goes_on(out: Path, **options: Any) -> bool:
     parts = ended(out / "parts", checkpoint="checkpoint-2", **options)
     texts = [(out / name / "hooks/run/run.jsonl").read_text() for name in ("whole", "parts")]
     stored = [out / name / "checkpoint-6/loopscope/step_000000006" for name in ("whole", "parts")]
-    states = [content_of(open_checkpoint(folder)) for folder in stored]
+    states = [read_content(open_checkpoint(folder)) for folder in stored]
     return whole == parts and texts[0] == texts[1] and not differing(*states)
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import Checkpointing, checkpoints_in, differing
+from loopscope.checkpoints import Checkpointing, checkpoint_folders, differing_entries
 from loopscope.cli import main
 from loopscope.training_hooks.averaging.weight_average import KINDS, average_name
 
@@ -64,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def killed(run: Path) -> None:
     """Make a whole run one that was killed after its first checkpoint."""
-    shutil.rmtree(next(checkpoints_in(run / "checkpoints")))
+    shutil.rmtree(next(checkpoint_folders(run / "checkpoints")))
     for name in ("summary.json", "plain_final.pt", *AVERAGES):
         (run / name).unlink(missing_ok=True)
     for name in ("plain.csv", "plain.jsonl", EVENTS):
@@ -188,7 +188,7 @@ def check(whole: Path, capfd: Any, data: Any) -> None:
             assert refused or status == 1 or Path(name).name in said or Path(name).parent.name in said, said
         elif command == "--overwrite" or (command in GOING_ON and (was_killed or contents(run) != before)):
             is_told = any(sentence in shown for sentence in TOLD)
-            assert is_told or differing(results(whole), results(run)) == [], said
+            assert is_told or differing_entries(results(whole), results(run)) == [], said
 
 
 REST: Mapping[str, Any] = {

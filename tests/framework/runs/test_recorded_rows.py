@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import DIGESTS, ROWS, rows_of
+from loopscope.checkpoints import DIGESTS, ROWS, rows_of_step
 from loopscope.cli import main
 from loopscope.data import (
     Loader,
@@ -68,7 +68,8 @@ class Shifted(Sampled):
 def rows_by_step(folder: Path, runner: type[Small]) -> list[list[int]]:
     loader = session(folder, runner).runner.build_loader("plain")
     return [
-        rows_of(folder / runner.name / "plain", loader, step).tolist() for step in range(1, 1 + 3 * STEPS_PER_EPOCH)
+        rows_of_step(folder / runner.name / "plain", loader, step).tolist()
+        for step in range(1, 1 + 3 * STEPS_PER_EPOCH)
     ]
 
 
@@ -273,7 +274,7 @@ def test_rewind_shows_rows_behind_a_step(tmp_path, capfd):
     told = {0: "describe_row({}) failed: LookupError: no such row", 1: "a tensor of shape (2, 2)", 2: "('row', {})"}
     for at in (1, 2):
         assert f"Step {at + 1}: the rows with the largest losses of {len(losses[at])}\n" in shown
-        assert index[at] == rows_of(run, session(tmp_path, Rewound).runner.build_loader("plain"), at + 1).tolist()
+        assert index[at] == rows_of_step(run, session(tmp_path, Rewound).runner.build_loader("plain"), at + 1).tolist()
         assert record["batch_rows/largest_loss_share"]["values"][at] == pytest.approx(max(losses[at]) / sum(losses[at]))
         for loss, row in sorted(zip(losses[at], index[at], strict=True), reverse=True)[:3]:
             assert any(line.split()[:2] == [str(row), f"{loss:.4g}"] and line.endswith(told[row % 3].format(row))

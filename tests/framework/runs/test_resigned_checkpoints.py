@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import Checkpointing, checkpoints_in, open_checkpoint
+from loopscope.checkpoints import Checkpointing, checkpoint_folders, open_checkpoint
 from loopscope.checkpoints.format import _digest_of_manifest
 from loopscope.cli import main
 
@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [*RUN, "--hook-jsonl", "--hook-csv", "--save-checkpoints", "--output-dir", str(folder)]
         assert main(words) == 0
     run = folder / "small/plain"
-    shutil.rmtree(next(checkpoints_in(run / "checkpoints")))
+    shutil.rmtree(next(checkpoint_folders(run / "checkpoints")))
     for name in ("summary.json", "plain_final.pt"):
         (run / name).unlink()
     return run
@@ -105,7 +105,7 @@ def refused_or_done(command: str, whole: Path, capfd: Any, damage: Any) -> None:
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "small/plain"
         shutil.copytree(whole, run)
-        damage(next(checkpoints_in(run / "checkpoints")))
+        damage(next(checkpoint_folders(run / "checkpoints")))
         capfd.readouterr()
         status = main([word.format(whole=whole, run=run, output=output) for word in COMMANDS[command]])
         said = capfd.readouterr().err
@@ -119,13 +119,13 @@ REST = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthChe
 
 
 def check_manifest(whole: Path, capfd: Any, data: Any, command: str) -> None:
-    manifest = manifest_of(next(checkpoints_in(whole / "checkpoints")))
+    manifest = manifest_of(next(checkpoint_folders(whole / "checkpoints")))
     path, value = data.draw(st.sampled_from([*paths(manifest)])), data.draw(st.sampled_from(OF_MANIFEST))
     refused_or_done(command, whole, capfd, lambda folder: signed(folder, changed(manifest, path, value)))
 
 
 def check_state(whole: Path, capfd: Any, data: Any, command: str) -> None:
-    content = open_checkpoint(next(checkpoints_in(whole / "checkpoints"))).content()
+    content = open_checkpoint(next(checkpoint_folders(whole / "checkpoints"))).content()
     path, value = data.draw(st.sampled_from([*paths(content)])), data.draw(st.sampled_from(OF_STATE))
     refused_or_done(command, whole, capfd, lambda folder: with_state(folder, changed(content, path, value)))
 
@@ -177,7 +177,7 @@ def test_impossible_state_is_refused_with_reason(path: str, whole: Path, tmp_pat
     value, sentence = KNOWN[path]
     keys = [int(key) if key.isdigit() else key for key in path.split("/")]
     shutil.copytree(whole, tmp_path / "small/plain")
-    folder = next(checkpoints_in(tmp_path / "small/plain/checkpoints"))
+    folder = next(checkpoint_folders(tmp_path / "small/plain/checkpoints"))
     with_state(folder, changed(open_checkpoint(folder).content(), tuple(keys), value))
     assert main(["resume", str(tmp_path / "small/plain")]) == 2
     said = capfd.readouterr().err
@@ -205,5 +205,6 @@ def test_a_score_beyond_all_floats_ends_no_run(digits: int, display: str, tmp_pa
     with registered(Enormous):
         status = main([*words, "--hook-jsonl", "--hook-csv", display, "--output-dir", str(tmp_path)])
     assert status == 0, capfd.readouterr().err
-    assert [open_checkpoint(path).score for path in checkpoints_in(tmp_path / "enormous/plain/checkpoints")][-1] > 1e300
+    *_, oldest = checkpoint_folders(tmp_path / "enormous/plain/checkpoints")
+    assert open_checkpoint(oldest).score > 1e300
     assert read_json(tmp_path / "enormous/plain/summary.json")["status"] == "completed"

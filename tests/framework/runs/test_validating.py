@@ -10,7 +10,7 @@ from loopscope import sinks, training_hooks
 from loopscope.checkpoints import DIGESTS
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.runs.validating import PartedError
+from loopscope.runs.validating import DivergedError
 
 from tests.framework.checkpoints.killed_sessions import change_file
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
@@ -57,7 +57,7 @@ def test_planted_difference_is_named_with_hooks(change, finished, tmp_path) -> N
     shutil.copytree(finished, tmp_path / "first")
     plant(tmp_path / "first/small/plain", 4, change)
     told = rf"parts from .* at step 4 \(epoch 1\), first in {PLANTED[change]}\. Its hooks: training_metrics, variance"
-    with pytest.raises(PartedError, match=told + "; those of the first run: path_length, training_metrics"):
+    with pytest.raises(DivergedError, match=told + "; those of the first run: path_length, training_metrics"):
         validate(tmp_path / "first", hooks=["variance"], hook_options={"variance": {"window": 3}})
 
 

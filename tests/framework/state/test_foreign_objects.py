@@ -164,7 +164,7 @@ def test_checkpoints_hold_what_is_there(place: Place, tmp_path: Path) -> None:
     state = made(place)
     place.change(state)
     if place is PLACES["optimizer state"]:
-        with pytest.raises(UsageError, match=r"preconditioner is a \S*Preconditioner, which no checkpoint can hold"):
+        with pytest.raises(UsageError, match=r"preconditioner is a \S*Preconditioner, which a checkpoint cannot store"):
             save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
         return
     before = state.digest()
