@@ -1,4 +1,4 @@
-"""What gradients look like, step by step and block by block."""
+"""Hooks that measure gradients: their size, agreement, noise and flow between blocks."""
 
 from .batch_dynamics import BatchDynamics
 from .consecutive import Consecutive

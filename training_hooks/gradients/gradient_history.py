@@ -1,4 +1,4 @@
-"""The newest gradients of a run, or sketches of them, as rows of a matrix, and what their inner products say."""
+"""The newest gradients of a run, or sketches of them, as rows of a matrix, with their Gram matrix and spectrum."""
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
@@ -8,14 +8,18 @@ from torch import Tensor, nn
 
 from ..measures import FlatSpace, splitmix64
 
-CHUNK = 2**18
-SMALLEST = 64
-COLUMNS = 8192
+CHUNK = 2**18  # elements that are hashed at once
+SMALLEST = 64  # dimensions of a sketch
+COLUMNS = 8192  # the least number of columns in one float32 product
 MIB = 2**20
 
 
 def check_dimensions(option: str, dimensions: int) -> None:
-    """Refuse a number of dimensions that a sketch cannot have; 0 stands for no sketch."""
+    """Check the number of dimensions of a sketch; 0 stands for no sketch.
+
+    Raises:
+        UsageError: if it is neither 0 nor a power of two of at least 64.
+    """
     if dimensions and (dimensions < SMALLEST or dimensions & (dimensions - 1)):
         raise UsageError(
             f"{option} is {dimensions}; it must be 0 (no projection) or a power of two of at least {SMALLEST}, "
@@ -27,30 +31,36 @@ def check_dimensions(option: str, dimensions: int) -> None:
 def count_sketch(vector: Tensor, dimensions: int, key: int = 0) -> Tensor:
     """Return y of shape (d,), float32: y_b = Σ s_i x_i over the elements i whose bucket is b.
 
-    Bucket b and sign s of every element are a hash of its place and of ``key``: the same in every run and on every
-    machine. Inner products are kept in expectation, with variance at most (‖x‖²‖y‖² + (x·y)²)/d (Charikar, Chen and
-    Farach-Colton 2002). Besides y it takes memory for a few chunks of 2¹⁸ elements, and time linear in the elements,
-    whatever d is. On CUDA the elements of a bucket are added in no fixed order unless torch is told to be
-    deterministic. ``vector`` has shape (n,), d is a power of two; the key, below 2²³, chooses one projection of the
-    family.
+    A hash of its index and of ``key`` assigns a bucket b and a sign s to every element, the same in every run and on
+    every machine. The sketch preserves inner products in expectation, with variance at most (‖x‖²‖y‖² + (x·y)²)/d
+    (Charikar, Chen and Farach-Colton 2002). Besides y it takes memory for a few chunks of 2¹⁸ elements; its time is
+    linear in the number of elements and independent of d. On CUDA the order in which the elements of a bucket are added
+    varies, unless ``torch.use_deterministic_algorithms`` is on.
+
+    Args:
+        vector: shape (n,).
+        dimensions: d, a power of two.
+        key: chooses one projection of the family; below 2²³.
     """
     sketch = torch.zeros(dimensions, device=vector.device)
-    places = torch.arange(min(CHUNK, len(vector)), dtype=torch.int32, device=vector.device)
+    indices = torch.arange(min(CHUNK, len(vector)), dtype=torch.int32, device=vector.device)
     starts = range(0, len(vector), CHUNK)
     for start, keys in zip(starts, chunk_keys(key, len(starts)), strict=True):
         part = vector[start : start + CHUNK].float().contiguous()
-        hashed = _hashed(places[: len(part)], *keys)
-        signed = (part.view(torch.int32) ^ (hashed & -(2**31))).view(torch.float32)  # that bit of a float32 is its sign
+        hashed = _hash(indices[: len(part)], *keys)
+        # The top bit of the hash is s: XOR with the bits of a float32 flips its sign. The low bits are b.
+        signed = (part.view(torch.int32) ^ (hashed & -(2**31))).view(torch.float32)
         sketch.index_add_(0, hashed & (dimensions - 1), signed)
     return sketch
 
 
-def _hashed(places: Tensor, multiplier: int, offset: int) -> Tensor:
-    """Hash int32 places: an affine map, then the finaliser of MurmurHash3, modulo 2³²."""
-    hashed = places * multiplier
+def _hash(indices: Tensor, multiplier: int, offset: int) -> Tensor:
+    """Hash int32 indices: an affine map, then the finaliser of MurmurHash3, modulo 2³²."""
+    # Shifts of int32 copy the sign bit, so a mask makes each of them the logical shift of MurmurHash3.
+    hashed = indices * multiplier
     hashed += offset
     hashed ^= (hashed >> 16) & 0xFFFF
-    hashed *= 0x85EBCA6B - 2**32  # the bits of an int32
+    hashed *= 0x85EBCA6B - 2**32  # the constant of MurmurHash3 as an int32
     hashed ^= (hashed >> 13) & 0x7FFFF
     hashed *= 0xC2B2AE35 - 2**32
     hashed ^= (hashed >> 16) & 0xFFFF
@@ -58,39 +68,40 @@ def _hashed(places: Tensor, multiplier: int, offset: int) -> Tensor:
 
 
 def chunk_keys(key: int, chunks: int) -> list[list[int]]:
-    """Return an odd multiplier and an offset for every chunk: numbers of SplitMix64, cut to 32 bits."""
+    """Return an odd multiplier and an offset for every chunk: SplitMix64 numbers, truncated to 32 bits."""
     numbers = splitmix64(0, 2 * chunks, skip=key << 40).int().view(-1, 2)
     numbers[:, 0] |= 1
     return numbers.tolist()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def row_products(some: Tensor, rows: Tensor) -> Tensor:
-    """Return the inner products of ``some`` (m, n) with ``rows`` (k, n): shape (m, k), float64.
+def row_products(new_rows: Tensor, rows: Tensor) -> Tensor:
+    """Return the inner products of ``new_rows`` (m, n) with ``rows`` (k, n): shape (m, k), float64.
 
-    They are formed in the dtype of the rows over at least 8192 columns at a time and added up in float64, which keeps
-    float32 products to about 1e-7 of the largest.
+    Blocks of at least 8192 columns are multiplied in the dtype of the rows and added up in float64, which keeps the
+    error of float32 products to about 1e-7 of the largest.
     """
     width = rows.shape[1]
     step = max(COLUMNS, width // 1024)
-    total = rows.new_zeros(len(some), len(rows), dtype=torch.float64)
+    total = rows.new_zeros(len(new_rows), len(rows), dtype=torch.float64)
     for start in range(0, width, step):
-        total += some[:, start : start + step] @ rows[:, start : start + step].T
+        total += new_rows[:, start : start + step] @ rows[:, start : start + step].T
     return total
 
 
 class GradientHistory(Remembering):
-    """A ring of the newest gradients, each one row, and their Gram matrix, which grows by a row with every gradient.
+    """A ring buffer of the newest gradients, one per row, and their Gram matrix.
 
-    Memory: ``capacity`` × width × 4 bytes (8 for float64 gradients), the width being the number of trainable elements,
-    or ``projection`` if that is not 0: then a :func:`count_sketch` of so many dimensions stands for each gradient. None
-    is taken before the first gradient comes. Parameters without one count as zeros; sharded ones are gathered.
+    Memory: ``capacity`` × width × 4 bytes (8 for float64 gradients). The width is the number of trainable elements, or
+    ``projection`` if that is not 0: a :func:`count_sketch` with this many dimensions then replaces each gradient. The
+    buffer is allocated with the first gradient. Parameters without a gradient count as zeros; sharded ones are
+    gathered.
     """
 
     _rows = Remembered[Tensor | None](lambda: None)
     _gram = Remembered(lambda new: torch.zeros(new.capacity, new.capacity, dtype=torch.float64), by_options=True)
-    count = Remembered(int)  # gradients taken since the last reset, those overwritten since included
-    _waiting = Remembered(int)
+    count = Remembered(int)  # gradients since the last reset, including overwritten ones
+    _waiting = Remembered(int)  # newest gradients whose products are not in the Gram matrix yet
 
     def __init__(self, capacity: int, projection: int = 0) -> None:
         self.capacity = capacity
@@ -100,7 +111,7 @@ class GradientHistory(Remembering):
         return min(self.count, self.capacity)
 
     def append(self, model: nn.Module) -> None:
-        """Copy the model's live gradients into the next row; gradients of another width than before start anew."""
+        """Copy the model's current gradients into the next row; discard all earlier rows if the width has changed."""
         row = FlatSpace(trainable(model)).flat(gradients(model))
         if self.projection:
             row = count_sketch(row, self.projection)
@@ -115,17 +126,17 @@ class GradientHistory(Remembering):
     def gram(self) -> Tensor:
         """Return the inner products of the gradients, oldest first: shape (k, k), float64.
 
-        Only the products with gradients that came since the last call are computed, all in one matrix product.
+        Only the rows that were appended since the last call are multiplied, together in one matrix product.
         """
         if self._rows is not None and self._waiting:
             rows = self._rows[: len(self)]
-            places = [place % self.capacity for place in range(self.count - self._waiting, self.count)]
-            first, last = places[0], places[-1] + 1
-            waiting = rows[first:last] if first < last else torch.cat([rows[first:], rows[:last]])
-            products = row_products(waiting, rows)
+            new_indices = [index % self.capacity for index in range(self.count - self._waiting, self.count)]
+            first, last = new_indices[0], new_indices[-1] + 1
+            new_rows = rows[first:last] if first < last else torch.cat([rows[first:], rows[:last]])
+            products = row_products(new_rows, rows)
             self._gram = self._gram.to(products.device)
-            self._gram[places, : len(self)] = products
-            self._gram[: len(self), places] = products.T
+            self._gram[new_indices, : len(self)] = products
+            self._gram[: len(self), new_indices] = products.T
             self._waiting = 0
         if self.count <= self.capacity:
             return self._gram[: self.count, : self.count]
@@ -134,17 +145,21 @@ class GradientHistory(Remembering):
 
     @property
     def resolution(self) -> float:
-        """The rounding error of the rows' dtype, relative."""
+        """The machine epsilon of the rows' dtype."""
         return torch.finfo(torch.float32 if self._rows is None else self._rows.dtype).eps
 
 
-def refuse_above(hook: str, memory: int, rows: int, model: nn.Module, projection: int) -> None:
-    """Raise :class:`UnsuitableError` if that many gradients of a model take more than ``memory`` MiB."""
+def check_memory(hook: str, memory: int, rows: int, model: nn.Module, projection: int) -> None:
+    """Check that ``rows`` gradients of a model take at most ``memory`` MiB.
+
+    Raises:
+        UnsuitableError: if they take more.
+    """
     space = FlatSpace(trainable(model))
     needed = rows * (projection * 4 or space.size * space.dtype.itemsize) / MIB
     if needed > memory:
         raise UnsuitableError(
-            f"Hook {hook!r} keeps {rows} gradients, which takes {needed:,.0f} MiB for this model, and {hook}.memory "
+            f"Hook {hook!r} keeps {rows} gradients, which take {needed:,.0f} MiB for this model, but {hook}.memory "
             f"allows {memory}; project them with --hook-config {hook}.projection=16384 ({rows / 16:.1f} MiB), or raise "
             f"the limit with --hook-config {hook}.memory=N."
         )
@@ -153,9 +168,10 @@ def refuse_above(hook: str, memory: int, rows: int, model: nn.Module, projection
 def spectrum(gram: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues of a Gram matrix, largest first, shape (k,), and its eigenvectors as columns (k, k).
 
-    Eigenvalues up to k·``resolution`` of the largest are rounding noise of the rows and are returned as zero, as in
+    Eigenvalues of at most k·``resolution`` times the largest one are rounding noise and returned as zero, as in
     ``numpy.linalg.matrix_rank``. All are NaN if a gradient was not finite.
     """
+    # eigh raises an error for matrices with NaN, so decompose zeros instead and replace the result.
     finite = gram.isfinite().all()
     values, vectors = torch.linalg.eigh(torch.where(finite, gram, 0.0))
     values, vectors = values.flip(0), vectors.flip(1)

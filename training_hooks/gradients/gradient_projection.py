@@ -1,4 +1,4 @@
-"""How the gradient and the way made so far lie to the straight line from the parameters to a reference solution."""
+"""Progress towards a reference solution, and the direction of the gradient relative to it."""
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
@@ -9,18 +9,32 @@ from torch import Tensor
 from ..measures import FlatLayout, FlatMemory
 
 
-def downhill(layout: FlatLayout, gradient: Tensor, way: Tensor) -> dict[str, Tensor]:
-    """Return how the descent direction −ḡ lies to the way d = θ_ref − θ; flat vectors of a layout."""
-    product, distance = -layout.dot(gradient, way), layout.norm(way)
+def descent_metrics(layout: FlatLayout, gradient: Tensor, remaining: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of the descent direction −ḡ relative to d = θ_ref − θ.
+
+    Args:
+        layout: the layout of both vectors.
+        gradient: ḡ, shape (elements,).
+        remaining: d, shape (elements,).
+    """
+    product, distance = -layout.dot(gradient, remaining), layout.norm(remaining)
     return {"gradient_cosine": product / (layout.norm(gradient) * distance), "gradient_projection": product / distance}
 
 
-def journey(layout: FlatLayout, moved: Tensor, way: Tensor, route: Tensor) -> dict[str, Tensor]:
-    """Split what was travelled along the route; flat vectors θ − θ₀, θ_ref − θ and θ_ref − θ₀."""
+def progress_metrics(layout: FlatLayout, moved: Tensor, remaining: Tensor, route: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of the displacement relative to the route.
+
+    Args:
+        layout: the layout of all vectors.
+        moved: θ − θ₀, shape (elements,).
+        remaining: d = θ_ref − θ, shape (elements,).
+        route: D = θ_ref − θ₀, shape (elements,).
+    """
+    # progress = (θ − θ₀)·D / ‖D‖², orthogonal = ‖(θ − θ₀) − progress·D‖ / ‖D‖
     along, squares = layout.dots(moved, route), layout.dots(route, route)
     length, progress = squares.sum().sqrt(), along.sum() / squares.sum()
-    aside = torch.addcmul(moved, route, -progress.to(route.dtype))
-    orthogonal, distance = layout.norm(aside) / length, layout.norm(way)
+    deviation = torch.addcmul(moved, route, -progress.to(route.dtype))
+    orthogonal, distance = layout.norm(deviation) / length, layout.norm(remaining)
     metrics = {
         "distance": distance,
         "relative_distance": distance / length,
@@ -33,15 +47,15 @@ def journey(layout: FlatLayout, moved: Tensor, way: Tensor, route: Tensor) -> di
 
 @HookRegistry.register
 class GradientProjection(TrainingHook):
-    """Measure how far training has come towards a reference solution, and whether the gradient points there.
+    """Measure the progress towards a reference solution, and whether the gradient points there.
 
-    θ are the parameters after the epoch (step loop: at SNAPSHOT), θ₀ those that the strategy began with, θ_ref the
-    reference; ḡ is the mean gradient of the epoch (of the last ``log_every`` steps). Positive always means towards
-    the reference.
+    θ are the parameters after the epoch (step loop: at SNAPSHOT), θ₀ the initial parameters of the strategy, θ_ref the
+    reference; ḡ is the mean gradient of the epoch (step loop: of the last ``log_every`` steps). Positive values always
+    mean towards the reference.
 
-    Assumes that the reference is a solution that this run can reach in a straight line: it comes from a run with the
-    same initial weights. A network computes the same with its units permuted, so that another solution, though as
-    good, may lie at a right angle to every step. Keeps one copy of the parameters, in float32 or wider.
+    Assumes that this run can reach the reference in a straight line: the reference comes from a run with the same
+    initial weights. Permuting the units of a network does not change its function, so the direction to an equally good
+    solution of another run may be orthogonal to every step. Keeps one copy of the parameters, in float32 or wider.
     """
 
     name = "gradient_projection"
@@ -50,39 +64,39 @@ class GradientProjection(TrainingHook):
     needs_reference_weights = True
     _memory = Remembered(FlatMemory, merged=True)  # the parameters that the strategy began with
     metrics = """
-        gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1] | Positive: descent along ḡ comes nearer to the reference.
-            In n dimensions a direction without any relation to d has a cosine of about 1/√n.
+        gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1] | Positive: descent along ḡ approaches the reference. In n
+            dimensions a random direction has a cosine of magnitude about 1/√n.
         gradient_projection | −ḡ·d / ‖d‖ | (−∞, ∞)
-            | The slope of the loss, downhill, along the way to the reference: what a step of one unit would gain.
-        distance | ‖d‖₂ | [0, ∞) | What remains, in a straight line.
+            | Decrease of the loss per unit of distance towards the reference, to first order.
+        distance | ‖d‖₂ | [0, ∞) | The straight-line distance that remains.
         relative_distance | ‖d‖ / ‖D‖, D = θ_ref − θ₀ | [0, ∞)
             | 1 at the start, 0 at the reference. Above 1: further away than at the start.
         progress | (θ − θ₀)·D / ‖D‖² | (−∞, ∞)
-            | The share of the route that is behind: 0 at the start, 1 level with the reference.
+            | The completed share of the route: 0 at the start, 1 at the projection of the reference.
         orthogonal | ‖(θ − θ₀) − progress·D‖ / ‖D‖ | [0, ∞)
-            | How far off the straight route, in its length: relative_distance² = (1 − progress)² + orthogonal². High
-            while progress stands still: the run goes elsewhere, to memorise for instance.
+            | Distance from the straight route, relative to its length: relative_distance² = (1 − progress)² +
+            orthogonal². High without progress: the run heads elsewhere, for example to memorise.
         displacement_cosine | cos(θ − θ₀, D) | [−1, 1]
-            | The direction of all that was travelled. NaN while nothing has moved.
+            | The direction of the total displacement. NaN while no parameter has moved.
         parameter_progress/<parameter> | progress, over the elements of one parameter | (−∞, ∞)
-            | Which layers are there first. NaN: the reference has not moved this parameter.
+            | Which layers arrive first. NaN: the parameter is the same in the reference as at the start.
     """
 
     def start(self, run: RunInfo) -> None:
-        """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
+        """Keep the initial parameters of the strategy; a resumed run already has them."""
         if not self._memory.names:
             self._memory.begin(trainable(run.model), "start")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return the metrics; none of the gradient after an epoch without gradients."""
+        """Return the metrics; those of the gradient only after an epoch that had one."""
         if ctx.reference_weights is None or not self._memory.names:
             return {}
         layout = self._memory.layout(ctx.model)
         start = self._memory.vectors["start"].data
-        here, reference = layout.values().data, layout.copy(ctx.reference_weights, layout.zeros()).data
-        way = reference - here
-        metrics = journey(layout, here.sub_(start), way, reference.sub_(start))
+        current, reference = layout.values().data, layout.copy(ctx.reference_weights, layout.zeros()).data
+        remaining = reference - current
+        metrics = progress_metrics(layout, current.sub_(start), remaining, reference.sub_(start))
         if ctx.accumulated_grads:
             gradient = layout.copy(ctx.accumulated_grads, layout.zeros()).data
-            metrics |= downhill(layout, gradient, way)
+            metrics |= descent_metrics(layout, gradient, remaining)
         return metrics

@@ -7,11 +7,11 @@ from loopscope.state import max_abs, norm, norm_of_each, trainable
 
 @HookRegistry.register
 class Norms(TrainingHook):
-    """Measure the epoch's mean gradient and the weights by their norms, whole and per parameter.
+    """Measure the norms of the epoch's mean gradient and of the weights, in total and per parameter.
 
-    The gradient is the mean over the epoch's steps, as POST_BACKWARD saw it; the weights are those after the epoch.
+    The mean is taken over the gradients at POST_BACKWARD of the epoch's steps; the weights are those after the epoch.
 
-    Assumes nothing about the model; a parameter that never had a gradient has no gradient norm.
+    Assumes nothing about the model; a parameter without any gradient in the epoch has no gradient norm.
     """
 
     name = "norms"
@@ -19,15 +19,15 @@ class Norms(TrainingHook):
     needs_grads = True
     metrics = """
         total_grad_norm | ‖ḡ‖₂, ḡ the mean over the epoch's steps of the gradient of all trainable parameters | [0, ∞)
-            | The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, so it
-            lies below the mean norm of the steps' gradients.
+            | The part of the gradient that persists over an epoch: opposing steps cancel in ḡ, so it is below the mean
+            norm of the steps' gradients.
         total_weight_norm | ‖θ‖₂ over all trainable parameters, after the epoch | [0, ∞)
-            | Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.
+            | Weight decay reduces it; in grokking it peaks while the data are memorised and falls afterwards.
         grad_weight_ratio | ‖ḡ‖₂ / ‖θ‖₂ | [0, ∞)
             | The gradient relative to the weights; not the update ratio, which depends on the optimizer.
         max_abs_grad | max |ḡᵢ| over all elements | [0, ∞) | Near total_grad_norm: one element carries the gradient.
         grad_norm/<parameter> | ‖ḡ_p‖₂ of one parameter | [0, ∞)
-            | Which layers the gradient reaches; 0: the parameter has a gradient that vanishes.
+            | Shows which layers the gradient reaches. 0: the parameter has a gradient of exactly zero.
         weight_norm/<parameter> | ‖θ_p‖₂ of one parameter | [0, ∞) | Which layers grow or decay.
     """
 

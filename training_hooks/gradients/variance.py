@@ -1,4 +1,4 @@
-"""The variance of successive gradients over windows of steps, and the signal that stands above it."""
+"""Variance and signal-to-noise ratio of the gradients in windows of steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +16,11 @@ from ..measures import FlatLayout, FlatMemory
 
 @dataclass
 class Chunk:
-    """What is kept of ``count`` successive gradients g: their mean, and how they scatter around it.
+    """The moments of ``count`` successive gradients g.
 
-    ``mean`` is a flat vector (tensors by parameter name, where it was just loaded), ``scatter`` holds Σ‖g_t − mean‖²
-    of each parameter, ``changes`` is Σ‖g_{t+1} − g_t‖² over all parameters, ``link`` the squared change to the first
-    gradient from the one before the chunk.
+    ``mean`` is a flat vector (tensors by parameter name right after loading). ``scatter`` is Σ‖g_t − mean‖² of each
+    parameter, shape (parameters,). ``changes`` is Σ‖g_{t+1} − g_t‖² over all parameters, ``link`` the squared change
+    from the last gradient before the chunk to its first one. ``owners`` names the parameters that had a gradient.
     """
 
     mean: Any
@@ -38,13 +38,14 @@ class Chunk:
         return cls(mean, scatter, scatter.new_zeros(()), scatter.new_zeros(()), 0, [])
 
     def on(self, layout: FlatLayout) -> "Chunk":
-        """Return the chunk on the device of a layout, in which its mean lies."""
+        """Return the chunk on the device of a layout, with its mean as a flat vector of that layout."""
         moved = {name: value.to(layout.device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return Chunk(**vars(self) | moved | {"mean": layout.flat(self.mean)})
 
 
 def extend(chunk: Chunk, layout: FlatLayout, gradient: Tensor, work: Tensor) -> None:
-    """Add a gradient to a chunk, in place, by Welford's recurrence; ``work`` is overwritten."""
+    """Add a gradient to a chunk in place; overwrites ``work``. Both vectors have shape (elements,)."""
+    # Welford's recurrence: δ = g_n − mean_{n−1}, scatter += ‖δ‖²·(n − 1)/n, mean += δ/n
     chunk.count += 1
     torch.sub(gradient, chunk.mean, out=work)
     if chunk.count > 1:
@@ -52,20 +53,21 @@ def extend(chunk: Chunk, layout: FlatLayout, gradient: Tensor, work: Tensor) -> 
     chunk.mean.add_(work, alpha=1 / chunk.count)
 
 
-def joined(chunks: Sequence[Chunk], layout: FlatLayout) -> Chunk:
-    """Return successive chunks as one (Chan, Golub and LeVeque 1983, for more than two)."""
+def merge(chunks: Sequence[Chunk], layout: FlatLayout) -> Chunk:
+    """Merge successive chunks into one (Chan, Golub and LeVeque 1983, extended to more than two)."""
     if len(chunks) == 1:
         return chunks[0]
+    # mean = Σ n_c·mean_c / n and scatter = Σ (scatter_c + n_c·‖mean_c − mean‖²) over the chunks c
     count = sum(chunk.count for chunk in chunks)
-    mean, whole = torch.zeros_like(chunks[0].mean), Chunk.empty(layout)
+    mean, merged = torch.zeros_like(chunks[0].mean), Chunk.empty(layout)
     for chunk in chunks:
         mean.add_(chunk.mean, alpha=chunk.count / count)
     for chunk in chunks:
-        aside = chunk.mean - mean
-        whole.scatter += chunk.scatter + layout.dots(aside, aside) * chunk.count
-        whole.changes += chunk.changes + (0 if chunk is chunks[0] else chunk.link)
+        difference = chunk.mean - mean
+        merged.scatter += chunk.scatter + layout.dots(difference, difference) * chunk.count
+        merged.changes += chunk.changes + (0 if chunk is chunks[0] else chunk.link)
     owners = [name for name in layout.names if any(name in chunk.owners for chunk in chunks)]
-    return replace(whole, mean=mean, count=count, link=chunks[0].link, owners=owners)
+    return replace(merged, mean=mean, count=count, link=chunks[0].link, owners=owners)
 
 
 def statistics(window: Chunk, layout: FlatLayout) -> dict[str, Tensor]:
@@ -82,8 +84,8 @@ def statistics(window: Chunk, layout: FlatLayout) -> dict[str, Tensor]:
         "successive_variance": successive,
         "successive_ratio": successive / variance,
     }
-    each = {"parameter_variance": variances, "parameter_signal_to_noise": signals / variances}
-    for metric, values in each.items():
+    by_parameter = {"parameter_variance": variances, "parameter_signal_to_noise": signals / variances}
+    for metric, values in by_parameter.items():
         named = layout.by_name(values)
         metrics |= {f"{metric}/{name}": named[name] for name in layout.names if name in window.owners}
     return metrics
@@ -93,18 +95,17 @@ def statistics(window: Chunk, layout: FlatLayout) -> dict[str, Tensor]:
 class Variance(TrainingHook):
     """Measure the variance of the steps' gradients over windows of steps, and their signal-to-noise ratio.
 
-    The gradients are those of POST_BACKWARD. A window of ``window`` successive steps begins every ``every`` steps and
-    is reported at its last step: with ``every`` from ``window`` on, the windows are apart, and the steps between them
-    cost nothing; below, they slide by ``every`` steps.
+    The gradients are those at POST_BACKWARD. A window of ``window`` successive steps starts every ``every`` steps and
+    is reported at its last step. If ``every`` is at least ``window``, the windows do not overlap, and steps between
+    them cost nothing; otherwise the window slides by ``every`` steps.
 
-    Assumes that the gradients of a window are draws around one mean, though the parameters move meanwhile:
-    ``successive_ratio`` tells how far that holds. A parameter without gradient at a step counts as zero there. Keeps
-    three gradients in float32 or wider (mean, newest, one to work in), and ``window/every − 1`` more where windows
-    slide.
+    Assumes that the gradients of a window are draws around one mean although the parameters move in the meantime;
+    ``successive_ratio`` measures how well that holds. A parameter without a gradient in a step counts as zero. Keeps
+    three gradients in float32 or wider (mean, newest, work space), and ``window/every − 1`` more if windows slide.
 
     Args:
         window: steps in a window.
-        every: steps from the beginning of a window to that of the next; below ``window`` it must divide it.
+        every: steps from the start of a window to the start of the next; if below ``window``, it must divide it.
     """
 
     name = "variance"
@@ -114,60 +115,64 @@ class Variance(TrainingHook):
     _last_step = Remembered(int)
     metrics = """
         total_variance | tr Σ̂ = Σ_t ‖g_t − ḡ‖² / (W − 1), g_t the W = window gradients, ḡ their mean | [0, ∞)
-            | How much a step's gradient strays from the mean; falls in proportion to the batch size, if the examples do
-            not contradict each other over time.
+            | How far a step's gradient deviates from the mean. Inversely proportional to the batch size if the steps
+            are independent draws.
         mean_norm | ‖ḡ‖₂ | [0, ∞) | The part of the gradient that persists over the window.
         signal_to_noise | ‖ḡ‖² / tr Σ̂; NaN if all gradients are zero | [0, ∞]
-            | Noise alone gives about 1/W. Above 1: the steps agree; far below: they wander.
+            | Noise alone gives about 1/W. Above 1: the steps agree; far below 1: they wander.
         noise_corrected_signal_to_noise | (‖ḡ‖² − tr Σ̂/W) / tr Σ̂ | [−1/W, ∞]
-            | The same without what noise adds to ‖ḡ‖²; around 0: no signal shows above the noise. Numerator and
-            denominator are unbiased, their ratio is not, and no ratio of that kind can be: its mean is (q + 1/W)·ν/(ν −
-            2) − 1/W for Gaussian gradients of signal-to-noise q, exactly where their noise is alike in all directions,
-            ν = (W − 1)·(tr Σ)²/tr Σ²: far too much in one dimension, little where the noise has many.
+            | The same without the contribution of noise to ‖ḡ‖². Around 0: no signal above the noise. Numerator and
+            denominator are unbiased, but their ratio is not: for Gaussian gradients of signal-to-noise q its mean is
+            (q + 1/W)·ν/(ν − 2) − 1/W, ν = (W − 1)·(tr Σ)²/tr Σ², exactly so if the noise is isotropic. The bias is
+            large if the noise has one dimension and small if it has many.
         successive_variance | Σ_t ‖g_{t+1} − g_t‖² / (2(W − 1)), over the W − 1 successive pairs | [0, ∞)
-            | The variance without slow drift, which cancels in the differences.
+            | The variance without slow drift, since drift cancels in the differences.
         successive_ratio | successive_variance / total_variance (von Neumann's ratio / 2) | [0, 2]
-            | About 1: independent draws around one mean, as assumed. Below: the mean drifts, and part of total_variance
-            is that drift. Above: the gradients alternate, as in an oscillation.
+            | About 1: independent draws around one mean, as assumed. Below 1: the mean drifts, and the drift is part of
+            total_variance. Above 1: the gradients alternate, as in an oscillation.
         parameter_variance/<parameter> | tr Σ̂ of one parameter that had a gradient in the window | [0, ∞)
-            | Which layers' gradients are noisy. They add up to total_variance.
+            | Which layers have noisy gradients. The values add up to total_variance.
         parameter_signal_to_noise/<parameter> | ‖ḡ_p‖² / tr Σ̂_p of one parameter; NaN if its gradients are all zero
-            | [0, ∞] | Which layers still have a signal; noise alone gives about 1/W.
+            | [0, ∞] | Which layers still have a signal. Noise alone gives about 1/W.
     """
 
     def __init__(self, *, window: int = 20, every: int = 200) -> None:
         require(window >= 2, f"variance.window is {window}; it must be at least 2.")
-        fits = every >= window or (every >= 1 and window % every == 0)
-        limits = f"a divisor of variance.window ({window}), or at least as long"
-        require(fits, f"variance.every is {every}; it must be {limits}.")
+        is_valid = every >= window or (every >= 1 and window % every == 0)
+        limits = f"a divisor of variance.window ({window}), or at least as large"
+        require(is_valid, f"variance.every is {every}; it must be {limits}.")
         self._window = window
         self._length = min(window, every)
-        apart = StepSchedule(mode="burst", every_n_steps=every, burst_length=window) if every > window else None
-        self.step_schedule = apart or EVERY_STEP
+        bursts = StepSchedule(mode="burst", every_n_steps=every, burst_length=window) if every > window else None
+        self.step_schedule = bursts or EVERY_STEP
 
     def start(self, run: RunInfo) -> None:
-        """Refuse a run that is shorter than a window; raises :class:`UnsuitableError`."""
+        """Check that the run has at least one window.
+
+        Raises:
+            UnsuitableError: if the run is shorter than a window.
+        """
         if run.steps < self._window:
             raise UnsuitableError(
-                f"Hook 'variance' measures over windows of {self._window} steps, and the run has {run.steps} steps. "
-                "Set --hook-config variance.window=STEPS to a shorter one."
+                f"Hook 'variance' measures windows of {self._window} steps, but the run has only {run.steps} steps. "
+                "Set --hook-config variance.window=STEPS to a shorter window."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Record a step's gradient; return the metrics of the window that it completes."""
+        """Add a step's gradient; return the metrics of the window that it completes, if any."""
         if ctx.step != self._last_step + 1:
             self.reset()
         layout = self._extend(ctx)
         self._last_step = ctx.step
         if self._chunks[-1].count < self._length:
             return {}
-        needed = self._window // self._length
-        complete = [chunk.on(layout) for chunk in self._chunks]
-        self._chunks = complete[1:] if len(complete) == needed else complete
-        return statistics(joined(complete, layout), layout) if len(complete) == needed else {}
+        chunks_per_window = self._window // self._length
+        chunks = [chunk.on(layout) for chunk in self._chunks]
+        self._chunks = chunks[1:] if len(chunks) == chunks_per_window else chunks
+        return statistics(merge(chunks, layout), layout) if len(chunks) == chunks_per_window else {}
 
     def _layout(self, ctx: RunDataContext) -> FlatLayout:
-        """Return the layout of the trained parameters; a chunk begins with those of the moment."""
+        """Return the layout of the trained parameters; start a new chunk with the current ones if the last is full."""
         if self._chunks and self._chunks[-1].count < self._length:
             return self._memory.layout(ctx.model)
         trained = trainable(ctx.model)
@@ -179,27 +184,27 @@ class Variance(TrainingHook):
         return layout
 
     def _extend(self, ctx: RunDataContext) -> FlatLayout:
-        """Add the step's gradient to the newest chunk, a new one if that is full."""
+        """Add the step's gradient to the newest chunk, or to a new one if that is full."""
         layout = self._layout(ctx)
         gradients = layout.gradients()
-        now = layout.copy(gradients, self._memory.work(layout))
+        newest = layout.copy(gradients, self._memory.work(layout))
         chunk = self._chunks[-1] = self._chunks[-1].on(layout)
         chunk.owners += [name for name in gradients if name not in chunk.owners]
         previous = self._memory.vectors.get("previous")
         work = previous or layout.zeros()
         if previous is not None:
-            change = torch.sub(now.data, previous.data, out=work.data)
+            change = torch.sub(newest.data, previous.data, out=work.data)
             (chunk.changes if chunk.count else chunk.link).add_(layout.dot(change, change))
-        extend(chunk, layout, now.data, work.data)
-        self._memory.vectors["previous"], self._memory.spare = now, work
+        extend(chunk, layout, newest.data, work.data)
+        self._memory.vectors["previous"], self._memory.spare = newest, work
         return layout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest gradient and the moments of the windows under way."""
+        """Return the newest gradient and the moments of the unfinished windows."""
         chunks = [vars(chunk) | {"mean": self._memory.named(chunk.mean)} for chunk in self._chunks]
         return super().state_dict() | {"chunks": chunks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._chunks = [Chunk(**{**chunk, "owners": list(chunk["owners"])}) for chunk in state["chunks"]]

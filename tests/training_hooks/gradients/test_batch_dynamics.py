@@ -196,7 +196,7 @@ def test_every_reported_name_is_described():
     [
         ({"history": 1}, "history is 1; lag 1 needs at least 2"),
         ({"every": 59}, "every is 59; it must be more than batch_dynamics.history"),
-        ({"history": 7, "every": 7}, r"every is 7; .* the steps of one burst \(7\), or no burst would ever end"),
+        ({"history": 7, "every": 7}, r"every is 7; .* the length of a burst \(7 steps\)"),
         ({"projection": 1000}, "batch_dynamics.projection is 1000"),
     ],
 )
@@ -214,11 +214,11 @@ def started(hook: BatchDynamics, steps: int, model: nn.Module | None = None) -> 
 def test_runs_without_consecutive_steps_are_refused():
     """The run has one step, or the schedule has a stride of two."""
     started(BatchDynamics(), 2)
-    with pytest.raises(UnsuitableError, match=r"'batch_dynamics' .* no two in a row in the 1 steps"):
+    with pytest.raises(UnsuitableError, match=r"'batch_dynamics' .* no two consecutive steps are due in the 1 steps"):
         started(BatchDynamics(), 1)
     strided = BatchDynamics()
     strided.step_schedule = StepSchedule(mode="stride", every_n_steps=2)
-    with pytest.raises(UnsuitableError, match="no two in a row"):
+    with pytest.raises(UnsuitableError, match="no two consecutive steps"):
         started(strided, 100)
     strided.step_schedule = EVERY_STEP
     started(strided, 100)

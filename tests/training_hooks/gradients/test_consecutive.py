@@ -153,7 +153,7 @@ def test_changed_parameters_restart_comparison():
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_a_run_of_one_epoch_is_refused(loop):
-    with pytest.raises(UnsuitableError, match="two intervals of 3 steps, and the run has 3 steps"):
+    with pytest.raises(UnsuitableError, match="two intervals of 3 steps, but the run has only 3 steps"):
         raise train(Case(loop=loop), [Consecutive()], steps=3, raises=UnsuitableError).error
 
 

@@ -99,14 +99,14 @@ def test_norms_and_gains_are_those_of_autograd():
 def test_planted_vanishing_and_amplifying_blocks_are_found():
     """The gain of each block equals its scale, and the two warnings name only the planted blocks."""
     scales = [1.0, 1.0, 0.9, 0.01, 1.0, 1.2, 50.0, 1.0]
-    with pytest.warns(UserWarning, match="on its way backward") as told:
+    with pytest.warns(UserWarning, match="backpropagated gradient") as told:
         found = run(made(scales), GradientFlow())
     for number, scale in enumerate(scales[1:], start=1):
         assert found[f"gain/blocks.{number}"] == pytest.approx(scale, rel=1e-6)
     assert (found["vanishing_count"], found["amplifying_count"]) == (1, 1)
     assert sorted(str(warning.message) for warning in told) == [
-        "Step 1: on its way backward the gradient is amplified: gains of at least 10 in blocks.6 (50).",
-        "Step 1: on its way backward the gradient vanishes: gains of at most 0.1 in blocks.3 (0.01).",
+        "Step 1: the backpropagated gradient is amplified (gain ≥ 10) in blocks.6 (50).",
+        "Step 1: the backpropagated gradient vanishes (gain ≤ 0.1) in blocks.3 (0.01).",
     ]
 
 
@@ -259,13 +259,13 @@ def test_condition_is_reported_on_start_growth_end():
     assert told(hook, 301, a=0.04, b=0.01) == [(False, sentence(301, "b (0.01), a (0.04)"))]
     assert told(hook, 401, a=1.0, b=0.01) == []
     assert told(hook, 501, a=1.0, b=1.0) == [
-        (True, "Step 501: it is over that the gradient vanishes: gains of at most 0.1.")
+        (True, "Step 501: the backpropagated gradient no longer vanishes (gain ≤ 0.1) in any block.")
     ]
     assert told(hook, 601, a=0.1, b=1.0) == [(False, sentence(601, "a (0.1)"))]
 
 
 def sentence(step: int, named: str) -> str:
-    return f"Step {step}: on its way backward the gradient vanishes: gains of at most 0.1 in {named}."
+    return f"Step {step}: the backpropagated gradient vanishes (gain ≤ 0.1) in {named}."
 
 
 def test_gain_near_threshold_warns_once():
@@ -302,22 +302,22 @@ def refusal(model: nn.Module, **options: Any) -> str:
 def test_model_without_blocks_is_refused():
     """The error names the pattern option; a pattern that matches too few modules is refused as well."""
     model = nn.ModuleDict({"only": nn.Linear(WIDTH, 1)})
-    assert "the model has none; name them by --hook-config gradient_flow.pattern=GLOB" in refusal(model)
+    assert "the model has none; name the blocks with --hook-config gradient_flow.pattern=GLOB" in refusal(model)
     assert "modules of the model are only." in refusal(model)
-    assert "pattern 'blocks.9' fits fewer modules" in refusal(made(), pattern="blocks.9")
-    assert "pattern 'block.*' fits fewer modules" in refusal(made(), pattern="blocks.*, block.*")
+    assert "pattern 'blocks.9' matches fewer modules" in refusal(made(), pattern="blocks.9")
+    assert "pattern 'block.*' matches fewer modules" in refusal(made(), pattern="blocks.*, block.*")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"interval": 0}, "gradient_flow.interval is 0; it must be at least 1 step"),
-        ({"vanishing_gain": 1.0}, "gradient_flow.vanishing_gain is 1.0; it must lie between 0 and 1"),
+        ({"vanishing_gain": 1.0}, "gradient_flow.vanishing_gain is 1.0; it must be between 0 and 1"),
         ({"amplifying_gain": 0.5}, "gradient_flow.amplifying_gain is 0.5; it must be a number above 1"),
         ({"amplifying_gain": math.nan}, "gradient_flow.amplifying_gain is nan; it must be a number above 1"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, words):
+def test_options_that_cannot_work_are_refused(options, words):
     with pytest.raises(UsageError, match=words):
         GradientFlow(**options)
 

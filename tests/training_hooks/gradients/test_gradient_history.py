@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError
 from loopscope.training_hooks.gradients.gradient_history import (
     GradientHistory,
+    check_memory,
     count_sketch,
-    refuse_above,
     row_products,
     spectrum,
 )
@@ -147,9 +147,9 @@ def test_nonfinite_gradient_gives_nan_spectrum():
 def test_oversized_history_is_refused_with_a_remedy():
     """The error states the memory and suggests a projection."""
     model = nn.Linear(2**18, 1, bias=False)
-    refuse_above("some", 10, 10, model, 0)
-    refuse_above("some", 10, 40, model, 2**16)
-    with pytest.raises(UnsuitableError, match=r"'some' keeps 11 gradients, which takes 11 MiB .*projection=16384"):
-        refuse_above("some", 10, 11, model, 0)
-    with pytest.raises(UnsuitableError, match="takes 12 MiB"):
-        refuse_above("some", 10, 6, model.double(), 0)
+    check_memory("some", 10, 10, model, 0)
+    check_memory("some", 10, 40, model, 2**16)
+    with pytest.raises(UnsuitableError, match=r"'some' keeps 11 gradients, which take 11 MiB .*projection=16384"):
+        check_memory("some", 10, 11, model, 0)
+    with pytest.raises(UnsuitableError, match="take 12 MiB"):
+        check_memory("some", 10, 6, model.double(), 0)

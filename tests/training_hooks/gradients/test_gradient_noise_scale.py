@@ -16,10 +16,10 @@ from loopscope.state.digest import described
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradients import GradientNoiseScale
 from loopscope.training_hooks.gradients.gradient_noise_scale import (
-    order_shown,
     part_norms,
     signal_and_noise,
     standard_errors,
+    strongest_correlation,
 )
 from torch import Tensor, nn
 
@@ -220,9 +220,9 @@ def test_order_check_does_not_advance_the_loader():
 
 
 def test_constant_or_ragged_rows_have_no_order():
-    assert order_shown([(torch.ones(4, 2),)] * 3) == (0.0, 12)
+    assert strongest_correlation([(torch.ones(4, 2),)] * 3) == (0.0, 12)
     ragged = [(torch.randn(4, length), "text") for length in (2, 3, 2)]
-    assert order_shown(ragged) == (0.0, 12)
+    assert strongest_correlation(ragged) == (0.0, 12)
 
 
 @pytest.mark.parametrize(("options", "length"), [({}, 100), ({"decay": 0.0}, 400)])
@@ -290,8 +290,8 @@ def test_measured_run_matches_bare_run():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"parts": 1}, "gradient_noise_scale.parts is 1; two sizes"),
-        ({"decay": 1.5}, "gradient_noise_scale.decay is 1.5; it must lie in 0..1"),
+        ({"parts": 1}, "gradient_noise_scale.parts is 1; it must be at least 2"),
+        ({"decay": 1.5}, "gradient_noise_scale.decay is 1.5; it must be in 0..1"),
         ({"decay": math.nan}, "gradient_noise_scale.decay is nan"),
         ({"every_n_steps": 0}, "every_n_steps is 0"),
     ],

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.training_hooks.gradients import GradientProjection
-from loopscope.training_hooks.gradients.gradient_projection import downhill, journey
+from loopscope.training_hooks.gradients.gradient_projection import descent_metrics, progress_metrics
 from loopscope.training_hooks.measures import FlatLayout
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ def vector(*values: float) -> Tensor:
 
 
 def walk(layout: FlatLayout, start: Tensor, here: Tensor, goal: Tensor) -> dict[str, float]:
-    return numbers(journey(layout, here - start, goal - here, goal - start))
+    return numbers(progress_metrics(layout, here - start, goal - here, goal - start))
 
 
 def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
@@ -50,9 +50,9 @@ def test_walk_is_split_along_and_across_the_route():
 
 def test_downhill_gradient_points_to_the_reference():
     """The cosine and projection are those of the negative gradient."""
-    found = numbers(downhill(plane(), vector(-3, -4), vector(2, 0)))
+    found = numbers(descent_metrics(plane(), vector(-3, -4), vector(2, 0)))
     assert found == pytest.approx({"gradient_cosine": 0.6, "gradient_projection": 3.0})
-    assert downhill(plane(), vector(3, 4), vector(2, 0))["gradient_cosine"].item() == pytest.approx(-0.6)
+    assert descent_metrics(plane(), vector(3, 4), vector(2, 0))["gradient_cosine"].item() == pytest.approx(-0.6)
 
 
 @given(PLACES)

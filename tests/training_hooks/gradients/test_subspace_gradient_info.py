@@ -216,7 +216,7 @@ def started(one: TrainingHook, steps: int, model: nn.Module | None = None) -> No
 def test_run_with_too_few_gradients_is_refused():
     """The run must provide at least two gradients."""
     started(SubspaceGradientInfo(), 101)
-    with pytest.raises(UnsuitableError, match=r"'subspace_gradient_info' .* fewer than two in the 100 steps"):
+    with pytest.raises(UnsuitableError, match=r"'subspace_gradient_info' .* fewer than two of the 100 steps"):
         started(SubspaceGradientInfo(), 100)
     dense = SubspaceGradientInfo()
     dense.step_schedule = EVERY_STEP
@@ -225,10 +225,10 @@ def test_run_with_too_few_gradients_is_refused():
 
 def test_unsuitable_model_size_is_refused():
     """The model must be larger than the subspace and fit the memory limit."""
-    with pytest.raises(UnsuitableError, match=r"more than 10 trainable elements, .* the model has 10"):
+    with pytest.raises(UnsuitableError, match=r"more than 10 trainable elements, .* this model has 10"):
         started(hook(), 100, nn.Linear(10, 1, bias=False))
     started(hook(), 100, nn.Linear(11, 1, bias=False))
-    with pytest.raises(UnsuitableError, match="keeps 21 gradients, which takes 21 MiB"):
+    with pytest.raises(UnsuitableError, match="keeps 21 gradients, which take 21 MiB"):
         started(hook(memory=20), 100, nn.Linear(2**18, 1, bias=False))
 
 

@@ -189,7 +189,7 @@ def test_gradients_between_windows_apart_are_not_looked_at():
 
 
 def test_a_run_shorter_than_a_window_is_refused():
-    with pytest.raises(UnsuitableError, match="windows of 20 steps, and the run has 3 steps"):
+    with pytest.raises(UnsuitableError, match="windows of 20 steps, but the run has only 3 steps"):
         raise train(Case(), [Variance()], steps=3, raises=UnsuitableError).error
 
 
