@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UsageError
@@ -160,6 +160,7 @@ def test_loop_points_take_precedence():
     assert spy.seen == []
 
 
+@settings(max_examples=15)
 @given(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.booleans())
 def test_a_window_includes_both_of_its_bounds(first, extra, open_start, open_end):
     window = (None if open_start else first, None if open_end else first + extra)

@@ -177,7 +177,7 @@ def test_every_spike_in_delivery_is_an_alert():
 def test_run_without_spikes_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run = train(Case("transformer"), [LossSpikes(window=10)], steps=60)
+        run = train(Case("transformer"), [LossSpikes(window=10)], steps=36)
     assert {row[3] for row in run.sink.rows("loss_spikes/loss_spike_count")} == {0}
 
 
@@ -185,7 +185,7 @@ def test_run_shorter_than_window_is_refused():
     """The run must have at least one step more than the window."""
     for steps, window in ((12, 12), (12, 128)):
         with pytest.raises(
-            UnsuitableError, match=f"with the {window} before it, and the run has {steps} steps; choose"
+            UnsuitableError, match=f"with the previous {window} steps, but the run has only {steps} steps; choose"
         ):
             train(Case(), [LossSpikes(window=window)], steps=steps)
     (row,) = train(Case(), [LossSpikes(window=11)], steps=12).sink.rows("loss_spikes/loss_deviation")
