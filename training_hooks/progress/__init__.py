@@ -1,4 +1,4 @@
-"""How the run goes: loss, accuracy, spikes, phases."""
+"""Hooks that report the progress of a run: loss, accuracy, spikes, phases."""
 
 from .batch_rows import BatchRows
 from .loss_spikes import LossSpikes

@@ -1,4 +1,4 @@
-"""How steadily training runs: scatter and memory of the loss, scatter of the gradient norm, size of the updates."""
+"""Stability of training: volatility and autocorrelation of the loss, gradient norm variation, update ratio."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,58 +13,60 @@ from torch import Tensor
 from ..measures import stacked
 
 AROUND_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
-VALUES_PER_LAG = 4
+VALUES_PER_LAG = 4  # losses that the window must have for each lag of the autocorrelation
 
 
 def spread(series: Tensor) -> Tensor:
     """Return the population standard deviation of a series, exactly zero if all values are equal."""
+    # The standard deviation does not change with a shift; equal values become zeros before their mean is rounded.
     return (series - series[:1]).std(correction=0)
 
 
 def autocorrelation(series: Tensor, lag: int) -> Tensor:
     """Return Σ_t (x_t − x̄)(x_{t+lag} − x̄) / Σ_t (x_t − x̄)²; NaN if all values are equal.
 
-    The biased estimate of Box and Jenkins (Time Series Analysis, 2.1.5), both sums divided by the same n.
+    This is the biased estimate of Box and Jenkins (Time Series Analysis, 2.1.5), which divides both sums by the same n.
 
     >>> import torch
     >>> autocorrelation(torch.tensor([1.0, -1.0, 1.0, -1.0]), 1)
     tensor(-0.7500)
     """
-    shifted = series - series[:1]  # equal values then give exact zeros, not the rounding of their mean
+    shifted = series - series[:1]  # so that equal values give exact zeros and not the rounding error of their mean
     centred = shifted - shifted.mean()
     products: Tensor = (centred[lag:] * centred[: len(series) - lag]).sum()
     return products / centred.square().sum()
 
 
 def update_ratio(before: dict[str, Tensor], after: Vector) -> Tensor:
-    """Return ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12), zero-dimensional; writes the difference to ``before``."""
-    size = norm(before)
-    return norm(accumulate(before, after, -1)) / (size + 1e-12)
+    """Return ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12), zero-dimensional; overwrites ``before``."""
+    weight_norm = norm(before)
+    return norm(accumulate(before, after, -1)) / (weight_norm + 1e-12)
 
 
 LOSS = """
     loss_volatility | population standard deviation of the step losses L in the window | [0, ∞)
-        | Scatter between batches plus any trend; rising while the loss stays: training becomes unstable.
+        | Scatter between batches plus any trend. Rising at a constant loss: training becomes unstable.
     loss_change_volatility | population standard deviation of L_{t+1} − L_t in the window | [0, ∞)
-        | About √2 times loss_volatility: batches scatter independently. Far below it: the loss moves slowly, by a
-        trend. Above it: the loss alternates.
+        | About √2 times loss_volatility: batches scatter independently. Far below that: the loss follows a slow trend.
+        Above that: the loss alternates.
 """
 AUTOCORRELATION = """
     loss_autocorrelation_lag_{lag} | Σ_t (L_t − L̄)(L_{{t+{lag}}} − L̄) / Σ_t (L_t − L̄)² over the window | [−1, 1]
-        | Within ±2/√n: no memory. Positive: a trend or slow waves. Negative at lag 1: steps overshoot and come back.
-        NaN: all losses are equal.
+        | Within ±2/√n: no memory. Positive: a trend or slow waves. Negative at lag 1: steps overshoot and return. NaN:
+        all losses are equal.
 """
 GRADIENTS_AND_UPDATES = """
     grad_norm_mean | mean of ‖g‖₂ over the window, g all gradients of a step before any clipping | [0, ∞)
-        | Its trend shows whether a clipping threshold fits; far above it nearly every step is clipped.
+        | Compare with the clipping threshold: far above it, nearly every step is clipped.
     grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)]
-        | The coefficient of variation. Above about 1 a few steps have most of the gradient. NaN: no gradient.
+        | The coefficient of variation. Above about 1: a few steps have most of the gradient. NaN: no gradient.
     update_ratio | ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters
-        | [0, ∞) | About 1e-3 is healthy, 1e-2 normal for AdamW at the start; above 1e-1 a step overwrites the weights.
+        | [0, ∞) | About 1e-3 is healthy, 1e-2 is normal for AdamW at the start; above 1e-1 a step overwrites the
+        weights.
     update_ratio_mean | mean of the newest ⌈window / update_every⌉ values of update_ratio | [0, ∞)
-        | The same over the window.
+        | Smoother than update_ratio; the same thresholds apply.
     window_steps | n, the steps in the window | 2..window
-        | Below `window` in the beginning: the other values then rest on fewer steps.
+        | Below `window` at the start of a run: the other values then come from fewer steps.
 """
 
 
@@ -72,18 +74,18 @@ GRADIENTS_AND_UPDATES = """
 class TrainingDiagnostics(TrainingHook):
     """Measure loss volatility and autocorrelation, the variation of the gradient norm, and the true update ratio.
 
-    Losses and gradient norms of all steps are reduced over the last ``window`` steps, across epochs, at
-    POST_EPOCH, in the step loop at SNAPSHOT; a window that is not full is reduced as far as it goes, and
-    ``window_steps`` says how far. The gradient norm is that of POST_BACKWARD, before any clipping. The update ratio is
-    measured from the weights before and after ``optimizer.step()``, weight decay included.
+    At POST_EPOCH (SNAPSHOT in the step loop) the hook summarises the losses and gradient norms of the last ``window``
+    steps, across epochs. If there are fewer steps, it uses those and reports their number as ``window_steps``. The
+    gradient norm is that at POST_BACKWARD, before clipping. The update ratio compares the weights before and after
+    ``optimizer.step()``, so it includes weight decay.
 
-    Assumes that loss and gradient norm scatter about a level that is steady over a window. A trend adds to the
-    volatility and pulls the autocorrelation towards 1; the volatility of changes hardly sees it.
+    Assumes that loss and gradient norm fluctuate around a steady level within a window. A trend adds to the volatility
+    and pulls the autocorrelation towards 1; it hardly affects the volatility of changes.
 
     Args:
-        window: steps over which loss and gradient norm are reduced.
-        lags: report the autocorrelation at the lags 1 to this; each once the window holds 4 values per lag.
-        update_every: measure the update ratio at one step in so many, which copies the parameters for that step.
+        window: number of steps in the summary of loss and gradient norm.
+        lags: largest lag of the autocorrelation; a lag is reported once the window has 4 values per lag.
+        update_every: steps between two measurements of the update ratio, each of which copies the parameters.
     """
 
     name = "training_diagnostics"
@@ -96,11 +98,13 @@ class TrainingDiagnostics(TrainingHook):
     """The weights before the optimizer's step, between PRE_UPDATE and POST_STEP."""
 
     def __init__(self, *, window: int = 100, lags: int = 5, update_every: int = 20) -> None:
-        require(window >= 2, f"training_diagnostics.window is {window}; a standard deviation needs at least 2 steps.")
+        require(
+            window >= 2, f"training_diagnostics.window is {window}; it must be at least 2, for a standard deviation."
+        )
         if not 0 <= lags <= window // VALUES_PER_LAG:
             raise UsageError(
-                f"training_diagnostics.lags is {lags}; it must lie in 0..{window // VALUES_PER_LAG}, a quarter of the "
-                "window: fewer values say nothing about a correlation."
+                f"training_diagnostics.lags is {lags}; it must be in 0..{window // VALUES_PER_LAG}: an autocorrelation "
+                "needs a window of at least 4 values per lag."
             )
         require(update_every >= 1, f"training_diagnostics.update_every is {update_every}; it must be at least 1.")
         self.window, self.lags = window, lags
@@ -109,26 +113,30 @@ class TrainingDiagnostics(TrainingHook):
         self.point_schedules = dict.fromkeys(AROUND_UPDATE, self._updates)
 
     def start(self, run: RunInfo) -> None:
-        """Refuse a run of one step."""
+        """Check that the run has at least two steps.
+
+        Raises:
+            UnsuitableError: if it has fewer.
+        """
         if run.steps < 2:
             raise UnsuitableError(
-                f"Hook 'training_diagnostics' measures how steps differ, and the run has {run.steps} of them; at least "
-                "2 are needed."
+                f"Hook 'training_diagnostics' compares steps and needs at least 2, but the run has {run.steps}; train "
+                "for more steps."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return the update ratio at POST_STEP, and the rest where no step is under way."""
+        """Return the update ratio at POST_STEP, and all other metrics between steps."""
         if ctx.hook_point is HookPoint.PRE_UPDATE:
             self._before = accumulate(None, trainable(ctx.model))
             return {}
         if ctx.hook_point is HookPoint.POST_STEP:
-            return self._updated(trainable(ctx.model))
+            return self._measure_update(trainable(ctx.model))
         if ctx.step_losses is not None and ctx.step_grad_norms is not None:
             new = torch.stack([ctx.step_losses, ctx.step_grad_norms])
             self._steps = torch.cat([self._steps.to(new.device), new], dim=1)[:, -self.window :]
-        return self._reduced()
+        return self._summarise()
 
-    def _updated(self, after: Vector) -> Metrics:
+    def _measure_update(self, after: Vector) -> Metrics:
         if not self._before:
             return {}
         ratio = update_ratio({name: value.to(after[name].device) for name, value in self._before.items()}, after)
@@ -136,7 +144,7 @@ class TrainingDiagnostics(TrainingHook):
         self._ratios = [*self._ratios, ratio][-self._most_ratios :]
         return {"update_ratio": ratio}
 
-    def _reduced(self) -> Metrics:
+    def _summarise(self) -> Metrics:
         metrics: dict[str, Any] = {}
         losses, norms = self._steps
         if len(losses) > 1:
@@ -153,10 +161,10 @@ class TrainingDiagnostics(TrainingHook):
         return metrics
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`, which used to leave out the weights where there were none."""
+        """Restore the state that :meth:`state_dict` returned; older checkpoints lack an empty ``before``."""
         super().load_state_dict({"before": {}, **state})
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the metrics; L and ‖g‖ are the n losses and gradient norms in the window."""
+        """Describe the metrics, with one autocorrelation for each lag."""
         lags = [AUTOCORRELATION.format(lag=lag) for lag in range(1, self.lags + 1)]
         return metric_table("".join([LOSS, *lags, GRADIENTS_AND_UPDATES]))

@@ -1,4 +1,4 @@
-"""Loss, accuracies, learning rate and the other numbers of an evaluation: what every record of a run needs."""
+"""The basic metrics of every record: loss, accuracies, learning rate and other results of the evaluation."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from loopscope.hooks import STEP_POINTS, Metrics
 from torch import Tensor
 
 
-def present(**values: Any) -> dict[str, Any]:
-    """Return the values that exist: a run without validation set reports no ``val_acc``, rather than an empty one.
+def drop_missing(**values: Any) -> dict[str, Any]:
+    """Return the values that are not ``None``, so that a run without a validation set reports no empty ``val_acc``.
 
-    >>> present(loss=0.5, val_acc=None)
+    >>> drop_missing(loss=0.5, val_acc=None)
     {'loss': 0.5}
     """
     return {name: value for name, value in values.items() if value is not None}
@@ -19,10 +19,10 @@ def present(**values: Any) -> dict[str, Any]:
 
 @HookRegistry.register
 class TrainingMetrics(TrainingHook):
-    """Report loss, train and validation accuracy, learning rate; on whenever any hook or record is.
+    """Report loss, train and validation accuracy, learning rate; active whenever any hook or record is.
 
-    In the epoch loop everything is reported at POST_EPOCH; in the step loop loss and learning rate at POST_STEP, and
-    the newest evaluation at SNAPSHOT, if there was one since the last step.
+    In the epoch loop the hook reports everything at POST_EPOCH. In the step loop it reports loss and learning rate at
+    POST_STEP, and the newest evaluation at SNAPSHOT if there was one since the last step.
 
     Assumes that the experiment's evaluation calls its accuracies ``train_acc`` and ``val_acc``.
     """
@@ -33,20 +33,20 @@ class TrainingMetrics(TrainingHook):
     metrics = """
         loss | loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)
             | [0, ∞) for cross-entropy
-            | Measured on the training batches in train mode, each before its update; NaN or ∞: training diverged.
+            | Measured on the training batches in train mode, each before its update. NaN or ∞: training diverged.
         train_acc | `train_acc` of the experiment's evaluation | [0, 1]
-            | Accuracy in eval mode; reported only where an evaluation was made.
+            | Accuracy in eval mode; reported only after an evaluation.
         val_acc | `val_acc` of the experiment's evaluation | [0, 1]
-            | Accuracy on held-out data; far below train_acc: memorised, not (yet) generalised.
+            | Accuracy on held-out data. Far below train_acc: memorised, not (yet) generalised.
         lr | learning rate of the first parameter group in the newest step that was made | [0, ∞)
-            | The rate that was used: after an epoch that of its last step, not the one that the scheduler has set next.
+            | The learning rate of that step, not the one that the scheduler has set for the next step.
         evaluation | the other numbers of the experiment's evaluation, by name | set by the experiment
-            | For example `val_loss`; reported only where an evaluation was made.
+            | For example `val_loss`; reported only after an evaluation.
     """
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return those of the metrics that exist at this point."""
-        step = present(loss=ctx.loss, lr=ctx.step_lr)
+        """Return the metrics that are available at this hook point."""
+        step = drop_missing(loss=ctx.loss, lr=ctx.step_lr)
         if ctx.hook_point in STEP_POINTS:
             return step
         others = {
@@ -54,5 +54,5 @@ class TrainingMetrics(TrainingHook):
             for name, value in ctx.evaluation.items()
             if name not in ("train_acc", "val_acc") and isinstance(value, (int, float, np.generic, Tensor))
         }
-        evaluation = present(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
+        evaluation = drop_missing(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
         return evaluation if ctx.hook_point is HookPoint.SNAPSHOT else step | evaluation

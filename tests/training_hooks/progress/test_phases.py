@@ -147,7 +147,7 @@ def test_only_epochs_with_an_evaluation_are_reported():
 @pytest.mark.parametrize("options", [{"memorised": 0.0}, {"gap_share": 1.5}, {"closed": -0.1}, {"norm_drop": 1.0}])
 def test_thresholds_out_of_range_are_refused(options):
     ((option, value),) = options.items()
-    with pytest.raises(UsageError, match=f"{option} is {value}; it must lie in"):
+    with pytest.raises(UsageError, match=f"{option} is {value}; it must be in"):
         Phases(**options)
 
 
@@ -155,5 +155,5 @@ def test_evaluation_without_both_accuracies_is_refused():
     """The error lists the metrics that exist, and without an evaluation the hook reports nothing."""
     hook = Phases()
     assert hook.compute(epoch_end(nn.Linear(2, 2))) == {}
-    with pytest.raises(UnsuitableError, match="the experiment's evaluation gives val_acc, val_loss"):
+    with pytest.raises(UnsuitableError, match="the experiment's evaluation reports only val_acc, val_loss"):
         hook.compute(epoch_end(nn.Linear(2, 2), val_acc=0.5, evaluation={"val_acc": 0.5, "val_loss": 1.0}))

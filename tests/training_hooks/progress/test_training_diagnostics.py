@@ -216,16 +216,16 @@ def test_undefined_statistics_are_omitted_at_first():
 
 
 def test_a_run_of_one_step_is_refused():
-    with pytest.raises(UnsuitableError, match="'training_diagnostics' measures how steps differ, and the run has 1 "):
+    with pytest.raises(UnsuitableError, match="'training_diagnostics' compares steps and needs at least 2, but"):
         train(Case(loop="step"), [TrainingDiagnostics()], steps=1)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"window": 1}, "window is 1; a standard deviation needs at least 2"),
-        ({"lags": 26}, r"lags is 26; it must lie in 0\.\.25, a quarter of the window"),
-        ({"window": 12, "lags": -1}, r"lags is -1; it must lie in 0\.\.3"),
+        ({"window": 1}, "window is 1; it must be at least 2"),
+        ({"lags": 26}, r"lags is 26; it must be in 0\.\.25: .* 4 values per lag"),
+        ({"window": 12, "lags": -1}, r"lags is -1; it must be in 0\.\.3"),
         ({"update_every": 0}, "update_every is 0; it must be at least 1"),
     ],
 )
