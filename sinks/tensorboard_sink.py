@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import require, require_package
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import ReplaySink, RunRecord, pass_on
+from loopscope.runs import ReplaySink, RunRecord, forward_emits
 
 from .jsonl import read_jsonl, recorded_run
 
@@ -123,7 +123,7 @@ class TensorBoardSink(ReplaySink):
             try:
                 sink._begin(folder, run)
                 take = lambda emit: sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
-                pass_on(record, read_jsonl(record), take)
+                forward_emits(record, read_jsonl(record), take)
                 sink.close(status)
             except BaseException:
                 sink._release()

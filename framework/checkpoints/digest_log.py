@@ -69,7 +69,7 @@ class DigestLog:
         self._since: int | None = None
 
     def position(self) -> dict[str, Any]:
-        """Return the position for a checkpoint: the file's length and digest, its last link and the step of that link."""
+        """Return the position for a checkpoint: the file's length and digest, its last link and that link's step."""
         return {"bytes": self._bytes, "xxh3_128": self._summary.hexdigest(), "link": self._link, "since": self._since}
 
     def truncate_to(self, position: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class DigestLog:
                 warnings.warn(f"{error} The run continues without digests.", stacklevel=3)
 
     def _is_due(self, loop: LoopState, *, unit_ended: bool) -> bool:
-        """Return whether a digest is due. Snapshots are known at the end of a unit, as its evaluation may stop the run."""
+        """Return whether a digest is due; snapshots are known when a unit ends, as its evaluation may stop the run."""
         task, counts_epochs = self._manager.task, self._manager.counts_epochs
         if self._every is None:
             done = loop.epoch if counts_epochs else loop.step

@@ -16,7 +16,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from ..console import make_console, printable
 from ..errors import UsageError, nearest, require, shortened, unknown
-from ..runs import alternatives, choices, in_words
+from ..runs import union_members, allowed_words, describe_type
 from .values import refuse_deep, refuse_odd
 
 NAMES = list[str]  # the type of options that take one name or several
@@ -63,10 +63,10 @@ def typed(option: str, value: Any, annotation: Any) -> Any:
         found = parser.parse_object({"value": value})["value"]
     except (ArgumentError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         # Beside what it refuses itself, it passes on what the constructors of PyYAML raise over a tag.
-        known, text = choices(annotation), shortened(str(value))
+        known, text = allowed_words(annotation), shortened(str(value))
         if known:
             raise unknown(f"value of {option}:", text, known) from error
-        wanted = "a name or a list of names" if annotation == NAMES else in_words(annotation)
+        wanted = "a name or a list of names" if annotation == NAMES else describe_type(annotation)
         raise UsageError(f"{option} is {text!r}; it must be {wanted}.") from error
     refuse_odd(str(found) if isinstance(found, Path) else found, option)
     return found
@@ -117,8 +117,8 @@ class CommandParser(argparse.ArgumentParser):
             self.defaults[name] = default
         if default is not False and default not in (None, [], MISSING):
             text += f" (default: {'on' if default is True else default})"
-        words = choices(annotation)
-        kinds = [PLACEHOLDERS[kind] for kind in alternatives(annotation) if kind in PLACEHOLDERS]
+        words = allowed_words(annotation)
+        kinds = [PLACEHOLDERS[kind] for kind in union_members(annotation) if kind in PLACEHOLDERS]
         settings.setdefault("metavar", f"{{{','.join(words)}}}" if words else (*kinds, "VALUE")[0])
         if annotation == NAMES:
             settings |= {"nargs": "+", "action": "extend"}
@@ -198,7 +198,7 @@ class CommandParser(argparse.ArgumentParser):
                 raise UsageError(f"{key!r}{source} is there twice, with dashes and with underscores; keep one of them.")
             option, one = f"{dashed(name)}{source}", self.types[name]
             if name in self.several and isinstance(value, list):
-                require(value != [], f"{option} is an empty list; it must be {in_words(one)}, or a list of such.")
+                require(value != [], f"{option} is an empty list; it must be {describe_type(one)}, or a list of such.")
                 found[name] = list(dict.fromkeys(typed(option, each, one) for each in value))
             else:
                 found[name] = typed(option, value, one)

@@ -16,7 +16,7 @@ from ..errors import UsageError, listed, require
 from ..explaining import explain, rows_by_step, rows_told, told
 from ..hooks import ALERTS
 from ..report import look_at
-from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, read_ended, run_folders
+from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, read_outcome, run_folders
 from ..training import speaks, started_together
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, line_width, write_line
@@ -103,9 +103,9 @@ def _explain(
         again = session(with_hooks="none", hooks=[hook], hook_config=config)
         return Path(watch(again, "silent", lambda shown: shown.rewind(stretch))[0])
 
-    ended = read_ended(folder)
+    ended = read_outcome(folder)
     last = None if ended is None else ended["steps"] + (ended["status"] != "completed")
-    require(last is None or step <= last, f"--step is {step:,}, and the last step of the run in {folder} is {last}.")
+    require(last is None or step <= last, f"--step is {step:,}, but the last step of the run in {folder} is {last}.")
     treatments = [*record.treatments]
     explanation = explain(train_again, folder, step, describe_row=runner.describe_row, left_out=treatments, last=last)
     for line in told(explanation, line_width()):

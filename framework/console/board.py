@@ -67,7 +67,7 @@ class Track:
         """Return the mean of a series since the last table, in at most twenty columns, or else the newest value."""
         return MEAN + number_text(self.total / self.count) if self.count else self.brief()
 
-    def in_words(self, age: str) -> str:
+    def describe_type(self, age: str) -> str:
         """Return the newest value, or of a series the mean since the last table, saying so, and how old it is."""
         remarks = [f"mean of {self.count:,}"] * (self.count > 1) + [age] * bool(age)
         number = number_text(self.total / self.count) if self.count else self.brief()

@@ -182,7 +182,7 @@ def snapshot_line(board: Board, *, recorded: bool) -> str:
     """Return on one line the live metrics, or else the first that came, and how many numbers and alerts came."""
     unit, strategy = (board.run.loop, printable(board.run.strategy)) if board.run else ("", "")
     ages = {name: counted(age, unit) + " old" for name, track in board.tracks.items() if (age := board.age(track))}
-    cells = {name: Cell(name, track.in_words(ages.get(name, ""))) for name, track in board.tracks.items()}
+    cells = {name: Cell(name, track.describe_type(ages.get(name, ""))) for name, track in board.tracks.items()}
     live, others = board.groups(cells)
     shown = [f"{cell.name} {cell.text}" for group in live for cell in group.cells]
     shown = shown or [f"{group.heading}/{cell.name} {cell.text}" for group in others for cell in group.cells][:FIRST]

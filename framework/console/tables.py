@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..errors import counted
 from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
-from ..runs import ATTACHED, SUMMARY, ExperimentRunner, RunFolder, choices
+from ..runs import ATTACHED, SUMMARY, ExperimentRunner, RunFolder, allowed_words
 from ..training import TrainingTask
 from .text import duration_text, number_text, printable
 
@@ -326,7 +326,7 @@ def _metric(hook: str, info: MetricInfo) -> RenderableType:
 
 
 def _option(hook: str, option: inspect.Parameter, description: str) -> RenderableType:
-    kind = " | ".join(choices(option.annotation)) or inspect.formatannotation(option.annotation)
+    kind = " | ".join(allowed_words(option.annotation)) or inspect.formatannotation(option.annotation)
     title = Text.assemble((f"  {hook}.{option.name}", "cyan"), f"  ({kind}, default {option.default})")
     return Group(title, _indented(Text(description))) if description else title
 

@@ -92,7 +92,7 @@ def explain(
     try:
         explanation = _explained(train_again, label, step, describe_row, left_out, last or step + 1)
     except DivergedError as error:
-        cause, word = (None, "It cannot be told") if error.elsewhere else ("fault", "Fault")
+        cause, word = (None, "It cannot be told") if error.in_other_environment else ("fault", "Fault")
         sentence = f"{word}: the run is not repeated by the same program on the same data. {error}"
         explanation = Explanation(step, cause, sentence)
     place = folder / REWINDS / label

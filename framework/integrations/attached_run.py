@@ -29,7 +29,7 @@ from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
-from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of
+from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, build_summary
 from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, GivenLoader, Loss, no_loss
@@ -194,7 +194,7 @@ class AttachedRun:
             self.is_over = True
             self._leave()
             self.manager.end("failed")
-            self.folder.give_back()
+            self.folder.remove_created()
             raise
         self.is_started, _OPEN[self.folder.path.resolve()] = True, self
         progress = self._console.strategy_started(info, self.manager.task, [*self.manager.hooks])
@@ -207,8 +207,8 @@ class AttachedRun:
             if self._numbered_in is not None and self._stored is None:
                 folders = map(self._folder_at, _free_folders(self._numbered_in))
                 self.folder = next(folder for folder in folders if folder.make_new())
-            remedy = "give attach another folder, out=, or overwrite=True"
-            self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
+            advice = "give attach another folder, out=, or overwrite=True"
+            self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, advice=advice)
             self.folder.enter(self._held)
 
     def _share_folder(self) -> None:
@@ -367,7 +367,7 @@ class AttachedRun:
     def _summarise(self, status: str, error: BaseException | None) -> None:
         record, path, final = self._record(), self.folder.path, self.driver.loop.evaluation
         seconds = dict.fromkeys(("total", "training"), perf_counter() - self._begin)
-        summary = summary_of(self.manager, record, path, status=status, error=error, seconds=seconds, final=final)
+        summary = build_summary(self.manager, record, path, status=status, error=error, seconds=seconds, final=final)
         self.folder.write_summary(summary)
         self._console.strategy_ended(summary)
         self._console.ended([summary])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError, require
 from ..hooks import HookPoint, HookRegistry, Series, SinkRegistry
-from ..runs import Record, RecordSink, RunRecord, pass_on, read_initial
+from ..runs import Record, RecordSink, RunRecord, forward_emits, read_initial
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
@@ -88,7 +88,7 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
         take(emit.step, emit.metrics)
 
     sink, path = record_of(folder, run.strategy)
-    pass_on(path, sink.read(path), take_emit)
+    forward_emits(path, sink.read(path), take_emit)
     # The evaluation at step 0 goes under the names that hooks which are always on give to later ones.
     evaluation, recorded = read_initial(folder), {name.partition("/")[0] for name in names}
     for hook in [hook.name for hook in HookRegistry if hook.always and hook.name in recorded]:

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, cast, get_type_hints
 
 from ..durable_files import read_json
 from ..errors import UsageError
-from ..runs import checked
+from ..runs import checked_fields
 from .tables import cells, table, text
 
 MOST_LINES, LONGEST_SENTENCE = 20, 2000
@@ -77,7 +77,7 @@ class Explained(TypedDict):
 
 def read_explained(path: Path) -> str:
     """Read an explanation, and return it in HTML; raises :class:`UsageError` for a file that is none."""
-    found = cast(Explained, checked(read_json(path), get_type_hints(Explained), path))
+    found = cast(Explained, checked_fields(read_json(path), get_type_hints(Explained), path))
     try:
         return _told(found)
     except OverflowError as error:

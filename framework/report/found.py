@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from ..checkpoints import is_locked
 from ..durable_files import is_there, read_json
 from ..errors import UsageError, listed, require, require_package
-from ..runs import CONFIG, REWINDS, SUMMARY, Completed, Record, RunRecord, checked, pass_on
+from ..runs import CONFIG, REWINDS, SUMMARY, Completed, Record, RunRecord, checked_fields, forward_emits
 from .curves import record_of, series_in
 from .panels import matcher, near_names
 
@@ -68,7 +68,7 @@ class FoundRun:
     def _read(self, emits: deque[Record]) -> deque[Record]:
         strategy = (self.record or RunRecord.read(self.path)).strategy
         sink, path = record_of(self.path, strategy)
-        pass_on(path, sink.read(path), emits.append)
+        forward_emits(path, sink.read(path), emits.append)
         return emits
 
     @cached_property
@@ -140,7 +140,7 @@ def look_at(folder: Path) -> FoundRun:
         record = RunRecord.read(folder)
         if is_locked(folder) or not is_there(path):
             return FoundRun(folder, "running" if is_locked(folder) else "killed", record)
-        summary = checked(read_json(path), TOLD, path)
+        summary = checked_fields(read_json(path), TOLD, path)
     except UsageError as error:
         return FoundRun(folder, "damaged", record, problem=str(error))
     for name in ("initial", "final"):

@@ -13,7 +13,7 @@ from typing import Any
 from ..durable_files import is_there, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS
-from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, pass_on
+from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits
 from .curves import NUMBERS, check_size, record_of, series_in
 from .explanations import read_explained
 from .found import FoundRun, look_at
@@ -120,7 +120,7 @@ def _read(folder: Path, label: str, most: int) -> ShownRun:
         with _noted(problems):
             sink, path = record_of(folder, shown.run.record.strategy)
             check_size(path, most)
-            pass_on(path, sink.read(path), shown.take)
+            forward_emits(path, sink.read(path), shown.take)
     if shown.left_out:
         problems.append(f"{shown.left_out:,} values were left out, of metrics after the first {MOST_METRICS:,}.")
     with _noted(problems):

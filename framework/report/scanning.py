@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, require
-from ..runs import Record, pass_on
+from ..runs import Record, forward_emits
 from .curves import NUMBERS, check_size, record_of, series_in
 
 MOST_BYTES = 4 * 2**30  # of a record: more is not read
@@ -53,7 +53,7 @@ class Scan:
     problem: str = ""
 
     def take(self, emit: Record, wanted: Callable[[str], bool]) -> None:
-        """Add an emit; raises what :func:`pass_on` knows for one that no sink wrote."""
+        """Add an emit; raises what :func:`forward_emits` knows for one that no sink wrote."""
         for name, steps, values in series_in(index(emit.step), emit.metrics):
             at = list(map(index, steps))
             self.names[name] = type(values[0]) in NUMBERS
@@ -84,7 +84,7 @@ def scan(folder: Path, strategy: str, wanted: Callable[[str], bool]) -> Scan:
     try:
         sink, path = record_of(folder, strategy)
         check_size(path, MOST_BYTES)
-        pass_on(path, sink.read(path), lambda emit: found.take(emit, is_wanted))
+        forward_emits(path, sink.read(path), lambda emit: found.take(emit, is_wanted))
     except (UsageError, OSError) as error:
         found.problem = str(error)
     return found

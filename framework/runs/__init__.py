@@ -1,62 +1,27 @@
-"""From options to a finished folder."""
+"""Runs of experiments: options, records, the training session, resuming, and the folder of results."""
 
 from ..errors import require
 from .checks import check_device
-from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
+from .config import ExperimentConfig, RunFlags, RunOptions, allowed_words, describe_type, field_names, union_members
 from .records import (
-    ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_ended, read_initial,
-    read_status, run_folders, versions,
+    ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked_fields, differences, environment, read_initial,
+    read_outcome, read_status, run_folders, versions,
 )
 from .reference import load_reference
-from .replay import Record, RecordSink, ReplaySink, pass_on
+from .replay import Record, RecordSink, ReplaySink, forward_emits
 from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
 from .task_building import build_run
 from .session import Session, Setup
 from .strategy_run import Display
-from .summaries import summary_of
+from .summaries import build_summary
 from .validating import DivergedError, Stretch
 
 __all__ = [
-    "ATTACHED",
-    "CONFIG",
-    "EXPLANATION",
-    "REWINDS",
-    "SUMMARY",
-    "Completed",
-    "Display",
-    "DivergedError",
-    "ExperimentConfig",
-    "ExperimentRunner",
-    "GrokkingConfig",
-    "GrokkingRunner",
-    "OptionsByHook",
-    "Record",
-    "RecordSink",
-    "ReplaySink",
-    "RunFlags",
-    "RunFolder",
-    "RunOptions",
-    "RunRecord",
-    "Session",
-    "Setup",
-    "Stretch",
-    "alternatives",
-    "build_run",
-    "check_device",
-    "checked",
-    "choices",
-    "differences",
-    "environment",
-    "field_names",
-    "in_words",
-    "load_reference",
-    "pass_on",
-    "read_ended",
-    "read_initial",
-    "read_status",
-    "require",
-    "run_folders",
-    "summary_of",
-    "versions",
+    "ATTACHED", "CONFIG", "EXPLANATION", "REWINDS", "SUMMARY", "Completed", "Display", "DivergedError",
+    "ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner", "OptionsByHook", "Record", "RecordSink",
+    "ReplaySink", "RunFlags", "RunFolder", "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "allowed_words",
+    "build_run", "build_summary", "check_device", "checked_fields", "describe_type", "differences", "environment",
+    "field_names", "forward_emits", "load_reference", "read_initial", "read_outcome", "read_status", "require",
+    "run_folders", "union_members", "versions",
 ]

@@ -1,4 +1,4 @@
-"""Typed, validated options: those every experiment has, those of one run, and how their types are said in words."""
+"""Typed, validated options of experiments and runs, with descriptions of their types."""
 
 import math
 import types
@@ -25,7 +25,7 @@ WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """Options that every experiment has.
+    """Options of every experiment.
 
     Args:
         seed: seeds the initial weights, the data order and every random stream.
@@ -50,12 +50,12 @@ class ExperimentConfig:
     snapshot_every: int = 10
 
     def __post_init__(self) -> None:
-        """Check every value; raises :class:`UsageError` that names the option and what it takes."""
+        """Check every value; raise :class:`UsageError` that names a wrong option and what it accepts."""
         annotations = get_type_hints(type(self))
         for name in field_names(type(self)):
             value, annotation = getattr(self, name), annotations[name]
-            require(fits(value, annotation), f"{name} is {value!r}; it must be {in_words(annotation)}.")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1.")
+            require(fits(value, annotation), f"{name} is {value!r}; it must be {describe_type(annotation)}.")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be in 0..2**63-1.")
         self.at_least(1, "batch_size", "accumulation_steps", "log_every", "eval_every", "snapshot_every")
 
     def at_least(self, least: float, *names: str) -> None:
@@ -86,23 +86,23 @@ class RunFlags:
 
     Args:
         with_hooks: hook group: none, minimal, observers, interventions or full; the default is the experiment's.
-        on_hook_error: end the run with a checkpoint (raise), or go on without the hook (skip).
-        audit_hooks: digest the whole training state around every hook call.
+        on_hook_error: end the run with a checkpoint (raise), or continue without the hook (skip).
+        audit_hooks: digest the complete training state before and after every hook call.
         profile_hooks: write each hook's time and memory to summary.json.
-        guardian_device: where rollback copies live, if not beside the originals.
-        hook_offload_state: keep what hooks remember on the CPU between their calls.
+        guardian_device: device of the rollback copies; by default that of the originals.
+        hook_offload_state: keep the state of hooks on the CPU between their calls.
         reference: final weights, or the folder of a run, that hooks measure against.
-        overwrite: write over a run that lies in the output directory.
+        overwrite: replace a run in the output directory.
         save_checkpoints: epochs (step loop: steps) between checkpoints; 0 writes none.
-        checkpoint_every_steps: steps between checkpoints, in the middle of epochs too; 0 writes none.
-        keep_checkpoints: how many of the newest checkpoints stay, beside the best.
+        checkpoint_every_steps: steps between checkpoints, within epochs too; 0 writes none.
+        keep_checkpoints: number of newest checkpoints to keep, in addition to the best.
         digest_every: steps between digests of the training state in the record; 0 writes none; by default at snapshots.
-        resume: go on from the newest intact checkpoint; strategies that are done stay as they are.
-        validate_checkpoints: train again and compare with the checkpoints that lie in the output directory.
-        exact: refuse to go on where the run would not be the same bit for bit, as on another number of processes.
-        no_determinism: leave torch free to use algorithms that are not deterministic.
-        parallel: how the processes that torchrun started train one model: replicas (ddp), shards (fsdp), or layers cut
-            up (tp, fsdp+tp).
+        resume: resume from the newest intact checkpoint; completed strategies are not trained again.
+        validate_checkpoints: train again and compare with the checkpoints in the output directory.
+        exact: refuse to resume if the run might differ in any bit, for example with another number of processes.
+        no_determinism: allow torch to use nondeterministic algorithms.
+        parallel: how the processes that torchrun started train one model: as replicas (ddp), as shards (fsdp), or with
+            split layers (tp, fsdp+tp).
     """
 
     with_hooks: str | None = None
@@ -124,64 +124,64 @@ class RunFlags:
     parallel: Parallel | None = None
 
     def __post_init__(self) -> None:
-        """Check every value; raises :class:`UsageError` that names the option and what it takes."""
-        for name, least in (*((each, 0) for each in (*CHECKPOINTS, "digest_every")), ("keep_checkpoints", 1)):
+        """Check every value; raise :class:`UsageError` that names a wrong option and what it accepts."""
+        for name, least in (*((option, 0) for option in (*CHECKPOINTS, "digest_every")), ("keep_checkpoints", 1)):
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} is {value}; it must be at least {least}.")
-        alone = [name for name in ("resume", "overwrite", "validate_checkpoints") if getattr(self, name)]
-        given = " and ".join("--" + name.replace("_", "-") for name in alone)
-        require(len(alone) <= 1, f"{given} exclude each other: a run goes on, is written over, or is compared with.")
-        require(self.resume or not self.exact, "--exact is about a run that goes on; add --resume, or leave it out.")
+        modes = [name for name in ("resume", "overwrite", "validate_checkpoints") if getattr(self, name)]
+        given = " and ".join("--" + name.replace("_", "-") for name in modes)
+        require(len(modes) <= 1, f"{given} exclude each other; give one of them.")
+        require(self.resume or not self.exact, "--exact applies only to a resumed run; add --resume, or omit --exact.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RunFlags):
-    """How to run an experiment: strategies, hooks and their options, safety; none of it changes the numbers."""
+    """Options of a run beyond its flags: strategies, seeds, hooks and their options."""
 
     strategies: Sequence[str] = ()
     seeds: Sequence[int] = ()
-    """With these every strategy is trained with each of them, in a folder ``seed-N`` within its own."""
+    """If given, every strategy is trained once with each seed, in the folder ``seed-N`` within its own."""
     hooks: Sequence[str] = ()
     hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options by hook name, as values of the annotated types."""
     recorded: Mapping[str, Any] = field(default_factory=dict)
-    """The options of the command, as plain values, with which the run can be started again."""
+    """The options of the command line, as plain values, that start the run again."""
 
 
 def field_names(options: type[ExperimentConfig | RunFlags]) -> list[str]:
-    """List the options that a class of them has, in order."""
+    """Return the names of a class's options in order."""
     return [item.name for item in fields(options)]
 
 
-def alternatives(annotation: Any) -> tuple[Any, ...]:
+def union_members(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the annotation itself.
 
-    >>> alternatives(int | None)
+    >>> union_members(int | None)
     (<class 'int'>, <class 'NoneType'>)
     """
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def choices(annotation: Any) -> list[str]:
-    """Return the words that an annotation allows, if it allows nothing but words (and perhaps null).
+def allowed_words(annotation: Any) -> list[str]:
+    """Return the words that an annotation allows, or an empty list if it allows other values except null.
 
-    >>> choices(Literal["exact", "finite_difference"]), choices(int | Literal["auto"])
+    >>> allowed_words(Literal["exact", "finite_difference"]), allowed_words(int | Literal["auto"])
     (['exact', 'finite_difference'], [])
     """
-    members = [member for member in alternatives(annotation) if member not in (None, type(None))]
+    members = [member for member in union_members(annotation) if member not in (None, type(None))]
     literal = all(get_origin(member) is Literal for member in members)
     return [str(word) for member in members for word in get_args(member)] if literal else []
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Compare a value with an annotated type: an integer is a number, a boolean is neither.
+    """Return whether a value has an annotated type; an integer is also a number, a boolean is neither.
 
     >>> fits(3, float), fits(True, int), fits(None, int | None), fits("a", Literal["a", "b"])
     (True, False, True, True)
     >>> fits({"a": [1]}, Mapping[str, Sequence[int]]), fits({"a": ["b"]}, Mapping[str, Sequence[int]])
     (True, False)
     """
-    members = alternatives(annotation)
+    members = union_members(annotation)
     if len(members) > 1:
         return any(fits(value, member) for member in members)
     origin = get_origin(annotation) or annotation
@@ -201,28 +201,28 @@ def fits(value: Any, annotation: Any) -> bool:
     return origin is Any or not isinstance(origin, type) or isinstance(value, kinds)
 
 
-def is_parsed(annotation: Any) -> bool:
+def is_parsable(annotation: Any) -> bool:
     """Return whether the command line and files can give a value of the type.
 
-    >>> is_parsed(Mapping[str, list[int | None]]), is_parsed(bytes), is_parsed(list[object])
+    >>> is_parsable(Mapping[str, list[int | None]]), is_parsable(bytes), is_parsable(list[object])
     (True, False, False)
     """
     if is_typeddict(annotation):
-        return all(map(is_parsed, get_type_hints(annotation).values()))
+        return all(map(is_parsable, get_type_hints(annotation).values()))
     if get_origin(annotation) in (Union, types.UnionType, Sequence, list, Mapping, dict):
-        return all(map(is_parsed, get_args(annotation)))
+        return all(map(is_parsable, get_args(annotation)))
     return get_origin(annotation) is Literal or annotation in (*WORDS, list, dict)
 
 
-def in_words(annotation: Any) -> str:
-    """Say what an annotation accepts.
+def describe_type(annotation: Any) -> str:
+    """Describe in words what an annotation accepts.
 
-    >>> in_words(int | None), in_words(Literal["raise", "skip"]), in_words(list[int])
+    >>> describe_type(int | None), describe_type(Literal["raise", "skip"]), describe_type(list[int])
     ('an integer or null', 'raise or skip', 'list[int]')
     """
-    members = alternatives(annotation)
+    members = union_members(annotation)
     if len(members) > 1:
-        return " or ".join(in_words(member) for member in members)
+        return " or ".join(describe_type(member) for member in members)
     if get_origin(annotation) is Literal:
         words = [str(word) for word in get_args(annotation)]
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
@@ -231,7 +231,7 @@ def in_words(annotation: Any) -> str:
     if is_typeddict(annotation):
         return f"an object with {' and '.join(get_type_hints(annotation))}"
     if get_origin(annotation) is Mapping:
-        return f"an object (each value {in_words(get_args(annotation)[1])})"
+        return f"an object (each value {describe_type(get_args(annotation)[1])})"
     if get_origin(annotation) is Sequence:
-        return f"a list (each item {in_words(get_args(annotation)[0])})"
+        return f"a list (each item {describe_type(get_args(annotation)[0])})"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

@@ -1,4 +1,4 @@
-"""What a run was and how it ended, as its folder says: read or refused in a sentence, and compared with another run."""
+"""Records of runs: reading, checking and comparing what a run's folder contains about its options and its end."""
 
 import platform
 import re
@@ -18,26 +18,26 @@ from ..errors import UsageError
 from ..hooks import ConfiguredHook, RunInfo, treatments
 from ..state import settings
 from ..training import Ranks
-from .config import ExperimentConfig, fits, in_words
+from .config import ExperimentConfig, describe_type, fits
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
 ATTACHED = "attached"
-"""What the experiment of a run is called that was attached to somebody's own loop."""
+"""Experiment name of runs that were attached to a custom training loop or a trainer."""
 REQUIRED = ("experiment", "strategy", "config")
-"""Earlier versions wrote records without some of the other fields; an empty object stands for them."""
+"""Required fields of a record; records of earlier versions may lack others, which are then empty."""
 LONGEST_NAME = 200
-"""Bytes of the name of a strategy, after which files are named."""
+"""Maximal length in bytes of a strategy's name, which file names contain."""
 
 
 class Training(TypedDict):
-    """How long a run trained."""
+    """Training time of a run, in seconds."""
 
     training: float
 
 
 class Reached(TypedDict):
-    """Where a run reached its target."""
+    """The epoch in which a run reached its target."""
 
     epoch: int
 
@@ -49,7 +49,7 @@ class FailedHook(TypedDict):
 
 
 class Completed(TypedDict):
-    """What is shown of the summary of a strategy that was done before."""
+    """Displayed fields in the summary of a strategy that an earlier command completed."""
 
     strategy: str
     epochs: int
@@ -63,7 +63,7 @@ class Completed(TypedDict):
 
 
 class Difference(NamedTuple):
-    """An entry in which two records differ; ``None`` stands for a missing one."""
+    """An entry in which two records differ; ``None`` stands for a missing value."""
 
     name: str
     before: Any
@@ -82,16 +82,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], leave_out: Co
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What was run, in plain values: the content of ``experiment_config.json``, and part of a checkpoint's manifest."""
+    """Description of a run, in plain values: ``experiment_config.json``, and part of a checkpoint's manifest."""
 
     experiment: str
     strategy: str
     config: Mapping[str, Any]
     data: Mapping[str, Any] = field(default_factory=dict)
     rows: Mapping[str, Any] = field(default_factory=dict)
-    """The rows of the data: how many, their digest and what it covers, and where their order comes from."""
+    """The rows of the data: their number, their digest and what it covers, and the source of their order."""
     hooks: Mapping[str, Any] = field(default_factory=dict)
-    """The options of every hook that was on, by its name."""
+    """The options of every active hook, by its name."""
     treatments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The committing hooks, by name, with the parts of the training state that each changes."""
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -102,42 +102,47 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
-        """Read the record of the run in ``folder``; raises :class:`UsageError` where there is none that can be used."""
+        """Read the record of the run in ``folder``; raise :class:`UsageError` if it is missing or unusable."""
         path = folder / CONFIG
         if not is_there(path):
-            raise UsageError(f"{folder} is not the folder of a run: there is no {CONFIG} in it.")
+            raise UsageError(f"{folder} is not the folder of a run: it has no {CONFIG}.")
         return cls.of(read_json(path), path)
 
     @classmethod
     def of(cls, content: Mapping[str, Any], path: Path) -> "RunRecord":
-        """Make a record of the content of the file ``path``; raises :class:`UsageError` for a field that is wrong."""
+        """Create a record from the content of the file ``path``; raise :class:`UsageError` for an invalid field."""
         hints = get_type_hints(cls).items()
-        there = checked(content, {name: of for name, of in hints if name in content or name in REQUIRED}, path)
+        fields = checked_fields(content, {name: of for name, of in hints if name in content or name in REQUIRED}, path)
         for name in ("experiment", "strategy"):
-            if not _can_name_a_file(there[name]):
+            if not _is_safe_file_name(fields[name]):
                 raise UsageError(f"{path} cannot be used: its field {name!r} cannot be a name.")
-        return cls(**there)
+        return cls(**fields)
 
     @classmethod
     def planned(
-        cls, hooks: Sequence[ConfiguredHook], on_hook_error: str, audit_hooks: bool, reference: Any = None, **known: Any
+        cls,
+        hooks: Sequence[ConfiguredHook],
+        on_hook_error: str,
+        audit_hooks: bool,
+        reference: Any = None,
+        **fields: Any,
     ) -> "RunRecord":
-        """Say what is to be run with these ``hooks``; what else is ``known`` are fields by their names."""
-        known["run"] = {"on_hook_error": on_hook_error, "audit_hooks": audit_hooks, "reference": reference}
-        known["hooks"] = {item.hook.name: item.options for item in hooks}
-        known["treatments"] = treatments(item.hook for item in hooks)
-        return cls(**plain_json(known | {"versions": versions()}))
+        """Describe a planned run with these ``hooks``; further ``fields`` of the record by their names."""
+        fields["run"] = {"on_hook_error": on_hook_error, "audit_hooks": audit_hooks, "reference": reference}
+        fields["hooks"] = {item.hook.name: item.options for item in hooks}
+        fields["treatments"] = treatments(item.hook for item in hooks)
+        return cls(**plain_json(fields | {"versions": versions()}))
 
     @classmethod
     def of_run(cls, run: RunInfo) -> "RunRecord":
-        """Describe a run that is under way, for the readers of a sink."""
+        """Describe a run in progress, for the readers of a sink."""
         config = run.config.as_dict() if isinstance(run.config, ExperimentConfig) else run.config
         plain = config if isinstance(config, Mapping) else {}
         return cls(experiment=run.experiment, strategy=run.strategy, config=plain, treatments=run.treatments)
 
     @property
     def surroundings(self) -> Mapping[str, Any]:
-        """The versions and the environment, on which the last bits of a run's numbers may depend."""
+        """The versions and the environment, which may affect the last bits of a run's numbers."""
         return {**self.versions, **self.environment}
 
     @property
@@ -147,64 +152,71 @@ class RunRecord:
 
 
 def read_status(folder: Path) -> str | None:
-    """Return how the run in ``folder`` ended, or ``None`` without a summary: it is under way, or was killed.
+    """Return the status with which the run in ``folder`` ended, or ``None`` if it is in progress or was killed.
 
-    Raises :class:`UsageError` for a summary that cannot be read.
+    Raises:
+        UsageError: for a summary that cannot be read.
     """
     path = folder / SUMMARY
-    return str(checked(read_json(path), {"status": str}, path)["status"]) if is_there(path) else None
+    return str(checked_fields(read_json(path), {"status": str}, path)["status"]) if is_there(path) else None
 
 
-def read_ended(folder: Path) -> Mapping[str, Any] | None:
-    """Return how far the run in ``folder`` came, and in which time; ``None`` without a summary."""
+def read_outcome(folder: Path) -> Mapping[str, Any] | None:
+    """Return status, number of steps and seconds of the run in ``folder``, or ``None`` if it has no summary."""
     path, hints = folder / SUMMARY, {"status": str, "steps": int, "seconds": Mapping[str, float]}
-    return checked(read_json(path), hints, path) if is_there(path) else None
+    return checked_fields(read_json(path), hints, path) if is_there(path) else None
 
 
 def read_initial(folder: Path) -> Mapping[str, Any]:
-    """Return the evaluation before the first step, which a run without a summary lacks, as :func:`read_status` does."""
+    """Return the evaluation before the first step of the run in ``folder``; empty if the run has no summary.
+
+    Raises:
+        UsageError: for a summary that cannot be read.
+    """
     path = folder / SUMMARY
     summary = {"initial": {}} | (read_json(path) if is_there(path) else {})
-    return dict(checked(summary, {"initial": Mapping[str, Any]}, path)["initial"])
+    return dict(checked_fields(summary, {"initial": Mapping[str, Any]}, path)["initial"])
 
 
 def read_completed(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the run in ``folder``, or ``None`` unless that run is completed.
 
-    Raises :class:`UsageError` for a summary that cannot be read, or lacks what is shown of it.
+    Raises:
+        UsageError: for a summary that cannot be read, or lacks a displayed field.
     """
     if read_status(folder) != "completed":
         return None
     path = folder / SUMMARY
     summary = read_json(path)
-    checked(summary, get_type_hints(Completed), path)
+    checked_fields(summary, get_type_hints(Completed), path)
     return summary
 
 
-def checked(content: Mapping[str, Any], hints: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the fields of a file that have ``hints``; raises :class:`UsageError` that names the one that is wrong."""
+def checked_fields(content: Mapping[str, Any], hints: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields of a file named in ``hints``; raise :class:`UsageError` for a missing or invalid one."""
     for name, annotation in hints.items():
         if name not in content:
             raise UsageError(f"{path} cannot be used: it has no field {name!r}.")
         if not fits(content[name], annotation):
-            raise UsageError(f"{path} cannot be used: its field {name!r} must be {in_words(annotation)}.")
+            raise UsageError(f"{path} cannot be used: its field {name!r} must be {describe_type(annotation)}.")
     return {name: content[name] for name in hints}
 
 
-def _can_name_a_file(name: str) -> bool:
-    """Return whether files can be named after ``name``; other text could lead out of the folder."""
+def _is_safe_file_name(name: str) -> bool:
+    """Return whether file names can contain ``name`` without leading out of the folder."""
     return name.isprintable() and "/" not in name and 0 < len(name.encode()) <= LONGEST_NAME
 
 
 def seed_name(seed: int | str) -> str:
-    """Return the name of the folder, within its strategy's, of one of the runs that differ in their seeds."""
+    """Return the name of a seed's folder within the folder of its strategy."""
     return f"seed-{seed}"
 
 
 def run_folders(path: Path, command: str) -> list[Path]:
     """Return the folders of runs at ``path``: itself, or those of an experiment's strategies or a strategy's seeds.
 
-    Raises :class:`UsageError`, which names the ``command`` that needs them, where there is none.
+    Raises:
+        UsageError: if there are none; the message names the ``command`` that needs them.
     """
     if is_there(path / CONFIG):
         return [path]
@@ -212,32 +224,37 @@ def run_folders(path: Path, command: str) -> list[Path]:
         problem = "is not a folder" if path.exists() else "does not exist"
         raise UsageError(f"{path} {problem}; {command} takes the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY.")
     configs = [config for pattern in ("*", f"*/{seed_name('*')}") for config in path.glob(f"{pattern}/{CONFIG}")]
-    found = sorted((config.parent for config in configs), key=_by_seed)
-    if not found:
+    folders = sorted((config.parent for config in configs), key=_name_and_seed)
+    if not folders:
         raise UsageError(
-            f"{path} is not the folder of a run, and holds none: there is no {CONFIG}; {command} takes "
+            f"{path} is not the folder of a run and contains none: {CONFIG} is missing; {command} takes "
             "OUTPUT_DIR/EXPERIMENT/STRATEGY, or OUTPUT_DIR/EXPERIMENT for all strategies."
         )
-    return found
+    return folders
 
 
-def _by_seed(folder: Path) -> tuple[Path, int]:
-    """Return what sorts folders by name, and those of seeds within one by number."""
+def _name_and_seed(folder: Path) -> tuple[Path, int]:
+    """Return a sort key: folders by name, and the seeds of one strategy by number."""
     seed = re.fullmatch(seed_name(r"(\d+)"), folder.name)
     return (folder.parent, int(seed[1])) if seed else (folder, -1)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of loopscope and of what its numbers depend on."""
+    """Return the versions of loopscope, Python, torch and NumPy."""
     try:
-        own = version("loopscope")
+        loopscope_version = version("loopscope")
     except PackageNotFoundError:
-        own = "not installed"
-    return {"loopscope": own, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        loopscope_version = "not installed"
+    return {
+        "loopscope": loopscope_version,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
 
 
 def environment(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Describe what else the numbers of a run may depend on, and the command that started it."""
+    """Return the settings, besides versions, that a run's numbers may depend on, and the command that started it."""
     return {
         "processes": (ranks or Ranks()).place[1],
         "sharing": (ranks or Ranks()).sharing,

@@ -1,4 +1,4 @@
-"""A reference solution: the final weights of an earlier run, against which hooks measure."""
+"""Reference solutions: final weights of earlier runs that hooks measure against."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from .records import CONFIG, RunRecord, differences, environment, seed_name, ver
 from .run_folder import reference_name, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})
-"""Options that may differ between a run and its reference without making them two problems."""
+"""Options in which a run and its reference may differ and still train the same problem."""
 IRRELEVANT_SURROUNDINGS = frozenset({"loopscope", "command", "platform", "processes", "sharing"})
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Loaded weights by parameter name, shaped and placed like the model's, and where they come from."""
+    """Loaded weights by parameter name, with the model's shapes and devices, and their file."""
 
     path: Path
     weights: Mapping[str, Tensor]
@@ -29,11 +29,14 @@ class Reference:
 def find_reference(
     given: Path | None, earlier: Sequence[Path], experiment: str, strategy: str, seed: int
 ) -> Path | None:
-    """Return the file of the reference for one strategy: the one ``given``, else the first ``earlier`` one there is.
+    """Return the reference file for one strategy: the one ``given``, else the first existing ``earlier`` one.
 
-    ``given`` may be a file of weights, the folder of one run, which then serves every strategy, or a folder in which
-    each strategy has its own: that of an experiment, or an output directory. Where runs lie there by their seeds, it is
-    the one of the same ``seed``. Raises :class:`UsageError` if nothing of the kind is there.
+    ``given`` may be a file of weights, the folder of one run, which then serves every strategy, or the folder of an
+    experiment or an output directory, with a reference for each strategy. If it contains runs of several seeds, the
+    one of the same ``seed`` is used.
+
+    Raises:
+        UsageError: if ``given`` contains no reference for this strategy and seed.
     """
     if given is None:
         return next((path for path in earlier if path.is_file()), None)
@@ -45,40 +48,42 @@ def find_reference(
     among = [*folders, *(folder / same for folder in folders)]
     places = [folder / name for name in (weights_name(strategy), reference_name(strategy)) for folder in among]
     runs = [path for folder in (given, given / same) for path in folder.glob(weights_name("*"))]
-    found = next((place for place in [*places, *runs] if place.is_file()), None)
-    if found is None:
+    file = next((place for place in [*places, *runs] if place.is_file()), None)
+    if file is None:
         pattern = f"{seed_name('*')}/{weights_name('*')}"
         seeds = sorted(str(path.parent) for folder in (given, *folders) for path in folder.glob(pattern))
-        remedy = f" Of other seeds there are: {listed(list(dict.fromkeys(seeds)))}." if seeds else ""
+        other_seeds = f" Folders of other seeds: {listed(list(dict.fromkeys(seeds)))}." if seeds else ""
+        expected = f"{weights_name('*')}, {' or '.join(str(place.relative_to(given)) for place in places[:2])}"
         raise UsageError(
-            f"--reference {given} holds no final weights of strategy {strategy!r}: there is no {weights_name('*')}, "
-            f"{' or '.join(str(place.relative_to(given)) for place in places[:2])} in it, and none in {same}.{remedy}"
+            f"--reference {given} has no final weights of strategy {strategy!r}: neither it nor {same} contains "
+            f"{expected}.{other_seeds}"
         )
-    return found
+    return file
 
 
 def load_reference(path: Path, model: nn.Module) -> Reference:
     """Load weights for a model, executing no code from the file.
 
-    Raises :class:`UsageError` for a file that cannot be read, or that lacks a parameter or has it in another shape.
+    Raises:
+        UsageError: for a file that cannot be read, or that lacks a parameter or has it in another shape.
     """
     try:
         content = read_tensors(path)
     except Exception as error:
         raise UsageError(f"The reference {path} is not a file of weights ({type(error).__name__}).") from error
-    found = content if isinstance(content, dict) else {}
-    if isinstance(found.get("parameters"), dict):
-        found = found["parameters"]
-    saved = set(model.state_dict())  # which leaves out the factors of a low-bit layer: there it is its merged weight
+    weights = content if isinstance(content, dict) else {}
+    if isinstance(weights.get("parameters"), dict):
+        weights = weights["parameters"]
+    saved = set(model.state_dict())  # without the factors of a low-bit layer, whose merged weight it contains
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in saved}
     wrong = [
-        f"{name} ({_shape(found.get(name))} there, {_shape(parameter)} here)"
+        f"{name} ({_shape(weights.get(name))} in the reference, {_shape(parameter)} in the model)"
         for name, parameter in parameters.items()
-        if _shape(found.get(name)) != _shape(parameter)
+        if _shape(weights.get(name)) != _shape(parameter)
     ]
     if wrong:
-        raise UsageError(f"The reference {path} is of another model: {listed(wrong, 5)} differ.")
-    return Reference(path, {name: found[name].to(parameter) for name, parameter in parameters.items()})
+        raise UsageError(f"The reference {path} belongs to another model; different shapes: {listed(wrong, 5)}.")
+    return Reference(path, {name: weights[name].to(parameter) for name, parameter in parameters.items()})
 
 
 def _shape(value: Any) -> str:
@@ -86,9 +91,12 @@ def _shape(value: Any) -> str:
 
 
 def differences_from_run(path: Path, config: ExperimentConfig, model: nn.Module) -> list[str]:
-    """List how the run that left a reference differed in options, versions and surroundings.
+    """Return the differences of a reference's run from this one in options, versions and environment.
 
-    A file of weights need not lie in the folder of a run; raises :class:`UsageError` for a record that is damaged.
+    The list is empty for a file of weights outside the folder of a run.
+
+    Raises:
+        UsageError: for a damaged record.
     """
     if not is_there(path.parent / CONFIG):
         return []
@@ -97,4 +105,4 @@ def differences_from_run(path: Path, config: ExperimentConfig, model: nn.Module)
     if before.versions and before.environment:
         now = {**versions(), **environment(model)}
         differing += differences(before.surroundings, now, IRRELEVANT_SURROUNDINGS)
-    return [f"{name} {old} there, {new} here" for name, old, new in differing]
+    return [f"{name} {old} in the reference, {new} now" for name, old, new in differing]

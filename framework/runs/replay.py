@@ -1,4 +1,4 @@
-"""Sinks that send the record of a run that is over, or read their own files back."""
+"""Interfaces of sinks that replay the record of a completed run, and of sinks whose files can be read back."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ Emit = TypeVar("Emit")
 
 
 class Record(NamedTuple):
-    """What one call of :meth:`MetricSink.emit` was given."""
+    """The arguments of one call of :meth:`MetricSink.emit`."""
 
     epoch: int
     step: int
@@ -21,49 +21,51 @@ class Record(NamedTuple):
 
 
 class ReplaySink(MetricSink):
-    """A sink that ``loopscope replay`` can send the record of a run to."""
+    """A sink to which ``loopscope replay`` can send the record of a run."""
 
     @classmethod
     @abstractmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
-        """Check that the run in ``folder`` can be sent, and return what sends it and says in a sentence where to.
+        """Check the run in ``folder``, and return a function that sends it and returns a sentence with its destination.
 
         Args:
-            folder: of one strategy's run.
-            options: what the user gave, by the names that :attr:`option` may have.
+            folder: the folder of one strategy's run.
+            options: the user's options, by the names that :attr:`option` may have.
 
         Raises:
-            UsageError: in both steps, for what the user can change.
+            UsageError: from the check or the function, for a problem that the user can solve.
         """
 
 
 class RecordSink(MetricSink):
-    """A sink whose file, ``STRATEGY.NAME`` in the folder of a run, can be read back when the run is over."""
+    """A sink whose file, ``STRATEGY.NAME`` in the folder of a run, can be read back after the run."""
 
     lossless: ClassVar[bool] = False
-    """Whether the file is the one to read where there are several."""
+    """Whether this sink's file is preferred when a run has files of several sinks."""
 
     @classmethod
     @abstractmethod
     def read(cls, path: Path) -> Iterator[Record]:
         """Yield each emit, in order; series are :class:`Series`, as they were emitted.
 
-        Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for what the sink has not written.
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: for content that the sink has not written.
         """
 
 
-def pass_on(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None]) -> None:
-    """Read the emits of the record at ``path`` and give each to ``take``.
+def forward_emits(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None]) -> None:
+    """Read the emits of the record at ``path`` and pass each to ``take``.
 
-    Raises :class:`UsageError` that says after how many emits the record is broken, or why the system refuses.
+    Raises:
+        UsageError: if the record is damaged or cannot be read; the message has the number of emits before it.
     """
-    taken = 0
+    count = 0
     try:
         for emit in emits:
             take(emit)
-            taken += 1
+            count += 1
     except OSError as error:
-        raise UsageError(f"{path} could not be read or passed on after {taken} emits: {error.strerror}.") from error
+        raise UsageError(f"{path} could not be read or replayed after {count} emits: {error.strerror}.") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{type(error).__name__}: {shortened(str(error))}"
-        raise UsageError(f"{path} cannot be read after {taken} emits ({reason}).") from error
+        raise UsageError(f"{path} cannot be read after {count} emits ({reason}).") from error

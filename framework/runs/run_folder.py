@@ -1,4 +1,4 @@
-"""The folder of one strategy's run: what lies in it under which name, and who may write there."""
+"""The folder of one strategy's run: its file names, and protection against overwriting and concurrent writers."""
 
 import os
 import re
@@ -22,11 +22,11 @@ from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, se
 
 CHECKPOINTS = "checkpoints"
 REWINDS = "rewinds"
-"""The folder of what was trained again."""
+"""The folder of rewinds: steps that were trained again."""
 EXPLANATION = "explanation.json"
-"""In a folder there: what :mod:`loopscope.explaining` made of a step."""
+"""The file of a rewind in which :mod:`loopscope.explaining` explains a step."""
 
-OVERWRITING = "choose another --output-dir, or write over it with --overwrite"
+OVERWRITING = "choose another --output-dir, or replace it with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,26 @@ class RunFolder:
 
     path: Path
     strategy: str
-    _made: list[Path] = field(default_factory=list, init=False)
-    """The folders that did not exist before, outermost first."""
-    _found: dict[Path, tuple[int, ...]] = field(default_factory=dict, init=False)
-    """What lay here when it was asked whether this may be written over."""
+    _created: list[Path] = field(default_factory=list, init=False)
+    """The folders that this object has created, outermost first."""
+    _known_files: dict[Path, tuple[int, ...]] = field(default_factory=dict, init=False)
+    """The files of a run that existed when overwriting was checked, with their identities."""
 
     @property
     def name(self) -> str:
-        """What tells the run from the others of its experiment: its strategy, and its seed if that has a folder."""
-        own = self.path.name
-        is_seed = own != self.strategy and re.fullmatch(seed_name(r"\d+"), own)
-        return f"{self.strategy} {own}" if is_seed else self.strategy
+        """The run's name within its experiment: its strategy, and its seed if that has a folder."""
+        folder_name = self.path.name
+        is_seed = folder_name != self.strategy and re.fullmatch(seed_name(r"\d+"), folder_name)
+        return f"{self.strategy} {folder_name}" if is_seed else self.strategy
 
     @property
     def weights(self) -> Path:
-        """Where the final weights lie."""
+        """The path of the final weights."""
         return self.path / weights_name(self.strategy)
 
     @property
     def reference(self) -> Path:
-        """Where final weights that a run has written over lie, if it measures against them."""
+        """The path of the final weights that a run has replaced but measures against."""
         return self.path / reference_name(self.strategy)
 
     @property
@@ -63,98 +63,99 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint, if there is one."""
+        """Return the newest checkpoint, or ``None``."""
         return next(checkpoint_folders(self.checkpoints), None)
 
     def record(self) -> RunRecord | None:
-        """Return what was run here, if a run was; raises :class:`UsageError` where the file does not say it."""
+        """Return the record of the run, or ``None`` if it has none; raise :class:`UsageError` for a damaged one."""
         return RunRecord.read(self.path) if is_there(self.path / CONFIG) else None
 
     def completed(self) -> dict[str, Any] | None:
-        """Return the summary of a run that is complete, if one lies here; :class:`UsageError` for a damaged one."""
+        """Return the summary if the run is complete, else ``None``; raise :class:`UsageError` for a damaged one."""
         return read_completed(self.path) if is_there(self.weights) else None
 
-    def refuse_to_overwrite(self, *, allowed: bool, remedy: str = OVERWRITING) -> None:
-        """Raise :class:`UsageError` if a run lies here, and say its remedy, or if the folder cannot be written."""
+    def refuse_to_overwrite(self, *, allowed: bool, advice: str = OVERWRITING) -> None:
+        """Raise :class:`UsageError`, with ``advice``, if the folder contains a run or cannot be written."""
         try:
-            if not allowed and any(path.exists() for path in self._left_by_a_run()):
-                raise UsageError(f"{self.path} already holds {self._earlier_run()}, which is left as it is; {remedy}.")
-            self._found.update(self._lying())
+            if not allowed and any(path.exists() for path in self._run_files()):
+                raise UsageError(f"{self.path} already holds {self._earlier_run()}, which is left unchanged; {advice}.")
+            self._known_files.update(self._existing_files())
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         except OSError as error:
             raise self._not_writable(error.strerror) from error
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise self._not_writable(f"{existing} is not a writable folder")
 
-    def enter(self, held: ExitStack) -> None:
-        """Make the folder and lock it, as long as ``held`` is open; until then another process may have run here."""
+    def enter(self, contexts: ExitStack) -> None:
+        """Create the folder, and lock it until ``contexts`` closes; refuse files that another process has written."""
         self.make()
-        held.enter_context(run_lock(self.path))
-        self._refuse_what_came_meanwhile()
+        contexts.enter_context(run_lock(self.path))
+        self._refuse_new_files()
 
-    def _refuse_what_came_meanwhile(self) -> None:
-        """Raise :class:`UsageError` if anything of a run lies here that did not when it was asked before."""
+    def _refuse_new_files(self) -> None:
+        """Raise :class:`UsageError` if files of a run have appeared or changed since overwriting was checked."""
         try:
-            came = [path.name for path, which in self._lying().items() if self._found.get(path) != which]
+            files = self._existing_files().items()
+            new_files = [path.name for path, identity in files if self._known_files.get(path) != identity]
         except OSError as error:
             raise self._not_writable(error.strerror) from error
-        if came:
+        if new_files:
             raise UsageError(
-                f"{self.path} was written by another process since this command began: {listed(came, 3)}. It holds "
-                f"{self._earlier_run()}, which is left as it is; start the command again to go by what lies there now."
+                f"Another process has written to {self.path} since this command started: {listed(new_files, 3)}. The "
+                f"folder contains {self._earlier_run()}, which is left unchanged; start the command again."
             )
 
-    def _lying(self) -> dict[Path, tuple[int, ...]]:
-        """Return what of a run lies here, each with what changes when it is written or replaced."""
-        stats = [(path, path.lstat()) for path in self._left_by_a_run() if os.path.lexists(path)]
+    def _existing_files(self) -> dict[Path, tuple[int, ...]]:
+        """Return the existing files of a run, each with inode, modification time and size."""
+        stats = [(path, path.lstat()) for path in self._run_files() if os.path.lexists(path)]
         return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats}
 
     def make(self) -> None:
-        """Make the folder; what lies in it stays as it is."""
+        """Create the folder; existing content is kept."""
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             for path in reversed(missing):
                 path.mkdir(exist_ok=True)
-                self._made.append(path)
+                self._created.append(path)
         except OSError as error:
-            self.give_back()
+            self.remove_created()
             raise self._not_writable(error.strerror) from error
 
     def make_new(self) -> bool:
-        """Make the folder, and return whether it was this call that made it rather than another process."""
+        """Create the folder, and return whether this call has created it."""
         parent = RunFolder(self.path.parent, self.strategy)
         parent.make()
-        self._made.extend(parent._made)
+        self._created.extend(parent._created)
         try:
             self.path.mkdir()
         except FileExistsError:
             return False
         except OSError as error:
-            self.give_back()
+            self.remove_created()
             raise self._not_writable(error.strerror) from error
-        self._made.append(self.path)
+        self._created.append(self.path)
         return True
 
-    def give_back(self) -> None:
-        """Remove the folders that were made, unless something lies in them by now."""
+    def remove_created(self) -> None:
+        """Remove the folders that this object has created, except those that are no longer empty."""
         with suppress(OSError):
-            while self._made:
-                self._made.pop().rmdir()
+            while self._created:
+                self._created.pop().rmdir()
 
     def claim(self, reference: Path | None = None) -> Path | None:
-        """Remove what an earlier run left here, of which nothing else would be written over.
+        """Remove all files of an earlier run, and return the path of the reference from now on.
 
-        Its final weights stay under another name if they are the ``reference`` of the run that begins, which may have
-        to be resumed with them. Return where the reference lies from now on.
+        If the earlier run's final weights are the ``reference`` of the new run, they are renamed and kept, since a
+        resume needs them.
         """
-        lies = None if reference is None else reference.resolve()
+        resolved = None if reference is None else reference.resolve()
         with refusal_of_disk(self.path):
-            if lies == self.weights.resolve():
+            if resolved == self.weights.resolve():
                 self.weights.replace(self.reference)
                 reference = self.reference
-            elif lies != self.reference.resolve():
+            elif resolved != self.reference.resolve():
                 self.reference.unlink(missing_ok=True)
-            for path in self._left_by_a_run():
+            for path in self._run_files():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
@@ -162,37 +163,37 @@ class RunFolder:
         return reference
 
     def write_record(self, record: RunRecord) -> None:
-        """Write what is run."""
+        """Write the record of the run."""
         write_json(self.path / CONFIG, vars(record))
 
     def write_missing_record(self, record: RunRecord) -> None:
-        """Write what is run once more if somebody removed it meanwhile, and tell of it: no resume works without."""
+        """Write the record again, with a warning, if it was removed during the run; a resume needs it."""
         if not os.path.lexists(self.path / CONFIG):
-            warnings.warn(f"{self.path / CONFIG} was removed under the run; it is written again.", stacklevel=2)
+            warnings.warn(f"{self.path / CONFIG} was removed during the run; it is written again.", stacklevel=2)
             self.write_record(record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write how it went."""
+        """Write the summary of the run."""
         write_json(self.path / SUMMARY, summary)
 
     def write_weights(self, model: nn.Module) -> None:
-        """Write the final weights as a state dict, whole also where ranks hold parts of them, which all must call."""
+        """Write the final weights as a complete state dict. With sharded weights this is a collective call."""
         save_tensors(tree_map_only(Tensor, whole, model.state_dict()), self.weights)
 
-    def _left_by_a_run(self) -> Iterator[Path]:
-        """Yield every path that a run may write here; a run is recognised by the last one, which is removed last."""
+    def _run_files(self) -> Iterator[Path]:
+        """Yield every path that a run may write, the record last: it identifies a run, so it is removed last."""
         for entry in (*SinkRegistry, *HookRegistry):
             names: Any = entry.leaves(self.strategy)
-            named = isinstance(names, (list, tuple)) and all(Path(str(name)).name == name for name in names)
-            if not named:
-                remedy = "leaves(cls, strategy) returns a list of names of files"
-                raise UsageError(f"{place_of(entry)} leaves {names!r}; {remedy}.")
+            is_valid = isinstance(names, (list, tuple)) and all(Path(str(name)).name == name for name in names)
+            if not is_valid:
+                accepted = "leaves(cls, strategy) must return a list of file names"
+                raise UsageError(f"leaves() of {place_of(entry)} returned {names!r}; {accepted}.")
             yield from (self.path / name for name in names)
         yield from (self.weights, self.checkpoints)
         yield from (self.path / name for name in (REWINDS, DIGESTS, ROWS, SUMMARY, CONFIG))
 
     def _earlier_run(self) -> str:
-        """Say in a few words what lies here."""
+        """Describe the run in this folder in a few words."""
         try:
             status = read_status(self.path)
         except UsageError:
@@ -206,10 +207,10 @@ class RunFolder:
 
 
 def weights_name(strategy: str) -> str:
-    """Return the name of the file of a strategy's final weights."""
+    """Return the file name of a strategy's final weights."""
     return f"{strategy}_final.pt"
 
 
 def reference_name(strategy: str) -> str:
-    """Return the name of the file of the final weights that a run has written over and measures against."""
+    """Return the file name of the final weights that a run has replaced but measures against."""
     return f"{strategy}_reference.pt"

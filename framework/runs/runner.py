@@ -1,4 +1,4 @@
-"""The base classes of experiments: what is trained, on what, and how its strategies differ; never a loop."""
+"""Base classes of experiments: they define model, data, loss and strategies, but no training loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,33 +24,33 @@ OptionsByHook = Mapping[str, Mapping[str, Any]]
 class ExperimentRunner(ABC, Generic[Config]):
     """An experiment: model, data, loss and evaluation, under one or more strategies.
 
-    Subclasses are registered with ``@ExperimentRegistry.register``. Everything is built anew for each strategy,
+    Subclasses are registered with ``@ExperimentRegistry.register``. Everything is built again for each strategy,
     right after seeding, so that all strategies start from the same weights.
     """
 
     name: ClassVar[str]
     config_class: ClassVar[type[ExperimentConfig]]
     strategies: Sequence[str]
-    """Their names; an instance may have more than its class, by its options."""
+    """Names of the strategies; by its options an instance may have more than its class."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options, for ``--preset``."""
     loop: ClassVar[LoopType] = "epoch"
     scheduler_interval: ClassVar[Literal["epoch", "step"]] = "epoch"
     minimal_hooks: ClassVar[Sequence[str]] = ()
-    """The group ``minimal``."""
+    """The hooks of the group ``minimal``."""
     default_group: ClassVar[str | None] = None
-    """The group of ``--with-hooks`` where none is given; ``--with-hooks none`` switches it off."""
+    """The default of ``--with-hooks``; ``--with-hooks none`` switches it off."""
     compared_metrics: ClassVar[Sequence[str]] = ()
-    """Metrics in which strategies are compared at the end, beside the final evaluation, as full names."""
+    """Full names of metrics in which strategies are compared at the end, in addition to the final evaluation."""
     best_metric: ClassVar[str] = "val_loss"
-    """The number of the evaluation by which the best checkpoint is chosen, the lowest being best, and which a scheduler
-    is given that takes a metric."""
+    """The number of the evaluation that selects the best checkpoint, the lowest being the best. A scheduler that takes
+    a metric receives it too."""
     live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Metrics worth watching, by group, as full names."""
+    """Full names of metrics worth watching, by group."""
     progress_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Metrics that the progress line repeats, by label, as full names."""
+    """Full names of metrics in the progress line, by label."""
     compared_to: ClassVar[Mapping[str, str]] = {}
-    """Numbers of the final evaluation with the strategy from which the comparison shows each one's distance."""
+    """Numbers of the final evaluation, each with the strategy that the comparison shows differences from."""
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         self.config: Config = config
@@ -58,7 +58,7 @@ class ExperimentRunner(ABC, Generic[Config]):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise :class:`UsageError` for a class that could not work; called where it is registered."""
+        """Raise :class:`UsageError` for an invalid class; called when it is registered."""
         check_experiment(cls, ExperimentRunner)
 
     @property
@@ -77,7 +77,7 @@ class ExperimentRunner(ABC, Generic[Config]):
 
     @abstractmethod
     def build_loader(self, strategy: str) -> Loader:
-        """Return the training data as this strategy presents it."""
+        """Return the training data for this strategy."""
 
     @abstractmethod
     def build_optimizer(self, model: nn.Module) -> Optimizer:
@@ -85,26 +85,26 @@ class ExperimentRunner(ABC, Generic[Config]):
 
     @abstractmethod
     def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean loss on one batch; zero-dimensional."""
+        """Return the mean loss on one batch, of shape ()."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return named numbers; called in eval mode, without gradients, on random streams of its own."""
+        """Return named numbers; called in eval mode, without gradients, on separate random streams."""
 
     def prepare_model(self, model: nn.Module, strategy: str) -> nn.Module:
-        """Return the model as one strategy trains it, with layers replaced say; its weights are drawn already."""
+        """Return the model for one strategy, with other layers for example; its weights are already initialised."""
         return model
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return the learning-rate schedule, or ``None`` for a constant rate."""
+        """Return the learning-rate schedule, or ``None`` for a constant learning rate."""
         return None
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return the ``ParallelStyle`` of each layer that ``--parallel tp`` cuts up, by its name; none by default."""
+        """Return the ``ParallelStyle`` of each layer that ``--parallel tp`` splits, by its name; empty by default."""
         return {}
 
     def should_stop(self, evaluation: Mapping[str, float]) -> bool:
-        """Return whether the run has reached its goal, by the numbers of an evaluation, and ends."""
+        """Return whether the numbers of an evaluation show that the run has reached its goal and can end."""
         return False
 
     def target_grad(self, model: nn.Module) -> dict[str, Tensor] | None:
@@ -116,29 +116,29 @@ class ExperimentRunner(ABC, Generic[Config]):
         return {}
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Return where the data comes from, as plain values for ``experiment_config.json``."""
+        """Return the source of the data, as plain values for ``experiment_config.json``."""
         return {}
 
     def describe_row(self, index: int) -> Any:
-        """Return what row ``index`` of the training data is, for people: a text, plain values, or an image tensor.
+        """Return a readable form of row ``index`` of the training data: a text, plain values, or an image tensor.
 
-        The number is one of :meth:`.Loader.row_indices`. By default ``None``: nobody knows.
+        ``index`` is a number from :meth:`.Loader.row_indices`. The default is ``None``: no description.
         """
         return None
 
     def sample(self, model: nn.Module) -> str | None:
-        """Return a text that shows what the trained model does; called like :meth:`evaluate`, at the end."""
+        """Return a text that demonstrates the trained model; called at the end, like :meth:`evaluate`."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the experiment's own state, if the run depends on any."""
+        """Return the experiment's state, if the run depends on it."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
 
 
-ExperimentRegistry.base = ExperimentRunner  # among whose subclasses one that nobody registered is found
+ExperimentRegistry.base = ExperimentRunner  # lets the registry find subclasses that are not registered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class GrokkingConfig(ExperimentConfig):
 
     Args:
         epochs: epochs of the learning-rate decay, and of training unless it stops earlier.
-        max_epochs: epochs after which to stop, wherever the decay is; by default, epochs.
+        max_epochs: epochs after which to stop, at any point of the decay; by default, epochs.
         lr: learning rate at the start.
         min_lr: learning rate at the end of the cosine decay.
         weight_decay: weight decay (decoupled for adamw).
@@ -171,12 +171,12 @@ class GrokkingConfig(ExperimentConfig):
         self.at_least(1, "epochs")
         if self.max_epochs is not None:
             self.at_least(1, "max_epochs")
-        require(0 <= self.beta2 < 1, f"beta2 is {self.beta2}; it must lie in [0, 1).")
+        require(0 <= self.beta2 < 1, f"beta2 is {self.beta2}; it must be in [0, 1).")
         self.above(0, "lr")
         self.at_least(0, "weight_decay")
-        require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must lie in 0..lr ({self.lr}).")
-        wanted = "a fraction in (0, 1]: 99.5 % is 0.995"
-        require(0 < self.target_acc <= 1, f"target_acc is {self.target_acc}; it must be {wanted}.")
+        require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must be in 0..lr ({self.lr}).")
+        accepted = "a fraction in (0, 1]: 99.5 % is 0.995"
+        require(0 < self.target_acc <= 1, f"target_acc is {self.target_acc}; it must be {accepted}.")
 
 
 Grokking = TypeVar("Grokking", bound=GrokkingConfig)
@@ -235,5 +235,5 @@ class GrokkingRunner(ExperimentRunner[Grokking]):
         return results
 
     def should_stop(self, evaluation: Mapping[str, float]) -> bool:
-        """Stop once the validation accuracy has reached the target."""
+        """Return whether the validation accuracy has reached the target."""
         return evaluation["val_acc"] >= self.config.target_acc

@@ -1,4 +1,4 @@
-"""One strategy from the start of its hooks to its summary, however it ends."""
+"""The run of one strategy, from the start of its hooks to its summary."""
 
 import os
 import warnings
@@ -31,12 +31,12 @@ from ..isolation import borrowed_extras
 from ..loops import NoProgress, Pauses, Progress, epoch_loop, step_loop
 from ..state import explained
 from ..training import TrainingTask, check_metric
-from .checks import blamed, check_numbers
+from .checks import as_experiment_fault, check_numbers
 from .records import RunRecord
-from .resuming import first_step_after, refuse_other_data, resume_run
+from .resuming import checkpoint_errors, refuse_other_data, resume_run
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
-from .summaries import summary_of
+from .summaries import build_summary
 
 
 class Display:
@@ -55,7 +55,7 @@ class Display:
 
 @dataclass
 class StrategyRun:
-    """A run of one strategy, which writes to its folder once its hooks have started."""
+    """A run of one strategy, which writes to its folder after its hooks have started."""
 
     run_info: RunInfo
     runner: ExperimentRunner[Any]
@@ -65,21 +65,21 @@ class StrategyRun:
     display: Display
     plan: CheckpointPlan
     signals: Signals
-    """What signals asked for since the session began."""
+    """The signals received since the session started."""
     resumed: Checkpoint | None = None
-    """The checkpoint from which it goes on."""
+    """The checkpoint that the run resumes from."""
     reference: Path | None = None
-    """The weights that its hooks measure against."""
-    _begin: float = field(default_factory=perf_counter)
-    _trained: float = 0.0
+    """The file of the weights that its hooks measure against."""
+    _started_at: float = field(default_factory=perf_counter)
+    _training_seconds: float = 0.0
     _is_trained: bool = False
     _initial: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make what writes the checkpoints: into the folder of the first of several processes."""
+        """Create the checkpoint writer; all ranks write into the folder of the main one."""
         manager = self.manager
         self.task, self.state, ranks = manager.task, manager.state, manager.task.ranks
-        self._shared = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
+        self._shared_folder = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
         self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
         numbers = RowNumbers(whole_batches(self.task.loader))
         self._digests = DigestLog(self.folder.path, manager, self.plan.digest_every, numbers)
@@ -92,11 +92,11 @@ class StrategyRun:
     def run(self) -> dict[str, Any]:
         """Train, write final weights and summary, and return the summary.
 
-        However it ends, sinks are closed and the summary is written; an error is raised again after that. Only an
-        error at the start, such as a hook that refuses the model, leaves the folder as it was.
+        After an error sinks are closed and the summary is written before the error is raised again. An error at the
+        start, such as that of a hook that refuses the model, leaves the folder unchanged.
         """
-        with ExitStack() as held:
-            self._start(held)
+        with ExitStack() as contexts:
+            self._start(contexts)
             try:
                 if self.resumed is None:
                     self.manager.dispatch.start(self.run_info)
@@ -118,34 +118,34 @@ class StrategyRun:
                 self._fail("failed", error)
                 raise
             except BaseException as error:
-                if (fault := blamed(error)) and self._is_unjudged():
-                    self._take_back(held)
+                if (fault := as_experiment_fault(error)) and self._has_just_begun():
+                    self._discard(contexts)
                     raise fault from error.__cause__ if fault is error else error
                 self._fail(_status_after(error), error)
-                if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
-                    sentence = f"Code of the experiment called sys.exit({error.code!r}) at step {self.state.loop.step}"
-                    remedy = "to end a run early return True from should_stop"
-                    raise LoopscopeError(f"{sentence} ({with_lines(error)}); {remedy}.") from error
+                if isinstance(error, SystemExit):  # otherwise the command would end with its status, which may be 0
+                    sentence = f"The experiment's code called sys.exit({error.code!r}) at step {self.state.loop.step}"
+                    advice = "to end a run early, return True from should_stop"
+                    raise LoopscopeError(f"{sentence} ({with_lines(error)}); {advice}.") from error
                 raise
             return self._summarise("completed", None, final, sample)
 
-    def _start(self, held: ExitStack) -> None:
-        """Lock the folder, and start the hooks or go on with them."""
+    def _start(self, contexts: ExitStack) -> None:
+        """Lock the folder, and start or resume the hooks."""
         try:
-            for step in (partial(self.folder.enter, held), self._refuse_unshared, self._refuse_other_data):
-                self.task.ranks.together(step)
-            with first_step_after(self.resumed, self.state.loop):
+            for check in (partial(self.folder.enter, contexts), self._require_shared_folder, self._refuse_other_data):
+                self.task.ranks.together(check)
+            with checkpoint_errors(self.resumed, self.state.loop):
                 self._start_hooks()
         except BaseException:
-            held.close()
+            contexts.close()
             _attempt(lambda: self.manager.end("failed"))
-            self.folder.give_back()
+            self.folder.remove_created()
             raise
         if self.resumed is None:
             self._claim()
 
-    def know_rows(self) -> RunRecord:
-        """Note in the record what the data are, and return it."""
+    def record_rows(self) -> RunRecord:
+        """Add the description of the data's rows to the record, and return the record."""
         loader = whole_batches(self.task.loader)
         with self.state.streams.isolated():
             rows = fingerprint(loader, partial(self._first_batch, loader)) if isinstance(loader, Loader) else {}
@@ -153,19 +153,22 @@ class StrategyRun:
         return self.record
 
     def _refuse_other_data(self) -> None:
-        """Raise :class:`UsageError` where a run would go on with other data."""
-        now = self.know_rows()
+        """Raise :class:`UsageError` if a run would resume with other data."""
+        now = self.record_rows()
         if self.resumed is not None:
             before = RunRecord.of(self.resumed.manifest, self.resumed.folder / MANIFEST)
             refuse_other_data(self.folder.path, before, now)
 
-    def enter_anew(self, held: ExitStack) -> None:
-        """Make and lock the folder, whatever checkpoint the run goes on from, and write there what is run."""
-        self.folder.enter(held)
+    def enter_new(self, contexts: ExitStack) -> None:
+        """Create and lock the folder of a rewind, and write the record into it."""
+        self.folder.enter(contexts)
         self._claim()
 
-    def again(self, pauses: Pauses, *, recorded: bool = False) -> None:
-        """Train what was trained before, from the start or a checkpoint, and write none; sinks get it if wanted."""
+    def retrain(self, pauses: Pauses, *, recorded: bool = False) -> None:
+        """Train an earlier run again, from its start or a checkpoint, without writing checkpoints.
+
+        If ``recorded``, sinks receive the metrics, and a summary is written.
+        """
         manager = self.manager
         if self.resumed is not None:
             resume_run(manager, self.resumed)
@@ -185,21 +188,21 @@ class StrategyRun:
             if recorded:
                 self._summarise(status, error, dict(self.state.loop.evaluation))
 
-    def _refuse_unshared(self) -> None:
-        """Raise :class:`UsageError` where checkpoints are to be written into a folder that not all ranks can write."""
-        folder = self._shared.parent
+    def _require_shared_folder(self) -> None:
+        """Raise :class:`UsageError` if checkpoints are scheduled and this rank cannot write to their folder."""
+        folder = self._shared_folder.parent
         if self.plan.writes and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise UsageError(
-                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the first one's folder; checkpoints of "
-                "several processes need an --output-dir that all of them share."
+                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the folder of the first process; "
+                "checkpoints of several processes need an --output-dir that all of them share."
             )
 
     def _start_hooks(self) -> None:
-        """Start the hooks of a run that begins; of one that goes on, put back the state before, and the sinks after."""
+        """Start the hooks; in a resumed run, restore the state before them and the sinks after them."""
         if self.resumed is not None:
             resume_run(self.manager, self.resumed)
         self.manager.start_hooks(self.run_info)
-        self._refuse_what_no_checkpoint_holds()
+        self._check_storable()
         check_metric(self.task, self._evaluate)
         if self.resumed is None and self.manager.hooks.acting:
             loader = self.task.loader
@@ -214,28 +217,28 @@ class StrategyRun:
             self._initial = dict(self.resumed.manifest["initial"])
 
     def _claim(self) -> None:
-        """Make room in the folder, and write what is run."""
+        """Remove an earlier run from the folder, and write the record."""
         reference = self.folder.claim(self.reference)
-        of_this_run = {**self.record.run, "reference": None if reference is None else str(reference)}
-        self.record = replace(self.record, data=plain_json(self.runner.describe_data()), run=of_this_run)
+        settings = {**self.record.run, "reference": None if reference is None else str(reference)}
+        self.record = replace(self.record, data=plain_json(self.runner.describe_data()), run=settings)
         self.folder.write_record(self.record)
 
-    def _refuse_what_no_checkpoint_holds(self) -> None:
-        """Raise :class:`UsageError` if checkpoints are to be written; say it where only a signal may ask for one."""
+    def _check_storable(self) -> None:
+        """Raise :class:`UsageError` if scheduled checkpoints cannot store the state; without a schedule only warn."""
         sentences = RunState(self.manager).storage_errors()
         if sentences and self.plan.writes:
             raise UsageError(sentences[0])
         if sentences:
-            notice(f"No checkpoint is written where a signal or a failing hook asks for one. {sentences[0]}")
+            notice(f"No checkpoint can be written when a signal or a failing hook requests one. {sentences[0]}")
 
     def _train(self) -> None:
-        begin = perf_counter()
+        started_at = perf_counter()
         try:
-            with self.signals.deferred(), first_step_after(self.resumed, self.state.loop):
+            with self.signals.deferred(), checkpoint_errors(self.resumed, self.state.loop):
                 self._loop(self._checkpointing)
                 self._is_trained = True
         finally:
-            self._trained = perf_counter() - begin
+            self._training_seconds = perf_counter() - started_at
             self._checkpointing.finish()
 
     def _loop(self, pauses: Pauses) -> None:
@@ -244,7 +247,7 @@ class StrategyRun:
         loop(self.task, self.manager, progress=progress, pauses=pauses)
 
     def _describe(self) -> dict[str, Any]:
-        """Return what a checkpoint that is written now says of itself."""
+        """Return the manifest entries of a checkpoint that is written now."""
         if self.task.ranks.is_main:
             _attempt(lambda: self.folder.write_missing_record(self.record))
         loop = self.state.loop
@@ -262,43 +265,43 @@ class StrategyRun:
         return self.manager.in_eval_mode("evaluation", self.task.evaluate)
 
     def _first_batch(self, loader: Loader) -> Batch:
-        with borrowed_extras(self.state):  # to which an experiment's own loader may write
+        with borrowed_extras(self.state):  # an experiment's loader may change the experiment's state
             return first_batch(loader)
 
-    def _is_unjudged(self) -> bool:
-        """Return whether the run has just begun: without a checkpoint, and at most its first evaluation behind it."""
+    def _has_just_begun(self) -> bool:
+        """Return whether the run has no checkpoint and has not trained beyond its first evaluation."""
         done = self.state.loop.epoch + 1 if self.run_info.loop == "epoch" else self.state.loop.step
         return done <= max(1, self.task.eval_every) and self.folder.newest_checkpoint() is None
 
-    def _take_back(self, held: ExitStack) -> None:
-        """Remove what was written of a run that has just begun, since its experiment turns out to be unfit."""
+    def _discard(self, contexts: ExitStack) -> None:
+        """Remove the files of a run that has just begun, after a fault of its experiment."""
         _attempt(lambda: self.manager.end("failed"))
         _attempt(lambda: self.folder.claim(self.folder.reference))
-        held.close()
-        self.folder.give_back()
+        contexts.close()
+        self.folder.remove_created()
 
     def _write_weights(self) -> None:
-        """Write the final weights; raises :class:`LoopscopeError` that says what is lost where the disk is full."""
+        """Write the final weights; raise :class:`LoopscopeError`, with advice, if the disk refuses them."""
         try:
             self.folder.write_weights(self.task.model)
         except LoopscopeError as error:
-            lost = "The run was trained to its end, but its final weights are not written."
-            raise LoopscopeError(f"{error} {lost} {self._last_checkpoint()} {self._way_on()}") from error
+            lost = "Training was completed, but the final weights were not written."
+            raise LoopscopeError(f"{error} {lost} {self._last_checkpoint()} {self._resume_advice()}") from error
 
     def _fail(self, status: str, error: BaseException) -> None:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
         _attempt(lambda: self._summarise(status, explained(error), dict(self.state.loop.evaluation)))
         if self.folder.newest_checkpoint() is not None:
-            notice(f"{self._last_checkpoint()} {self._way_on()}")
+            notice(f"{self._last_checkpoint()} {self._resume_advice()}")
 
     def _summarise(
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
     ) -> dict[str, Any]:
-        """Write how it went, show it, and return it."""
-        seconds = {"total": perf_counter() - self._begin, "training": self._trained}
+        """Write the summary, show it, and return it."""
+        seconds = {"total": perf_counter() - self._started_at, "training": self._training_seconds}
         compared = self.runner.compared_metrics
-        summary = summary_of(
+        summary = build_summary(
             self.manager, self.record, self.folder.path, status, error, seconds, final, self._initial, compared
         )
         summary["sample"] = None if sample is None else str(sample)
@@ -306,16 +309,16 @@ class StrategyRun:
         self.display.strategy_ended(summary)
         return summary
 
-    def _way_on(self) -> str:
+    def _resume_advice(self) -> str:
         if self.folder.newest_checkpoint() is None:
-            return "The run has to begin anew: with --overwrite, or in another --output-dir."
+            return "Restart the run with --overwrite, or in another --output-dir."
         if not self.record.options:
-            return "Go on from it with the program that began it, and resume=True in its RunOptions."
-        return f"Go on from it with: {this_command('resume', str(self.folder.path))}"
+            return "To resume from it, start the same program with resume=True in its RunOptions."
+        return f"To resume from it: {this_command('resume', str(self.folder.path))}"
 
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()
-        return f"The last intact checkpoint is {newest}." if newest else "No checkpoint had been written before."
+        return f"The last intact checkpoint is {newest}." if newest else "No checkpoint was written."
 
 
 def _status_after(error: BaseException) -> str:
@@ -323,7 +326,7 @@ def _status_after(error: BaseException) -> str:
 
 
 def _attempt(action: Callable[[], object]) -> None:
-    """Do what can still be done after an error; a further one becomes a warning, since the first is what matters."""
+    """Run a cleanup action after an error; its own error becomes a warning, so that the first error is reported."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How a run went, in plain values: the content of ``summary.json``, which the display shows as well."""
+"""Summaries of runs, in plain values: the content of ``summary.json`` and of the display."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ..state import is_uninitialised
 from .records import RunRecord
 
 
-def summary_of(
+def build_summary(
     manager: HookManager,
     record: RunRecord,
     folder: Path,
@@ -25,7 +25,7 @@ def summary_of(
     initial: Mapping[str, float] = {},
     compared: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Say how a run went, up to now or to its end; ``compared`` are metrics, by full name, in which runs compete."""
+    """Summarise a run up to now; ``compared`` are full names of the metrics in which strategies are compared."""
     loop, task, metrics = manager.state.loop, manager.task, manager.dispatch.last()
     summary: dict[str, Any] = {
         "experiment": record.experiment,
@@ -58,7 +58,7 @@ def summary_of(
 
 
 def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much the numbers of an evaluation have changed, where both are no larger than floats can be.
+    """Return the changes of the numbers of an evaluation; values that exceed the range of floats are left out.
 
     >>> deltas({"loss": 3, "word": "a", "huge": 10**400}, {"loss": 1, "word": "b", "new": 2, "huge": 0.5})
     {'loss': -2}
@@ -72,7 +72,7 @@ def _is_number(value: Any) -> bool:
 
 
 def model_size(model: nn.Module) -> dict[str, int]:
-    """Count the parameters, those that are trained, and the bytes of all of them."""
+    """Return the numbers of parameters and of trainable parameters, and the bytes of all parameters."""
     parameters = [parameter for parameter in model.parameters() if not is_uninitialised(parameter)]
     return {
         "parameters": sum(parameter.numel() for parameter in parameters),

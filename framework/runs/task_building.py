@@ -1,4 +1,4 @@
-"""From an experiment and a strategy to what is trained."""
+"""Construction of the training task and its state from an experiment and a strategy."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,49 +8,52 @@ from ..data import RowsOfRank, derived_seed
 from ..errors import unknown
 from ..state import RandomStreams, TrainingState, seed_everything
 from ..training import Parallel, Precision, Ranks, TrainingTask, compile_model, split_groups, spread
-from .checks import asked, plain
+from .checks import call_method, plain
 from .runner import ExperimentRunner
 
 
 def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> list[str]:
-    """Expand the strategies that the user asked for: none or ``all`` means every one.
+    """Return the strategies that the user selected; none or ``all`` selects every one.
 
-    Dashes and underscores are the same. Raises :class:`UsageError` for a name that is none.
+    Dashes and underscores are equivalent.
+
+    Raises:
+        UsageError: for an unknown strategy.
     """
     if not wanted:
         return list(runner.strategies)
-    known = {strategy.replace("-", "_"): strategy for strategy in runner.strategies}
+    by_key = {strategy.replace("-", "_"): strategy for strategy in runner.strategies}
     chosen: list[str] = []
     for name in wanted:
-        if name != "all" and name.replace("-", "_") not in known:
+        if name != "all" and name.replace("-", "_") not in by_key:
             raise unknown(f"strategy of {runner.name}:", name, [*runner.strategies, "all"])
-        chosen += runner.strategies if name == "all" else [known[name.replace("-", "_")]]
+        chosen += runner.strategies if name == "all" else [by_key[name.replace("-", "_")]]
     return list(dict.fromkeys(chosen))
 
 
 def build_run(
     runner: ExperimentRunner[Any], strategy: str, parallel: Parallel | None = None
 ) -> tuple[TrainingTask, TrainingState]:
-    """Seed, then build what one strategy trains; the same weights for every strategy of a seed, and on every rank.
+    """Seed, then build the training task of one strategy; initial weights are equal for all strategies and ranks.
 
-    Ranks that train in ``parallel`` share the rows of each batch, so that they train what one process does.
+    Ranks that train in ``parallel`` share the rows of each batch, so that together they train like one process.
     """
     config = runner.config
     seed_everything(config.seed)
-    model = asked(runner, "prepare_model", asked(runner, "build_model").to(runner.device), strategy)
+    model = call_method(runner, "prepare_model", call_method(runner, "build_model").to(runner.device), strategy)
     trained, ranks = model, Ranks()
     if parallel is not None:
-        plan = asked(runner, "tensor_parallel_plan", model) if "tp" in parallel else {}
+        plan = call_method(runner, "tensor_parallel_plan", model) if "tp" in parallel else {}
         trained = spread(model, parallel, plan)
         ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
-    optimizer = asked(runner, "build_optimizer", model)
-    scheduler = asked(runner, "build_scheduler", optimizer)
+    optimizer = call_method(runner, "build_optimizer", model)
+    scheduler = call_method(runner, "build_scheduler", optimizer)
     if parallel is not None:
         split_groups(optimizer, scheduler)
-    loader = asked(runner, "build_loader", strategy)
+    loader = call_method(runner, "build_loader", strategy)
     if ranks.size > 1:
         loader = RowsOfRank(loader, ranks.index, ranks.size)
-    if ranks.index:  # or all ranks would draw one dropout mask
+    if ranks.index:  # otherwise all ranks would draw the same dropout masks
         seed_everything(derived_seed(config.seed, "rank", ranks.index))
     if config.with_compile:
         compile_model(model)
@@ -59,10 +62,10 @@ def build_run(
         trained,
         optimizer,
         loader,
-        precision.autocast(partial(asked, runner, "compute_loss")),
-        evaluate=precision.autocast(lambda model: plain(asked(runner, "evaluate", model))),
+        precision.autocast(partial(call_method, runner, "compute_loss")),
+        evaluate=precision.autocast(lambda model: plain(call_method(runner, "evaluate", model))),
         scaler=precision.scaler(),
-        should_stop=lambda numbers: plain(asked(runner, "should_stop", numbers)),
+        should_stop=lambda numbers: plain(call_method(runner, "should_stop", numbers)),
         target_grad=runner.target_grad,
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,

@@ -26,7 +26,7 @@ from loopscope.hooks import (
 )
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunOptions, Session, strategy_run
-from loopscope.runs.session import asks_for_reference
+from loopscope.runs.session import uses_reference
 from loopscope.state import copied, trainable
 from loopscope.training import forward_backward
 from loopscope.training_hooks.counterfactual import Counterfactual
@@ -74,7 +74,7 @@ def _session(effort: Effort, epochs: int, folder: Path, options: Mapping[str, An
 
 def _wants_reference(options: Mapping[str, Any]) -> bool:
     named = [HookRegistry.get(name) for name in options.get("hooks", [])]
-    return "with_hooks" in options or any(map(asks_for_reference, named))
+    return "with_hooks" in options or any(map(uses_reference, named))
 
 
 def seconds(summary: Summary) -> float:

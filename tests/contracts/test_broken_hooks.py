@@ -149,7 +149,7 @@ REFUSED = [
     Broken("points in its constructor", "def __init__(self):\n    self.hook_points = {'POST_STEP'}\n" + COMPUTE, "Hook 'spread': Unknown hook point 'POST_STEP'"),
     Broken("schedule in its constructor", "def __init__(self):\n    self.step_schedule = 10\n" + COMPUTE, "Hook 'spread' has step_schedule = 10"),
     Broken("schedules that are none", "point_schedules = StepSchedule()\n" + COMPUTE, "has point_schedules = StepSchedule.*; they are a dict by hook point"),
-    Broken("file in a text", "@classmethod\ndef leaves(cls, strategy):\n    return 'spread.txt'\n" + COMPUTE, "leaves 'spread.txt'; .*returns a list of names of files"),
+    Broken("file in a text", "@classmethod\ndef leaves(cls, strategy):\n    return 'spread.txt'\n" + COMPUTE, "leaves\(\) of .* returned 'spread.txt'; .*return a list of file names"),
     Broken("leaves of an object", "def leaves(self, strategy):\n    return []\n" + COMPUTE, r"has a method leaves .*leaves\(cls, strategy\)"),
     Broken("no compute", "def computes(self, ctx):\n    return {}\n", r"must define compute\(\)"),
     Broken("no description", "metrics = ''\n" + COMPUTE, r"must define describe_metrics\(\) \(or a text metrics\)"),

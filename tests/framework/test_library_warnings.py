@@ -21,7 +21,7 @@ from loopscope.errors import HookError, StateMutationError, library_warnings_ign
 from loopscope.firing.failures import HookFailures
 from loopscope.isolation import Call, Isolation, tripwire
 from loopscope.runs.reference import load_reference
-from loopscope.runs.resuming import first_step_after
+from loopscope.runs.resuming import checkpoint_errors
 from loopscope.state import LoopState
 from loopscope.training import Ranks
 from torch import nn
@@ -186,7 +186,7 @@ def test_a_warning_does_not_prevent_a_rollback(scene: Scene, monkeypatch: pytest
 
 def test_a_warning_after_resuming_blames_no_checkpoint(tmp_path: Path) -> None:
     loop, checkpoint = LoopState(), Checkpoint(tmp_path, {"step": 0})
-    with pytest.raises(UserWarning, match=TEXT) as caught, first_step_after(checkpoint, loop):
+    with pytest.raises(UserWarning, match=TEXT) as caught, checkpoint_errors(checkpoint, loop):
         exec("import warnings; warnings.warn(text)", {"text": TEXT, "__name__": "torch"})
     assert any(str(tmp_path) in note for note in caught.value.__notes__)
 

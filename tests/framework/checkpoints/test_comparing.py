@@ -186,7 +186,7 @@ def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (None, "b is not the folder of a run: there is no experiment_config.json"),
+        (None, "b is not the folder of a run: it has no experiment_config.json"),
         ("", "b/experiment_config.json cannot be read: it is not JSON"),
         ('{"strategy": ', "b/experiment_config.json cannot be read: it is not JSON"),
         ("[1]", "b/experiment_config.json cannot be read: it is JSON, but no object."),

@@ -172,7 +172,7 @@ def test_resume_without_checkpoint_restarts_with_a_warning(tmp_path: Path, whole
     """The restarted run matches the uninterrupted run."""
     options = {**OPTIONS, "checkpoint_every_steps": 0}
     assert kill_after(4, tmp_path / "first", tmp_path / "killed", **options)
-    assert any("holds no intact checkpoint: the run begins anew" in said for said in resume(tmp_path / "killed"))
+    assert any("has no intact checkpoint: the run restarts" in said for said in resume(tmp_path / "killed"))
     assert_the_same(tmp_path / "killed", whole[Small])
 
 
@@ -223,7 +223,7 @@ def test_changed_observers_are_reported_and_run_is_unchanged(killed: Path, whole
     """Resuming with other observers warns, and the final weights are those of the uninterrupted run."""
     (folder_of(killed) / "plain.csv").unlink()  # whose columns are those of the hooks
     said = resume(killed, hooks=["norms", "model_smoothing", "weight_tracking"], sinks=False)
-    assert any("Hooks are not as they were" in sentence and "path_length" in sentence for sentence in said)
+    assert any("These hooks differ from those" in sentence and "path_length" in sentence for sentence in said)
     weights = [folder_of(folder) / "plain_final.pt" for folder in (killed, whole[Small])]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
@@ -267,7 +267,7 @@ def test_changed_environment_is_reported(killed: Path, monkeypatch: pytest.Monke
     """The warning names the setting with its old and new value."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
-    (told,) = [sentence for sentence in resume(killed) if "another environment" in sentence]
+    (told,) = [sentence for sentence in resume(killed) if "environment has changed" in sentence]
     assert f"may differ in the last bits: threads: {threads} before, 99 now" in told
 
 
@@ -418,7 +418,7 @@ def test_checkpoint_of_another_run_is_refused(words, told, killed: Path, capfd) 
 def test_a_run_with_another_treatment_is_refused(killed: Path, capfd) -> None:
     before = contents(killed)
     assert main(command(killed, "--resume", hooks=["norms"])) == 2
-    assert "was treated by other hooks: model_smoothing; now none" in capfd.readouterr().err
+    assert "was trained with other committing hooks: model_smoothing; now: none" in capfd.readouterr().err
     assert contents(killed) == before
 
 
@@ -576,14 +576,10 @@ def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> N
             write(folder, model)
 
         patch.setattr(RunFolder, "write_weights", write_weights)
-        with pytest.raises(LoopscopeError, match="its final weights are not written") as error:
+        with pytest.raises(LoopscopeError, match="the final weights were not written") as error:
             train(tmp_path, epochs=1, save_checkpoints=saved)
-    way = (
-        "Go on from it with the program that began it, and resume=True"
-        if saved
-        else "has to begin anew: with --overwrite"
-    )
-    assert re.search(way, str(error.value))
+    advice = "start the same program with resume=True" if saved else "Restart the run with --overwrite"
+    assert re.search(advice, str(error.value))
     if saved:
         assert train(tmp_path, epochs=1, save_checkpoints=1, resume=True)["status"] == "completed"
 
@@ -603,7 +599,7 @@ def test_removed_record_is_reported_and_rewritten(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         removing.run()
     texts = [str(warning.message) for warning in said]
-    assert any("experiment_config.json was removed under the run; it is written again" in text for text in texts)
+    assert any("experiment_config.json was removed during the run; it is written again" in text for text in texts)
     assert any("Sink 'csv' failed and is switched off" in text and "was removed or replaced" in text for text in texts)
     assert (tmp_path / "small/plain/experiment_config.json").is_file()
 

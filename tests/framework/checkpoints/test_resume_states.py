@@ -74,7 +74,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
     return [row for row in found if row[3] != "{}"]
 
 
-def newest_of(run_folder: Path) -> Checkpoint | None:
+def find_checkpoint(run_folder: Path) -> Checkpoint | None:
     return newest_intact(run_folder / CHECKPOINTS, lambda sentence: None)
 
 
@@ -113,7 +113,7 @@ class Lives(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 7), every=st.sampled_from([0, 1, 2, 3]), keep=st.integers(1, 3))
     def train_and_kill(self, steps: int, every: int, keep: int) -> None:
         """Go on from the newest intact checkpoint and die some steps behind it."""
-        newest = newest_of(self.run_folder)
+        newest = find_checkpoint(self.run_folder)
         until = min(STEPS, (newest.step if newest else 0) + steps)
         options = {"checkpoint_every_steps": every, "keep_checkpoints": keep, "hooks": self.hooks, "resume": True}
         kill(made(self.folder, self.runner, **options), until, self.folder, self.home / str(self.lives + 1))
@@ -137,7 +137,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def evaluate(self) -> None:
         """Evaluate the newest checkpoint again: the same numbers, and nothing is touched."""
-        if (newest := newest_of(self.run_folder)) is not None:
+        if (newest := find_checkpoint(self.run_folder)) is not None:
             before = contents(self.folder)
             task, state = build_run(self.runner(SmallConfig(epochs=EPOCHS)), "plain")
             restore_state(newest.content()["state"], state, newest.folder)
@@ -148,7 +148,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def the_newest_intact_checkpoint_is_one_of_the_whole_run(self) -> None:
-        if (newest := newest_of(self.run_folder)) is not None:
+        if (newest := find_checkpoint(self.run_folder)) is not None:
             same = self.whole.at[newest.step]
             if same.manifest["epoch"] == newest.manifest["epoch"]:
                 content, expected = newest.content(), same.content()

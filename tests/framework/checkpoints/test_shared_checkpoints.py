@@ -296,7 +296,7 @@ REFUSALS = {
     "hooks": "hooks differs between the ranks",
     "locked": "another process|is written by process|locked",
     "unshared": "Process 1 cannot write to .*; checkpoints of several processes need an --output-dir that all of them",
-    "folder": "already holds a finished run, which is left as it is",
+    "folder": "already holds a finished run, which is left unchanged",
 }
 
 

@@ -56,12 +56,12 @@ def assert_same(ours: Path, expected: Path) -> None:
     for kind in ("jsonl", "csv"):
         (path,) = expected.glob(f"*/*/stride.{kind}")
         assert (ours / path.relative_to(expected)).read_bytes() == path.read_bytes(), kind
-    contents = [read_content(open_checkpoint(newest_of(folder))) for folder in (ours, expected)]
+    contents = [read_content(open_checkpoint(find_checkpoint(folder))) for folder in (ours, expected)]
     for part in ("state", "hooks", "metrics"):
         assert differing_entries(*({"state": content[part]} for content in contents)) == []
 
 
-def newest_of(folder: Path) -> Path:
+def find_checkpoint(folder: Path) -> Path:
     (checkpoints,) = folder.glob("*/*/checkpoints")
     return next(checkpoint_folders(checkpoints))
 

@@ -128,7 +128,7 @@ def failed(folder: Path) -> None:
         (odd_summary, "damaged", "summary.json cannot be used"),
         (summary_is_a_folder, "damaged", "summary.json cannot be read"),
         (config_is_a_pipe, "damaged", "it is no file"),
-        (config_leads_nowhere, "damaged", "there is no experiment_config.json"),
+        (config_leads_nowhere, "damaged", "it has no experiment_config.json"),
         (numbers_beyond_belief, "odd ", "inf"),
         (failed, "failed", "val_acc"),
     ],

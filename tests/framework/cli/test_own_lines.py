@@ -141,7 +141,7 @@ def test_printed_resume_command_works(start, tmp_path: Path) -> None:
     )
     assert run.returncode == 1
     assert "Hook 'late' raised at POST_STEP of step 2: ValueError: two [late" in run.stderr
-    (command,) = re.findall(r"Go on from it with: (.*)", run.stdout + run.stderr)
+    (command,) = re.findall(r"To resume from it: (.*)", run.stdout + run.stderr)
     assert command.endswith("resume 'my $results/small/plain'")
     on = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert on.returncode == 0, on.stdout + on.stderr

@@ -129,7 +129,7 @@ def test_seed_runs_are_listed_in_order(tmp_path, monkeypatch, capsys) -> None:
 
 REFUSALS = {
     "--seed 1 two": "--seed is 'two'; it must be an integer",
-    "--seed 1 -1": "seed is -1; it must lie in 0",
+    "--seed 1 -1": "seed is -1; it must be in 0",
     "--seed 0 1 --jobs 0": "--jobs is 0; it must be at least 1",
     "--seed 0 1 --jobs 2 --hooks norm": "Did you mean 'norms'",
     "--seed 0 1 --jobs 2 --strategy plane": "Did you mean 'plain'",

@@ -177,7 +177,7 @@ def test_unsuitable_kind_or_world_size_is_refused(monkeypatch):
         joined(None).__enter__()
     with pytest.raises(UsageError, match=r"needs a multiple of 2 processes, and torchrun started 3"):
         joined("fsdp+tp").__enter__()
-    with pytest.raises(UsageError, match=r"--exact is about a run that goes on; add --resume"):
+    with pytest.raises(UsageError, match=r"--exact applies only to a resumed run; add --resume"):
         RunOptions(exact=True)
 
 

@@ -114,7 +114,7 @@ def test_command_explains_recorded_spike(tmp_path):
     ("words", "sentence"),
     [
         (["--spike"], "has no alerts; name the step, --step N --explain"),
-        (["--step", "99", "--explain"], "--step is 99, and the last step of the run"),
+        (["--step", "99", "--explain"], "--step is 99, but the last step of the run"),
         (["--step", "2", "--explain", "--hooks", "norms"], "--explain chooses its hooks itself"),
         (["--explain"], "needs the step to go back to, --step N"),
         (["--step", "2", "--spike"], "needs the step to go back to"),

@@ -194,7 +194,7 @@ def test_session_shows_few_outputs(outputs):
     assert re.search(r"strategy +epochs.*\n.*\n +stride +12 .*\n +random +12 ", texts[-2])
     kind, trace = error(outputs["session refused"])
     assert kind == "UsageError"
-    assert trace.endswith("choose another output_dir in the config, or write over it: RunOptions(overwrite=True).")
+    assert trace.endswith("choose another output_dir in the config, or replace it: RunOptions(overwrite=True).")
 
 
 def test_interrupted_session_is_resumed(outputs):

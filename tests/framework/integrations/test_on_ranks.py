@@ -194,7 +194,7 @@ def test_mistakes_are_reported_on_all_ranks(ranks):
         "a plain model": "UsageError: This process is one of 3, and the model does not tell which of them train it",
         "other hooks": "norms on rank 0, training_metrics, norms, variance on rank 1",
         "other accumulation": "UsageError: accumulate differs between the ranks: 1 on rank 0, 2 on rank 1",
-        "a folder that holds a run": "holds a finished run, which is left as it is; give attach another folder, out=",
+        "a folder that holds a run": "holds a finished run, which is left unchanged; give attach another folder, out=",
         "a hook that raises": "no luck",
         "a hook that raises in the end": "no luck",
         "a loss of the replica": "call the model that it is given",

@@ -347,7 +347,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "an __init__ with both the other way round": (
         EVALUATION,
         method("    def __init__(self, device, config=None):\n        super().__init__(config, device)\n"),
-        ["no config once it is made", "super().__init__(config, device)"],
+        ["no config after its creation", "super().__init__(config, device)"],
     ),
     "a method as a property": (
         EVALUATION,

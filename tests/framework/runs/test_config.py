@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from loopscope.errors import UsageError
-from loopscope.runs import ExperimentConfig, GrokkingConfig, RunFlags, RunOptions, field_names, in_words
+from loopscope.runs import ExperimentConfig, GrokkingConfig, RunFlags, RunOptions, describe_type, field_names
 from loopscope.runs.config import fits
 
 from tests.framework.runs.small_experiment import SmallConfig
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"seed": -1}, "seed is -1; it must lie in 0..2**63-1."),
-    ({"seed": 2**63}, "it must lie in 0..2**63-1."),
+    ({"seed": -1}, "seed is -1; it must be in 0..2**63-1."),
+    ({"seed": 2**63}, "it must be in 0..2**63-1."),
     ({"seed": "3"}, "seed is '3'; it must be an integer."),
     ({"seed": True}, "seed is True; it must be an integer."),
     ({"batch_size": 0}, "batch_size is 0; it must be at least 1."),
@@ -30,7 +30,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lr": math.inf}, "lr is inf; it must be finite and greater than 0."),
     ({"lr": math.nan}, "lr is nan; it must be finite and greater than 0."),
     ({"lr": None}, "lr is None; it must be a number."),
-    ({"min_lr": 0.5, "lr": 0.1}, "min_lr is 0.5; it must lie in 0..lr (0.1)."),
+    ({"min_lr": 0.5, "lr": 0.1}, "min_lr is 0.5; it must be in 0..lr (0.1)."),
     ({"weight_decay": -0.1}, "weight_decay is -0.1; it must be at least 0."),
     ({"optimizer": "lion"}, "optimizer is 'lion'; it must be adamw, adam or sgd."),
     ({"target_acc": 99.5}, "target_acc is 99.5; it must be a fraction in (0, 1]: 99.5 % is 0.995."),
@@ -107,9 +107,9 @@ def test_values_fit_annotations(value: Any, annotation: Any, expected: bool) -> 
 
 
 def test_annotations_are_described_in_words() -> None:
-    assert in_words(Path | None) == "a path or null"
-    assert in_words(bool) == "true or false"
-    assert in_words(dict[str, int]) == "dict[str, int]"
+    assert describe_type(Path | None) == "a path or null"
+    assert describe_type(bool) == "true or false"
+    assert describe_type(dict[str, int]) == "dict[str, int]"
 
 
 @pytest.mark.parametrize(

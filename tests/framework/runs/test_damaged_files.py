@@ -41,7 +41,7 @@ COMMANDS = {
 }
 AVERAGES = [average_name("plain", kind) for kind in KINDS]
 EVENTS = "tensorboard/events.out.tfevents.plain"
-TOLD = ["No sink goes on in", "Hooks are not as they were"]
+TOLD = ["No sink goes on in", "These hooks differ from those"]
 """With which a run that goes on says that its rows are others."""
 Damage = Callable[[Path], None]
 

@@ -185,7 +185,7 @@ def test_damaged_run_is_overwritten_only_on_request(wrong, whole, capfd) -> None
     damage = WRONG[wrong][0](SUMMARY)
     status, said = said_by("neither", whole, damage, capfd)
     assert (status, said.count("\n")) == (2, 1)
-    assert "already holds a run whose summary.json cannot be read, which is left as it is" in said
+    assert "already holds a run whose summary.json cannot be read, which is left unchanged" in said
     assert said_by("--overwrite", whole, damage, capfd)[0] == 0
 
 

@@ -144,13 +144,13 @@ def test_changed_data_are_refused(tmp_path, kind):
         acts[kind]()
     sentence = str(refused.value)
     assert f"have changed: {COUNT} rows, digest {was} over every row then, {COUNT} rows, digest " in sentence
-    assert "is still what was measured; but no step can be trained again" in sentence
+    assert "are still valid, but its steps cannot be trained again" in sentence
     assert record.read_bytes() == before
     if kind != "resume":  # whose checkpoints say it too
         old = read_json(record)
         del old["rows"]
         record.write_text(json.dumps(old))
-        with pytest.raises(Exception, match="parts from"):  # nobody told of the data, so that the bits do
+        with pytest.raises(Exception, match="diverges from"):  # nobody told of the data, so that the bits do
             acts[kind]()
 
 

@@ -237,7 +237,7 @@ def test_only_created_folders_are_removed_again(tmp_path: Path) -> None:
     made = record(tmp_path)
     made.make()
     assert (tmp_path / "small/plain").is_dir()
-    made.give_back()
+    made.remove_created()
     assert contents(tmp_path) == {"small": b"a folder"}
 
 
@@ -245,7 +245,7 @@ def test_nonempty_folder_is_not_removed(tmp_path: Path) -> None:
     made = record(tmp_path)
     made.make()
     (tmp_path / "small/note").write_text("x")
-    made.give_back()
+    made.remove_created()
     assert contents(tmp_path) == {"small": b"a folder", "small/note": b"x"}
 
 

@@ -98,7 +98,7 @@ def test_earlier_run_of_another_model_is_ignored(earlier):
         def build_model(self):
             return nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2))
 
-    with pytest.warns(RunNotice, match=r"has no reference solution: .* is of another model: 0.weight \(8x4 there"):
+    with pytest.warns(RunNotice, match=r"no reference solution: .* belongs to another model; .* 0.weight \(8x4 in"):
         session(earlier, Wider, strategies=["plain"], hooks=["distance"], overwrite=True).run()
     assert seen == []
 
@@ -124,12 +124,12 @@ def test_group_omits_hook_that_lacks_its_reference(tmp_path):
 
 def test_unused_reference_is_refused(earlier, tmp_path):
     """No enabled hook measures against a reference."""
-    with pytest.raises(UsageError, match=r"no hook that is on measures against a reference.*distance"):
+    with pytest.raises(UsageError, match=r"no active hook measures against a reference.*distance"):
         run_again(tmp_path / "again", reference=earlier, hooks=["norms"])
 
 
 def test_a_run_that_differs_is_named(earlier, tmp_path):
-    with pytest.warns(UserWarning, match="lr 0.01 there, 0.02 here"):
+    with pytest.warns(UserWarning, match="lr 0.01 in the reference, 0.02 now"):
         run_again(tmp_path / "again", reference=earlier, lr=0.02)
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_differs_is_named(earlier, tmp_path):
     ("given", "sentence"),
     [
         ("nowhere", "nowhere does not exist"),
-        (".", "holds no final weights of strategy 'plain': there is no .*plain/plain_final.pt or small"),
+        (".", "has no final weights of strategy 'plain': neither it .* contains .*plain/plain_final.pt or small"),
     ],
 )
 def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
@@ -154,17 +154,18 @@ def test_each_seed_uses_the_reference_of_its_seed(tmp_path, given):
     for seed in (3, 4):
         config = read_json(tmp_path / f"again/small/plain/seed-{seed}/experiment_config.json")
         assert config["run"]["reference"] == str(tmp_path / f"small/plain/seed-{seed}/plain_final.pt")
-    with pytest.raises(
-        UsageError, match=r"none in seed-5\. Of other seeds there are: .*plain/seed-3, .*plain/seed-4\."
-    ):
+    with pytest.raises(UsageError, match=r"nor seed-5 .* other seeds: .*plain/seed-3, .*plain/seed-4\."):
         run_again(tmp_path / "more", reference=tmp_path / given, seeds=[5])
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"weight": torch.zeros(2, 3)}, r"of another model: weight \(2x3 there, 4x3 here\), bias \(missing there"),
-        ([1, 2], "of another model"),
+        (
+            {"weight": torch.zeros(2, 3)},
+            r"shapes: weight \(2x3 in the reference, 4x3 in the model\), bias \(missing in the reference",
+        ),
+        ([1, 2], "belongs to another model"),
         (b"no archive", "is not a file of weights"),
     ],
 )

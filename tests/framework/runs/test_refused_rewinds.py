@@ -49,11 +49,11 @@ def forget(run: Path, *names: str) -> None:
 
 
 REFUSED = {
-    "--step 10": "--step is 10, and the last step of the run in RUN is 9.",
-    "--step 4 --until 12": "--until is 12, and the last step of the run in RUN is 9.",
+    "--step 10": "--step is 10, but the last step of the run in RUN is 9.",
+    "--step 4 --until 12": "--until is 12, but the last step of the run in RUN is 9.",
     "--step 4 --until 3": "--until is 3, before --step 4.",
     "--step 0": "--step is 0; steps are counted from 1.",
-    "--step 4 --hooks grad_clip": "RUN was treated by other hooks: none; now grad_clip.",
+    "--step 4 --hooks grad_clip": "RUN was trained with other committing hooks: none; now: grad_clip.",
     "--step 4 --hooks nrms": "Unknown hook 'nrms'.",
     "--step 4 --verify 2": "loopscope rewind needs the step to go back to, --step N, or --spike, or --verify N.",
     "--verify 0": "--verify is 0; it must be at least 1.",
@@ -75,7 +75,7 @@ def test_folder_without_single_run_is_refused(run, finished, tmp_path, capfd):
     """The error states whether the folder is missing, contains no run or contains several."""
     for folder, sentence in (
         (tmp_path / "none", "none does not exist; rewind takes the folder of a run"),
-        (run / "checkpoints", "checkpoints is not the folder of a run, and holds none"),
+        (run / "checkpoints", "checkpoints is not the folder of a run and contains none"),
         (finished, f"holds 2 runs, and rewind takes one of them: {finished}/seed-3, {finished}/seed-4."),
     ):
         assert main(["rewind", str(folder), "--step", "3"]) == 2
@@ -85,7 +85,7 @@ def test_folder_without_single_run_is_refused(run, finished, tmp_path, capfd):
 def test_a_run_that_is_still_trained_is_refused(run, capfd):
     with run_lock(run):
         assert main(["rewind", str(run), "--step", "3"]) == 2
-    assert f"{run} is still being trained; rewind it when it has ended." in capfd.readouterr().err
+    assert f"{run} is still being trained; rewind it after its end." in capfd.readouterr().err
 
 
 def test_a_run_of_another_device_is_refused(run, capfd):
@@ -116,18 +116,19 @@ def test_different_torch_build_is_reported(begins, run, capfd):
 def test_cost_of_full_rewind_is_reported(run, capfd):
     """Without checkpoints and digests, the output also states that nothing can verify the result."""
     change(run / "summary.json", lambda summary: summary.update(seconds={"total": 600.0, "training": 540.0}))
-    told = "No checkpoint to begin from lies before step 5: the run is trained again from its start, 6 steps"
-    paced, unshown = ", 6.0 minutes at the pace of its record.", " No checkpoint or digest lies on the way"
+    reason = "There is no checkpoint before step 5 to start from: the run is trained again from its start, 6 steps"
+    duration = ", about 6.0 minutes at the speed of the first run."
+    warning = " It has no checkpoint or digest up to there"
     for removed, sentence, shown in (
-        ("checkpoints", told + paced, True),
-        ("digests.jsonl", told + paced + unshown, False),
-        ("summary.json", told + "." + unshown, False),
+        ("checkpoints", reason + duration, True),
+        ("digests.jsonl", reason + duration + warning, False),
+        ("summary.json", reason + "." + warning, False),
     ):
         forget(run, removed)
         assert main(["rewind", str(run), "--step", "5"]) == 0
         out = " ".join(capfd.readouterr().out.split())
         assert sentence in out
-        assert (unshown in out) is not shown
+        assert (warning in out) is not shown
         assert ("The run is the same, bit for bit, at steps 3, 6." in out) is shown
         assert ("nothing shows that it is the same" in out) is not shown
         assert "Trained again from step 0 on" in out
@@ -141,7 +142,7 @@ def test_rewind_reaches_failed_step_but_no_further(run, capfd):
     change(run / "summary.json", lambda summary: summary.update(status="failed", steps=7))
     assert main(["rewind", str(run), "--step", "8"]) == 0
     assert main(["rewind", str(run), "--step", "9"]) == 2
-    assert "--step is 9, and the last step of the run in" in capfd.readouterr().err
+    assert "--step is 9, but the last step of the run in" in capfd.readouterr().err
 
 
 def test_runs_without_checkpoints_compare_by_digests(run, finished, capfd):

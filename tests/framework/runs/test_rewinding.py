@@ -129,7 +129,7 @@ def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
     """The error and the failed summary name the step and the tensor."""
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")
     plant(runs / "small/plain", 4, next(iter(PLANTED)))
-    with pytest.raises(DivergedError, match=r"parts from .* at step 4 \(epoch 1\), first in parameters"):
+    with pytest.raises(DivergedError, match=r"diverges from .* at step 4 \(epoch 1\), first in parameters"):
         rewind(runs, Stretch(3, 5))
     summary = json.loads((runs / "small/plain/rewinds/steps_3_to_5/summary.json").read_text())
     assert summary["status"] == "failed"
@@ -138,15 +138,15 @@ def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
 
 def test_what_cannot_be_is_refused(finished, tmp_path):
     for change, sentence in (
-        ({"hooks": ["grad_clip"]}, "was treated by other hooks: none; now grad_clip"),
-        ({"lr": 0.5}, "comes from another run: lr was 0.01 and is 0.5"),
+        ({"hooks": ["grad_clip"]}, "was trained with other committing hooks: none; now: grad_clip"),
+        ({"lr": 0.5}, "belongs to another run: lr was 0.01 and is 0.5"),
     ):
         with pytest.raises(UsageError, match=sentence):
             rewind(finished / "bare", Stretch(3, 3), **change)
-    with pytest.raises(UsageError, match=r"--step is 40, and the last step of the run in .* is 12\."):
+    with pytest.raises(UsageError, match=r"--step is 40, but the last step of the run in .* is 12\."):
         rewind(finished / "bare", Stretch(40, 41))
     assert not (finished / "bare/small/plain/rewinds").exists()
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="contains no run"):
         rewind(tmp_path, Stretch(3, 3))
     with pytest.raises(UsageError, match=r"--step is 0; steps are counted from 1"):
         Stretch(0, 3)
@@ -216,7 +216,7 @@ def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
     (tmp_path / "a/small/plain" / DIGESTS).write_text("\n".join([*lines[:2], other[2], *lines[3:]]))
     assert [step for _, step in read_digests(tmp_path / "a/small/plain")] == [2, 4]  # the chain ends there
     (tmp_path / "a/small/plain" / DIGESTS).write_text(other[0])
-    with pytest.raises(DivergedError, match=r"parts from .* at step 2 \(epoch 0\), first in parameters/0.weight"):
+    with pytest.raises(DivergedError, match=r"diverges from .* at step 2 \(epoch 0\), first in parameters/0.weight"):
         rewind(tmp_path / "a", Stretch(7, 8))
 
 

@@ -164,7 +164,7 @@ def test_damaged_state_is_never_checkpointed(runner, on_error, tmp_path: Path) -
 def test_no_hook_runs_on_damaged_state(runner, tmp_path: Path) -> None:
     """After the mutation no hook is called, and the sinks contain all steps up to it."""
     hook = at(Vandal, HookPoint.POST_STEP)
-    with registered(hook, Culprit), pytest.raises(StateMutationError, match="No checkpoint had been written before"):
+    with registered(hook, Culprit), pytest.raises(StateMutationError, match="No checkpoint was written"):
         run(tmp_path, runner, hook.name)
     assert CALLS[-1] == ("compute", "POST_STEP")
     records = list(read_jsonl(tmp_path / runner.name / "plain/plain.jsonl"))

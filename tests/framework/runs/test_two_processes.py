@@ -40,7 +40,7 @@ def test_run_finished_by_another_process_is_kept(option: str | None, tmp_path: P
     folder = tmp_path / "runs"
     mine = session(folder, epochs=1, strategies=["plain", "other-order"], **({option: True} if option else {}))
     mine.display = meanwhile = Meanwhile(folder)
-    with pytest.raises(UsageError, match=r"was written by another process since .* It holds a finished run, which is"):
+    with pytest.raises(UsageError, match=r"process has written to .* The folder contains a finished run, which is"):
         mine.run()
     assert contents(folder / "small/other-order") == meanwhile.left
     assert read_json(folder / "small/plain/summary.json")["status"] == "completed"
@@ -55,7 +55,7 @@ def test_run_continued_by_another_process_is_kept(option: str, tmp_path: Path) -
     (folder / "small/other-order/summary.json").unlink()
     mine = session(folder, epochs=1, strategies=["plain", "other-order"], save_checkpoints=1, **{option: True})
     mine.display = meanwhile = Meanwhile(folder, "--resume")
-    with pytest.raises(UsageError, match="start the command again to go by what lies there now"):
+    with pytest.raises(UsageError, match="which is left unchanged; start the command again"):
         mine.run()
     assert contents(folder / "small/other-order") == meanwhile.left
 

@@ -56,8 +56,9 @@ def test_planted_difference_is_named_with_hooks(change, finished, tmp_path) -> N
     """The error names the step, the tensor and the hooks of both runs."""
     shutil.copytree(finished, tmp_path / "first")
     plant(tmp_path / "first/small/plain", 4, change)
-    told = rf"parts from .* at step 4 \(epoch 1\), first in {PLANTED[change]}\. Its hooks: training_metrics, variance"
-    with pytest.raises(DivergedError, match=told + "; those of the first run: path_length, training_metrics"):
+    difference = rf"diverges from .* at step 4 \(epoch 1\), first in {PLANTED[change]}\."
+    hooks = r" Its hooks: training_metrics, variance; those of the first run: path_length, training_metrics"
+    with pytest.raises(DivergedError, match=difference + hooks):
         validate(tmp_path / "first", hooks=["variance"], hook_options={"variance": {"window": 3}})
 
 
@@ -74,16 +75,16 @@ def test_validate_command_prints_its_result(finished: Path, tmp_path: Path, capf
 
 @pytest.mark.parametrize("options", [{"lr": 0.5}, {"seed": 4}, {"hooks": ["grad_clip"]}])
 def test_another_run_is_refused(options, finished: Path) -> None:
-    with pytest.raises(UsageError, match=r"comes from another run|was treated by other hooks"):
+    with pytest.raises(UsageError, match=r"belongs to another run|was trained with other committing hooks"):
         validate(finished, **options)
 
 
 def test_a_run_without_checkpoints_is_refused(finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no intact checkpoints or digests to compare with"):
+    with pytest.raises(UsageError, match="has no intact checkpoints or digests to compare with"):
         validate(tmp_path)
     shutil.copytree(finished, tmp_path / "first")
     shutil.rmtree(tmp_path / "first/small/plain/checkpoints")
-    with pytest.raises(UsageError, match="holds no intact checkpoints or digests to compare with"):
+    with pytest.raises(UsageError, match="has no intact checkpoints or digests to compare with"):
         validate(tmp_path / "first")
 
 
