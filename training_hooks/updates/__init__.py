@@ -1,4 +1,4 @@
-"""How far weights move, and by whose hand."""
+"""Hooks that measure the movement of the weights and the updates of the optimizer."""
 
 from .adam_dynamics import AdamDynamics
 from .parameter_delta import ParameterDelta

@@ -1,4 +1,4 @@
-"""What Adam makes of the gradients: moments, the update they give, effective learning rates, weight decay."""
+"""The dynamics of Adam: moments, the resulting update, effective learning rates, weight decay."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,45 +14,52 @@ from loopscope.state import live_gradients, trainable, whole
 from torch import Tensor
 
 Reading = tuple["Sums", Tensor]
-PIECE = 2**17  # elements that are worked on at once: small parameters together, in what a cache holds
+PIECE = 2**17  # elements that are processed together, so that they stay in a processor's cache
 OPTIONS = ("betas", "eps", "decoupled_weight_decay", "amsgrad", "maximize")
-"""What a step of Adam depends on beside learning rate and decay; other options of a group may not be plain values."""
+"""Options that a step of Adam depends on, besides learning rate and weight decay; other options of a group may not be
+plain values, and so are not kept."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 PERCENTILES = {"effective_lr_p10": 0.1, "effective_lr_median": 0.5, "effective_lr_p90": 0.9}
 
 
 def spread_indices(count: int, size: int) -> Tensor:
-    """Return ``min(count, size)`` ascending, distinct indices below ``count``, one in each of as many equal stretches.
+    """Return ``min(count, size)`` ascending, distinct indices below ``count``, the same on every machine and rank.
 
-    Where in its stretch an index lies follows the golden ratio, so that no row length falls into step with it. The
-    same on every machine and rank.
+    The range is divided into equal intervals with one index each. Multiples of the golden ratio give its place in the
+    interval, so that the indices have no period in common with the rows of a matrix.
     """
     size = min(count, size)
     numbers = torch.arange(size + 1)
+    # index_i = border_i + ⌊frac(i·φ)·(border_{i+1} − border_i)⌋ with border_i = ⌊i·count/size⌋
     borders = numbers * count // size
-    within = (numbers * GOLDEN_RATIO).frac()[:-1] * borders.diff()
-    return borders[:-1] + within.long()
+    offsets = (numbers * GOLDEN_RATIO).frac()[:-1] * borders.diff()
+    return borders[:-1] + offsets.long()
 
 
-def energy(tensor: Tensor) -> Tensor:
+def square_norm(tensor: Tensor) -> Tensor:
     """Return the squared norm of a tensor, zero-dimensional."""
     return torch.square(torch.linalg.vector_norm(tensor))
 
 
-def inner(a: Tensor, b: Tensor) -> Tensor:
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of two tensors, zero-dimensional."""
     return (a * b).sum()
 
 
 @dataclass(frozen=True)
 class Update:
-    """The last step of some parameters, flat: m̂, √v̂, −η·m̂/(√v̂+ε), −ηλθ₋ (None: no decoupled decay) and θ₋."""
+    """The last step of some parameters; every tensor is flat, shape (elements,)."""
 
     moment: Tensor
+    """m̂, the first moment with bias correction."""
     root: Tensor
+    """√v̂, the root of the second moment with bias correction."""
     adaptive: Tensor
+    """−η·m̂/(√v̂+ε)."""
     decay: Tensor | None
+    """−ηλθ₋; ``None`` without decoupled weight decay."""
     before: Tensor
+    """θ₋, the parameters before the step."""
 
     @property
     def total(self) -> Tensor:
@@ -61,28 +68,38 @@ class Update:
 
 
 @torch.no_grad()
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors of one device, the whole of each if it is sharded, in one dimension and in float32 or wider."""
-    joined = torch.cat([whole(tensor.detach()).flatten() for tensor in tensors])
-    return joined.to(torch.promote_types(joined.dtype, torch.float32))
+def flatten_together(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of one device to shape (elements,), in float32 or wider; sharded tensors are gathered."""
+    vector = torch.cat([whole(tensor.detach()).flatten() for tensor in tensors])
+    return vector.to(torch.promote_types(vector.dtype, torch.float32))
 
 
 @torch.no_grad()
 def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: OptimizerGroup) -> Update:
-    """Return the update that Adam has just made, from parameters of one group and device and their states after it.
+    """Reconstruct the update that Adam has just made to parameters of one group and one device.
 
-    The parameters before the step are θ₋ = (θ + η·m̂/(√v̂+ε)) / (1 − ηλ) with decoupled decay (arXiv 1711.05101), and
-    θ + η·m̂/(√v̂+ε) without. With amsgrad v is the running maximum of the second moments (arXiv 1904.09237); as in
-    torch, the maximum is taken before the bias correction.
+    With amsgrad, v is the running maximum of the second moments (arXiv 1904.09237); like torch, this takes the maximum
+    before the bias correction.
+
+    Args:
+        parameters: θ, the parameters after the step.
+        states: their optimizer states after the step.
+        group: the settings of their group at the step.
     """
-    before = flat(parameters)
+    before = flatten_together(parameters)
     steps = torch.stack([whole(state["step"]).double() for state in states])
-    sizes = [each.numel() for each in parameters]
+    sizes = [parameter.numel() for parameter in parameters]
+    # m̂ = m/(1 − β₁ᵗ) and √v̂ = √v/√(1 − β₂ᵗ); t may differ between parameters, so the corrections have a value for
+    # every element, shape (elements,)
     corrections = ((1 - beta**steps).to(before) for beta in map(float, group.options["betas"]))
-    first, second = (torch.cat([one.expand(n) for one, n in zip(each, sizes, strict=True)]) for each in corrections)
+    first, second = (
+        torch.cat([value.expand(size) for value, size in zip(correction, sizes, strict=True)])
+        for correction in corrections
+    )
     squares = "max_exp_avg_sq" if group.options["amsgrad"] else "exp_avg_sq"
-    moment = flat([state["exp_avg"] for state in states]).div_(first)
-    root = flat([state[squares] for state in states]).sqrt_().div_(second.sqrt_())
+    moment = flatten_together([state["exp_avg"] for state in states]).div_(first)
+    root = flatten_together([state[squares] for state in states]).sqrt_().div_(second.sqrt_())
+    # θ₋ = (θ + η·m̂/(√v̂+ε)) / (1 − ηλ) with decoupled decay (arXiv 1711.05101), θ + η·m̂/(√v̂+ε) without
     adaptive = torch.div(moment, root + group.options["eps"]).mul_(-group.lr)
     before.sub_(adaptive)
     shrinkage = group.lr * group.weight_decay
@@ -94,7 +111,7 @@ def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tens
 
 @dataclass(frozen=True)
 class Sums:
-    """What is added up over parameters; every field is zero-dimensional."""
+    """Sums over the elements of parameters, zero-dimensional each: squared norms, inner products and counts."""
 
     first: Tensor
     second: Tensor
@@ -112,40 +129,52 @@ class Sums:
     gradient_distance: Tensor
 
 
-def sums_of(update: Update, gradient: Tensor, group: OptimizerGroup, reference: Tensor | None) -> Sums:
-    """Return the sums of an update, the gradient and the reference solution flat like it; 0 for what there is not."""
+def compute_sums(update: Update, gradient: Tensor, group: OptimizerGroup, reference: Tensor | None) -> Sums:
+    """Return the sums of an update; terms without decay or reference are 0.
+
+    Args:
+        update: the update of some parameters.
+        gradient: their gradients, shape (elements,).
+        group: the settings of their group.
+        reference: their values in the reference solution, shape (elements,).
+    """
     total = update.total
     gradient = -gradient if group.options["maximize"] else gradient
     zero = gradient.new_zeros(())
-    way = None if reference is None else reference - update.before
+    remaining = None if reference is None else reference - update.before  # d = θ_ref − θ₋
     coupled = 0.0 if group.options["decoupled_weight_decay"] else group.weight_decay**2
     return Sums(
-        first=energy(update.moment),
-        second=energy(update.root),
-        update=energy(total),
-        adaptive=energy(update.adaptive),
-        decay=zero if update.decay is None else energy(update.decay),
-        gradient=energy(gradient),
-        coupled_decay=coupled * energy(update.before) if coupled else zero,
-        update_gradient=inner(total, gradient),
-        moment_gradient=inner(update.moment, gradient),
+        first=square_norm(update.moment),
+        second=square_norm(update.root),
+        update=square_norm(total),
+        adaptive=square_norm(update.adaptive),
+        decay=zero if update.decay is None else square_norm(update.decay),
+        gradient=square_norm(gradient),
+        coupled_decay=coupled * square_norm(update.before) if coupled else zero,
+        update_gradient=inner_product(total, gradient),
+        moment_gradient=inner_product(update.moment, gradient),
         below_eps=torch.count_nonzero(update.root < group.options["eps"]),
         elements=zero + gradient.numel(),
-        distance=zero if way is None else energy(way),
-        update_distance=zero if way is None else inner(total, way),
-        gradient_distance=zero if way is None else inner(gradient, way),
+        distance=zero if remaining is None else square_norm(remaining),
+        update_distance=zero if remaining is None else inner_product(total, remaining),
+        gradient_distance=zero if remaining is None else inner_product(gradient, remaining),
     )
 
 
-def added(parts: Sequence[Sums]) -> Sums:
-    """Add up the sums of many parameters, on the first one's device."""
+def add_up(parts: Sequence[Sums]) -> Sums:
+    """Add up the sums of several sets of parameters, on the device of the first."""
     device = parts[0].first.device
     rows = [torch.stack([value.to(device) for value in vars(part).values()]) for part in parts]
     return Sums(*torch.stack(rows).sum(dim=0))
 
 
 def moment_metrics(sums: Sums, rates: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of a set of parameters from their sums and a sample of their effective learning rates."""
+    """Return the metrics of a set of parameters.
+
+    Args:
+        sums: the sums over the parameters.
+        rates: a sample of their effective learning rates, shape (samples,).
+    """
     first, second, update, gradient = (value.sqrt() for value in (sums.first, sums.second, sums.update, sums.gradient))
     decay, coupled = sums.decay.sqrt(), sums.coupled_decay.sqrt()
     levels = torch.tensor(list(PERCENTILES.values()), dtype=rates.dtype, device=rates.device)
@@ -164,7 +193,7 @@ def moment_metrics(sums: Sums, rates: Tensor) -> dict[str, Tensor]:
 
 
 def solution_metrics(sums: Sums) -> dict[str, Tensor]:
-    """Return how the update and the gradient lie to the way d from the parameters to the reference solution."""
+    """Return the metrics of update and gradient relative to d, the vector from the parameters to the reference."""
     distance = sums.distance.sqrt()
     return {
         "update_solution_cosine": sums.update_distance / (sums.update.sqrt() * distance),
@@ -174,23 +203,29 @@ def solution_metrics(sums: Sums) -> dict[str, Tensor]:
 
 
 def effective_rates(root: Tensor, group: OptimizerGroup, share: float) -> Tensor:
-    """Return η/(√v̂ + ε) of a share of the elements of √v̂ (at least one), spread evenly; one-dimensional."""
+    """Return η/(√v̂ + ε) of an evenly spread ``share`` of the elements, at least one; shape (samples,).
+
+    Args:
+        root: √v̂, shape (elements,).
+        group: the settings of the parameter group.
+        share: share of the elements to take; 1 or more takes all.
+    """
     if share < 1:
         root = root[spread_indices(len(root), math.ceil(share * len(root))).to(root.device)]
     return group.lr / (root + float(group.options["eps"]))
 
 
-def pieces(parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Part parameters into runs of one device with at most ``PIECE`` elements together, or a single larger one."""
-    runs: list[list[str]] = []
+def split_into_pieces(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Split parameters into pieces of one device with at most ``PIECE`` elements, or with one larger parameter."""
+    pieces: list[list[str]] = []
     size, device = 0, None
     for name, parameter in parameters.items():
         if parameter.device != device or size + parameter.numel() > PIECE:
-            runs.append([])
+            pieces.append([])
             size = 0
-        runs[-1].append(name)
+        pieces[-1].append(name)
         size, device = size + parameter.numel(), parameter.device
-    return runs
+    return pieces
 
 
 MOMENTS = """
@@ -198,51 +233,53 @@ MOMENTS = """
     second_moment_norm | ‖√v̂‖₂ | [0, ∞) | The root mean square gradient of about the last 1/(1−β₂) steps.
     moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞) | Near 1: gradients agree from step to step (always so at the first step).
         Near √((1−β₁)/(1+β₁)), 0.23 at β₁ = 0.9: they are noise. Above 1: the gradients have just grown.
-    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, weight decay included.
+    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, including weight decay.
     update_gradient_cosine | cos(Δθ, −g) | [−1, 1]
-        | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn it far away.
+        | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn the step away from
+        the negative gradient.
     moment_gradient_cosine | cos(m̂, g) | [−1, 1]
-        | Agreement of this batch with the average of those before it and itself.
+        | Agreement of this batch with the average over this and earlier batches.
     below_eps_fraction | elements with √v̂ < ε / all elements | [0, 1]
-        | There ε decides the size of the step, and Adam acts like SGD with momentum at rate η/ε. High: embedding rows
-        that are not drawn, dead units, or an ε that is too large.
+        | For these elements ε determines the size of the step, and Adam acts like SGD with momentum at learning rate
+        η/ε. High: embedding rows that do not occur, dead units, or an ε that is too large.
     decay_share | ‖ηλθ₋‖₂ / (‖ηλθ₋‖₂ + ‖η·m̂/(√v̂+ε)‖₂), over groups with decoupled decay in the numerator | [0, 1]
-        | Above one half weight decay moves the weights more than the gradient does. Left out if no decay is decoupled.
+        | Above 1/2: weight decay moves the weights more than the gradient does. Omitted without decoupled decay.
     coupled_decay_share | ‖λθ₋‖₂ / (‖λθ₋‖₂ + ‖g‖₂), over groups with Adam(weight_decay=λ) in the first norms | [0, 1]
-        | How much of what enters the moments is weight decay. Left out unless a group has such decay.
+        | The share of weight decay in the input of the moments. Omitted without coupled decay.
 """
 RATE = """
-    {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞) | The learning rate that an element of m̂ is
-        given. p90/p10 is the spread of the preconditioner: 1 would be SGD with momentum.
+    {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞) | The effective learning rate of an element of m̂.
+        p90/p10 is the spread of the preconditioner; SGD with momentum has 1.
 """
 SOLUTION = """
     update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
         | Only with a reference solution. Positive: the step goes towards it.
     gradient_solution_cosine | cos(−g, d) | [−1, 1]
-        | Positive: plain gradient descent would go towards it; below update_solution_cosine: Adam finds the better way.
+        | Positive: plain gradient descent would go towards it. Below update_solution_cosine: the direction of Adam is
+        better.
     solution_gain | Δθ·d / ‖d‖² | (−∞, ∞) | The share of the distance to the reference that the step covers; its inverse
-        counts the steps that remain at this pace.
+        is the number of steps that remain at this pace.
 """
 
 
 @HookRegistry.register
 class AdamDynamics(InterventionHook):
-    """Read Adam's moments and measure the update they gave: against the gradient, by element, and its weight decay.
+    """Read Adam's moments and measure the update: its direction, its effective learning rates and its weight decay.
 
-    Reports the step that the optimizer has just made, Δθ = −η·(m̂/(√v̂+ε) + λθ₋) for AdamW and Δθ = −η·m̂/(√v̂+ε) for
-    Adam, whose weight decay is inside the gradient; θ₋ are the parameters before the step, m̂ and v̂ the moments with
-    bias correction, η, λ, ε those of each parameter's group at that step (the learning rate is noted before the
-    scheduler moves on). g is the gradient that the optimizer was given, its sign turned with ``maximize``. Parameters
-    that had no gradient at this step did not move and are left out.
+    The update is the step that the optimizer has just made, Δθ = −η·(m̂/(√v̂+ε) + λθ₋) for AdamW and
+    Δθ = −η·m̂/(√v̂+ε) for Adam, whose gradient includes the weight decay. θ₋ are the parameters before the step, m̂ and
+    v̂ the moments with bias correction, and η, λ, ε the settings of each parameter's group at that step (read before the
+    scheduler changes the learning rate). g is the gradient that the optimizer received, negated with ``maximize``. The
+    hook omits parameters without a gradient in the step, since they did not move.
 
     Assumes torch.optim.Adam, AdamW or a subclass with the same update rule, in any implementation (foreach, fused,
-    amsgrad), and that no committing hook has changed parameters since. Δθ is what Adam computes: parameters in bfloat16
-    or float16 round a part of it away. Takes the memory of ten copies of the largest parameter,
-    or of 131,072 elements.
+    amsgrad), and that no committing hook has changed parameters since the step. Δθ is the update that Adam computes;
+    parameters in bfloat16 or float16 lose a part of it to rounding. Takes the memory of ten copies of the largest
+    parameter, or of 131,072 elements.
 
     Args:
         every_n_steps: steps between two reports.
-        sample: at most so many elements, spread evenly over all parameters, stand for all in the percentiles.
+        sample: largest number of elements, spread evenly over all parameters, from which the percentiles are computed.
     """
 
     name = "adam_dynamics"
@@ -260,60 +297,74 @@ class AdamDynamics(InterventionHook):
         self.sample = sample
 
     def start(self, run: RunInfo) -> None:
-        """Refuse an optimizer that is not Adam or AdamW."""
+        """Check that the optimizer is Adam or AdamW.
+
+        Raises:
+            UnsuitableError: if it is another one.
+        """
         if not issubclass(run.optimizer_class, torch.optim.Adam):
             raise UnsuitableError(
-                "Hook 'adam_dynamics' needs torch.optim.Adam or AdamW, whose moments it reads; the run's optimizer is "
-                f"{run.optimizer_class.__name__}."
+                "Hook 'adam_dynamics' reads the moments of torch.optim.Adam or AdamW, but the optimizer of this run is "
+                f"{run.optimizer_class.__name__}; leave the hook out, or train with Adam or AdamW."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Note the settings with which the optimizer is about to make its step."""
-        noted = [replace(each, options={name: each.options[name] for name in OPTIONS}) for each in ctx.optimizer_groups]
-        self._step, self._groups = ctx.step, [asdict(group) for group in noted]
+        """Keep the optimizer's settings before its step."""
+        groups = [
+            replace(group, options={name: group.options[name] for name in OPTIONS}) for group in ctx.optimizer_groups
+        ]
+        self._step, self._groups = ctx.step, [asdict(group) for group in groups]
         return {}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the metrics of the step just made; nothing if no parameter had a gradient."""
         if self._step != run_ctx.step:
             return {}
-        made = [self._read(OptimizerGroup(**group), run_ctx, model_ctx) for group in self._groups]
-        if not any(made):
+        group_readings = [self._read(OptimizerGroup(**group), run_ctx, model_ctx) for group in self._groups]
+        if not any(group_readings):
             return {}
         solution = run_ctx.reference_weights is not None
-        metrics: dict[str, Any] = self._metrics([*chain.from_iterable(made)], solution=solution)
-        if len(made) > 1:
-            groups = {str(n): self._metrics(each, solution=solution) for n, each in enumerate(made) if each}
-            metrics |= {f"group_{name}": {n: of[name] for n, of in groups.items()} for name in list(metrics)}
+        metrics: dict[str, Any] = self._metrics([*chain.from_iterable(group_readings)], solution=solution)
+        if len(group_readings) > 1:
+            by_group = {
+                str(number): self._metrics(readings, solution=solution)
+                for number, readings in enumerate(group_readings)
+                if readings
+            }
+            metrics |= {
+                f"group_{name}": {number: values[name] for number, values in by_group.items()} for name in list(metrics)
+            }
         return metrics
 
     def _read(self, group: OptimizerGroup, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> list[Reading]:
-        """Measure the parameters of a group that the last step moved, in pieces."""
+        """Measure, piece by piece, the parameters of a group that the last step moved."""
         states, reference = model_ctx.optimizer_state, run_ctx.reference_weights
-        every = trainable(run_ctx.model)
-        share = self.sample / sum(parameter.numel() for parameter in every.values())
-        trained = [name for name in group.names if name in every and states.get(name)]
+        parameters = trainable(run_ctx.model)
+        share = self.sample / sum(parameter.numel() for parameter in parameters.values())
+        with_state = [name for name in group.names if name in parameters and states.get(name)]
         readings = []
-        for names in pieces({name: every[name] for name in trained if every[name].grad is not None}):
-            moved = [every[name] for name in names]
+        for names in split_into_pieces(
+            {name: parameters[name] for name in with_state if parameters[name].grad is not None}
+        ):
+            moved = [parameters[name] for name in names]
             update = adam_update(moved, [states[name] for name in names], group)
-            way_point = None if reference is None else flat([reference[name] for name in names])
-            sums = sums_of(update, flat(live_gradients(moved)), group, way_point)
+            target = None if reference is None else flatten_together([reference[name] for name in names])
+            sums = compute_sums(update, flatten_together(live_gradients(moved)), group, target)
             readings.append((sums, effective_rates(update.root, group, share)))
         return readings
 
     def _metrics(self, readings: Sequence[Reading], *, solution: bool) -> dict[str, Tensor]:
-        """Return the metrics of a set of parameters, leaving out those that this optimizer or run cannot have."""
-        sums = added([each for each, _ in readings])
+        """Return the metrics of a set of parameters, without those that do not apply to this optimizer or run."""
+        sums = add_up([sums for sums, _ in readings])
         metrics = moment_metrics(sums, torch.cat([rates.to(sums.first.device) for _, rates in readings]))
         if not any(group["options"]["decoupled_weight_decay"] for group in self._groups):
             del metrics["decay_share"]
-        if not any(each["weight_decay"] and not each["options"]["decoupled_weight_decay"] for each in self._groups):
+        if not any(group["weight_decay"] and not group["options"]["decoupled_weight_decay"] for group in self._groups):
             del metrics["coupled_decay_share"]
         return metrics | (solution_metrics(sums) if solution else {})
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the metrics over all parameters, then those of each group, reported if there are several."""
+        """Describe the metrics over all parameters, then those by group, which are reported if there are several."""
         infos = [*super().describe_metrics()]
         for info in infos[:]:
             formula = f"by number of the parameter group, over its parameters: {info.formula}"

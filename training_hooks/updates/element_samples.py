@@ -1,4 +1,4 @@
-"""Which elements of a parameter are sampled: the same on every run, machine and number of ranks."""
+"""Deterministic samples of a parameter's elements, independent of run, machine and number of ranks."""
 
 import math
 from collections.abc import Sequence
@@ -27,46 +27,50 @@ def fnv1a(text: str) -> int:
 
 
 def sample_indices(name: str, shape: Sequence[int], size: int) -> Tensor | None:
-    """Draw ``size`` of a parameter's elements without replacement: ascending places in the flattened parameter.
+    """Draw ``size`` of a parameter's elements without replacement; return ascending indices of the flat parameter.
 
-    The seed is the FNV-1a hash of name and shape. Numbers are drawn until enough of them differ; beyond half of the
-    elements those to leave out are drawn. Returns shape (size,), int32 (int64 for more than 2³¹ − 1 elements), or
-    ``None`` for a parameter that is taken whole since it has no more elements than that.
+    The seed is the FNV-1a hash of name and shape. Numbers are drawn until enough of them are distinct. For samples of
+    more than half of the elements, the excluded elements are drawn instead.
+
+    Returns:
+        Indices of shape (size,), int32 (int64 for more than 2³¹ − 1 elements), or ``None`` if the parameter has at most
+        ``size`` elements, which means all of them.
     """
     elements = math.prod(shape)
     if elements <= size:
         return None
     seed = fnv1a(f"{name}{tuple(shape)}")
     if size <= elements // 2:
-        chosen = torch.tensor(_distinct(seed, elements, size)).sort().values
+        indices = torch.tensor(_draw_distinct(seed, elements, size)).sort().values
     else:
-        stays = torch.ones(elements, dtype=torch.bool)
-        stays[_distinct(seed, elements, elements - size)] = False
-        chosen = stays.nonzero().flatten()
-    return chosen if elements > LARGEST_INT32 else chosen.int()
+        included = torch.ones(elements, dtype=torch.bool)
+        included[_draw_distinct(seed, elements, elements - size)] = False
+        indices = included.nonzero().flatten()
+    return indices if elements > LARGEST_INT32 else indices.int()
 
 
-def _distinct(seed: int, below: int, count: int) -> list[int]:
-    """Return the first ``count`` different numbers below ``below``, at least twice ``count``, in the order drawn."""
+def _draw_distinct(seed: int, below: int, count: int) -> list[int]:
+    """Return the first ``count`` distinct numbers below ``below`` in the order drawn; ``below`` ≥ 2·``count``."""
     draws = count
     while True:
         draws *= 2
         numbers = splitmix64(seed, draws).bitwise_and(2**63 - 1) % below
-        found = list(dict.fromkeys(numbers.tolist()))
-        if len(found) >= count:
-            return found[:count]
+        distinct = list(dict.fromkeys(numbers.tolist()))
+        if len(distinct) >= count:
+            return distinct[:count]
 
 
-def held_here(parameter: Any, places: Tensor) -> Tensor:
-    """Return where in this rank's flattened shard of a DTensor those elements lie, of ``places``, that it holds.
+def local_indices(parameter: Any, indices: Tensor) -> Tensor:
+    """Translate indices of a DTensor into indices of this rank's flattened shard, dropping elements of other ranks.
 
-    ``places`` are ascending places in the whole parameter. Takes, for as long as it runs, memory for one integer per
-    element of the whole parameter.
+    ``indices`` are ascending indices of the flattened complete parameter. Temporarily takes memory for one integer per
+    element of the complete parameter.
     """
-    numbered = torch.arange(parameter.numel(), dtype=places.dtype, device=parameter.device).view(parameter.shape)
-    mine = local_shards([laid_out_like(numbered, parameter)])[0].flatten()
-    wanted = places.to(mine.device)
-    found = torch.searchsorted(mine, wanted)
-    inside = found < len(mine)
-    found, wanted = found[inside], wanted[inside]
-    return found[mine[found] == wanted].to(places.dtype)
+    # Distribute the elements' numbers like the parameter: this rank's part then lists the elements of its shard.
+    numbers = torch.arange(parameter.numel(), dtype=indices.dtype, device=parameter.device).view(parameter.shape)
+    shard_numbers = local_shards([laid_out_like(numbers, parameter)])[0].flatten()
+    wanted = indices.to(shard_numbers.device)
+    positions = torch.searchsorted(shard_numbers, wanted)
+    inside = positions < len(shard_numbers)
+    positions, wanted = positions[inside], wanted[inside]
+    return positions[shard_numbers[positions] == wanted].to(indices.dtype)

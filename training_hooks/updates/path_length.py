@@ -1,4 +1,4 @@
-"""The path that the parameters take: its length, how far it leads, and how straight it is."""
+"""Length, displacement and straightness of the path of the parameters."""
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
@@ -9,26 +9,26 @@ from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory
 
-PLACES = ("start", "interval", "newest")
-FOLD = 512  # legs whose lengths wait as single numbers before they are added up
+POINTS = ("start", "interval", "newest")
+FOLD = 512  # legs that are collected before their lengths are added up in one operation
 
 
 @HookRegistry.register
 class PathLength(TrainingHook):
     """Measure the path of the parameters over all steps: length, displacement, efficiency.
 
-    The path leads through the parameters as the strategy starts, after every ``every``-th step, and at every report,
-    whatever moved them in between; a leg is the way from one of these places to the next. With ``every=1`` it is the
-    path of the optimizer itself, step by step; the default leaves out what happens within four steps and costs a
-    quarter. A report comes after every epoch, in the step loop at SNAPSHOT, and tells of the path as a whole and of the
-    interval since the last report.
+    The path connects the parameters at the start of the strategy, after every ``every``-th step, and at every report; a
+    leg is the straight line between two successive points, whatever moved the parameters in between. With ``every=1``
+    it is the path of the optimizer, step by step; the default ignores detours within four steps and costs a quarter.
+    The hook reports after every epoch, or at SNAPSHOT in the step loop, about the complete path and about the interval
+    since the last report.
 
-    Assumes that the same parameters are trained throughout: one that is frozen later stands still, one that is
-    unfrozen later is not on the path. Keeps three times the parameters, in float32 or wider: those at the start, at
-    the last report, and at the newest place.
+    Assumes that the same parameters are trained throughout: one that is frozen later does not move, one that is
+    unfrozen later is not part of the path. Keeps three copies of the parameters, in float32 or wider: at the start, at
+    the last report, and at the newest point.
 
     Args:
-        every: steps from one place of the path to the next.
+        every: steps from one point of the path to the next.
     """
 
     name = "path_length"
@@ -37,7 +37,7 @@ class PathLength(TrainingHook):
         "step": frozenset({HookPoint.POST_BACKWARD, HookPoint.SNAPSHOT}),
     }
     _memory = Remembered(FlatMemory)
-    _squares = Remembered(list[Tensor])  # of the legs that are not yet added up
+    _squares = Remembered(list[Tensor])  # squared lengths of the legs that are not yet added up
     _path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
     _interval_path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
     _steps = Remembered(int)
@@ -45,20 +45,20 @@ class PathLength(TrainingHook):
     _done = Remembered[int | None](lambda: None)
     metrics = """
         path_length | Σ ‖l‖₂ over all legs since the strategy began | [0, ∞)
-            | How far the parameters have gone, there and back included.
+            | The distance that the parameters have travelled, including detours.
         displacement | ‖θ_t − θ_0‖₂, θ_0 the parameters as the strategy began | [0, path_length]
-            | How far they have got; small against ‖θ_0‖: the lazy regime.
+            | The distance from the start. Small relative to ‖θ_0‖: the lazy regime.
         efficiency | displacement / path_length; NaN before anything has moved | [0, 1] | 1: a straight line; n
-            independent legs of equal length give 1/√n; falling while the path grows: wandering or oscillating.
+            independent legs of equal length give 1/√n. Falling while the path grows: wandering or oscillating.
         steps | the optimizer steps on the path | 1, 2, … | n = steps / every, for 1/√n.
         interval_path | Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT
-            | [0, ∞) | Follows the learning rate; rises without it: the steps grow.
+            | [0, ∞) | Follows the learning rate. Rising at a constant learning rate: the steps grow.
         interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
-            | What remains of the interval's legs.
+            | The net movement of the interval.
         interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1]
             | Near 1: the legs agree; near 1/√(legs of the interval): they are noise.
         path_per_step | interval_path / steps of the interval | [0, ∞)
-            | The length of a usual step with every = 1; less with longer legs, the more so the more steps cancel.
+            | With every = 1 the mean length of a step; less with longer legs, since steps within a leg partly cancel.
     """
 
     def __init__(self, *, every: int = 4) -> None:
@@ -66,24 +66,25 @@ class PathLength(TrainingHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def start(self, run: RunInfo) -> None:
-        """Note where the path begins, unless it goes on from a checkpoint."""
+        """Keep the parameters as the start of the path; a resumed run already has them."""
         if not self._memory.names:
-            self._memory.begin(trainable(run.model), *PLACES)
+            self._memory.begin(trainable(run.model), *POINTS)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Measure the leg from the last place, if steps lie between, and report between steps; before any nothing."""
+        """Add the leg since the last point, if there were steps; at reports return the metrics of the path so far."""
         if not self._memory.names:
-            self._memory.begin(trainable(ctx.model), *PLACES)
+            self._memory.begin(trainable(ctx.model), *POINTS)
         between_steps = ctx.hook_point not in STEP_POINTS
-        done = ctx.step if between_steps else ctx.step - 1
+        completed_steps = ctx.step if between_steps else ctx.step - 1
         layout = self._memory.layout(ctx.model)
-        if self._done is not None and done > self._done:
-            self._measure(layout, done - self._done)
-        self._done = done
+        if self._done is not None and completed_steps > self._done:
+            self._add_leg(layout, completed_steps - self._done)
+        self._done = completed_steps
         return self._report(layout) if between_steps and self._interval_steps else {}
 
-    def _measure(self, layout: FlatLayout, steps: int) -> None:
-        """Turn the vector kept from the place before into the leg, and then into the parameters of now."""
+    def _add_leg(self, layout: FlatLayout, steps: int) -> None:
+        """Measure the leg from the previous point to the current parameters, which become the newest point."""
+        # One vector serves twice, so that no further copy is needed: θ' becomes θ' − θ (the leg), and then θ.
         newest = self._memory.vectors["newest"]
         layout.add(layout.parameters, newest, -1)
         self._squares.append(layout.dot(newest.data, newest.data))
@@ -94,7 +95,7 @@ class PathLength(TrainingHook):
             self._fold()
 
     def _fold(self) -> None:
-        """Add the legs that wait to the path of the interval."""
+        """Add the lengths of the collected legs to the path of the interval."""
         if self._squares:
             device = self._squares[-1].device
             lengths = torch.stack([square.to(device) for square in self._squares]).sqrt()
@@ -107,7 +108,7 @@ class PathLength(TrainingHook):
         self._path = self._path.to(path.device) + path
         newest = vectors["newest"].data
         displacement = layout.norm(newest - vectors["start"].data)
-        moved = layout.norm(newest - vectors["interval"].data)
+        interval_displacement = layout.norm(newest - vectors["interval"].data)
         vectors["interval"].data.copy_(newest)
         steps, self._interval_path, self._interval_steps = self._interval_steps, torch.zeros_like(path), 0
         return {
@@ -116,7 +117,7 @@ class PathLength(TrainingHook):
             "efficiency": displacement / self._path,
             "steps": self._steps,
             "interval_path": path,
-            "interval_displacement": moved,
-            "interval_efficiency": moved / path,
+            "interval_displacement": interval_displacement,
+            "interval_efficiency": interval_displacement / path,
             "path_per_step": path / steps,
         }

@@ -1,4 +1,4 @@
-"""Gradient health and true weight updates, parameter by parameter, around an optimizer's step."""
+"""Gradient health and measured weight updates of every parameter around a step of the optimizer."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,70 +15,72 @@ from torch.optim import Optimizer
 from .watched_elements import Named, WatchedElements, gradient_shards, norms
 
 EPSILON = 1e-12
-"""Added to the norm of the weights, so that the update ratio of weights that are all zero is finite."""
+"""Added to the norm of the weights, so that the update ratio of all-zero weights is finite."""
 Rates = Mapping[str, tuple[float, float]]
-"""By parameter, of a step: the learning rate, and the share of a weight that decoupled decay takes (0 without any)."""
+"""By parameter: the learning rate of a step, and the share lr·λ of a weight that decoupled decay takes (or 0)."""
 UNKNOWN = (math.nan, 0.0)
-"""The rates of a parameter that no group has."""
+"""The rates of a parameter that is in no group."""
 
 
 @dataclass(slots=True)
 class GradientDiagnostics:
-    """The gradient of one parameter; norms of a sample are scaled to the whole."""
+    """The gradient of one parameter; norms of a sample are scaled to the complete parameter."""
 
     l2_norm: float
     max_abs: float
-    """The largest absolute value, of the sample if there is one; NaN where it was not asked for."""
+    """The largest absolute value of the checked elements; NaN if not requested."""
     mean_abs: float
+    """The mean absolute value of the checked elements; NaN if not requested."""
     learning_rate: float
-    """Of the parameter's group; NaN if no group has the parameter."""
+    """The learning rate of the parameter's group; NaN if no group has the parameter."""
     is_vanishing: bool
     is_exploding: bool
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element that was looked at is finite."""
+        """Whether all checked elements are finite."""
         return math.isfinite(self.l2_norm)
 
 
 @dataclass(slots=True)
 class UpdateDiagnostics:
-    """What one step did to one parameter; norms and counts of a sample are scaled to the whole."""
+    """The effect of one step on one parameter; norms and counts of a sample are scaled to the complete parameter."""
 
     update_ratio: float
-    """‖Δw‖₂ / (‖w‖₂ + ε), w before the step, ε = 1e-12."""
+    """‖Δw‖₂ / (‖w‖₂ + ε), w the weights before the step, ε = 1e-12."""
     update_norm: float
     weight_norm: float
     learning_rate: float
-    """Of the parameter's group; NaN if no group has the parameter."""
+    """The learning rate of the parameter's group; NaN if no group has the parameter."""
     frozen_checks: int
-    """How many checks in a row, this one included, it has not moved."""
+    """The number of consecutive checks, including this one, without movement."""
     is_frozen: bool
     driven_elements: float
-    """Elements with a gradient other than zero, if the weights are of lower precision than float32 and the learning
-    rate is above 0; otherwise 0."""
+    """The number of elements with a nonzero gradient, for weights narrower than float32 at a learning rate above 0;
+    otherwise 0."""
     stuck_elements: float
-    """Those of them that are where decoupled decay alone takes them: the gradient's part was rounded away."""
+    """The number of driven elements that only moved by decoupled decay: rounding removed the gradient's part."""
     decayed_elements: float
-    """Elements other than zero that decoupled decay should shrink, if their precision is low; otherwise 0."""
+    """The number of nonzero elements that decoupled decay should shrink, for weights narrower than float32; otherwise
+    0."""
     undecayed_elements: float
-    """Those of them that the decay alone, rounded, leaves as they are."""
+    """The number of decayed elements that decay alone, rounded, would not change."""
     lost: tuple[str, ...]
-    """The terms of the update of which all was rounded away: ``gradient``; ``decay``, where nothing moved."""
+    """The terms of the update that rounding removed completely: ``gradient``, and ``decay`` if no weight moved."""
 
     @property
     def is_rounded_away(self) -> bool:
-        """Whether a whole term of its update was lost, so that it does not move as it should: it is not frozen."""
+        """Whether rounding removed a complete term of the update; such a parameter does not count as frozen."""
         return bool(self.lost)
 
     @property
     def rounded_away(self) -> float:
-        """The share of the stuck among the driven elements; NaN if none is driven."""
+        """The share of stuck elements among the driven ones; NaN if no element is driven."""
         return self.stuck_elements / self.driven_elements if self.driven_elements else math.nan
 
     @property
     def decay_rounded_away(self) -> float:
-        """The share of the undecayed among the decayed elements; NaN if none is decayed."""
+        """The share of undecayed elements among the decayed ones; NaN if no element is decayed."""
         return self.undecayed_elements / self.decayed_elements if self.decayed_elements else math.nan
 
 
@@ -86,19 +88,20 @@ class UpdateDiagnostics:
 class WeightUpdateMonitor(Remembering):
     """Checks gradients after backward, and weights around the optimizer's step, in any training loop.
 
-    :meth:`check_gradients`, after ``backward()`` and before clipping and step, also keeps the weights;
-    :meth:`check_updates`, after the step, compares. Parameters without gradient are skipped, and so is an update of
-    which a sample says nothing, since none of its elements had a gradient while others had. Each of the two brings its
-    numbers to the host in one transfer, but for a gradient that vanishes in a sample: that is looked at whole.
+    Call :meth:`check_gradients` after ``backward()``, before clipping and step; it also keeps the weights. Call
+    :meth:`check_updates` after the step; it compares the weights with those. Parameters without a gradient are skipped.
+    An update is skipped if a sample cannot show it: no sampled element had a gradient, while others had one. Each call
+    transfers its numbers to the host once, and a second time if a sampled gradient vanishes, since the complete
+    gradient is then checked.
 
     Args:
-        sample_size: elements of each parameter to look at; a smaller parameter is taken whole. Keeps a weight and an
-            index for each: 8 bytes in float32.
-        exact: look at all elements, and keep one copy of all parameters, instead.
+        sample_size: number of elements to check in each parameter; a smaller parameter is checked completely. Keeps a
+            weight and an index for each element: 8 bytes in float32.
+        exact: check all elements, and keep a copy of all parameters.
         vanishing_grad_threshold: a gradient vanishes if ‖g‖₂ is at most this.
         exploding_grad_threshold: a gradient explodes if ‖g‖₂ is at least this or not finite.
         frozen_update_ratio_threshold: a parameter has not moved if its update ratio is at most this.
-        frozen_patience_steps: checks in a row without movement that make a parameter frozen.
+        frozen_patience_steps: consecutive checks without movement after which a parameter is frozen.
     """
 
     sample_size: int = 1024
@@ -111,12 +114,12 @@ class WeightUpdateMonitor(Remembering):
         lambda new: WatchedElements(None if new.exact else new.sample_size), by_options=True, saved=False
     )
     _frozen = Remembered(dict[str, int])
-    """Checks in a row without movement."""
+    """Consecutive checks without movement."""
     _checked = Remembered[Named](dict, saved=False)
     _rates = Remembered[dict[str, tuple[float, float]]](dict)
-    """Those of the step that is made: afterwards a scheduler may have set others."""
+    """The learning rates of the step; a scheduler may change them before :meth:`updates`."""
     _missed = Remembered(list[str])
-    """Parameters with a gradient of which the sample has seen nothing."""
+    """Parameters with a gradient that is zero in all sampled elements."""
 
     def __post_init__(self) -> None:
         for option in ("sample_size", "frozen_patience_steps"):
@@ -126,89 +129,103 @@ class WeightUpdateMonitor(Remembering):
                 raise UsageError(f"{option} is {vars(self)[option]}; it must be a number of at least 0.")
         if self.vanishing_grad_threshold >= self.exploding_grad_threshold:
             raise UsageError(
-                f"vanishing_grad_threshold is {self.vanishing_grad_threshold} and exploding_grad_threshold "
-                f"{self.exploding_grad_threshold}; the first must be the smaller one."
+                f"vanishing_grad_threshold is {self.vanishing_grad_threshold} and exploding_grad_threshold is "
+                f"{self.exploding_grad_threshold}; the first must be smaller than the second."
             )
 
     @property
     def bytes(self) -> int:
-        """The memory that is kept from check to check."""
+        """The memory that is kept between checks, in bytes."""
         return self._watched.bytes
 
     def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
-        """Measure the gradients by parameter name, and keep the weights they belong to; before the step."""
+        """Measure the gradients by parameter name, and keep the weights; call it before the step."""
         parameters = trainable(model)
         rates = {
             id(value): step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
             for group in optimizer.param_groups
             for value in group["params"]
         }
-        named = {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
-        return self.gradients(parameters, named, extremes=True)
+        rates_by_name = {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
+        return self.gradients(parameters, rates_by_name, extremes=True)
 
     def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
-        """Measure what the step did to the weights that :meth:`check_gradients` kept; empty if it kept none.
+        """Measure the effect of the step on the weights that :meth:`check_gradients` kept; empty if it kept none.
 
-        Learning rates are those that the groups had at :meth:`check_gradients`, whether or not a scheduler has stepped.
-        Not for a step that ``torch.amp.GradScaler`` skipped: it would count as one that moved nothing.
+        Learning rates are those at :meth:`check_gradients`, even if a scheduler has stepped since. Do not call it for a
+        step that ``torch.amp.GradScaler`` skipped: the step would count as one that moved nothing.
         """
         return self.updates(model)
 
     @torch.no_grad()
     def gradients(self, parameters: Named, rates: Rates, *, extremes: bool) -> dict[str, GradientDiagnostics]:
-        """Measure the gradients of parameters, keep their weights and rates; ``extremes``: maximum and mean, too."""
-        chosen = {name: value for name, value in parameters.items() if value.grad is not None and value.numel()}
-        tables = self._watched.measure(chosen, extremes=extremes)
-        self._checked = {name: chosen[name] for name in self._watched.names}
+        """Measure the gradients of parameters, and keep their weights and rates.
+
+        Args:
+            parameters: trainable parameters by name.
+            rates: the learning rates of this step.
+            extremes: measure the largest and the mean absolute value as well.
+        """
+        with_gradient = {name: value for name, value in parameters.items() if value.grad is not None and value.numel()}
+        tables = self._watched.measure(with_gradient, extremes=extremes)
+        self._checked = {name: with_gradient[name] for name in self._watched.names}
         self._rates = {name: rates[name] for name in self._checked if name in rates}
         kinds = ("norm", "largest", "sum")
-        columns = _on_host(tables, kinds, self._checked)
-        found = {name: self._gradient(name, column) for name, *column in columns}
+        columns = _transfer(tables, kinds, self._checked)
+        diagnostics = {name: self._diagnose_gradient(name, column) for name, *column in columns}
+        # A gradient that vanishes in a sample may be nonzero elsewhere: check all of its elements.
         doubtful = {
-            n: self._checked[n] for n, each in found.items() if each.is_vanishing and self._watched[n].share > 1
+            name: self._checked[name]
+            for name, gradient in diagnostics.items()
+            if gradient.is_vanishing and self._watched[name].share > 1
         }
         orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
-        whole = [[norms(gradient_shards([value]), order) for order in orders] for value in doubtful.values()]
-        looked_at = {
-            name: self._gradient(name, column, whole=True) for name, *column in _on_host(whole, kinds, doubtful)
+        tables = [[norms(gradient_shards([value]), order) for order in orders] for value in doubtful.values()]
+        rechecked = {
+            name: self._diagnose_gradient(name, column, complete=True)
+            for name, *column in _transfer(tables, kinds, doubtful)
         }
-        self._missed = [name for name, each in looked_at.items() if not each.is_vanishing]
-        return found | looked_at
+        self._missed = [name for name, gradient in rechecked.items() if not gradient.is_vanishing]
+        return diagnostics | rechecked
 
-    def _gradient(self, name: str, column: Sequence[float], *, whole: bool = False) -> GradientDiagnostics:
-        choice = self._watched[name]
-        norm = column[0] * (1.0 if whole else math.sqrt(choice.share))
+    def _diagnose_gradient(self, name: str, column: Sequence[float], *, complete: bool = False) -> GradientDiagnostics:
+        selection = self._watched[name]
+        # ‖g‖ ≈ √(n/k)·‖g_sample‖ for k sampled of n elements
+        norm = column[0] * (1.0 if complete else math.sqrt(selection.share))
+        count = selection.elements if complete else selection.checked
         return GradientDiagnostics(
             l2_norm=norm,
             max_abs=column[1] if len(column) > 1 else math.nan,
-            mean_abs=column[2] / (choice.elements if whole else choice.looked_at) if len(column) > 1 else math.nan,
+            mean_abs=column[2] / count if len(column) > 1 else math.nan,
             learning_rate=self._rates.get(name, UNKNOWN)[0],
             is_vanishing=norm <= self.vanishing_grad_threshold,
             is_exploding=not norm < self.exploding_grad_threshold,
         )
 
     def updates(self, model: nn.Module) -> dict[str, UpdateDiagnostics]:
-        """Measure what has become of the weights that :meth:`gradients` kept; they are not kept any longer."""
-        if not self._watched.keeps:
+        """Measure the change of the weights that :meth:`gradients` kept, and discard the copies."""
+        if not self._watched.has_copies:
             return {}
-        names, chosen, self._checked = self._watched.names, self._checked, {}
-        if list(chosen) != names:
-            chosen = {name: model.get_parameter(name) for name in names}
+        names, parameters, self._checked = self._watched.names, self._checked, {}
+        if list(parameters) != names:
+            parameters = {name: model.get_parameter(name) for name in names}
         decays = {name: decay for name, (rate, decay) in self._rates.items() if rate > 0}
-        columns = _on_host(self._watched.compare(chosen, decays), ("norm", "norm", "sum", "sum", "sum", "sum"), chosen)
-        silent = {name for name, _, change, *_ in columns if not change and name in self._missed}
-        return {name: self._update(name, column) for name, *column in columns if name not in silent}
+        kinds = ("norm", "norm", "sum", "sum", "sum", "sum")
+        columns = _transfer(self._watched.compare(parameters, decays), kinds, parameters)
+        invisible = {name for name, _, change, *_ in columns if not change and name in self._missed}
+        return {name: self._diagnose_update(name, column) for name, *column in columns if name not in invisible}
 
-    def _update(self, name: str, column: Sequence[float]) -> UpdateDiagnostics:
+    def _diagnose_update(self, name: str, column: Sequence[float]) -> UpdateDiagnostics:
+        # Norms of k sampled of n elements are scaled by √(n/k), counts by n/k.
         share = self._watched[name].share
         weight_norm, update_norm = column[0] * math.sqrt(share), column[1] * math.sqrt(share)
         driven, stuck, decayed, undecayed = (count * share for count in column[2:])
         ratio = update_norm / (weight_norm + EPSILON)
-        still = ratio <= self.frozen_update_ratio_threshold
-        gone = {"gradient": stuck > 0 and (still or stuck == driven), "decay": undecayed > 0 and still}
-        lost = tuple(term for term, is_gone in gone.items() if is_gone)
-        earlier = self._frozen.pop(name, 0)
-        checks = earlier + 1 if still and not lost else 0
+        is_still = ratio <= self.frozen_update_ratio_threshold
+        losses = {"gradient": stuck > 0 and (is_still or stuck == driven), "decay": undecayed > 0 and is_still}
+        lost = tuple(term for term, is_lost in losses.items() if is_lost)
+        earlier_checks = self._frozen.pop(name, 0)
+        checks = earlier_checks + 1 if is_still and not lost else 0
         if checks:
             self._frozen[name] = checks
         return UpdateDiagnostics(
@@ -227,68 +244,69 @@ class WeightUpdateMonitor(Remembering):
 
     @staticmethod
     def aggregate_gradient_stats(gradients: Mapping[str, GradientDiagnostics]) -> dict[str, float]:
-        """Return the distribution of the gradients' norms and how many vanish, explode, are not finite."""
-        found = list(gradients.values())
+        """Return the distribution of the gradient norms, and how many of them vanish, explode or are not finite."""
+        diagnostics = list(gradients.values())
         return {
-            **distribution("grad_norm", [each.l2_norm for each in found]),
-            "vanishing_count": sum(each.is_vanishing for each in found),
-            "exploding_count": sum(each.is_exploding for each in found),
-            "nonfinite_count": sum(not each.is_finite for each in found),
+            **distribution("grad_norm", [gradient.l2_norm for gradient in diagnostics]),
+            "vanishing_count": sum(gradient.is_vanishing for gradient in diagnostics),
+            "exploding_count": sum(gradient.is_exploding for gradient in diagnostics),
+            "nonfinite_count": sum(not gradient.is_finite for gradient in diagnostics),
         }
 
     @staticmethod
     def aggregate_update_stats(updates: Mapping[str, UpdateDiagnostics]) -> dict[str, float]:
-        """Return the distribution of the update ratios, how many parameters are frozen, the share rounded away.
+        """Return the distribution of the update ratios, the number of frozen parameters and the shares rounded away.
 
-        Weights that were all zero have no relative change, and no part in the distribution; without driven elements of
-        low precision there is no ``rounded_away_fraction``, without decayed ones no ``decay_rounded_away_fraction``.
+        The distribution excludes weights that were all zero, since they have no relative change. There is no
+        ``rounded_away_fraction`` without driven elements, and no ``decay_rounded_away_fraction`` without decayed ones.
         """
-        found = list(updates.values())
+        diagnostics = list(updates.values())
+        ratios = [update.update_ratio for update in diagnostics if update.weight_norm != 0]
         stats = {
-            **distribution("update_ratio", [each.update_ratio for each in found if each.weight_norm != 0]),
-            "frozen_count": sum(each.is_frozen for each in found),
+            **distribution("update_ratio", ratios),
+            "frozen_count": sum(update.is_frozen for update in diagnostics),
         }
-        driven = sum(each.driven_elements for each in found)
+        driven = sum(update.driven_elements for update in diagnostics)
         if driven:
-            stats["rounded_away_fraction"] = sum(each.stuck_elements for each in found) / driven
-        decayed = sum(each.decayed_elements for each in found)
+            stats["rounded_away_fraction"] = sum(update.stuck_elements for update in diagnostics) / driven
+        decayed = sum(update.decayed_elements for update in diagnostics)
         if decayed:
-            stats["decay_rounded_away_fraction"] = sum(each.undecayed_elements for each in found) / decayed
+            stats["decay_rounded_away_fraction"] = sum(update.undecayed_elements for update in diagnostics) / decayed
         return stats
 
     @staticmethod
     def top_k_largest_gradients(gradients: Mapping[str, GradientDiagnostics], k: int) -> list[tuple[str, float]]:
         """Return the ``k`` parameters with the largest gradient norms, largest first; NaN counts as infinite."""
-        pairs = [(name, each.l2_norm) for name, each in gradients.items()]
+        pairs = [(name, gradient.l2_norm) for name, gradient in gradients.items()]
         return sorted(pairs, key=lambda pair: -_rank(pair[1]))[:k]
 
     @staticmethod
     def top_k_smallest_updates(updates: Mapping[str, UpdateDiagnostics], k: int) -> list[tuple[str, float]]:
         """Return the ``k`` parameters with the smallest update ratios, smallest first; NaN counts as infinite."""
-        pairs = [(name, each.update_ratio) for name, each in updates.items()]
+        pairs = [(name, update.update_ratio) for name, update in updates.items()]
         return sorted(pairs, key=lambda pair: _rank(pair[1]))[:k]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how long parameters have not moved and, between the two checks of a step, the weights kept.
+        """Return the counts of checks without movement and, between the two checks of a step, the kept weights.
 
-        Of sharded parameters these are a rank's own, and no other number of ranks can compare with them.
+        Of sharded parameters a rank keeps its shard only, so another number of ranks cannot use the kept weights.
         """
         return super().state_dict() | {"before": self._watched.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._checked = {}
         self._watched.load_state_dict(state["before"])
 
 
 def step_rate(rate: float, weight_decay: float, options: Mapping[str, Any]) -> tuple[float, float]:
-    """Return a group's rates as :data:`Rates` has them; ``options``: those of the group."""
+    """Return the entry of a parameter group in :data:`Rates`; ``options`` are the group's options."""
     return rate, rate * weight_decay if options.get("decoupled_weight_decay", False) else 0.0
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Return median, 95th percentile, minimum and maximum under ``name_median`` and so on; nothing of no values.
+    """Return ``name_median``, ``name_p95``, ``name_min`` and ``name_max`` of values; nothing without values.
 
     The median of an even count is the mean of the two middle values; the percentile is the ⌈0.95·n⌉-th smallest. NaN
     counts as infinite.
@@ -309,28 +327,31 @@ def _rank(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _on_host(tables: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters: Named) -> list[tuple[Any, ...]]:
-    """Bring tables of one number per parameter in each row to the host in one transfer.
+def _transfer(tables: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters: Named) -> list[tuple[Any, ...]]:
+    """Transfer tables to the host at once; return the name and the numbers of every parameter.
 
-    Returns a parameter's name and its numbers for each of ``parameters``, which are in the order of the tables.
-    ``kinds`` tells how the numbers of ranks that hold parts of a parameter make one: ``norm`` (a Euclidean one),
-    ``largest`` or ``sum``; for rows that are not there it says nothing.
+    Args:
+        tables: rows with one number per parameter, shape (parameters,) each, for every block of parameters.
+        kinds: for each row, how to combine the numbers of ranks that have parts of a parameter: ``norm`` (Euclidean),
+            ``largest`` or ``sum``; kinds beyond the rows of the tables are ignored.
+        parameters: the parameters in the order of the tables.
     """
     if not tables:
         return []
     device = tables[0][0].device
     table = torch.stack([torch.cat([row.to(device) for row in rows]) for rows in zip(*tables, strict=True)])
     if groups := groups_of(parameters.values()):
-        table = _over_shards(table.double(), kinds, groups)
+        table = _combine_ranks(table.double(), kinds, groups)
     return list(zip(parameters, *table.tolist(), strict=True))
 
 
-def _over_shards(table: Tensor, kinds: Sequence[str], groups: Any) -> Tensor:
-    """Combine the numbers of all ranks; overwrites the table."""
-    rows = {kind: [place for place, each in enumerate(kinds[: len(table)]) if each == kind] for kind in kinds}
-    norms, largest, added = (rows.get(kind, []) for kind in ("norm", "largest", "sum"))
+def _combine_ranks(table: Tensor, kinds: Sequence[str], groups: Any) -> Tensor:
+    """Combine the numbers of all ranks by kind; overwrites the table of shape (rows, parameters)."""
+    rows = {kind: [row for row, row_kind in enumerate(kinds[: len(table)]) if row_kind == kind] for kind in kinds}
+    norms, largest, sums = (rows.get(kind, []) for kind in ("norm", "largest", "sum"))
+    # ‖x‖ = √(Σ_r ‖x_r‖²) over the ranks r
     table[norms] **= 2
-    table[norms + added] = over_shards(table[norms + added], groups)
+    table[norms + sums] = over_shards(table[norms + sums], groups)
     table[largest] = over_shards(table[largest], groups, largest=True)
     table[norms] **= 0.5
     return table

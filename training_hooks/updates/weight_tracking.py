@@ -1,4 +1,4 @@
-"""Norms of the weights, and what the spectrum of each weight matrix looks like: its ranks and its tail."""
+"""Norms of the weights, and the spectrum of each weight matrix: its ranks and its tail."""
 
 from dataclasses import dataclass
 
@@ -11,27 +11,30 @@ from torch import Tensor
 
 from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked
 
-BLOCK_ELEMENTS = 2**17  # distances that are computed at once: few enough to stay in a processor's cache
+BLOCK_ELEMENTS = 2**17  # distances that are computed at once, so that they stay in a processor's cache
 
 
 @dataclass(frozen=True)
 class PowerLawFit:
-    """What describes the tail of each sample, float64; NaN where no tail can be fitted."""
+    """The fitted tail of each sample, float64 of shape (samples,); NaN for a sample without a fit."""
 
     exponent: Tensor  # α of the density p(x) ∝ x^−α; its standard error is (α − 1)/√count
     distance: Tensor  # the Kolmogorov-Smirnov distance between the tail and the fitted law
-    count: Tensor  # how many values the tail has
+    count: Tensor  # the number of values in the tail
 
 
 def fit_power_law(values: Tensor, min_tail: int) -> PowerLawFit:
     """Fit p(x) ∝ x^−α, x ≥ x_min, to the upper tail of every sample of non-negative values.
 
-    For each x_min among the values of a sample that leaves at least ``min_tail`` values in the tail, the exponent is
-    α = 1 + n/Σ ln(xᵢ/x_min) over the n values of the tail; the x_min is taken whose law lies nearest to its tail in
+    Each value x_min of a sample that leaves at least ``min_tail`` values in the tail is a candidate. Its exponent is
+    α = 1 + n/Σ ln(xᵢ/x_min) over the n values of the tail. The fit takes the x_min with the smallest distance
     D = sup |S(x) − P(x)|, S and P the distribution functions of tail and law (Clauset, Shalizi and Newman 2009, eq.
-    3.1 and 3.9); the smallest one if several do. Values below n·ε of the largest one, ε that of float64, are zeros of
-    rounding and never start a tail. ``values`` has shape (samples, n), each sample in descending order; what is
-    returned has shape (samples,).
+    3.1 and 3.9), and the smallest x_min of several. Values of at most n·ε times the largest one, n the size of the
+    sample and ε of float64, are rounding errors of zero and never start a tail.
+
+    Args:
+        values: shape (samples, n), each sample in descending order.
+        min_tail: the least number of values in a tail.
 
     >>> x = torch.arange(1, 1001, dtype=torch.float64) / 1001
     >>> round(fit_power_law(x[None] ** -0.5, 10).exponent.item(), 1)
@@ -42,7 +45,7 @@ def fit_power_law(values: Tensor, min_tail: int) -> PowerLawFit:
     largest = ascending[:, -1:]
     logs = (ascending / largest).log()
     counts = torch.arange(size, 0, -1, dtype=logs.dtype, device=logs.device)
-    excess = logs.flip(-1).cumsum(-1).flip(-1) / counts - logs
+    excess = logs.flip(-1).cumsum(-1).flip(-1) / counts - logs  # mean of ln(x/x_min) over the tail: 1/(α − 1)
     starts = (ascending > largest * (size * torch.finfo(logs.dtype).eps)) & (excess > 0)
     starts[:, 1:] &= ascending[:, 1:] > ascending[:, :-1]
 
@@ -52,37 +55,46 @@ def fit_power_law(values: Tensor, min_tail: int) -> PowerLawFit:
         return PowerLawFit(*torch.full((3, len(values)), torch.nan, dtype=logs.dtype, device=logs.device))
     distances = distances.where(starts[:, :candidates], torch.inf)
     best = distances.min(dim=-1, keepdim=True)
-    chosen = torch.stack([1 + 1 / excess, counts.expand_as(excess)]).take_along_dim(best.indices[None], dim=-1)
-    exponent, distance, count = torch.cat([chosen[:1], best.values[None], chosen[1:]]).squeeze(-1)
+    best_fits = torch.stack([1 + 1 / excess, counts.expand_as(excess)]).take_along_dim(best.indices[None], dim=-1)
+    exponent, distance, count = torch.cat([best_fits[:1], best.values[None], best_fits[1:]]).squeeze(-1)
     fitted = distance.isfinite()
     return PowerLawFit(*(part.where(fitted, torch.nan) for part in (exponent, distance, count)))
 
 
 def _distances(logs: Tensor, excess: Tensor, counts: Tensor, candidates: int) -> Tensor:
-    """Return D of each law that starts at one of the first ``candidates`` values, shape (samples, candidates).
+    """Return D of the laws that start at the first ``candidates`` values, shape (samples, candidates).
 
-    ``excess`` is the mean of ln(x/x_min) over the tail of each start. The distribution function of a sample jumps at
-    its values, so the supremum is reached at one of them, from the left or from the right: it is half a jump more than
-    the distance from the middle of the jump. Values before the start lie on the law by definition.
+    The distribution function of a sample jumps at its values, so the supremum is at one of them, on the left or the
+    right side: D is half a jump more than the distance from the middle of the jump. Values before the start count as
+    values on the law.
+
+    Args:
+        logs: ln(x/largest x), ascending, shape (samples, size).
+        excess: the mean of ln(x/x_min) over the tail of each start, shape (samples, size).
+        counts: the number of values in the tail of each start, shape (size,).
+        candidates: the number of starts.
     """
     samples, size = logs.shape
-    places = torch.arange(size, device=logs.device)
+    indices = torch.arange(size, device=logs.device)
     blocks = [logs[:, :0]]
     step = max(BLOCK_ELEMENTS // max(samples * size, 1), 1)
     for first in range(0, candidates, step):
-        start = places[first : min(first + step, candidates)]
-        halfway = (places - start[:, None] + 0.5) / counts[start, None]
-        offset = halfway.masked_fill_(places < start[:, None], 0) - 1
+        start = indices[first : min(first + step, candidates)]
+        # S in the middle of the jump at x_j is (j − start + ½)/n, and 1 − P(x) = exp(−ln(x/x_min)/excess), so
+        # P − S = −(1 − P) + 1 − S; shapes (starts, size) and (samples, starts, size)
+        halfway = (indices - start[:, None] + 0.5) / counts[start, None]
+        offset = halfway.masked_fill_(indices < start[:, None], 0) - 1
         survivors = (logs[:, start, None] - logs[:, None, :]).clamp_(max=0).div_(excess[:, start, None]).exp_()
         blocks.append(survivors.add_(offset).abs_().amax(dim=-1) + 0.5 / counts[start])
     return torch.cat(blocks, dim=-1)
 
 
 def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
-    """Return the singular values of matrices, decomposed together for all that have equally many.
+    """Return the singular values of matrices, decomposed together for equal numbers of singular values.
 
-    For each number n = min(rows, columns): the names, and a float64 tensor (names, n), descending; NaN for a matrix
-    that has an element which is not finite.
+    Returns:
+        For each number n = min(rows, columns) the names of the matrices, and their singular values as a float64 tensor
+        of shape (names, n), descending; NaN for a matrix with an infinite or NaN element.
     """
     grams: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
     for name, matrix in matrices.items():
@@ -93,56 +105,59 @@ def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
 
 @HookRegistry.register
 class WeightTracking(TrainingHook):
-    """Measure the weights by their norms and by the spectrum of each matrix: its ranks and the exponent of its tail.
+    """Measure the norms of the weights and the spectrum of each matrix: its ranks and the exponent of its tail.
 
-    Norms after every epoch, everything at SNAPSHOT, since a spectrum costs about a millisecond a matrix of width 128.
-    W is a parameter of two or more dimensions as a matrix (out, everything else), σ its singular values in descending
-    order, all min(out, everything else) of them, λ = σ² the eigenvalues of WᵀW. Other parameters have a norm only.
+    Reports norms after every epoch and everything at SNAPSHOT, since a spectrum costs about a millisecond for a matrix
+    of width 128. W is a parameter of two or more dimensions as a matrix (out, everything else), σ are all its
+    min(out, everything else) singular values in descending order, and λ = σ² the eigenvalues of WᵀW. Other parameters
+    only have a norm.
 
-    The tail is fitted by p(λ) ∝ λ^−α for λ ≥ λ_min: α by maximum likelihood, λ_min among the eigenvalues where the
-    Kolmogorov-Smirnov distance between tail and law is least (Clauset, Shalizi and Newman 2009; for weights Martin and
-    Mahoney 2021). The standard error of α is (α − 1)/√n, n the values of the tail.
+    The tail is fitted by p(λ) ∝ λ^−α for λ ≥ λ_min: α by maximum likelihood, and as λ_min the eigenvalue with the least
+    Kolmogorov-Smirnov distance between tail and law (Clauset, Shalizi and Newman 2009; for weights Martin and Mahoney
+    2021). The standard error of α is (α − 1)/√n, n the number of values in the tail.
 
-    Assumes nothing of the model beyond matrices whose first dimension is the output (a transposed convolution, whose
-    first is the input, is unfolded as (in, out·k·k)). Several matrices in one parameter, as in a fused query-key-value
-    projection, are taken as one. That a spectrum has a tail of this form at all is the fit's assumption, which the
-    distance puts to the test: small random matrices have none, their α is large and says nothing.
+    Assumes that the first dimension of a matrix is the output (a transposed convolution, whose first dimension is the
+    input, is unfolded as (in, out·k·k)). Several matrices in one parameter, as in a fused query-key-value projection,
+    count as one. The fit assumes that the spectrum has a tail of this form, which the distance tests: small random
+    matrices have no such tail, and their α is large and meaningless.
 
     Args:
-        min_tail: the least number of eigenvalues in a tail; a matrix that has fewer gets no fit.
+        min_tail: the least number of eigenvalues in a tail; a matrix with fewer eigenvalues gets no fit.
     """
 
     name = "weight_tracking"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     metrics = """
         total_norm | ‖θ‖₂ over all trainable parameters | [0, ∞)
-            | Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.
+            | Weight decay reduces it; in grokking it peaks while the data are memorised and falls afterwards.
         norm/<parameter> | ‖W‖_F of one parameter | [0, ∞) | Which layers grow or decay.
         spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
-            | The most that the matrix stretches a vector. NaN here and below: an element is not finite.
+            | The largest factor by which the matrix stretches a vector. NaN here and below: an element is not finite.
         effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)
-            | [1, n], n = min(out, everything else) | How many equally strong directions would have this entropy; falls
+            | [1, n], n = min(out, everything else) | The number of equally strong directions with this entropy. Falls
             as structure replaces noise. NaN: the matrix is zero.
         stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
-            | How many directions are as strong as the strongest; unlike the effective rank blind to small values.
+            | The number of directions as strong as the strongest. Unlike the effective rank insensitive to small
+            singular values.
         mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | Whether the matrices grow.
         mean_effective_rank | mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT) | [1, ∞)
             | Whether the model as a whole becomes simpler.
         mean_stable_rank | mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT) | [1, ∞)
             | Whether a few directions come to dominate the model as a whole.
         alpha/<parameter> | α = 1 + n/Σ ln(λ/λ_min) over the n eigenvalues λ ≥ λ_min of WᵀW (SNAPSHOT) | (1, ∞)
-            | 2 to 6: the heavy tail of well-trained layers; below 2: few directions dominate, often overfit; large: no
-            heavy tail, as at initialisation. Standard error (α − 1)/√alpha_tail. Left out for a matrix with fewer than
-            min_tail eigenvalues, NaN if too few of them differ from zero and from each other.
+            | 2 to 6: the heavy tail of well-trained layers. Below 2: few directions dominate, often by overfitting.
+            Large: no heavy tail, as at initialisation. Standard error (α − 1)/√alpha_tail. Omitted for a matrix with
+            fewer than min_tail eigenvalues, NaN if too few of them differ from zero and from each other.
         alpha_distance/<parameter> | min over λ_min of D = sup |S − P| over λ ≥ λ_min, S the distribution function of
             the tail, P(λ) = 1 − (λ/λ_min)^(1−α) (SNAPSHOT) | [0, 1]
-            | How badly the power law fits: above about 1/√alpha_tail it is no description of this tail.
+            | The misfit of the power law. Above about 1/√alpha_tail: the tail does not follow a power law.
         alpha_tail/<parameter> | n, the eigenvalues λ ≥ λ_min (SNAPSHOT) | [min_tail, min(out, everything else)]
-            | How much of the spectrum the fit describes; near min_tail: little.
+            | The part of the spectrum that the fit describes; near min_tail: little.
         mean_alpha | mean over the fitted matrices of α (SNAPSHOT) | (1, ∞)
             | Falls as training builds correlations into the weights.
         weighted_alpha | mean over the fitted matrices of α·log₁₀ λ₁ (Martin and Mahoney 2021; SNAPSHOT) | (−∞, ∞)
-            | The exponent with the size of the weights; in models of one kind a smaller one goes with better tests.
+            | The exponent combined with the size of the weights. Among models of one architecture a smaller value goes
+            with higher test accuracy.
     """
 
     def __init__(self, *, min_tail: int = 10) -> None:
@@ -150,17 +165,17 @@ class WeightTracking(TrainingHook):
         self._min_tail = min_tail
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return the norms; at SNAPSHOT also what the spectra say."""
+        """Return the norms, and at SNAPSHOT the metrics of the spectra as well."""
         weights = trainable(ctx.model)
         norms = norm_of_each(weights) if weights else {}
         metrics = {f"norm/{name}": value for name, value in norms.items()}
         if norms:
             metrics["total_norm"] = stacked(norms.values()).norm()
         if ctx.hook_point is HookPoint.SNAPSHOT:
-            metrics |= self._spectra({name: value for name, value in weights.items() if value.ndim > 1})
+            metrics |= self._spectral_metrics({name: value for name, value in weights.items() if value.ndim > 1})
         return metrics
 
-    def _spectra(self, weights: Vector) -> dict[str, Tensor]:
+    def _spectral_metrics(self, weights: Vector) -> dict[str, Tensor]:
         matrices = {name: whole(weight).flatten(start_dim=1) for name, weight in weights.items() if weight.numel()}
         largest, effective, stable = {}, {}, {}
         tails: dict[str, dict[str, Tensor]] = {"alpha": {}, "alpha_distance": {}, "alpha_tail": {}}
@@ -177,6 +192,6 @@ class WeightTracking(TrainingHook):
             if columns[averaged]:
                 metrics[f"mean_{averaged}"] = stacked(columns[averaged].values()).nanmean()
         if alphas := tails["alpha"]:
-            tops = stacked(largest[name] for name in alphas).square().log10()
-            metrics["weighted_alpha"] = (stacked(alphas.values()) * tops).nanmean()
+            log_largest = stacked(largest[name] for name in alphas).square().log10()  # log₁₀ λ₁
+            metrics["weighted_alpha"] = (stacked(alphas.values()) * log_largest).nanmean()
         return metrics

@@ -71,7 +71,7 @@ def _low_bit_models(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _without_notices() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "weight_updates checks|weight_updates has checked|Step [0-9,]+")
+        warnings.filterwarnings("ignore", "weight_updates check(s|ed)|Step [0-9,]+")
         yield
 
 

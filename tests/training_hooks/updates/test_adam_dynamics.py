@@ -12,7 +12,13 @@ from loopscope.firing.fire import optimizer_groups
 from loopscope.hooks import HookPoint, OptimizerGroup, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.training_hooks.updates import AdamDynamics
-from loopscope.training_hooks.updates.adam_dynamics import PIECE, adam_update, effective_rates, pieces, spread_indices
+from loopscope.training_hooks.updates.adam_dynamics import (
+    PIECE,
+    adam_update,
+    effective_rates,
+    split_into_pieces,
+    spread_indices,
+)
 from torch import Tensor, nn
 
 from tests.support import Case, RecordingSink, assert_same_bytes, build, run_info, train
@@ -225,8 +231,8 @@ def test_a_parameter_without_gradient_is_left_out():
 def test_pieces_part_parameters_in_order_at_the_limit():
     sizes = {"a": 10, "b": PIECE - 10, "c": 1, "d": 2 * PIECE, "e": 5}
     parameters = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
-    assert list(pieces(parameters)) == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert list(pieces({})) == []
+    assert list(split_into_pieces(parameters)) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert list(split_into_pieces({})) == []
 
 
 @given(st.integers(1, 3000), st.integers(1, 400))
@@ -261,7 +267,9 @@ def test_default_schedule_reports_every_hundredth_step():
 
 @pytest.mark.parametrize("optimizer", ["sgd_momentum", "adafactor"])
 def test_another_optimizer_is_refused_before_training(optimizer):
-    with pytest.raises(UnsuitableError, match=r"'adam_dynamics' needs torch.optim.Adam or AdamW.*(SGD|Adafactor)"):
+    with pytest.raises(
+        UnsuitableError, match=r"'adam_dynamics' reads the moments of torch.optim.Adam or AdamW.*(SGD|Adafactor)"
+    ):
         train(Case("tied", optimizer), [AdamDynamics()])
 
 

@@ -176,20 +176,19 @@ def test_resumed_hook_does_not_repeat_a_warning():
 
 
 def test_first_and_last_notice_summarize_checks():
-    """The notices state parameters, samples, interval and the counts of the last check."""
+    """The notices state parameters, samples, interval and the result of the last check."""
     with pytest.warns(RunNotice) as caught:
         run([WeightUpdates(interval=4)])
     first, last = (str(each.message) for each in (caught[0], caught[-1]))
     assert first == (
-        "weight_updates checks the 17 parameters (735 elements) of strategy 'only' in samples of up to 1,024 elements "
-        "each, at step 1 and every 4 steps after it."
+        "weight_updates checks the 17 parameters (735 elements) of strategy 'only' by samples of up to 1,024 elements "
+        "each, at step 1, then every 4 steps."
     )
-    assert last == (
-        "weight_updates has checked 2 steps: of the parameters were, when last checked, 0 vanishing, 0 exploding, "
-        "0 frozen, 0 rounded away."
-    )
+    assert last == "weight_updates checked 2 steps; last check: all parameters healthy."
     with pytest.warns(RunNotice, match=r"exactly, at every step\."):
         run([WeightUpdates(interval=1, exact=True)])
+    with pytest.warns(RunNotice, match=r"checked 2 steps; last check: 17 vanishing\."):
+        run([WeightUpdates(interval=4, vanishing_grad_threshold=99.0)])
 
 
 def test_run_failing_before_checks_has_no_summary(recwarn):
@@ -291,7 +290,7 @@ def test_a_model_without_trained_parameters_is_refused():
     task.model.requires_grad_(False)
     hook = WeightUpdates()
     run = run_info(task, HookManager([hook], task, state), "epoch")
-    with pytest.raises(UnsuitableError, match="'weight_updates' needs parameters that are trained; the model has none"):
+    with pytest.raises(UnsuitableError, match="'weight_updates' needs trainable parameters, but the model has none"):
         hook.start(run)
 
 

@@ -392,7 +392,10 @@ def test_monitor_memory_is_bounded():
         ({"frozen_patience_steps": 0}, "frozen_patience_steps is 0; it must be at least 1"),
         ({"frozen_update_ratio_threshold": -1.0}, "frozen_update_ratio_threshold is -1.0; it must be a number"),
         ({"exploding_grad_threshold": math.nan}, "exploding_grad_threshold is nan; it must be a number"),
-        ({"vanishing_grad_threshold": 200.0}, "is 200.0 and exploding_grad_threshold 100.0; the first must be"),
+        (
+            {"vanishing_grad_threshold": 200.0},
+            "is 200.0 and exploding_grad_threshold is 100.0; the first must be smaller",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, sentence):
