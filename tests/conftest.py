@@ -1,4 +1,4 @@
-"""What a test draws does not depend on the tests before it, and how long drawn examples take is not its subject."""
+"""Shared test set-up: fixed random seeds for every test, reproducible Hypothesis examples, and resource limits."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ from tests.support.resources import ResourceGuard
 
 
 class _OneName(MetaPathFinder):
-    """Refuses our folders under their own names: a second copy of a module would have registries of its own."""
+    """Refuses imports of the source folders under their own names: a second copy would have separate registries."""
 
     def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
         if name in ("framework", "training_hooks", "sinks", "experiments"):
@@ -31,21 +31,21 @@ sys.meta_path.insert(0, _OneName())
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # as the Makefile: tests compare bytes with those of processes that have one
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs so, and every process of the tests would inherit it.
+    # A shell starts background jobs with SIGINT ignored, and every process of the tests would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# The same examples in every run, so that one run's result and time do not differ from the next; make slow draws others.
+# The examples are the same in every run, so that results and times are reproducible; make slow draws new ones.
 settings.register_profile("same examples", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("new examples", deadline=None, max_examples=40)
 settings.load_profile("same examples")
 
 
-platform.platform()  # asks the program uname for the processor, once per process
+platform.platform()  # starts the program uname, once per process; later calls use its cache
 guard = ResourceGuard()
 guard.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the limit on the processor time of quick tests, which ``make fast`` sets."""
+    """Add the option that limits the processor time of quick tests; ``make fast`` sets it."""
     parser.addoption("--quick-limit", type=float, help="fail quick tests that take more seconds of processor time")
 
 
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import a file all of whose tests are deselected: trainers and browsers take seconds to import."""
+    """Skip the import of a file whose tests are all deselected, because trainers and browsers take seconds to import."""
     excluded = _excluded_markers(config.option.markexpr)
     if not excluded or collection_path.suffix != ".py":
         return None
@@ -64,7 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Leave out the rows of a matrix that the marker expression deselects: making them would take most of the time."""
+    """Omit the deselected rows of a matrix, because creating them would take most of the time."""
     excluded = _excluded_markers(metafunc.config.option.markexpr)
     parametrize = metafunc.parametrize
 
@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _excluded_markers(expression: str) -> set[str]:
-    """Return the markers that an expression such as ``not slow and not ranks`` excludes; none for any other form."""
+    """Return the markers that an expression such as ``not slow and not ranks`` excludes; for any other form none."""
     parts = [part.split() for part in expression.split(" and ")]
     return {name for _, name in parts} if all(len(part) == 2 and part[0] == "not" for part in parts) else set()
 
@@ -89,14 +89,14 @@ def _markers(value: object) -> set[str]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was collected, some million objects, out of every later search for garbage."""
+    """Exclude the collected tests, some million objects, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start every test with the same global random numbers, and hold it to the resources that its markers name."""
+    """Seed the global random generators before every test, and check the test against its markers."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
-    """Leave the time of a fixture that several tests share out of the time of the first of them."""
+    """Exclude the time of a shared fixture from the time of the first test that uses it."""
     if fixturedef.scope == "function":
         return (yield)
     with guard.uncounted():
@@ -121,5 +121,5 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 
 def pytest_report_header() -> str:
-    """Say which torch and Python the tests ran on."""
+    """Return the versions of torch and Python, and the number of threads."""
     return f"torch {torch.__version__} on Python {platform.python_version()}, {torch.get_num_threads()} threads"

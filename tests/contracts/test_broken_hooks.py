@@ -1,9 +1,9 @@
-"""Broken hooks, as people write them: the answer is one line that names the line or the remedy, and nothing is changed.
+"""Common mistakes in hooks: each is reported in one line with the source line or the remedy, and changes nothing.
 
-Every case is a file of its own, run by the command as a script would be.
+Every case is a separate file, run by the command like a script.
 """
 
-# ruff: noqa: E501 - a kind is a row
+# ruff: noqa: E501 - one row per kind of mistake
 
 import importlib.util
 import re
@@ -43,16 +43,16 @@ metrics = "std | standard deviation of the logits | [0, ∞) | Grows with confid
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken hook: the body of its class, which begins with the usual declarations, and what is answered."""
+    """A broken hook: the body of its class, which follows the usual declarations, and the expected message."""
 
     name: str
     body: str
     answer: str
     refused: bool = False
-    """Before the run, with status 2; any other raises in the run."""
+    """Whether the hook is refused before the run, with status 2; other hooks raise in the run."""
     base: str = "TrainingHook"
     fine: bool = False
-    """The run goes on with the hook, and says something at most."""
+    """Whether the run continues with the hook and reports at most a note."""
     options: tuple[str, ...] = ()
     decorator: str = "@HookRegistry.register\n"
 
@@ -81,16 +81,16 @@ IN_COMPUTE = HERE + r"compute\]"
 RUNS = [
     Broken("misspelt attribute", compute("return {'std': ctx.batch_dta[0].std()}"), r"no attribute 'batch_dta' \[broken\d+\.py:17 in compute: return {'std': ctx\.batch_dta\[0\]\.std\(\)}\]\. Did you mean 'batch_data'\?"),
     Broken("field of another point", compute("return {'std': ctx.batch_data[0].std()}", "hook_points = {HookPoint.POST_EPOCH}"), "batch_data is not set at POST_EPOCH; it is at PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP"),
-    Broken("field that nobody asked for", compute("return {'std': sum(each.norm() for each in ctx.accumulated_grads.values())}", "hook_points = {HookPoint.POST_EPOCH}"), "accumulated_grads is not set: set needs_grads = True in class Spread"),
+    Broken("field that was not requested", compute("return {'std': sum(grad.norm() for grad in ctx.accumulated_grads.values())}", "hook_points = {HookPoint.POST_EPOCH}"), "accumulated_grads is not set: set needs_grads = True in class Spread"),
     Broken("field before its time", compute("return {'std': ctx.prev_step_grads['0.weight'].norm()}", "needs_prev_step_grads = True"), "prev_step_grads is not set here; it is from the second step on"),
-    Broken("evaluation that is not there", compute("return {'std': ctx.evaluation['val_acc']}"), r"KeyError: 'val_acc' \[.*evaluation is not set at POST_STEP; it is at PRE_EPOCH, POST_EPOCH, SNAPSHOT"),
-    Broken("field that is no number", compute("return {'std': ctx.val_acc}"), "returned a NoneType as a metric; .*; its name is 'std' .*val_acc is not set at POST_STEP"),
-    Broken("field in a function that it calls", "def of(self, ctx):\n    return ctx.target_grad['0.weight']\n" + compute("return {'std': self.of(ctx).norm()}"), "in compute: return .*; broken.* in of: return .*set needs_target_grad = True in class Spread"),
+    Broken("missing evaluation", compute("return {'std': ctx.evaluation['val_acc']}"), r"KeyError: 'val_acc' \[.*evaluation is not set at POST_STEP; it is at PRE_EPOCH, POST_EPOCH, SNAPSHOT"),
+    Broken("field without a number", compute("return {'std': ctx.val_acc}"), "returned a NoneType as a metric; .*; its name is 'std' .*val_acc is not set at POST_STEP"),
+    Broken("field in a called function", "def of(self, ctx):\n    return ctx.target_grad['0.weight']\n" + compute("return {'std': self.of(ctx).norm()}"), "in compute: return .*; broken.* in of: return .*set needs_target_grad = True in class Spread"),
     Broken("returns None", compute("ctx.loss.mean()"), r"returned None; a hook returns a dict of metrics, {} where it has none " + IN_COMPUTE),
     Broken("returns a number", compute("return ctx.loss"), "returned a Tensor; a hook returns a dict of metrics"),
     Broken("returns a list", compute("return [('std', 1.0)]"), "returned a list; a hook returns a dict of metrics.* " + IN_COMPUTE),
-    Broken("returns a generator", compute("return (each for each in [1.0])"), "returned a generator; a hook returns a dict"),
-    Broken("name that is no text", compute("return {1: 2.0}"), "returned a metric under the name 1; names of metrics are texts " + IN_COMPUTE),
+    Broken("returns a generator", compute("return (value for value in [1.0])"), "returned a generator; a hook returns a dict"),
+    Broken("metric name that is an integer", compute("return {1: 2.0}"), "returned a metric under the name 1; names of metrics are texts " + IN_COMPUTE),
     Broken("several numbers", compute("return {'std': ctx.batch_data[0].std(0)}"), r"returned a tensor of shape \(4,\) as 'std'; .*return its mean or norm, or \.tolist\(\) " + IN_COMPUTE),
     Broken("several numbers of NumPy", compute("return {'std': np.zeros(3)}"), r"returned an array of shape \(3,\) as 'std'"),
     Broken("text as a value", compute("return {'std': 'high'}"), "returned a str as a metric; a metric is a float.*; its name is 'std'"),
@@ -112,18 +112,18 @@ RUNS = [
     Broken("raises in describe_metrics", "def describe_metrics(self):\n    return [1 / 0]\n" + COMPUTE, "raised at describe_metrics of step 0: ZeroDivisionError"),
     Broken("describes by texts", "def describe_metrics(self):\n    return ['std']\n" + COMPUTE, "returned 'std'; it returns a list of MetricInfo.*in describe_metrics"),
     Broken("raises in taps", "def taps(self, model):\n    return [model.head]\n" + COMPUTE, "raised at taps of step 0: AttributeError.*in taps: return"),
-    Broken("taps that are none", "def taps(self, model):\n    return [model[0].weight]\n" + COMPUTE, "taps are GradientTap.*in taps"),
+    Broken("taps of the wrong type", "def taps(self, model):\n    return [model[0].weight]\n" + COMPUTE, "taps are GradientTap.*in taps"),
     Broken("raises in a tap", "def see(self, gradient):\n    gradient.nrom()\ndef taps(self, model):\n    return [GradientTap('0', 'output', self.see)]\n" + COMPUTE, "raised at tap on '0' of step 1: AttributeError.* in see: gradient.nrom"),
     Broken("raises in state_dict", "def state_dict(self):\n    return self.sums\n" + COMPUTE, "raised at state_dict of step .*in state_dict: return self.sums", options=("--save-checkpoints", "1")),
-    Broken("table that is none", "def table(self):\n    return [1.0]\n" + COMPUTE, r"raised at table of step 3: TypeError: returned \[1\.0\]; a table is a dict of rows.*in table"),
-    Broken("table of no numbers", "def table(self):\n    return {'a': {'b': 'c'}}\n" + COMPUTE, "raised at table of step 3: TypeError: returned .*; a table is a dict of rows.*in table"),
+    Broken("table of the wrong type", "def table(self):\n    return [1.0]\n" + COMPUTE, r"raised at table of step 3: TypeError: returned \[1\.0\]; a table is a dict of rows.*in table"),
+    Broken("table without numbers", "def table(self):\n    return {'a': {'b': 'c'}}\n" + COMPUTE, "raised at table of step 3: TypeError: returned .*; a table is a dict of rows.*in table"),
     Broken("misspelt verb", "def intervene(self, run_ctx, model_ctx):\n    model_ctx.scale_gradient(0.5)\n    return {}\n", "AttributeError: scale_gradient .*Did you mean 'scale_gradients'", base="InterventionHook"),
 ]  # fmt: skip
 CHANGES = [
     Broken("steps in an observer", "def start(self, run):\n    self.model = run.model\n" + compute("[parameter.sub_(0.1 * parameter.grad) for parameter in self.model.parameters()]\nreturn {}"), r"may only read, but changed .*It is written at broken\d+\.py:\d+ in compute\. ctx.evaluate\(weights\) evaluates others, .*model_ctx.apply_perturbation"),
-    Broken("gradients of its own", compute("with torch.enable_grad():\n    ctx.model(ctx.batch_data[0]).sum().backward()\nreturn {}"), r"changed .*in compute\. ctx.compute_batch_gradients\(batch\) and"),
-    Broken("sets a gradient", compute("for each in ctx.model.parameters():\n    each.grad = None\nreturn {}"), r"changed .*in compute\. .*declare commits = {StatePart.GRADIENTS}"),
-    Broken("leaves another mode", compute("ctx.model.eval()\nreturn {}"), r"changed .*in compute\. ctx.forward\(inputs, train="),
+    Broken("backward pass of the model", compute("with torch.enable_grad():\n    ctx.model(ctx.batch_data[0]).sum().backward()\nreturn {}"), r"changed .*in compute\. ctx.compute_batch_gradients\(batch\) and"),
+    Broken("sets a gradient", compute("for parameter in ctx.model.parameters():\n    parameter.grad = None\nreturn {}"), r"changed .*in compute\. .*declare commits = {StatePart.GRADIENTS}"),
+    Broken("leaves the model in eval mode", compute("ctx.model.eval()\nreturn {}"), r"changed .*in compute\. ctx.forward\(inputs, train="),
 ]  # fmt: skip
 REFUSED = [
     Broken("forgotten decorator", COMPUTE, r"The hook 'spread' is not registered: put @HookRegistry.register above the class broken\d+.Spread \(broken\d+\.py:8\)\.", decorator=""),
@@ -148,8 +148,8 @@ REFUSED = [
     Broken("exits in its constructor", "def __init__(self):\n    sys.exit(0)\n" + COMPUTE, r"Hook 'spread' cannot be made with \(\): SystemExit: 0 \[.*in __init__: sys.exit"),
     Broken("points in its constructor", "def __init__(self):\n    self.hook_points = {'POST_STEP'}\n" + COMPUTE, "Hook 'spread': Unknown hook point 'POST_STEP'"),
     Broken("schedule in its constructor", "def __init__(self):\n    self.step_schedule = 10\n" + COMPUTE, "Hook 'spread' has step_schedule = 10"),
-    Broken("schedules that are none", "point_schedules = StepSchedule()\n" + COMPUTE, "has point_schedules = StepSchedule.*; they are a dict by hook point"),
-    Broken("file in a text", "@classmethod\ndef leaves(cls, strategy):\n    return 'spread.txt'\n" + COMPUTE, "leaves\(\) of .* returned 'spread.txt'; .*return a list of file names"),
+    Broken("schedules of the wrong type", "point_schedules = StepSchedule()\n" + COMPUTE, "has point_schedules = StepSchedule.*; they are a dict by hook point"),
+    Broken("file in a text", "@classmethod\ndef leaves(cls, strategy):\n    return 'spread.txt'\n" + COMPUTE, r"leaves\(\) of .* returned 'spread.txt'; .*return a list of file names"),
     Broken("leaves of an object", "def leaves(self, strategy):\n    return []\n" + COMPUTE, r"has a method leaves .*leaves\(cls, strategy\)"),
     Broken("no compute", "def computes(self, ctx):\n    return {}\n", r"must define compute\(\)"),
     Broken("no description", "metrics = ''\n" + COMPUTE, r"must define describe_metrics\(\) \(or a text metrics\)"),
@@ -159,13 +159,13 @@ REFUSED = [
     Broken("observer that intervenes", "def intervene(self, run_ctx, model_ctx):\n    return {}\n" + COMPUTE, "has intervene, but is an observer"),
     Broken("one commit", "commits = StatePart.GRADIENTS\ndef intervene(self, run_ctx, model_ctx):\n    return {}\n", "it must be a set: commits = {StatePart.GRADIENTS}", base="InterventionHook"),
     Broken("commits as a text", "commits = 'gradients'\ndef intervene(self, run_ctx, model_ctx):\n    return {}\n", "has commits = 'gradients'; it must be a set: commits = {StatePart.GRADIENTS}", base="InterventionHook"),
-    Broken("commit that is not declared", "def intervene(self, run_ctx, model_ctx):\n    model_ctx.scale_gradients(0.5)\n    return {}\n", r"GRADIENTS.* \[broken\d+\.py:\d+ in intervene: model_ctx.scale_gradients\(0.5\)\]", base="InterventionHook"),
+    Broken("undeclared commit", "def intervene(self, run_ctx, model_ctx):\n    model_ctx.scale_gradients(0.5)\n    return {}\n", r"GRADIENTS.* \[broken\d+\.py:\d+ in intervene: model_ctx.scale_gradients\(0.5\)\]", base="InterventionHook"),
     Broken("raises in its constructor", "def __init__(self, *, size: int = 1):\n    self.rows = 1 // size\n" + COMPUTE, r"Hook 'spread' cannot be made with \(size=0\): ZeroDivisionError: .* in __init__: self.rows = 1 // size\]", options=("--hook-config", "spread.size=0")),
 ]  # fmt: skip
 FINE = [
     Broken("numbers of NumPy", compute("return {'std': np.float32(0.5), 'std/a': {np.int64(3): np.array(2)}, 'std/b': [np.bool_(True), np.float64('nan')]}", "metrics = 'std | a | b | c\\nstd/<parameter> | a | b | c'"), ""),
     Broken("value with a graph", compute("with torch.enable_grad():\n    return {'std': ctx.model[0](ctx.batch_data[0]).std()}"), ""),
-    Broken("metric that is not described", compute("return {'sdt': 1.0}"), r"Hook 'spread' returns a metric 'sdt' that it does not describe\. Did you mean 'std'\? Add to metrics in class Spread a row: sdt \| formula"),
+    Broken("undescribed metric", compute("return {'sdt': 1.0}"), r"Hook 'spread' returns a metric 'sdt' that it does not describe\. Did you mean 'std'\? Add to metrics in class Spread a row: sdt \| formula"),
 ]  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def words(folder: Path, hook: str, *more: str) -> list[str]:
 
 @pytest.fixture
 def answer(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch) -> Iterator[Callable]:
-    """Give a function that runs the file of a broken hook and returns status and answer."""
+    """Return a function that runs a broken hook's file and returns the status and the message."""
     made: list[str] = []
 
     def run(broken: Broken, *more: str) -> tuple[int, str]:
@@ -220,7 +220,7 @@ def answer(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch) -> It
         sys.modules.pop(name)
 
 
-def one_line(errors: str, pattern: str) -> None:
+def assert_one_line(errors: str, pattern: str) -> None:
     first = errors.splitlines()[-1] if errors else ""
     assert re.search(pattern, first), errors
     assert "Traceback" not in errors
@@ -231,18 +231,18 @@ def one_line(errors: str, pattern: str) -> None:
 def test_raising_hook_is_reported_in_one_line(broken, answer, tmp_path) -> None:
     """The line names the source line of the hook or the remedy; the traceback is only in summary.json."""
     status, errors = answer(broken)
-    told = [line for line in errors.splitlines() if "checkpoint" not in line or "Hook 'spread'" in line]
-    one_line("\n".join(told), broken.answer)
+    hook_lines = [line for line in errors.splitlines() if "checkpoint" not in line or "Hook 'spread'" in line]
+    assert_one_line("\n".join(hook_lines), broken.answer)
     assert status == 1
     summary = tmp_path / "output/small/plain/summary.json"
-    if summary.exists():  # a run that never began leaves its folder as it was
-        found = read_json(summary)
-        assert found["traceback"].startswith("Traceback (most recent call last)")
-        assert all(error["traceback"].startswith("Traceback (most") for error in found["hook_errors"])
+    if summary.exists():  # a run that did not start leaves its folder unchanged
+        summary_fields = read_json(summary)
+        assert summary_fields["traceback"].startswith("Traceback (most recent call last)")
+        assert all(error["traceback"].startswith("Traceback (most") for error in summary_fields["hook_errors"])
 
 
 @pytest.mark.parametrize(
-    "broken", [pytest.param(each, marks=slow_unless(place % 3 == 0), id=str(each)) for place, each in enumerate(RUNS)]
+    "broken", [pytest.param(case, marks=slow_unless(row % 3 == 0), id=str(case)) for row, case in enumerate(RUNS)]
 )
 def test_skipped_failing_hook_leaves_no_trace(broken, answer, bare, tmp_path) -> None:
     """With --on-hook-error skip, the final weights are those of the run without the hook."""
@@ -257,18 +257,18 @@ def test_skipped_failing_hook_leaves_no_trace(broken, answer, bare, tmp_path) ->
 def test_unusable_hook_is_refused_before_any_output(broken, answer, tmp_path) -> None:
     """The command exits with status 2 and one line on stderr, before it creates the output folder."""
     status, errors = answer(broken)
-    one_line(errors, broken.answer)
+    assert_one_line(errors, broken.answer)
     assert status == 2
-    if "declared" not in broken.name:  # that is found at the first step
+    if broken.name != "undeclared commit":  # detected at the first step
         assert not contents(tmp_path).keys() & {"output"}
 
 
 @pytest.mark.parametrize("broken", FINE, ids=str)
-def test_what_is_merely_odd_is_taken(broken, answer, bare, tmp_path) -> None:
+def test_unusual_values_are_accepted(broken, answer, bare, tmp_path) -> None:
     status, errors = answer(broken, "--hook-jsonl", "--hook-csv")
     assert status == 0
     if broken.answer:
-        one_line(errors, broken.answer)
+        assert_one_line(errors, broken.answer)
     else:
         assert errors == ""
     assert (tmp_path / "output/small/plain/plain_final.pt").read_bytes() == bare

@@ -1,4 +1,4 @@
-"""Every shipped hook beside layers whose weights are computed from other parameters."""
+"""Every shipped hook with layers whose weights are computed from other parameters."""
 
 import json
 import warnings
@@ -30,12 +30,12 @@ WAYS = {
     "parametrizations.orthogonal": parametrizations.orthogonal,
 }
 NEEDS_OTHERS = {"counterfactual", "embedding_provenance", "gradient_projection"}
-"""Hooks that need a loop of their own, an embedding with its output projection, or a reference solution."""
+"""Hooks that need an epoch driven by loopscope, an embedding with its output projection, or a reference solution."""
 NEEDS_THE_TABLE = {"fourier", "token_gradient"}
 
 
 class Net(nn.Module):
-    """Layers of which ``change`` computes the weights of an embedding, a block and the head."""
+    """A network in which ``change`` parametrizes the weights of an embedding, a block and the head."""
 
     def __init__(self, change) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def trained(way: str, folder=None, **chosen) -> Net:
-    """Train two epochs of two steps, with hooks attached where there is a ``folder``."""
+def trained(way: str, folder=None, **options) -> Net:
+    """Train two epochs of two steps, with hooks attached if ``folder`` is given."""
     torch.manual_seed(0)
     model = Net(WAYS[way])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -71,8 +71,8 @@ def trained(way: str, folder=None, **chosen) -> Net:
             optimizer.zero_grad()
         return model
     evaluate = lambda model: {"train_acc": 0.0, "val_acc": 0.0}
-    given = {"loop": "epoch", "loss": loss, "loader": loader, "evaluate": evaluate, "sinks": ["jsonl"]}
-    with loopscope.attach(model, optimizer, out=folder, display="none", **given, **chosen) as scope:
+    task_options = {"loop": "epoch", "loss": loss, "loader": loader, "evaluate": evaluate, "sinks": ["jsonl"]}
+    with loopscope.attach(model, optimizer, out=folder, display="none", **task_options, **options) as scope:
         for _ in range(EPOCHS):
             for batch in scope.batches(batches):
                 scope.backward(loss(model, batch))
@@ -86,7 +86,7 @@ def trained(way: str, folder=None, **chosen) -> Net:
     [*((way, "observers") for way in WAYS), ("prune", "full"), ("parametrizations.spectral_norm", "full")],
 )
 def test_groups_serve_computed_weights(way: str, group: str, tmp_path) -> None:
-    """No hook ends the run or is left out but those that read the table, and every byte is that of a bare run."""
+    """No hook ends the run, only hooks that read the table are dropped, and every byte is that of a bare run."""
     options = {name: options for name, options in FEW_PASSES.items() if name in bulk_hooks(group)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,7 +112,7 @@ def test_gradient_overflow_names_what_it_leaves_out(way: str) -> None:
     assert any(name.startswith("gradient_overflow/") for name in manager.dispatch.last())
 
 
-def test_gradient_overflow_needs_a_weight_of_its_own(tmp_path) -> None:
+def test_gradient_overflow_refuses_model_of_computed_weights(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     prune.l1_unstructured(model[0], "weight", 0.5)
     optimizer = torch.optim.SGD(model.parameters())

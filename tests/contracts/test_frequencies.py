@@ -1,4 +1,4 @@
-"""How often a run is evaluated, saved, logged or looked at never changes it."""
+"""The frequency of evaluation, checkpoints, logging and snapshots does not change a run."""
 
 import random
 

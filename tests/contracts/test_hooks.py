@@ -1,4 +1,4 @@
-"""The promises that every registered hook keeps, in both loops, on every model and optimizer."""
+"""The guarantees of every registered hook, in both loops, on every model and optimizer."""
 
 import io
 import itertools
@@ -46,7 +46,7 @@ QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, Interventio
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
 LENGTHS = [pytest.param(3, id="3"), pytest.param(13, marks=pytest.mark.slow, id="13")]
 HEALTH = "Step [0-9,]+"
-"""How the warnings begin that are about the run's health, which is no matter of these promises."""
+"""The start of the warnings about the run's health, which these tests ignore."""
 pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 PREFIXES = {
     StatePart.GRADIENTS: ("gradients/",),
@@ -74,7 +74,7 @@ def make(name: str) -> TrainingHook:
 
 @cache
 def refusal(name: str, case: Case) -> str:
-    """Return the sentence with which a hook refuses a model before the run, or nothing."""
+    """Return the error with which a hook refuses a model before the run, or an empty string."""
     task, state = build(case)
     hook = make(name)
     try:
@@ -85,18 +85,18 @@ def refusal(name: str, case: Case) -> str:
 
 
 def fires(name: str, loop: str) -> bool:
-    """Tell whether the points of a hook are reached in a loop."""
+    """Return whether a loop reaches any point of a hook."""
     hook = HookRegistry.get(name)
     return bool(windows_for(hook.hook_points, hook.loop_points, loop))
 
 
-def willing(names: list[str], case: Case) -> list[str]:
+def supported(names: list[str], case: Case) -> list[str]:
     return [name for name in names if not refusal(name, case)]
 
 
 @cache
 def reference(case: Case) -> dict[str, torch.Tensor]:
-    """Return the weights of a longer run, for the hooks that measure against a solution."""
+    """Return the weights of a longer run, for hooks that need a reference solution."""
     model = train(case, steps=6, audit=False).task.model
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -108,8 +108,8 @@ def alone(name: str, case: Case, steps: int) -> Run:
 
 @cache
 def together(case: Case, steps: int) -> Run:
-    """Train with all quiet hooks and one that draws random numbers; audited where the bytes are what is tested."""
-    hooks = [*map(make, willing(QUIET, case)), SpyHook(drawing)]
+    """Train with all quiet hooks and one that draws random numbers; audit the cases whose bytes are compared."""
+    hooks = [*map(make, supported(QUIET, case)), SpyHook(drawing)]
     return train(case, hooks, steps=steps, audit=case in ORDERED, reference_weights=reference(case))
 
 
@@ -118,7 +118,7 @@ def drawing(ctx):
 
 
 def numbers(run: Run, name: str) -> str:
-    """Return every number that a hook reported, as text, which is exact and knows NaN."""
+    """Return every number that a hook reported, as text, which is exact and represents NaN."""
     return described(run.sink.rows(name + "/"))
 
 
@@ -128,10 +128,10 @@ def test_every_hook_runs_in_a_fast_case(name):
     cases = always_on(name)
     assert {case.model for case in cases} == {case.model for case in CASES}
     assert {case.loop for case in cases} == {*LOOPS}
-    assert willing_in(cases, name) or not willing_in(CASES, name)
+    assert supported_in_any(cases, name) or not supported_in_any(CASES, name)
 
 
-def willing_in(cases: list[Case], name: str) -> bool:
+def supported_in_any(cases: list[Case], name: str) -> bool:
     return not all(refusal(name, case) for case in cases)
 
 
@@ -158,7 +158,7 @@ def test_hooked_run_matches_bare_run(name, case, steps):
 @own_process
 def test_hook_order_changes_no_results(case, steps):
     """Reversing the order of the observers and interventions changes no byte of the run and no metric."""
-    names = willing(QUIET, case)
+    names = supported(QUIET, case)
     forward = together(case, steps)
     hooks = map(make, reversed(names))
     backward = train(case, hooks, steps=steps, audit=False, reference_weights=reference(case))
@@ -180,7 +180,7 @@ def runs_of_all_hooks() -> None:
 @pytest.mark.parametrize("half", [0, 1])
 def test_adding_hooks_changes_no_other_hooks_numbers(half, case, steps, runs_of_all_hooks):
     """Each half of the hooks reports together with all hooks what it reports alone."""
-    for name in willing(QUIET, case)[half::2]:
+    for name in supported(QUIET, case)[half::2]:
         if case in always_on(name):
             assert numbers(together(case, steps), name) == numbers(alone(name, case, steps), name)
 
@@ -192,7 +192,7 @@ def test_adding_hooks_changes_no_other_hooks_numbers(half, case, steps, runs_of_
 )
 def test_adding_hooks_keeps_metrics_in_slow_cases(case, steps):
     """The metrics of a hook are the same alone and next to all other hooks, in the cases that are marked slow."""
-    for name in willing(QUIET, case):
+    for name in supported(QUIET, case):
         if case not in always_on(name):
             assert numbers(together(case, steps), name) == numbers(alone(name, case, steps), name)
 
@@ -252,7 +252,7 @@ def test_offloaded_hook_state_gives_same_metrics(name, case):
 
 
 class WatchingManager(HookManager):
-    """A manager that notes, fire by fire, which entries of the training state changed."""
+    """A manager that records, by hook point, which entries of the training state changed."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
@@ -314,5 +314,5 @@ def recording_manager(points, before, after):
 
 
 def committable(model: torch.nn.Module) -> str:
-    """Return all that a hook can commit to, as text: parameters and gradients."""
+    """Return the state that a hook can commit to, as text: parameters and gradients."""
     return described({name: (parameter, parameter.grad) for name, parameter in model.named_parameters()})

@@ -1,4 +1,4 @@
-"""Every registered hook under micro-batches, mixed precision, skipped steps and a compiled model, in both loops."""
+"""Contract tests of every hook in both loops with micro-batches, mixed precision, skipped steps and a compiled model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train: mixed precision, a head in chunks, a compiled model (by a backend that changes no number)."""
+    """A training mode: mixed precision, a head in chunks, a model compiled by a backend that keeps eager numerics."""
 
     amp: str = "none"
     compiled: bool = False
@@ -55,9 +55,9 @@ MODES = {
 
 
 def every_mode_and_loop(names: list[str]) -> pytest.MarkDecorator:
-    """Test every hook in every mode and loop; without ``slow``, in one of the loops in which it fires.
+    """Parametrize over hooks, modes and loops; without ``slow``, over one of the hook's loops.
 
-    A head in chunks matters to hooks with taps.
+    Only hooks with taps are tested without ``slow`` on a head in chunks.
     """
     rows = [
         pytest.param(mode, loop, name, id=f"{mode}-{loop}-{name}", marks=slow_unless(always_on(mode, loop, name, row)))
@@ -69,13 +69,13 @@ def every_mode_and_loop(names: list[str]) -> pytest.MarkDecorator:
 
 
 def always_on(mode: str, loop: str, name: str, row: int) -> bool:
-    """Tell whether a hook is tested without ``slow`` in a mode and a loop."""
+    """Return whether a hook is tested without ``slow`` in a mode and a loop."""
     has_taps = HookRegistry.get(name).taps is not TrainingHook.taps
     return loop == loop_for(name, row) and (has_taps or not MODES[mode].chunked)
 
 
 def loop_for(name: str, row: int) -> str:
-    """Choose the loop for a mode; the next mode gets another one."""
+    """Choose the loop for a mode, alternating from mode to mode."""
     loops = [loop for loop in LOOPS if fires(name, loop)]
     return loops[(turn(name) + row) % len(loops)]
 

@@ -1,4 +1,4 @@
-"""Every registered hook on runs whose model, optimizer, scheduler and batches are of odd kinds leaves their bytes."""
+"""Contract tests of every registered hook on runs with unusual models, optimizers, schedulers and batches."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -29,17 +29,17 @@ OPTIONS: dict[str, dict[str, Any]] = FEW_PASSES | {
     "loss_spikes": {"window": 2, "threshold": 1e9},
     "variance": {"window": 2, "every": 2},
 }
-"""What lets hooks have something to do in a run of four steps, and no more than that."""
+"""Options with which hooks have work to do in a run of four steps, and no more than that."""
 CLOSURE = "Hook '{name}' changes the .*, but LBFGS computes gradients several times a step"
-ADAM = "Hook 'adam_dynamics' needs torch.optim.Adam or AdamW, whose moments it reads"
+ADAM = "Hook 'adam_dynamics' reads the moments of torch.optim.Adam or AdamW, but the optimizer"
 REFUSED = {(name, "closure"): CLOSURE for name in ("grad_clip", "metis_split", "output_projection_clip")} | {
     ("adam_dynamics", update): ADAM for update in UPDATES if update not in ("timm", "lambda")
 }
-"""Which hooks and which kinds of update cannot meet, and how the sentence begins with which the run is refused."""
+"""The unsupported pairs of hook and update, with the start of the error that refuses the run."""
 
 
 def rows_of(number: int) -> list[tuple[str, str, str]]:
-    """Choose rows of the axes for a hook: it meets every value of each, and the hooks together meet every two."""
+    """Choose rows for a hook so that it meets every value of each axis, and all hooks together meet every pair."""
     places, updates, batches = AXES
     chosen = [(place, (place + number) % len(updates)) for place in range(len(places))]
     return [(places[i], updates[j], batches[(i + i // 2 + j) % len(batches)]) for i, j in chosen]
@@ -49,7 +49,7 @@ CHOSEN = {name: rows_of(number) for name, number in zip(QUIET + COMMITTING, coun
 
 
 def every_hook_and_row(names: list[str]) -> pytest.MarkDecorator:
-    """Test every hook on the rows chosen for it; with ``slow``, also where every two values of two axes meet."""
+    """Parametrize over hooks and their chosen rows; with ``slow``, over rows with every pair of values of two axes."""
     rows = [
         pytest.param(
             name, odd(name, row), id="-".join((name, *row)), marks=slow_unless(row in CHOSEN[name][turn(name) % 3 :: 3])
@@ -62,7 +62,7 @@ def every_hook_and_row(names: list[str]) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run comes to: the digest of its whole state, and its weights."""
+    """The result of a run: the digest of its whole state, and its weights."""
 
     digest: dict[str, int]
     weights: dict[str, Tensor]
@@ -76,21 +76,21 @@ class Outcome:
         assert self.changed(other) == []
 
     def changed(self, other: "Outcome") -> list[str]:
-        """Return the names of the weights with other bytes."""
+        """Return the names of the weights whose bytes differ."""
         read = lambda weights, name: weights[name].numpy().tobytes()
         return [name for name in self.weights if read(self.weights, name) != read(other.weights, name)]
 
 
 def odd(name: str, row: tuple[str, str, str]) -> Odd:
-    """Make the run of a row; in one of the loops in which the hook fires, which differ from row to row."""
+    """Make the run of a row, in one of the hook's loops, chosen by the row."""
     loops = [loop for loop in LOOPS if fires(name, loop)]
     return Odd(*row, loop=loops[turn("".join(row)) % len(loops)], low_bit=name == "metis_split")
 
 
 def make(name: str) -> TrainingHook:
-    """Make a hook that fires as often as it can."""
+    """Make a hook that is called at every step."""
     hook = HookRegistry.get(name)(**OPTIONS.get(name, {}))
-    if name != "metis_split":  # which takes its schedule from the layers
+    if name != "metis_split":  # its schedule comes from the layers
         hook.step_schedule = EVERY_STEP
     return hook
 
@@ -101,7 +101,7 @@ def bare(odd: Odd) -> Outcome:
 
 
 def refused(name: str, odd: Odd) -> bool:
-    """Tell whether a hook cannot take part in a run, having looked that it is refused in the words that are known."""
+    """Return whether a run refuses a hook; fail unless it does so with the expected message."""
     sentence = REFUSED.get((name, odd.update), "")
     if sentence:
         steps: list[int] = []
@@ -122,7 +122,7 @@ def test_hook_leaves_odd_run_unchanged_or_is_refused(name: str, odd: Odd) -> Non
     bare(odd).assert_same_as(Outcome.of(run))
 
 
-def disturb(run_ctx: Any, model_ctx: Any) -> None:
+def mutate_temporarily(run_ctx: Any, model_ctx: Any) -> None:
     model_ctx.take_step(run_ctx.batch_data)
     model_ctx.compute_batch_gradients(run_ctx.batch_data)
 
@@ -137,7 +137,7 @@ def test_committing_hook_changes_only_declared_state(name: str, odd: Odd) -> Non
     allowed = tuple(prefix for part in HookRegistry.get(name).commits for prefix in PREFIXES[part])
     assert changed
     assert [entry for entry in changed if not entry.startswith(allowed)] == []
-    acting = at(ActingHook, HookPoint.POST_BACKWARD, needs_pre_epoch_state=False)(disturb)
+    acting = at(ActingHook, HookPoint.POST_BACKWARD, needs_pre_epoch_state=False)(mutate_temporarily)
     Outcome.of(run).assert_same_as(Outcome.of(train_oddly(odd, [acting, make(name)])))
 
 
@@ -146,8 +146,8 @@ def pass_forward(task: TrainingTask) -> None:
         odd_loss(task.model, next(iter(task.loader)))
 
 
-def step_and_put_back(task: TrainingTask) -> None:
-    """Let the optimizer and the scheduler step, and put the weights back."""
+def step_and_restore(task: TrainingTask) -> None:
+    """Step the optimizer and the scheduler, and restore the weights."""
     saved = copied(dict(task.model.named_parameters()))
     for parameter in task.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -161,21 +161,23 @@ def write(task: TrainingTask) -> None:
         parts(batch)[0].zero_()
 
 
-DEEDS = (
+MUTATIONS = (
     [(Odd(place, "preconditioner", "tuple"), pass_forward) for place in PLACES]
-    + [(Odd("tensor", update, "tuple"), step_and_put_back) for update in UPDATES]
+    + [(Odd("tensor", update, "tuple"), step_and_restore) for update in UPDATES]
     + [(Odd("tensor", "timm", batch), write) for batch in BATCHES]
 )
 
 
-@pytest.mark.parametrize(("odd", "deed"), DEEDS, ids=[f"{deed.__name__}-{odd}" for odd, deed in DEEDS])
-def test_mutation_of_odd_state_changes_the_outcome(odd: Odd, deed: Any) -> None:
+@pytest.mark.parametrize(
+    ("odd", "mutation"), MUTATIONS, ids=[f"{mutation.__name__}-{odd}" for odd, mutation in MUTATIONS]
+)
+def test_mutation_of_odd_state_changes_the_outcome(odd: Odd, mutation: Any) -> None:
     """Each mutation changes the result of its run, so the contract tests would detect a hook that makes it."""
 
     class Meddling(HookManager):
         def fire(self, point: HookPoint) -> None:
             if point is HookPoint.PRE_STEP and self.state.loop.step == 2:
-                deed(self.task)
+                mutation(self.task)
             super().fire(point)
 
     assert bare(odd).changed(Outcome.of(train_oddly(odd, manager_class=Meddling))) != []

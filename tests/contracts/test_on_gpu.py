@@ -1,4 +1,4 @@
-"""What hooks promise, on a GPU: the same bytes, one wait a firing. No machine of the project has run these on one."""
+"""Contract tests of hooks on a GPU: identical bytes, one wait per dispatch. No machine of the project has a GPU."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 
 def on_both(always: list[str], all_: list[str]) -> pytest.MarkDecorator:
-    """Test some names on the CPU, so that the tests themselves are tested, and all on the GPU."""
+    """Parametrize over some names on the CPU, which tests the tests themselves, and over all names on the GPU."""
     rows = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in always]
     return pytest.mark.parametrize(
         ("name", "device"), [*rows, *(pytest.param(name, "cuda", id=f"{name}-cuda", marks=ON_GPU) for name in all_)]
@@ -43,7 +43,7 @@ def reference(task: TrainingTask) -> dict[str, torch.Tensor]:
 
 
 def digest(device: str, hooks: list[TrainingHook]) -> dict[str, int]:
-    """Train as a run does, by deterministic algorithms, and return the digests of the training state."""
+    """Train with deterministic algorithms and return the digests of the training state."""
     with deterministic(on=True):
         task, state = build(device)
         manager = HookManager(hooks, task, state, required=set(), reference_weights=reference(task))
@@ -59,7 +59,7 @@ def test_run_with_hook_matches_bare_run(name, device):
 
 
 class CountingManager(HookManager):
-    """Notes how often the host waits in each fire."""
+    """A manager that counts how often the host waits in each dispatch."""
 
     def __init__(self, hooks: list[TrainingHook], task: TrainingTask, state: TrainingState) -> None:
         super().__init__(hooks, task, state, required=set(), reference_weights=reference(task))
@@ -73,7 +73,7 @@ class CountingManager(HookManager):
 
 
 def waits(hook: TrainingHook, device: str) -> list[int]:
-    """Train with a hook, and return how often the host waits in each fire."""
+    """Train with a hook and return how often the host waits in each dispatch."""
     task, state = build(device)
     manager = CountingManager([hook], task, state)
     epoch_loop(task, manager)
@@ -86,7 +86,7 @@ def test_observer_dispatch_waits_for_device_at_most_once(name, device):
     """The weight average runs without its evaluation, which is user code and may wait freely."""
     hook = make(name)
     if name == "weight_average":
-        hook.evaluate = False  # an evaluation is the experiment's code, which waits as often as it likes
+        hook.evaluate = False  # user code may wait any number of times
     assert max(waits(hook, device)) <= 1
 
 

@@ -1,4 +1,4 @@
-"""A hook that raises leaves nothing changed; the run ends and names it, or goes on as if it had never been there."""
+"""A hook that raises changes nothing; the run ends with its name, or continues as if it had never existed."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import torch
 from loopscope.errors import HookError, StateMutationError
 from loopscope.hooks import HookPoint, StatePart
 
-from tests.contracts.test_vandals import process_put_back
+from tests.contracts.test_misbehaving_hooks import restored_process_settings
 from tests.support import (
     LOOPS,
     ActingHook,
@@ -22,7 +22,7 @@ from tests.support import (
     raising,
     train,
 )
-from tests.support.vandals import DEEDS, Scene, train_one_step
+from tests.support.misbehaving_hooks import MUTATIONS, Scene, train_one_step
 
 CASES = [Case(loop=loop, model=model) for loop in LOOPS for model in ("batchnorm_mlp", "transformer")]
 STEP_POINTS = [HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP]
@@ -33,7 +33,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def spoil_and_raise(run_ctx, model_ctx):
-    """Train on, damage what is there, and raise half-way."""
+    """Take a training step, zero the weights, drop the gradients, and raise."""
     train_one_step(Scene(model_ctx._task, model_ctx._state))
     with torch.no_grad():
         for parameter in model_ctx.model.parameters():
@@ -54,11 +54,11 @@ def commit_and_raise(run_ctx, model_ctx):
 def test_error_names_hook_point_and_step(case, kind, point):
     """The message quotes the raising line, and the final state is that of the bare run."""
     run = train(case, [at(kind, point)(raising)], raises=HookError)
-    assert str(run.error).startswith(f"Hook {kind.name!r} raised at {point.name} of step 1: Mishap: as told [")
-    assert str(run.error).endswith('in raising: raise Mishap("as told")]')
+    assert str(run.error).startswith(f"Hook {kind.name!r} raised at {point.name} of step 1: Mishap: on purpose [")
+    assert str(run.error).endswith('in raising: raise Mishap("on purpose")]')
     assert isinstance(run.error.__cause__, Mishap)
-    untouched = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
-    assert differences(untouched.final, run.final) == []
+    stopped_run = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
+    assert differences(stopped_run.final, run.final) == []
 
 
 def stop_here(ctx):
@@ -70,8 +70,8 @@ def stop_here(ctx):
 def test_half_finished_intervention_leaves_bare_run_state(case, point):
     """An intervention that changes the state and then raises is rolled back at every hook point."""
     run = train(case, [at(ActingHook, point)(spoil_and_raise)], raises=HookError)
-    untouched = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
-    assert differences(untouched.final, run.final) == []
+    stopped_run = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
+    assert differences(stopped_run.final, run.final) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,12 +83,12 @@ def test_skip_finishes_run_like_bare_run(case, kind):
         run = train(case, [kind(raising), bystander], on_error="skip")
     assert_same_bytes(run, case)
     (error,) = run.manager.hooks.failures.errors
-    assert (error["hook"], error["error"]) == (kind.name, "Mishap: as told")
+    assert (error["hook"], error["error"]) == (kind.name, "Mishap: on purpose")
     assert [seen[2] for seen in bystander.seen if seen[0] == "POST_STEP"] == [1, 2, 3]
 
 
 @every_case
-def test_skip_undoes_what_a_raising_intervention_did(case):
+def test_skip_rolls_back_raising_intervention(case):
     with pytest.warns(UserWarning, match="raised at"):
         run = train(case, [at(ActingHook, HookPoint.POST_STEP)(spoil_and_raise)], on_error="skip")
     assert_same_bytes(run, case)
@@ -124,8 +124,8 @@ def interrupt(run_ctx, model_ctx):
 def test_interrupt_during_intervention_is_rolled_back(case):
     """A KeyboardInterrupt in the middle of an intervention leaves the state of the bare run."""
     run = train(case, [at(ActingHook, HookPoint.POST_STEP)(interrupt)], raises=KeyboardInterrupt)
-    untouched = train(case, [at(SpyHook, HookPoint.POST_STEP)(stop_here)], raises=HookError)
-    assert differences(untouched.final, run.final) == []
+    stopped_run = train(case, [at(SpyHook, HookPoint.POST_STEP)(stop_here)], raises=HookError)
+    assert differences(stopped_run.final, run.final) == []
 
 
 def test_metrics_before_a_raise_are_delivered():
@@ -143,13 +143,13 @@ def test_metrics_before_a_raise_are_delivered():
     assert [row[2:] for row in run.sink.rows("spy/")] == [(1, 1.0), (2, 2.0)]
 
 
-# What a hook that may only read has done before it raised
+# Changes that a read-only hook made before it raised
 
-VandalObserver = at(SpyHook, HookPoint.POST_STEP)
-VandalReader = at(ReadOnlyHook, HookPoint.POST_STEP)
-PUT_BACK = [
+MisbehavingObserver = at(SpyHook, HookPoint.POST_STEP)
+MisbehavingReader = at(ReadOnlyHook, HookPoint.POST_STEP)
+REVERSIBLE = [
     *("evaluate_for_good", "freeze_the_model", "change_dropout", "drop_a_gradient", "replace_a_gradient"),
-    *("leave_a_forward_hook", "leave_a_forward_pre_hook", "change_the_default_dtype", "demand_determinism"),
+    *("leave_a_forward_hook", "leave_a_forward_pre_hook", "change_the_default_dtype", "require_determinism"),
     *("change_the_number_of_threads", "leave_grad_mode_off", "enter_a_function_mode", "enter_a_dispatch_mode"),
     *("lower_the_matmul_precision", "enter_inference_mode", "change_the_default_device", "flush_denormals"),
     *("leave_saved_tensor_hooks", "leave_a_hook_on_all_modules"),
@@ -157,26 +157,26 @@ PUT_BACK = [
 ]
 
 
-def train_with_deed(kind, name, error, **options):
-    """Train with a hook that does a deed and raises at its last call, where calls are no longer checked one by one."""
-    met = {}
+def train_with_mutation(kind, name, error, **options):
+    """Train with a hook that makes a mutation and raises at step 5, where the tripwire no longer compares bytes."""
+    introduced = {}
 
     def act(ctx, *rest):
         if ctx.step == 5:
-            DEEDS[name](Scene(*met["run"]))
+            MUTATIONS[name](Scene(*introduced["run"]))
             raise error
 
-    introduce = lambda *run: met.update(run=run)
-    with process_put_back(), warnings.catch_warnings():
+    introduce = lambda *run: introduced.update(run=run)
+    with restored_process_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return train(Case(), [kind(act)], length=2, introduce=introduce, **options)
 
 
-@pytest.mark.parametrize(("kind", "audit"), [(VandalObserver, False), (VandalReader, True)])
-@pytest.mark.parametrize("name", PUT_BACK)
+@pytest.mark.parametrize(("kind", "audit"), [(MisbehavingObserver, False), (MisbehavingReader, True)])
+@pytest.mark.parametrize("name", REVERSIBLE)
 def test_skip_restores_changes_of_raising_reader(name, kind, audit):
     """An observer or read-only intervention changes the state and raises, and the run continues without it."""
-    run = train_with_deed(kind, name, Mishap("and raised"), on_error="skip", audit=audit)
+    run = train_with_mutation(kind, name, Mishap("and raised"), on_error="skip", audit=audit)
     assert run.digests == train(Case(), length=2, audit=False).digests
     assert [error["error"] for error in run.manager.hooks.failures.errors] == ["Mishap: and raised"]
 
@@ -184,14 +184,18 @@ def test_skip_restores_changes_of_raising_reader(name, kind, audit):
 @pytest.mark.parametrize("name", ["edit_the_learning_rate", "write_in_place", "lower_all_precisions"])
 def test_unrestorable_change_is_reported_despite_skip(name):
     """The StateMutationError has the hook's own error as its context."""
-    run = train_with_deed(VandalObserver, name, Mishap("and raised"), on_error="skip", raises=StateMutationError)
+    run = train_with_mutation(
+        MisbehavingObserver, name, Mishap("and raised"), on_error="skip", raises=StateMutationError
+    )
     assert "Hook 'spy' at POST_STEP of step 5 may only read, but changed" in str(run.error)
     assert isinstance(run.error.__context__, Mishap)
 
 
 def test_hook_on_parameter_is_removed_after_raise():
     """The run removes a tensor hook that an observer left on a parameter before it raised."""
-    run = train_with_deed(VandalObserver, "leave_a_hook_on_a_parameter", Mishap("x"), on_error="skip", audit=False)
+    run = train_with_mutation(
+        MisbehavingObserver, "leave_a_hook_on_a_parameter", Mishap("x"), on_error="skip", audit=False
+    )
     assert run.digests == train(Case(), length=2, audit=False).digests
 
 
@@ -200,22 +204,22 @@ def test_hook_on_parameter_is_removed_after_raise():
 def test_exit_in_hook_counts_as_hook_error(kind, error):
     """SystemExit and GeneratorExit become a HookError, or a warning in skip mode."""
 
-    def leave(*contexts):
+    def raise_error(*contexts):
         raise error
 
-    run = train(Case(), [at(kind, HookPoint.POST_STEP)(leave)], raises=HookError)
+    run = train(Case(), [at(kind, HookPoint.POST_STEP)(raise_error)], raises=HookError)
     assert f"raised at POST_STEP of step 1: {type(error).__name__}" in str(run.error)
     with pytest.warns(UserWarning, match="The run goes on without it"):
-        assert_same_bytes(train(Case(), [kind(leave)], on_error="skip"), Case())
+        assert_same_bytes(train(Case(), [kind(raise_error)], on_error="skip"), Case())
 
 
 def test_interrupt_in_observer_restores_module_modes():
     """The run raises the KeyboardInterrupt unchanged, with every module in training mode again."""
 
-    def leave(ctx):
+    def interrupt_in_eval_mode(ctx):
         ctx.model.eval()
         raise KeyboardInterrupt
 
-    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(leave)], raises=KeyboardInterrupt)
+    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(interrupt_in_eval_mode)], raises=KeyboardInterrupt)
     assert isinstance(run.error, KeyboardInterrupt)
     assert all(module.training for module in run.task.model.modules())

@@ -1,4 +1,4 @@
-"""However much an observer reports, a call of it waits for the device at most once."""
+"""A call of an observer reads from the device at most once, however many metrics it reports."""
 
 import pytest
 from loopscope import training_hooks  # noqa: F401 - fills the registry
@@ -19,7 +19,7 @@ MEASURED = {"train_loss": 1.0, "val_loss": 1.0, "train_acc": 0.5, "val_acc": 0.5
 def test_observer_call_reads_device_at_most_once(name, case):
     """The cases are all models with AdamW in the epoch loop, except those that a hook refuses."""
     if refusal(name, case):
-        pytest.skip("the hook does not suit the model")
+        pytest.skip("the hook does not support the model")
     hook = make(name)
     counts = count_transfers(hook)
     train(case, [hook], steps=6, audit=False, every_step=False, evaluate=lambda model: dict(MEASURED),

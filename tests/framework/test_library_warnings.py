@@ -27,7 +27,7 @@ from loopscope.training import Ranks
 from torch import nn
 
 from tests.support import Case, SpyHook, build, differences
-from tests.support.vandals import Scene, train_one_step
+from tests.support.misbehaving_hooks import Scene, train_one_step
 
 CALL = Call("spy", "POST_STEP", 1)
 TEXT = "this library has something to say"

@@ -1,4 +1,4 @@
-"""Which rows of a matrix of cases every run of the suite tests; the others are behind the marker ``slow``."""
+"""Selection of the rows of a matrix that quick runs test; the other rows carry the marker ``slow``."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
@@ -11,7 +11,7 @@ from tests.support import CASES, LOOPS, MODELS, OPTIMIZERS, Case
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Choose rows of the product of axes, so few that it pays, in which every two values of two axes meet."""
+    """Choose few rows of the product of axes that together contain every pair of values of two axes."""
     rows = list(product(*axes))
     missing = set().union(*map(pairs, rows))
     chosen = []
@@ -22,17 +22,17 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def pairs(row: tuple[Any, ...]) -> set[Any]:
-    """Return every two values of a row with their positions; of a row of one, that one."""
+    """Return every pair of values of a row with their positions; for a row of one value, that value."""
     return set(combinations(enumerate(row), min(2, len(row))))
 
 
 def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
-    """Return the marks of a row that is tested always on a condition."""
+    """Return the marks of a row: ``slow`` unless the condition holds."""
     return [] if condition else [pytest.mark.slow]
 
 
 def some_of(values: Iterable[Any], every: int = 2) -> list[Any]:
-    """Return a parameter for each value; without ``slow``, only the first of each ``every`` is tested."""
+    """Return a parameter for each value; without ``slow``, tests use only the first of each ``every`` values."""
     rows = enumerate(values)
     return [
         pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=slow_unless(index % every == 0))
@@ -41,7 +41,7 @@ def some_of(values: Iterable[Any], every: int = 2) -> list[Any]:
 
 
 def matrix(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Test every row of the product of axes, whose values are hashable; without ``slow``, every two values of two axes.
+    """Parametrize over the product of axes with hashable values; without ``slow``, over every pair of values of two axes.
 
     >>> [row.values for row in matrix("loop, every", ["epoch", "step"], [1, 2]).args[1]]
     [('epoch', 1), ('epoch', 2), ('step', 1), ('step', 2)]
@@ -59,14 +59,14 @@ every_pair = pytest.mark.parametrize(
 
 
 def turn(name: str) -> int:
-    """Return a number that belongs to a name, whichever names there are beside it."""
+    """Return a number that depends only on the name."""
     return crc32(name.encode())
 
 
 def always_on(name: str) -> list[Case]:
-    """Choose the cases in which a hook is tested alone without ``slow``: each model, in both loops.
+    """Choose the cases in which a hook is tested alone without ``slow``: each model, in alternating loops.
 
-    Which loop and which optimizer go with which model differs from hook to hook, so that all hooks meet every case.
+    The pairing of loops and optimizers with models differs between hooks, so that all hooks together cover every case.
     """
     optimizers, number = list(OPTIMIZERS), turn(name)
     return [
@@ -81,11 +81,11 @@ FEW_PASSES = {
     "sharpness": {"iterations": 3, "k": 1, "probes": 2, "density_probes": 1, "batches": 2, "critical_passes": 3},
     "what_if": {"fresh": 3, "follow": 1},
 }
-"""Options with which the dear hooks measure in fewer passes."""
+"""Options with which the expensive hooks measure in fewer passes."""
 
 
 def every_hook_and_case(names: Sequence[str], *, quick: int = len(MODELS)) -> pytest.MarkDecorator:
-    """Test every hook in every case; without ``slow``, in the first ``quick`` cases that are always on for the hook."""
+    """Parametrize over hooks and cases; without ``slow``, over its first ``quick`` cases of ``always_on``."""
     rows = [
         pytest.param(name, case, id=f"{name}-{case}", marks=slow_unless(case in always_on(name)[:quick]))
         for name in names

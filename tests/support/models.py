@@ -35,7 +35,7 @@ class TiedModel(nn.Module):
 
 
 class ChunkedModel(TiedModel):
-    """The same with its head called in chunks, as to save memory, and used as a function beside."""
+    """A :class:`TiedModel` that calls its head in chunks, to save memory, and also uses the matrix as a function."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.dropout(torch.tanh(self.mix(self.embedding(tokens).mean(dim=1))))
@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 
 
 def data_for(model: str) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets that suit a model."""
+    """Draw inputs and targets for a model."""
     generator = torch.Generator().manual_seed(5)
     targets = torch.randint(TOKENS, (ROWS,), generator=generator)
     if model in ("transformer", "tied"):

@@ -1,4 +1,4 @@
-"""Batches that are no tuples of tensors, and a loader of them."""
+"""Batches that are not tuples of tensors, and a loader of them."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Frozen:
 
 
 class Graph:
-    """An object as graph libraries make them: it keeps its data a level deeper, and knows its parent."""
+    """An object in the style of graph libraries: it stores its data one level deeper, and refers to itself."""
 
     def __init__(self, x: Any, y: Any) -> None:
         self._store = {"x": x, "y": y, "parent": self}
@@ -46,7 +46,7 @@ class Graph:
 
 
 class Opaque:
-    """An object whose data nobody finds."""
+    """An object whose data are unreachable."""
 
     def __init__(self, x: Any, y: Any) -> None:
         self.read = lambda: (x, y)
@@ -81,16 +81,16 @@ def parts(batch: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, Opaque):
         return batch.read()
     if isinstance(batch, list):
-        found = batch[0]["x"][0], batch[1]["y"][0]
+        inputs_and_targets = batch[0]["x"][0], batch[1]["y"][0]
     elif isinstance(batch, (dict, UserDict)):
-        found = batch["x"], batch["y"]
+        inputs_and_targets = batch["x"], batch["y"]
     else:
-        found = batch if type(batch) is tuple else (batch.x, batch.y)
-    return tuple(torch.as_tensor(part) for part in found)
+        inputs_and_targets = batch if type(batch) is tuple else (batch.x, batch.y)
+    return tuple(torch.as_tensor(part) for part in inputs_and_targets)
 
 
 class Views(Loader):
-    """Yields views of the data, in containers of a kind; batches of the same rows are the same objects if ``kept``."""
+    """A loader of views of the data, in containers of a kind; with ``kept`` every epoch yields the same objects."""
 
     def __init__(
         self, kind: str, *, kept: bool = False, data: tuple[Tensor, Tensor] | None = None, size: int = 4

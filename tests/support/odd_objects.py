@@ -1,4 +1,4 @@
-"""Objects that models, optimizers and schedulers of other people hold their state in."""
+"""Objects in which third-party models, optimizers and schedulers keep their state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass
 class Record:
-    """A dataclass that holds more than data."""
+    """A dataclass that contains lists and references."""
 
     total: float = 0.0
     seen: list[Any] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Slotted:
 
 
 class Preconditioner:
-    """What an optimizer keeps of a parameter: an object with slots, a tensor and an array in them."""
+    """State of an optimizer for a parameter: an object whose slots contain a tensor and an array."""
 
     __slots__ = ("factor", "history", "steps")
 
@@ -49,19 +49,19 @@ class Named(dict[str, Any]):
 
 
 class Average:
-    """An exponential average of parameters that a hook keeps up to date."""
+    """An exponential average of parameters that a hook updates."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.shadow, self.updates = model, [item.detach().clone() for item in model.parameters()], 0
 
     def update(self, *_: Any) -> None:
         self.updates += 1
-        for mine, theirs in zip(self.shadow, self.model.parameters(), strict=True):
-            mine.lerp_(theirs.detach() + 1, 0.5)
+        for average, parameter in zip(self.shadow, self.model.parameters(), strict=True):
+            average.lerp_(parameter.detach() + 1, 0.5)
 
 
 class TwoOptimizers:
-    """Two optimizers behind one face, which is none itself."""
+    """A wrapper around two optimizers that is not an optimizer itself."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self.parts = [
@@ -83,7 +83,7 @@ class TwoOptimizers:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """An optimizer before another, whose groups it shares."""
+    """An optimizer that wraps another and shares its parameter groups."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base
@@ -95,7 +95,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Warmup:
-    """A scheduler of nobody's kind, as timm makes them."""
+    """A scheduler without torch's base class, in the style of timm."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.values, self.best = optimizer, {"lr": [0.1]}, SimpleNamespace(metric=0.0)
@@ -109,7 +109,7 @@ class Warmup:
 
 
 class Schedule:
-    """What a LambdaLR may be given: its state decides."""
+    """A stateful function for LambdaLR."""
 
     def __init__(self) -> None:
         self.calls = [0]
@@ -120,7 +120,7 @@ class Schedule:
 
 
 class Wrapped(TwoOptimizers):
-    """Two optimizers behind one face for a model of any shape."""
+    """A wrapper around two optimizers for a model of any shape."""
 
     def __init__(self, model: nn.Module) -> None:
         first, *others = model.parameters()

@@ -1,4 +1,4 @@
-"""Runs whose model, optimizer, scheduler and batches are of odd kinds, each with a state that decides the rest."""
+"""Runs with unusual models, optimizers, schedulers and batches, each with state that affects the following steps."""
 
 import random
 from collections import deque
@@ -24,12 +24,12 @@ from tests.support.odd_objects import Average, Preconditioner, Record, Schedule,
 from tests.support.runs import Case, Run, train
 
 STEPS = 4
-"""Of the step loop; the epoch loop takes two epochs of three."""
+"""Number of steps in the step loop; the epoch loop takes two epochs of three steps."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model keeps a state, and how a forward pass in train mode moves it; it returns what it adds."""
+    """A place for a model's state: ``make`` creates it; ``move`` updates it in training and returns an offset."""
 
     make: Callable[[], Any]
     move: Callable[[Any, Tensor], Any]
@@ -44,7 +44,7 @@ class Place:
 
 
 class OddTransformer(nn.Module):
-    """A transformer with tied embeddings whose outputs depend on all the forward passes in train mode before."""
+    """A transformer with tied embeddings whose outputs depend on all its earlier forward passes in train mode."""
 
     kept: Any = None
 
@@ -71,7 +71,7 @@ def drifted(logits: Tensor, kept: Any, move: Callable[[Any, Tensor], Any]) -> Te
 
 
 def drifting(kept: Any, move: Callable[[Any, Tensor], Any]) -> Callable[..., Tensor | None]:
-    """Make a forward hook that keeps a number, and an object, in its closure."""
+    """Make a forward hook that keeps a number and an object in its closure."""
     calls = 0
 
     def hook(module: nn.Module, inputs: Any, logits: Tensor) -> Tensor | None:
@@ -85,7 +85,7 @@ def drifting(kept: Any, move: Callable[[Any, Tensor], Any]) -> Callable[..., Ten
 
 
 def tensor(kept: Tensor, logits: Tensor) -> Tensor:
-    kept.data.mul_(0.9).add_(logits.mean(0) + 0.1)  # leaves no version behind
+    kept.data.mul_(0.9).add_(logits.mean(0) + 0.1)  # does not increase the version
     return kept
 
 
@@ -139,25 +139,25 @@ PLACES = {
 
 
 class Preconditioned(torch.optim.SGD):
-    """Gradient descent that keeps an object of each parameter."""
+    """Gradient descent with an object for each parameter."""
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    held = self.state[parameter].setdefault("preconditioner", Preconditioner())
-                    parameter.sub_(group["lr"] * held(parameter.grad))
+                    preconditioner = self.state[parameter].setdefault("preconditioner", Preconditioner())
+                    parameter.sub_(group["lr"] * preconditioner(parameter.grad))
 
 
 class Pulling(Average):
-    """An average of the parameters, to which it draws them after every step."""
+    """An average of the parameters that pulls them towards it after every step."""
 
     def update(self, *_: Any) -> None:
         super().update()
         with torch.no_grad():
-            for mine, theirs in zip(self.shadow, self.model.parameters(), strict=True):
-                theirs.lerp_(mine, 0.1 / self.updates)
+            for average, parameter in zip(self.shadow, self.model.parameters(), strict=True):
+                parameter.lerp_(average, 0.1 / self.updates)
 
 
 def drawn_to_average(model: nn.Module) -> torch.optim.Optimizer:
@@ -168,7 +168,7 @@ def drawn_to_average(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer, and a scheduler of it."""
+    """An optimizer and its scheduler."""
 
     optimizer: Callable[[nn.Module], Any]
     scheduler: Callable[[Any], Any] = lambda optimizer: None
@@ -192,14 +192,14 @@ BATCHES = ("tuple", "UserDict", "dataclass", "nested arrays")
 
 @dataclass(frozen=True)
 class Odd:
-    """One row of the matrix of odd runs: place, update, batches, and the loop."""
+    """One row of the matrix of odd runs: place, update, kind of batch, and loop."""
 
     place: str
     update: str
     batch: str
     loop: str = "epoch"
     low_bit: bool = False
-    """Whether the layers cast their operands, as hooks on such layers need it."""
+    """Whether the layers cast their operands, as hooks for low-bit layers require."""
 
     def __str__(self) -> str:
         return "-".join((self.place, self.update, self.batch, self.loop))
@@ -228,7 +228,7 @@ def train_oddly(
     compute_loss: Callable[[nn.Module, Any], Tensor] = odd_loss,
     **options: Any,
 ) -> Run:
-    """Run the loop of a row with hooks; a refusal passes."""
+    """Run the loop of a row with hooks; a refusal propagates."""
     return train(
         Case("tied", "sgd_momentum", odd.loop),
         hooks,

@@ -1,4 +1,4 @@
-"""Tests in a process of their own: long ones, and those that change what a process has only once."""
+"""Tests in a separate process: long ones, and those that change state that a process has only once."""
 
 import functools
 import importlib
@@ -19,18 +19,18 @@ PRELOADED = [
     *("tests.support.ranks", "tests.framework.checkpoints.crash_runs", "torch.distributed.fsdp"),
     "torch.distributed.tensor.parallel",
 ]
-"""Modules of the server from which processes are forked; importing them in each process would take seconds."""
+"""Modules that the fork server imports; importing them in each process would take seconds."""
 
 
 def fork_server() -> Any:
-    """Return the context whose processes are forked from a server that has imported everything and done nothing."""
+    """Return the context of a fork server that has imported everything and run nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
 
 def own_process(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in a process of its own, with the warning filters and the working directory of this one.
+    """Run a test in a separate process, with the warning filters and the working directory of this one.
 
     Its fixtures must be picklable: paths and parameters, no ``monkeypatch`` and no ``capsys``.
     """
@@ -46,7 +46,7 @@ def own_process(test: Callable[..., None]) -> Callable[..., None]:
         try:
             failure = receiver.recv()
         except EOFError:
-            failure = f"The process of the test ended by itself, with status {process.exitcode}."
+            failure = f"The process of the test exited with status {process.exitcode}."
         process.join()
         if failure:
             pytest.fail(failure, pytrace=False)
@@ -61,7 +61,7 @@ def _run(module: str, name: str, fixtures: dict[str, Any], surroundings: tuple[A
     torch.set_num_threads(1)
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     try:
-        # importing a test module warns of what pytest, which is not here, would have rewritten
+        # Without pytest, importing a test module warns that its assertions cannot be rewritten.
         test = getattr(importlib.import_module(module), name).__wrapped__
         warnings.filters[:] = filters
         test(**fixtures)

@@ -1,4 +1,4 @@
-"""Runs something on several processes that form a gloo group."""
+"""Functions run on several processes that form a gloo group."""
 
 import os
 import time
@@ -13,44 +13,46 @@ from torch.multiprocessing.spawn import start_processes
 from tests.support.processes import fork_server
 
 TIMEOUT = 60
-"""Seconds after which a rank that waits for others in vain raises, rather than hang the suite."""
+"""Seconds after which a waiting rank raises, so that a lost rank cannot hang the suite."""
 
 
 def on_ranks(compute: Callable[[], Any], folder: Path, count: int) -> list[Any]:
-    """Return what ``compute``, a function of a module, returns on each rank: tensors and plain values."""
+    """Return the result of ``compute``, a module-level function, on each rank: tensors and plain values."""
     started = start_on_ranks(compute, folder, count)
-    while not started.join():  # returns where some have ended
+    while not started.join():  # returns as soon as any process has ended
         pass
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
 def start_on_ranks(compute: Callable[[], Any], folder: Path, count: int) -> Any:
-    """Start the ranks, each of which saves what it returns in a file ``RANK.pt`` of the folder.
+    """Start the ranks, each of which saves its result in the file ``RANK.pt`` of the folder.
 
-    They are forked from a process that has imported everything and done nothing, which is far quicker than an import.
+    They are forked from a process that has imported everything and run nothing, which is much faster than an import.
     """
     fork_server()
-    # The server keeps the environment that it was started in, and tests change theirs.
+    # The server keeps its original environment, while tests change theirs.
     return start_processes(
-        _be_one, (compute, folder, count, dict(os.environ)), count, join=False, start_method="forkserver"
+        _run_rank, (compute, folder, count, dict(os.environ)), count, join=False, start_method="forkserver"
     )
 
 
 def on_two_ranks(compute: Callable[[], Any], folder: Path) -> list[Any]:
-    """Return what ``compute`` returns on each of two ranks."""
+    """Return the results of ``compute`` on two ranks."""
     return on_ranks(compute, folder, 2)
 
 
-def _be_one(rank: int, compute: Callable[[], Any], folder: Path, count: int, environment: dict[str, str]) -> None:
+def _run_rank(rank: int, compute: Callable[[], Any], folder: Path, count: int, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT)
     )
     torch.save(compute(), folder / f"{rank}.pt")
-    ends = time.monotonic() + TIMEOUT
-    while time.monotonic() < ends and not all((folder / f"{each}.pt").exists() for each in range(count)):
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline and not all(
+        (folder / f"{other_rank}.pt").exists() for other_rank in range(count)
+    ):
         time.sleep(0.01)
-    # Nothing is torn down: threads of gloo that outlive their group, or whose peer has gone, abort an interpreter that
-    # ends, now and then.
+    # The process skips the interpreter's shutdown, which gloo threads occasionally abort if they outlive their group or
+    # lose their peer.
     os._exit(0)

@@ -1,9 +1,9 @@
-"""Limits on what a test may use: the resources that its markers name, and processor time.
+"""Limits on the resources of a test: those that its markers name, and processor time.
 
 A test that starts a process, ranks or the compiler carries the marker of that resource. Without it the start raises,
-and the test fails even if the code under test catches the exception. Everything else is a quick test, whose processor
-time ``--quick-limit`` bounds (``make fast`` passes it). Fixtures that several tests share are not counted, nor is a test
-that is the first in its process to import a library.
+and the test fails even if the code under test catches the exception. All other tests are quick tests, whose processor
+time ``--quick-limit`` bounds (``make fast`` passes it). Neither shared fixtures nor a test that is the first in its
+process to import a library count towards the limit.
 """
 
 import functools
@@ -21,19 +21,19 @@ import torch
 import torch.distributed
 
 EXEMPT = {"slow", "gpu", "xla"}
-"""Markers whose tests may use everything."""
+"""Markers of unlimited tests."""
 RESOURCES = {"process": {"process", "ranks", "compile", "browser"}, "ranks": {"ranks"}, "compile": {"compile"}}
-"""What is guarded, with the markers that allow it: ranks are processes, and a compiler and a browser start some."""
+"""The guarded resources and the markers that allow them: ranks are processes; compilers and browsers start them."""
 UNTIMED = {"process", "ranks", "compile", "browser", "trainer", "statistical"} | EXEMPT
 """Markers whose tests may take longer than a quick one."""
 FIRST_IMPORT = 10
-"""A test during which this many modules are imported pays for the tests after it, and its time is not limited."""
+"""The number of modules imported by a test above which its time is not limited, because later tests benefit."""
 
 
 class ResourceGuard:
-    """Watches what the running test starts, and how long it takes.
+    """Checks which resources the running test uses, and its processor time.
 
-    The watched functions are wrapped once per session; between tests everything is allowed.
+    The guarded functions are wrapped once per session; between tests everything is allowed.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ResourceGuard:
         self._guard_ranks()
 
     def begin(self, item: pytest.Item) -> None:
-        """Hold a test to its markers, from its set-up on."""
+        """Start to check a test against its markers, from its set-up on."""
         self._markers = {marker.name for marker in item.iter_markers()}
         self._refused, self._uncounted = [], 0.0
         self._watch_dynamo()
@@ -62,7 +62,7 @@ class ResourceGuard:
         self._started = time.process_time()
 
     def end(self) -> None:
-        """Allow everything again after a test's tear-down; fail the test if it used more than it may."""
+        """Allow everything again after a test's tear-down; fail the test if it exceeded its limits."""
         seconds = time.process_time() - self._started - self._uncounted
         markers, self._markers = self._markers or set(), None
         if self._refused:
@@ -77,7 +77,7 @@ class ResourceGuard:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave the processor time of the body out of the test's."""
+        """Exclude the processor time of the body from the test's."""
         started, before = time.process_time(), self._uncounted
         try:
             yield
@@ -85,11 +85,11 @@ class ResourceGuard:
             self._uncounted = before + time.process_time() - started
 
     def _require(self, resource: str, action: str) -> None:
-        """Refuse to let a test use a resource that its markers do not name."""
+        """Fail a test that uses a resource without the marker for it."""
         if self._markers is not None and not self._markers & (RESOURCES[resource] | EXEMPT):
-            sentence = f"{action} in a test without the marker {resource!r}: add @pytest.mark.{resource}."
-            self._refused.append(sentence)
-            pytest.fail(sentence)
+            message = f"{action} in a test without the marker {resource!r}: add @pytest.mark.{resource}."
+            self._refused.append(message)
+            pytest.fail(message)
 
     def _guard(self, owner: Any, name: str, resource: str) -> None:
         original = getattr(owner, name)
@@ -114,7 +114,7 @@ class ResourceGuard:
         torch.distributed.init_process_group = guarded
 
     def _watch_dynamo(self) -> None:
-        """Guard compilations that do not come through ``torch.compile``, once the compiler has been imported."""
+        """Guard compilations that bypass ``torch.compile``, once the compiler has been imported."""
         if not self._watches_dynamo and "torch._dynamo" in sys.modules:
             self._watches_dynamo = True
             from torch._dynamo.callback import callback_handler

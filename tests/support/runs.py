@@ -1,4 +1,4 @@
-"""Runs of the cases, and what they leave: digests, fired points, metrics."""
+"""Runs of the cases, with their digests, dispatched points and metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ from tests.support.models import (
 
 @dataclass
 class Tally:
-    """A state that a strategy adds to the run: a plain number and a tensor."""
+    """Additional state of a strategy: a plain number and a tensor."""
 
     count: int = 0
     table: Tensor = field(default_factory=lambda: torch.arange(4.0))
@@ -60,7 +60,7 @@ CASES = [Case(model, optimizer, loop) for loop in LOOPS for model in MODELS for 
 
 
 def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[TrainingTask, TrainingState]:
-    """Build a small run; the same bytes at every call. ``options`` are fields of :class:`TrainingTask`."""
+    """Build a small run, with the same bytes at every call. ``options`` are fields of :class:`TrainingTask`."""
     seed_everything(3)
     model = MODELS[case.model]()
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
@@ -83,7 +83,7 @@ def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[
 
 
 class DigestTrace(NoProgress):
-    """Digests what the run depends on after every step."""
+    """Records a digest of the training state after every step."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -95,7 +95,7 @@ class DigestTrace(NoProgress):
 
 @dataclass
 class RecordingSink(MetricSink):
-    """Keeps everything that reaches it."""
+    """A sink that keeps everything that it receives."""
 
     name: str = "recording"
     emitted: list[tuple[dict[str, Any], int, HookPoint, int]] = field(default_factory=list)
@@ -115,17 +115,17 @@ class RecordingSink(MetricSink):
 
     def rows(self, hook: str = "") -> list[tuple[str, HookPoint, int, Any]]:
         """List (metric, point, step, value), series unrolled, of one hook or of all, sorted."""
-        found: list[tuple[str, HookPoint, int, Any]] = []
+        unrolled_rows: list[tuple[str, HookPoint, int, Any]] = []
         for metrics, _, point, step in self.emitted:
             for name, value in metrics.items():
                 if name.startswith(hook):
                     series = value if isinstance(value, Series) else Series([step], [value])
-                    found += [(name, point, *pair) for pair in zip(series.steps, series.values, strict=True)]
-        return sorted(found, key=lambda row: row[:3])
+                    unrolled_rows += [(name, point, *pair) for pair in zip(series.steps, series.values, strict=True)]
+        return sorted(unrolled_rows, key=lambda row: row[:3])
 
 
 class Saving(NoPauses):
-    """Calls ``save`` every so many epochs (step loop: steps), isolated like a checkpoint; 0: never."""
+    """Calls ``save`` every ``every`` epochs (step loop: steps), isolated like a checkpoint; 0 disables it."""
 
     def __init__(self, manager: HookManager, every: int, save: Callable[[], None]) -> None:
         self._manager = manager
@@ -133,14 +133,14 @@ class Saving(NoPauses):
         self._save = save
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
-        done = loop.epoch if self._manager.counts_epochs else loop.step
-        if unit_ended and self._every and done % self._every == 0:
+        completed = loop.epoch if self._manager.counts_epochs else loop.step
+        if unit_ended and self._every and completed % self._every == 0:
             self._manager.isolated("checkpoint", self._save)
 
 
 @dataclass
 class Run:
-    """What came out of a run: its digests after every step and at the end, and everything it was made of."""
+    """The result of a run: its digests after every step and at the end, and its components."""
 
     case: Case
     task: TrainingTask
@@ -152,7 +152,7 @@ class Run:
     """The step and the digest of every checkpoint."""
     error: Exception | None
     final: dict[str, int] = field(default_factory=dict)
-    """The digest at the end, of which the streams of the process are part, that others draw from later."""
+    """The digest at the end. It includes the random streams of the process, from which other code draws later."""
 
     @property
     def checkpoints(self) -> int:
@@ -177,10 +177,10 @@ def train(
     checkpoint_every: int = 0,
     **options: Any,
 ) -> Run:
-    """Run a loop with ``hooks``; an error of the kinds in ``raises`` is returned, any other passes.
+    """Run a loop with ``hooks`` and return an error of the types in ``raises``; other errors propagate.
 
-    ``save`` is called at every checkpoint; ``every_step`` digests the state after every step; ``introduce`` is told
-    what is trained before it is; ``options`` are fields of the task.
+    ``save`` is called at every checkpoint; ``every_step`` digests the state after every step; ``introduce`` receives
+    task and state before the training; ``options`` are fields of the task.
     """
     task, state = build(case, steps=steps, **options)
     introduce(task, state)
@@ -241,11 +241,11 @@ def bare_run(case: Case, steps: int = STEPS_PER_EPOCH) -> tuple[list[dict[str, i
 
 
 def assert_same_bytes(run: Run, case: Case, steps: int = STEPS_PER_EPOCH) -> None:
-    """Fail unless a run had, after every step and at the end, the bytes of the run without hooks."""
+    """Fail unless a run has, after every step and at the end, the bytes of the run without hooks."""
     digests, final = bare_run(case, steps)
     assert len(run.digests) == len(digests)
-    for number, (expected, found) in enumerate(zip(digests, run.digests, strict=True), start=1):
-        assert not differences(expected, found), f"after step {number}"
+    for number, (expected, actual) in enumerate(zip(digests, run.digests, strict=True), start=1):
+        assert not differences(expected, actual), f"after step {number}"
     assert not differences(final, run.final), "at the end"
 
 

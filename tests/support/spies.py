@@ -1,4 +1,4 @@
-"""Hooks that note, act or raise."""
+"""Hooks that record their calls, act or raise."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from loopscope.hooks import HookPoint, InterventionHook, MetricInfo, TrainingHoo
 
 
 class SpyHook(TrainingHook):
-    """An observer at every point that calls ``probe(ctx)`` and returns what it returns."""
+    """An observer at every point that calls ``probe(ctx)`` and returns its result."""
 
     name = "spy"
     hook_points = frozenset(HookPoint)
@@ -25,7 +25,7 @@ class SpyHook(TrainingHook):
 
 
 class ActingHook(InterventionHook):
-    """An intervention wherever interventions are allowed that calls ``act(run_ctx, model_ctx)``."""
+    """An intervention at every permitted point that calls ``act(run_ctx, model_ctx)``."""
 
     name = "acting"
     hook_points = frozenset(HookPoint) - {HookPoint.PRE_UPDATE}
@@ -44,7 +44,7 @@ class ActingHook(InterventionHook):
 
 
 class ReadOnlyHook(ActingHook):
-    """The same with ``mutates = False``."""
+    """An :class:`ActingHook` with ``mutates = False``."""
 
     name = "read_only"
     mutates = False
@@ -52,12 +52,12 @@ class ReadOnlyHook(ActingHook):
 
 
 class Mishap(Exception):
-    """What a hook of these tests raises."""
+    """The exception that the hooks of these tests raise."""
 
 
 def raising(ctx: Any, *rest: Any) -> None:
-    """Raise :class:`Mishap`; a probe for :class:`SpyHook` and an act for :class:`ActingHook`."""
-    raise Mishap("as told")
+    """Raise :class:`Mishap`: a probe for :class:`SpyHook` and an action for :class:`ActingHook`."""
+    raise Mishap("on purpose")
 
 
 def at(hook_class: type[TrainingHook], *points: HookPoint, **attributes: Any) -> type[TrainingHook]:

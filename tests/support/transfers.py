@@ -1,4 +1,4 @@
-"""Counts transfers to the host where there is no accelerator to make them."""
+"""Counter of transfers to the host that works without an accelerator."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Scalars(TorchDispatchMode):
-    """Shows ``read`` every tensor of which torch reads a number on the host, wherever in its own code it does."""
+    """Calls ``read`` with every tensor from which torch reads a number on the host, also within torch's own code."""
 
     def __init__(self, read: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -29,10 +29,10 @@ class Scalars(TorchDispatchMode):
 
 
 class TransferCount(TorchFunctionMode):
-    """Counts what would be transfers if all tensors lay on an accelerator but those that came to the host in one.
+    """Counts the reads that would be transfers if all tensors were on an accelerator.
 
-    Of ``to`` only ``to("cpu")`` is one, in these words: ``to(other.device)`` stays on the accelerator. What ranks agree
-    on, and what each has gathered of the others, is on the host.
+    Tensors that a previous transfer brought to the host are not counted, nor are the results of collectives between
+    ranks. Of the forms of ``to``, only ``to("cpu")`` counts: ``to(other.device)`` stays on the accelerator.
     """
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
@@ -67,9 +67,9 @@ class TransferCount(TorchFunctionMode):
         def gathered(ranks: Ranks, value: Any) -> Any:
             for tensor in filter(torch.is_tensor, tree_leaves(value)):
                 self.read(tensor)
-            found = uncounted(gather)(ranks, value)
-            self.on_host += filter(torch.is_tensor, tree_leaves(found))
-            return found
+            gathered_values = uncounted(gather)(ranks, value)
+            self.on_host += filter(torch.is_tensor, tree_leaves(gathered_values))
+            return gathered_values
 
         return gathered
 
@@ -90,14 +90,14 @@ class TransferCount(TorchFunctionMode):
 
 
 def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out of every count what a function takes."""
+    """Exclude the reads of a function from every count."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        before = [(each, each.count) for each in TransferCount.active]
+        counts = [(counter, counter.count) for counter in TransferCount.active]
         result = function(*args, **kwargs)
-        for each, count in before:
-            each.count = count
+        for counter, count in counts:
+            counter.count = count
         return result
 
     return called

@@ -145,7 +145,7 @@ def test_reading_a_checkpoint_of_attributes_executes_no_code(tmp_path: Path) -> 
     assert stored[".also_shared"] == {"again": stored[".also_shared"]["again"]}
 
 
-DEEDS = {
+MUTATIONS = {
     ".calls": lambda model: setattr(model, "calls", 99),
     ".recent": lambda model: model.recent.append(7.0),
     ".table": lambda model: model.table.update(new=1),
@@ -156,20 +156,20 @@ DEEDS = {
 }
 
 
-@pytest.mark.parametrize("name", DEEDS)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_attribute_changes_are_detected_and_reverted(name: str) -> None:
     """The digest, tripwire and audit detect a changed module attribute, and a snapshot restores it."""
     task, state = counting_build()
     before = state.digest()
     snapshot = Snapshot().save(state)
-    DEEDS[name](task.model)
+    MUTATIONS[name](task.model)
     assert [entry.startswith(f"modules/{name}") for entry in differing(before, state.digest())][:1] == [True]
     snapshot.restore(state)
     assert differing(before, state.digest()) == []
     isolation, audit = Isolation(state), Audit(state, enabled=True)
     audit.begin()
     with pytest.raises(StateMutationError, match=r"changed the training state: ."), isolation.visit():
-        isolation.observe(CALL, lambda: DEEDS[name](task.model))
+        isolation.observe(CALL, lambda: MUTATIONS[name](task.model))
     with pytest.raises(StateMutationError, match=rf"modules/\{name}"):
         audit.check("Somebody")
 
@@ -179,8 +179,8 @@ def test_evaluation_changes_to_attributes_are_reverted() -> None:
     task, state = counting_build()
     before = state.digest()
     with borrowed_for_evaluation(task.model):
-        for deed in DEEDS.values():
-            deed(task.model)
+        for mutation in MUTATIONS.values():
+            mutation(task.model)
     assert differing(before, state.digest()) == []
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support import Case, build, differences
 from tests.support.ranks import on_ranks
-from tests.support.vandals import Scene, train_one_step
+from tests.support.misbehaving_hooks import Scene, train_one_step
 
 
 def test_digests_match_builds_and_detect_training():

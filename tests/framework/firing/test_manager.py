@@ -267,12 +267,12 @@ def test_point_without_due_hooks_is_skipped():
 def test_raising_hook_is_reported_with_location(hook_class):
     """HookError has the hook, point, step and source line, and the manager records the error."""
     run = train(Case(), [at(hook_class, HookPoint.POST_STEP)(raising)], steps=3, raises=HookError)
-    assert str(run.error).startswith(f"Hook {hook_class.name!r} raised at POST_STEP of step 1: Mishap: as told [")
-    assert 'in raising: raise Mishap("as told")]' in str(run.error)
+    assert str(run.error).startswith(f"Hook {hook_class.name!r} raised at POST_STEP of step 1: Mishap: on purpose [")
+    assert 'in raising: raise Mishap("on purpose")]' in str(run.error)
     assert isinstance(run.error.__cause__, Mishap)
     (error,) = run.manager.hooks.failures.errors
-    assert error.pop("traceback").endswith(".Mishap: as told\n")
-    assert error == {"hook": hook_class.name, "point": "POST_STEP", "step": 1, "error": "Mishap: as told"}
+    assert error.pop("traceback").endswith(".Mishap: on purpose\n")
+    assert error == {"hook": hook_class.name, "point": "POST_STEP", "step": 1, "error": "Mishap: on purpose"}
 
 
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
@@ -347,10 +347,10 @@ def test_usage_error_during_run_becomes_hook_error():
 def test_observer_mutation_is_always_fatal(on_error):
     """A StateMutationError is raised with on_error set to raise or skip."""
 
-    def vandalise(ctx) -> None:
+    def mutate_state(ctx) -> None:
         next(ctx.model.parameters()).add_(1)
 
-    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(vandalise)], on_error=on_error, raises=StateMutationError)
+    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(mutate_state)], on_error=on_error, raises=StateMutationError)
     assert "Hook 'spy' at POST_STEP of step 1 may only read" in str(run.error)
 
 

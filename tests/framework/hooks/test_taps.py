@@ -313,7 +313,7 @@ def write_in_place(gradient: Tensor) -> None:
 
 def write_and_raise(gradient: Tensor) -> None:
     gradient.mul_(2)
-    raise Mishap("after the deed")
+    raise Mishap("after the mutation")
 
 
 def swap_data(gradient: Tensor) -> None:
@@ -321,11 +321,11 @@ def swap_data(gradient: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "output"])
-@pytest.mark.parametrize("deed", [return_another, write_in_place, write_and_raise, swap_data])
+@pytest.mark.parametrize("mutation", [return_another, write_in_place, write_and_raise, swap_data])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_undeclared_gradient_change_by_tap_is_caught(kind, deed, on_error):
+def test_undeclared_gradient_change_by_tap_is_caught(kind, mutation, on_error):
     """The audit is off, and on_error does not matter."""
-    hook = Tapper(GradientTap({"parameter": "0.weight", "output": "0"}[kind], kind, deed))
+    hook = Tapper(GradientTap({"parameter": "0.weight", "output": "0"}[kind], kind, mutation))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         run = train(Case(), [hook], audit=False, on_error=on_error, raises=StateMutationError)
@@ -427,7 +427,7 @@ def test_module_hooks_exist_only_at_due_steps():
 def test_raising_tap_ends_the_run_with_details():
     """The error gives the hook, the tap and the step."""
     run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", raising))], raises=HookError)
-    assert str(run.error).startswith("Hook 'tapper' raised at tap on '0.weight' of step 1: Mishap: as told")
+    assert str(run.error).startswith("Hook 'tapper' raised at tap on '0.weight' of step 1: Mishap: on purpose")
 
 
 def test_raising_tap_can_be_skipped_without_trace():
@@ -447,7 +447,7 @@ class Failing(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if self.fails:
             self.fails = False
-            raise Mishap("as told")
+            raise Mishap("on purpose")
         return super().forward(inputs)
 
 

@@ -173,7 +173,7 @@ def attached(loop: Loop, out: Path, hooks: Sequence[Any], /, *, evaluates: bool 
     """Return the same of the loop with hooks."""
     parts = Parts(loop)
     for hook in hooks:
-        if isinstance(hook, Vandal):
+        if isinstance(hook, MisbehavingHook):
             hook.parts = parts
     with parts.attach(out, hooks, **options) as scope:
         return train(parts, scope, evaluates=evaluates)
@@ -188,10 +188,10 @@ def assert_equal(bare: Parts, found: Parts) -> None:
         assert not differing, f"{differing} after step {step}"
 
 
-class Vandal(ActingHook):
+class MisbehavingHook(ActingHook):
     """Trains on, draws and zeroes weights, wherever it is let."""
 
-    name = "vandal"
+    name = "misbehaving_hook"
     parts: Parts
 
     def __init__(self) -> None:

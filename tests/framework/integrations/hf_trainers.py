@@ -84,7 +84,7 @@ def same(ours: tuple[list[list[Tensor]], Tensor], theirs: tuple[list[list[Tensor
     return bool(ours[0]) and equal and torch.equal(ours[1], theirs[1])
 
 
-def vandal() -> ActingHook:
+def misbehaving_hook() -> ActingHook:
     """Return an intervention that draws, trains on and zeroes the weights, and is to leave no trace."""
 
     def act(run_ctx: Any, model_ctx: Any) -> None:
@@ -96,4 +96,4 @@ def vandal() -> ActingHook:
             for parameter in model_ctx.model.parameters():
                 parameter.zero_()
 
-    return type("Vandal", (ActingHook,), {"needs_pre_epoch_state": False})(act)
+    return type("MisbehavingHook", (ActingHook,), {"needs_pre_epoch_state": False})(act)

@@ -126,4 +126,4 @@ def everything(*names: str) -> list[Any]:
     """Return hooks that draw, measure and spoil what they can, and some by name."""
     points = set(HookPoint) - {HookPoint.PRE_UPDATE}
     own = [at(SpyHook, *HookPoint, name="drawing")(draw), at(SpyHook, *MEASURING, name="measuring")(measure)]
-    return [*own, at(ActingHook, *points, name="vandal")(spoil), "norms", "training_metrics", *names]
+    return [*own, at(ActingHook, *points, name="misbehaving_hook")(spoil), "norms", "training_metrics", *names]

@@ -16,7 +16,7 @@ from loopscope.hooks import HookPoint, HookRegistry, StepSchedule
 from loopscope.integrations import Scope
 from torch import nn
 
-from tests.framework.integrations.custom_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
+from tests.framework.integrations.custom_loops import Loop, MisbehavingHook, Parts, alone, assert_equal, attached, train
 from tests.support import ActingHook, SpyHook, at, data_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
@@ -34,17 +34,17 @@ def told(capsys: Any) -> str:
 
 
 REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
-    "a text for hooks": (lambda parts: {"hooks": "norms"}, "it is a list: hooks=\\['norms'\\]"),
+    "a text for hooks": (lambda parts: {"hooks": "norms"}, "it must be a list: hooks=\\['norms'\\]"),
     "an unknown hook": (lambda parts: {"hooks": ["norm"]}, "Did you mean 'norms'"),
     "a hook twice": (lambda parts: {"hooks": ["norms", norms()]}, "'norms' is given by name, and as .* leave one"),
     "two objects": (lambda parts: {"hooks": [norms(), norms()]}, "Two hooks are named 'norms'"),
     "idle options": (lambda parts: {"hook_options": {"hessian": {}}}, "not on; add .*hooks=\\['hessian'\\]"),
-    "late options": (lambda parts: {"hooks": [norms()], "hook_options": {"norms": {}}}, "give them as it is made"),
+    "late options": (lambda parts: {"hooks": [norms()], "hook_options": {"norms": {}}}, "pass them to its class"),
     "an unknown option": (lambda parts: {"hook_options": {"norms": {"x": 1}}}, "Unknown option of hook 'norms': 'x'"),
     "a number of ranks": (lambda parts: {"ranks": 3}, "ranks is a int; give loopscope.training.Ranks"),
     "no micro-batches": (lambda parts: {"accumulate": 0}, "accumulate is 0; .* at least 1"),
     "a number to evaluate": (lambda parts: {"evaluate": 3}, "evaluate is a int; it must be a function"),
-    "no optimizer": (lambda parts: {"optimizer": None}, "attach\\(model, optimizer\\) takes one of torch's"),
+    "no optimizer": (lambda parts: {"optimizer": None}, "attach\\(model, optimizer\\) takes an optimizer of torch"),
     "another model": (lambda parts: {"target": nn.Linear(2, 2)}, "trains no parameter of the model .*; give the model"),
     "no model": (lambda parts: {"target": parts.optimizer}, "it takes a model and its optimizer"),
     "a scheduler as scaler": (lambda parts: {"scaler": parts.scheduler}, "The scaler is a StepLR; give the loop's own"),
@@ -52,11 +52,11 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "a closure's optimizer": (lambda parts: {"optimizer": torch.optim.LBFGS(parts.model.parameters())}, "no closure"),
     "what the Accelerator knows": (
         lambda parts: {"accelerator": parts, "accumulate": 2},
-        "counts micro-batches by itself",
+        "its own scaler and number of micro-batches",
     ),
     "a data-parallel model": (
         lambda parts: {"target": nn.DataParallel(parts.model)},
-        "in one process, where attach serves one; use",
+        "in one process, but attach supports one device; use",
     ),
     "no file of weights": (lambda parts: {"reference": "nowhere.pt"}, r"nowhere\.pt"),
     "an unknown sink": (lambda parts: {"sinks": ["jsonel"]}, "Did you mean 'jsonl'"),
@@ -164,10 +164,14 @@ def loop_with(parts: Parts, scope: Scope, backward: Callable[[Any], None], updat
 
 
 TOLD: dict[str, tuple[Any, Any, str]] = {
-    "loss.backward()": (lambda scope: torch.Tensor.backward, lambda i: 1, "came without a scope.backward"),
-    "accumulation": (lambda scope: scope.backward, lambda i: 1 - i % 2, "attach(..., accumulate=N) says how many"),
-    "short groups": (lambda scope: scope.backward, lambda i: i % 2, "say scope.backward(loss, last=True) for the last"),
-    "two updates": (lambda scope: scope.backward, lambda i: 2, "came without a batch before it"),
+    "loss.backward()": (lambda scope: torch.Tensor.backward, lambda i: 1, "called without scope.backward"),
+    "accumulation": (lambda scope: scope.backward, lambda i: 1 - i % 2, "their number to attach(..., accumulate=N)"),
+    "short groups": (
+        lambda scope: scope.backward,
+        lambda i: i % 2,
+        "call scope.backward(loss, last=True) for the last",
+    ),
+    "two updates": (lambda scope: scope.backward, lambda i: 2, "called without a batch before it"),
 }
 
 
@@ -230,17 +234,19 @@ def test_observers_of_updates_need_nothing_but_attach(tmp_path, capsys):
         assert_equal(bare, train(parts))
         assert scope.last_metrics()
     assert seen == [(point, step) for step in range(1, 7) for point in UPDATES]
-    assert "This loop tells of nothing but its updates" in told(capsys)
+    assert "This loop only calls optimizer.step()" in told(capsys)
     left = json.loads((tmp_path / "summary.json").read_text())["hooks_left_out"]
     assert list(left) == ["training_metrics"]
 
 
-@pytest.mark.parametrize("hooks", [["norms", "adam_dynamics"], [Vandal()]], ids=["observer", "intervention"])
+@pytest.mark.parametrize("hooks", [["norms", "adam_dynamics"], [MisbehavingHook()]], ids=["observer", "intervention"])
 def test_unservable_hook_is_refused_before_first_update(tmp_path, hooks):
     """The message suggests scope.batches(loader); no parameter changes and no folder is written."""
     parts = Parts(Loop())
     before = parts.digest()
-    refused = rf"Hook '{'norms' if 'norms' in hooks else 'vandal'}' cannot be served.*scope\.batches\(loader\)"
+    refused = (
+        rf"Hook '{'norms' if 'norms' in hooks else 'misbehaving_hook'}' cannot be served.*scope\.batches\(loader\)"
+    )
     with parts.attach(tmp_path / "run", hooks), pytest.raises(UsageError, match=refused):
         train(parts)
     assert [name for name, value in parts.digest().items() if name[:2] == "pa" and value != before[name]] == []
@@ -294,5 +300,5 @@ def test_loop_keeping_graphs_across_steps_can_be_observed(tmp_path):
 def test_loop_keeping_graphs_refuses_rolled_back_hooks(tmp_path):
     """The error names the hook whose changes are rolled back."""
     acting = at(ActingHook, HookPoint.POST_STEP)(lambda run_ctx, model_ctx: None)
-    with pytest.raises(UsageError, match="keeps a graph across steps, in which hook 'acting' is rolled back"):
+    with pytest.raises(UsageError, match="keeps a graph across steps in which hook 'acting' is rolled back"):
         remembered(tmp_path, [acting])

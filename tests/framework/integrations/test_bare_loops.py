@@ -10,12 +10,16 @@ import torch
 from loopscope.hooks import HookPoint
 from loopscope.state.digest import digest
 
-from tests.framework.integrations.custom_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
+from tests.framework.integrations.custom_loops import Loop, MisbehavingHook, Parts, alone, assert_equal, attached, train
 from tests.support import SpyHook, at
 from tests.support.cases import matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
-HOOKS = {"observers": lambda: ["observers"], "interventions": lambda: ["all"], "vandal": lambda: [Vandal()]}
+HOOKS = {
+    "observers": lambda: ["observers"],
+    "interventions": lambda: ["all"],
+    "misbehaving_hook": lambda: [MisbehavingHook()],
+}
 BOTH, AMP, WHEN = [False, True], ["none", "bf16"], ["step", "epoch"]
 OVERFLOWING = 2.0**18
 """Scale at which the first step is skipped, of a float16 loop, and a later one is not."""
@@ -41,7 +45,7 @@ def test_hooks_leave_every_byte(tmp_path, accelerate, accumulate, clips, amp, sc
 def test_hooks_preserve_another_model_and_optimizer(tmp_path):
     """All hooks and a misbehaving hook leave the run with the tied model and Adafactor unchanged."""
     loop = Loop(model="tied", optimizer="adafactor", accumulate=2, clips=0.1, epochs=1)
-    assert_equal(alone(loop), attached(loop, tmp_path, ["all", Vandal()]))
+    assert_equal(alone(loop), attached(loop, tmp_path, ["all", MisbehavingHook()]))
 
 
 def test_evaluation_alone_changes_the_random_state():
@@ -54,9 +58,9 @@ def test_evaluation_alone_changes_the_random_state():
 
 def test_misbehaving_hook_changes_an_unprotected_loop():
     """Without rollback no digest equals one of the bare loop."""
-    parts, vandal = Parts(Loop()), Vandal()
-    vandal.parts = parts
-    vandal.spoil(None, None)
+    parts, misbehaving_hook = Parts(Loop()), MisbehavingHook()
+    misbehaving_hook.parts = parts
+    misbehaving_hook.spoil(None, None)
     assert [digest for digest in train(parts).digests if digest in alone(Loop()).digests] == []
 
 
@@ -77,7 +81,9 @@ def test_clipping_hook_matches_manual_clipping(tmp_path, accelerate, accumulate)
 @matrix("half, hooks", HALVES, HOOKS)
 def test_hooks_preserve_a_float16_loop(tmp_path, half, hooks):
     """The loops use the half-precision setups of HALVES."""
-    assert_equal(alone(HALVES[half]), attached(HALVES[half], tmp_path, HOOKS[hooks](), audit=hooks == "vandal"))
+    assert_equal(
+        alone(HALVES[half]), attached(HALVES[half], tmp_path, HOOKS[hooks](), audit=hooks == "misbehaving_hook")
+    )
 
 
 @every_half
@@ -119,7 +125,7 @@ def test_a_notebook_shows_a_scope_as_a_table(tmp_path):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with loopscope.attach(model, optimizer, hooks=["norms"], out=tmp_path / "run", display="none") as scope:
-        assert "not begun" in scope._repr_mimebundle_([], [])["text/html"]
+        assert "not started" in scope._repr_mimebundle_([], [])["text/html"]
         for batch in scope.batches([torch.ones(3, 2)]):
             scope.backward(model(batch).mean())
             optimizer.step()

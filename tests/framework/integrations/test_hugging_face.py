@@ -17,7 +17,17 @@ from loopscope.training import TrainingTask
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from tests.framework.integrations.hf_trainers import ROWS, InOrder, Rows, attached, model, same, traced, trainer, vandal
+from tests.framework.integrations.hf_trainers import (
+    ROWS,
+    InOrder,
+    Rows,
+    attached,
+    misbehaving_hook,
+    model,
+    same,
+    traced,
+    trainer,
+)
 from tests.support import RecordingSink, SpyHook, run_info
 from tests.support.cases import slow_unless, some_of
 
@@ -26,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 WATCHING = ["norms", "training_metrics", "gradient_flow", "weight_updates", "hessian"]
-HOOKS: dict[str, Any] = {"observers": lambda: WATCHING, "vandal": lambda: [vandal()]}
+HOOKS: dict[str, Any] = {"observers": lambda: WATCHING, "misbehaving_hook": lambda: [misbehaving_hook()]}
 LOOPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
@@ -38,7 +48,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("hooks", "loop"),
     [
-        pytest.param(hooks, loop, marks=slow_unless(loop == "accumulated" or (hooks, loop) == ("vandal", "plain")))
+        pytest.param(
+            hooks, loop, marks=slow_unless(loop == "accumulated" or (hooks, loop) == ("misbehaving_hook", "plain"))
+        )
         for hooks in HOOKS
         for loop in LOOPS
     ],
@@ -207,14 +219,14 @@ def _without(name: str, made: Any) -> None:
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "attach twice": (_twice, "attached to this Trainer already"),
+    "attach twice": (_twice, "already attached to this Trainer"),
     "train twice": (_again, "attach again, with another out="),
     "another version": (partial(_without, "get_batch_samples"), "no get_batch_samples, .* transformers 5.23"),
     "a hook for our loop": (lambda made: attached(made, ["counterfactual"]), "trains epochs of its own"),
     "a hook that reads data": (lambda made: attached(made, ["attention"]), "give loader="),
     "a training that begins anew": (
         lambda made: setattr(made.args, "auto_find_batch_size", True) or attached(made, []),
-        "auto_find_batch_size begins the training anew",
+        "auto_find_batch_size may restart the training",
     ),
     "an optimizer beside": (
         lambda made: __import__("loopscope").attach(made, torch.optim.SGD([torch.zeros(1)])),

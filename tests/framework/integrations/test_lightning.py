@@ -87,7 +87,7 @@ def fit(path, hooks=(), *, module=Classifier, shuffle=True, validate=False, choi
     return trace.rows, scope, made
 
 
-def vandalise(run, model):
+def mutate_state(run, model):
     """Train on, draw, and zero the weights."""
     if run.hook_point.name in ("PRE_STEP", "POST_BACKWARD", "POST_STEP"):
         model.take_step()
@@ -112,7 +112,7 @@ CASES = {
 def test_fit_with_hooks_matches_bare_fit(options, tmp_path):
     """Weights, optimizer state, generators, learning rate and metrics are equal, even with a misbehaving hook."""
     bare, _, alone = fit(tmp_path, **options)
-    with_hooks, _, attached = fit(tmp_path, [*OBSERVERS, ActingHook(vandalise)], **options)
+    with_hooks, _, attached = fit(tmp_path, [*OBSERVERS, ActingHook(mutate_state)], **options)
     assert with_hooks == bare
     assert attached.callback_metrics == alone.callback_metrics != {}
 
@@ -120,7 +120,7 @@ def test_fit_with_hooks_matches_bare_fit(options, tmp_path):
 @pytest.mark.trainer
 def test_audited_fit_matches_bare_fit(tmp_path):
     """The hooks include one that trains, draws random numbers and zeroes the weights."""
-    hooks = ["norms", "training_metrics", "hessian", ActingHook(vandalise)]
+    hooks = ["norms", "training_metrics", "hessian", ActingHook(mutate_state)]
     audited, *_ = fit(tmp_path, hooks, max_epochs=1, choices={"audit": True})
     assert audited == fit(tmp_path, max_epochs=1)[0]
 
@@ -132,7 +132,7 @@ def test_validation_changes_only_fits_without_hooks(tmp_path):
     often = {"validate": True, "val_check_interval": 2}
     bare, *_ = fit(tmp_path)
     assert fit(tmp_path, **often)[0] != bare
-    with_hooks, scope, made = fit(tmp_path, ["norms", ActingHook(vandalise)], **often)
+    with_hooks, scope, made = fit(tmp_path, ["norms", ActingHook(mutate_state)], **often)
     assert with_hooks == bare
     assert "run" not in vars(made.fit_loop.epoch_loop.val_loop)  # nothing stays wrapped
     attach(made, hooks=["norms"], out=tmp_path / "second")
@@ -226,7 +226,7 @@ def test_float16_overflow_is_a_skipped_step(fused, tmp_path):
         return {"plugins": [plugin], "max_epochs": 1, "module": partial(Overflowing, fused=fused)}
 
     spy = SpyHook(lambda ctx: {})
-    with_hooks, scope, _ = fit(tmp_path, [spy, "norms", ActingHook(vandalise)], **scaled())
+    with_hooks, scope, _ = fit(tmp_path, [spy, "norms", ActingHook(mutate_state)], **scaled())
     assert with_hooks == fit(tmp_path, **scaled())[0]
     assert [point for point, _, step in spy.seen if step == 3] == ["PRE_STEP", "POST_BACKWARD"]
     assert json.loads((scope.folder / "summary.json").read_text())["skipped_steps"] == 1
@@ -240,7 +240,7 @@ def test_a_compiled_module_is_trained_the_same(tmp_path):
             return mean_loss(self.net, batch)
 
     compiled = lambda: torch.compile(Silent(), backend="eager")
-    found, *_ = fit(tmp_path, ["hessian", ActingHook(vandalise)], module=compiled, max_epochs=1)
+    found, *_ = fit(tmp_path, ["hessian", ActingHook(mutate_state)], module=compiled, max_epochs=1)
     assert found == fit(tmp_path, module=Silent, max_epochs=1)[0]
 
 
@@ -277,10 +277,10 @@ def test_unsupported_trainers_are_refused(tmp_path):
     sharded = trainer(tmp_path)
     sharded._accelerator_connector.strategy = lightning.strategies.FSDPStrategy()
     mistakes = {
-        "attached to this Trainer already": lambda: attached(attached(trainer(tmp_path))),
-        "is running already": lambda: fit(tmp_path, callbacks=[Late()]),
+        "already attached to this Trainer": lambda: attached(attached(trainer(tmp_path))),
+        "is already running": lambda: fit(tmp_path, callbacks=[Late()]),
         "ddp_spawn hands the Trainer": lambda: attached(trainer(tmp_path, devices=2, strategy="ddp_spawn")),
-        "FSDPStrategy; hooks are attached to one": lambda: attached(sharded),
+        "FSDPStrategy; attach supports one": lambda: attached(sharded),
         "barebones=True": lambda: attached(lightning.Trainer(accelerator="cpu", barebones=True)),
         "steps its 1 optimizer": lambda: fit(tmp_path, ["norms"], module=manual),
         "LBFGS evaluates the loss within its step": lambda: fit(tmp_path, ["norms"], module=lbfgs),

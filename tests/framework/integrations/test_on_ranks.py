@@ -191,7 +191,7 @@ def test_mistakes_are_reported_on_all_ranks(ranks):
     """All ranks raise the same message, or one that names the failing rank."""
     told = {name: [result["said"][name][0] for result in ranks] for name in ranks[0]["said"]}
     parts = {
-        "a plain model": "UsageError: This process is one of 3, and the model does not tell which of them train it",
+        "a plain model": "UsageError: This process is one of 3, and the model does not show which of them train it",
         "other hooks": "norms on rank 0, training_metrics, norms, variance on rank 1",
         "other accumulation": "UsageError: accumulate differs between the ranks: 1 on rank 0, 2 on rank 1",
         "a folder that holds a run": "holds a finished run, which is left unchanged; give attach another folder, out=",

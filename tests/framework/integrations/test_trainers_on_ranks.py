@@ -43,12 +43,12 @@ def as_under_torchrun() -> Path:
 
 def compared(train: Callable[..., Any], equal: Callable[[Any, Any], bool], observers: dict[int, list[str]]) -> Same:
     """Train bare and with hooks that watch or spoil, these with an evaluation every two steps."""
-    from tests.framework.integrations.hf_trainers import vandal
+    from tests.framework.integrations.hf_trainers import misbehaving_hook
 
     found: Same = {}
     for accumulate, names in observers.items():
         bare = train(f"bare{accumulate}", None, accumulate)
-        for name, hooks in (("observers", names), ("vandal", [vandal()])):
+        for name, hooks in (("observers", names), ("misbehaving_hook", [misbehaving_hook()])):
             found[name, accumulate] = equal(train(f"{name}{accumulate}", hooks, accumulate), bare)
     return found
 

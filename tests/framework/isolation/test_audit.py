@@ -5,7 +5,7 @@ from loopscope.isolation.tripwire import Audit
 from torch import nn
 
 from tests.support import Case, build
-from tests.support.vandals import DEEDS, Scene, train_one_step
+from tests.support.misbehaving_hooks import MUTATIONS, Scene, train_one_step
 
 
 def audited(*, enabled: bool = True) -> tuple[Scene, Audit]:
@@ -25,7 +25,7 @@ def test_an_untouched_state_passes_again_and_again():
 
 def test_switched_off_it_checks_nothing():
     scene, audit = audited(enabled=False)
-    DEEDS["write_in_place"](scene)
+    MUTATIONS["write_in_place"](scene)
     audit.check("somebody")
 
 
@@ -33,7 +33,7 @@ def test_switched_off_it_checks_nothing():
 def test_audit_names_caller_and_changed_entry(name):
     """The writes go through .data, through a NumPy view and directly to the storage."""
     scene, audit = audited()
-    DEEDS[name](scene)
+    MUTATIONS[name](scene)
     entry = "parameters/0.weight" if name == "write_to_the_storage" else "parameters/4.bias"
     with pytest.raises(StateMutationError, match=f"^Somebody may only read, but changed .*: {entry}"):
         audit.check("Somebody")
@@ -86,7 +86,7 @@ def test_unreadable_state_counts_as_changed():
 def test_reading_the_data_is_no_change():
     scene, audit = audited()
     with scene.state.streams.isolated():
-        DEEDS["exhaust_the_loader"](scene)
+        MUTATIONS["exhaust_the_loader"](scene)
     audit.check("nobody")
 
 

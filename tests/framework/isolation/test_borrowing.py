@@ -15,7 +15,7 @@ from loopscope.isolation.tripwire import Audit
 from torch import nn
 
 from tests.support import LOOPS, MODELS, TOKENS, Case, Mishap, SpyHook, TiedModel, at, batchnorm_mlp, build, train
-from tests.support.vandals import Scene, train_one_step
+from tests.support.misbehaving_hooks import Scene, train_one_step
 
 
 class Remembering(nn.Module):

@@ -13,7 +13,7 @@ from loopscope.training import forward_backward, update
 from torch import nn
 
 from tests.support import CASES, Case, Tally, build, differences
-from tests.support.vandals import DEEDS, EMPTYING, HARMLESS, Scene, train_one_step
+from tests.support.misbehaving_hooks import MUTATIONS, EMPTYING, HARMLESS, Scene, train_one_step
 
 CASE = Case()
 
@@ -111,7 +111,7 @@ def test_every_object_is_the_one_it_was():
     gradients = [parameter.grad for parameter in parameters]
     snapshot = Snapshot(streams=True).save(state)
     for name in ("load_an_old_optimizer_state", "replace_the_parameter_table", "replace_the_parameter_groups"):
-        DEEDS[name](scene)
+        MUTATIONS[name](scene)
     snapshot.restore(state)
     assert all(a is b for a, b in zip(parameters, scene.model.parameters(), strict=True))
     assert all(a is b.grad for a, b in zip(gradients, parameters, strict=True))
@@ -296,7 +296,7 @@ def test_changes_by_the_run_between_saves_remain():
     before = state.digest()
     snapshot.save(state)
     for name in ("write_in_place", "freeze_the_model", "remove_a_parameter_from_its_group", "delete_a_parameter"):
-        DEEDS[name](scene)
+        MUTATIONS[name](scene)
     snapshot.restore(state)
     assert differences(before, state.digest()) == []
 
@@ -376,7 +376,7 @@ def test_all_that_a_snapshot_copies_is_digested():
 
 
 class GuardianMachine(RuleBasedStateMachine):
-    """Saves, deeds, steps of the run and restores in any order: a restored state is the saved one."""
+    """Saves, mutations, steps of the run and restores in any order: a restored state is the saved one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,10 +398,10 @@ class GuardianMachine(RuleBasedStateMachine):
         train_one_step(self.scene)
 
     @precondition(lambda self: any(self.saved) and not self.emptied)
-    @rule(name=st.sampled_from(sorted(DEEDS.keys() - HARMLESS - {"enter_inference_mode"})))
+    @rule(name=st.sampled_from(sorted(MUTATIONS.keys() - HARMLESS - {"enter_inference_mode"})))
     def damage(self, name):
         with suppress(RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-            DEEDS[name](self.scene)  # damage upon damage may not work
+            MUTATIONS[name](self.scene)  # damage upon damage may not work
         self.whole = False
         self.emptied = name in EMPTYING
 

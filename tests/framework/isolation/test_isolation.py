@@ -9,7 +9,7 @@ from loopscope.isolation import Call, Isolation
 from loopscope.isolation.gate import CALLS_CHECKED_ALONE
 
 from tests.support import Case, Mishap, build, differences
-from tests.support.vandals import DEEDS, Scene, Spoiling, train_one_step
+from tests.support.misbehaving_hooks import MUTATIONS, Scene, Spoiling, train_one_step
 
 CALL = Call("spy", "POST_STEP", 4)
 
@@ -22,7 +22,7 @@ def isolated(**options) -> tuple[Scene, Isolation]:
 
 
 def do(scene: Scene, name: str):
-    return lambda: DEEDS[name](scene)
+    return lambda: MUTATIONS[name](scene)
 
 
 def test_a_call_names_itself_in_words():
@@ -72,7 +72,7 @@ def test_a_commit_is_where_the_next_intervention_starts():
     scene, isolation = isolated()
     with isolation.visit():
         isolation.intervene(CALL, do(scene, "train_one_step"), mutates=True)
-        DEEDS["write_in_place"](scene)
+        MUTATIONS["write_in_place"](scene)
         isolation.committed()
         committed = scene.parameter.tolist()
         isolation.intervene(CALL, do(scene, "train_one_step"), mutates=True)

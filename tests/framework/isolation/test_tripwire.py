@@ -8,17 +8,17 @@ from loopscope.state import RandomStreams, TrainingState
 from torch import nn
 
 from tests.support import Case, build
-from tests.support.vandals import DEEDS, Scene, train_one_step
+from tests.support.misbehaving_hooks import MUTATIONS, Scene, train_one_step
 
 CALL = Call("spy", "POST_STEP", 1)
 
 
-def observe(state: TrainingState, deed) -> str:
-    """Let an observer do a deed and return the error's text, empty if nothing was noticed."""
+def observe(state: TrainingState, mutation) -> str:
+    """Let an observer do a mutation and return the error's text, empty if nothing was noticed."""
     isolation = Isolation(state)
     try:
         with isolation.visit():
-            isolation.observe(CALL, deed)
+            isolation.observe(CALL, mutation)
     except StateMutationError as error:
         return str(error)
     return ""
@@ -54,7 +54,7 @@ def own_default_dtype():
 @pytest.mark.parametrize("name", NAMES)
 def test_tripwire_error_names_the_change(name):
     scene = trained()
-    text = observe(scene.state, lambda: DEEDS[name](scene))
+    text = observe(scene.state, lambda: MUTATIONS[name](scene))
     assert re.match(
         f"Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state: .*{re.escape(NAMES[name])}",
         text,
@@ -90,7 +90,7 @@ def test_changes_between_visits_are_the_runs_own():
         "clear_the_optimizer_state",
         "reverse_the_parameters_of_a_group",
     ):
-        DEEDS[name](scene)
+        MUTATIONS[name](scene)
         with isolation.visit():
             isolation.observe(CALL, lambda: None)
 

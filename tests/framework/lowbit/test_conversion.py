@@ -198,7 +198,7 @@ both_loops = pytest.mark.parametrize("case", ["epoch", "step"], indirect=True)
 
 
 @cache
-def willing() -> list[str]:
+def supported() -> list[str]:
     """Name the hooks without commits that do not refuse this model."""
     found = []
     for name in bulk_hooks("all"):
@@ -223,7 +223,7 @@ def at_every_step(name: str) -> TrainingHook:
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 def test_run_with_all_hooks_matches_bare_run(case):
     """The slow row trains with every hook, the other with every second one."""
-    names = [name for name in willing() if not HookRegistry.get(name).needs_reference_weights]
+    names = [name for name in supported() if not HookRegistry.get(name).needs_reference_weights]
     names = names if case.loop == "step" else {*names[::2], "norms", "gradient_overflow"}
     assert {"norms", "gradient_overflow"} <= set(names)
     run = train(case, [at_every_step(name) for name in names], audit=False)

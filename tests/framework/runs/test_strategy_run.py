@@ -55,10 +55,10 @@ class Culprit(TrainingHook):
         return []
 
 
-class Vandal(Culprit):
+class MisbehavingHook(Culprit):
     """Writes into the parameters."""
 
-    name = "vandal"
+    name = "misbehaving_hook"
 
     def act(self, ctx: Any) -> None:
         next(ctx.model.parameters()).add_(1.0)
@@ -91,7 +91,7 @@ class Doubler(InterventionHook):
 @pytest.fixture(autouse=True)
 def culprits():
     CALLS.clear()
-    with registered(Culprit, Vandal, Interrupted, Doubler, Small, SmallSteps):
+    with registered(Culprit, MisbehavingHook, Interrupted, Doubler, Small, SmallSteps):
         yield
 
 
@@ -146,7 +146,7 @@ def test_skipping_a_hook_keeps_final_weights(runner, point, tmp_path: Path) -> N
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_damaged_state_is_never_checkpointed(runner, on_error, tmp_path: Path) -> None:
     """A mutation is fatal, and the error names the last intact checkpoint."""
-    hook = at(Vandal, HookPoint.POST_STEP)
+    hook = at(MisbehavingHook, HookPoint.POST_STEP)
     every = 1 if runner is Small else 3
     with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal'.*parameters") as fatal:
         run(tmp_path, runner, hook.name, on_hook_error=on_error, save_checkpoints=every)
@@ -163,7 +163,7 @@ def test_damaged_state_is_never_checkpointed(runner, on_error, tmp_path: Path) -
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_no_hook_runs_on_damaged_state(runner, tmp_path: Path) -> None:
     """After the mutation no hook is called, and the sinks contain all steps up to it."""
-    hook = at(Vandal, HookPoint.POST_STEP)
+    hook = at(MisbehavingHook, HookPoint.POST_STEP)
     with registered(hook, Culprit), pytest.raises(StateMutationError, match="No checkpoint was written"):
         run(tmp_path, runner, hook.name)
     assert CALLS[-1] == ("compute", "POST_STEP")
@@ -204,7 +204,7 @@ def test_mutation_at_end_leaves_no_final_weights(tmp_path: Path) -> None:
         self.act(self)
 
     models: list[Any] = []
-    hook = at(Vandal, HookPoint.PRE_EPOCH, end=end, act=lambda self, ctx: next(models[0].parameters()).add_(1.0))
+    hook = at(MisbehavingHook, HookPoint.PRE_EPOCH, end=end, act=lambda self, ctx: next(models[0].parameters()).add_(1.0))
     hook.start = lambda self, run: models.append(run.model)
     with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal' at end"):
         run(tmp_path, Small, hook.name, epochs=1)
@@ -290,7 +290,7 @@ def test_experiment_bug_propagates_with_summary(tmp_path: Path) -> None:
     assert 'in compute_loss: raise ArithmeticError("no loss today")]' in summary["error"]
 
 
-@pytest.mark.parametrize(("hook", "status"), [("culprit", 1), ("vandal", 1)])
+@pytest.mark.parametrize(("hook", "status"), [("culprit", 1), ("misbehaving_hook", 1)])
 def test_command_reports_failed_run_in_one_line(hook: str, status: int, tmp_path: Path, capfd) -> None:
     """Raising and mutating hooks give exit status 1 and one line on stderr."""
     words = ["run", "small", "--strategy", "plain", "--hooks", hook, "--output-dir", str(tmp_path)]
@@ -313,7 +313,7 @@ def test_unwritable_checkpoint_causes_warning(tmp_path: Path) -> None:
             (tmp_path / "small/plain/checkpoints").write_text("")
             return {}
 
-    with registered(Squatter), pytest.warns(UserWarning, match=r"step_00000000[36] could not be written: .* goes on"):
+    with registered(Squatter), pytest.warns(UserWarning, match=r"step_00000000[36] could not be written: .* continues"):
         run(tmp_path, Small, "squatter", save_checkpoints=1)
     assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
 

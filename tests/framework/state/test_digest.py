@@ -10,7 +10,7 @@ from loopscope.state.digest import described, digest
 from torch import nn
 
 from tests.support import Case, build, differences
-from tests.support.vandals import Scene, train_one_step
+from tests.support.misbehaving_hooks import Scene, train_one_step
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 

@@ -100,9 +100,9 @@ def replace_parameters(model, task, batch):
     task.optimizer.state.clear()
 
 
-DEEDS = {
-    deed.__name__: deed
-    for deed in (
+MUTATIONS = {
+    mutation.__name__: mutation
+    for mutation in (
         train_on,
         gather,
         forward_only,
@@ -117,7 +117,7 @@ DEEDS = {
 def intervene(name):
     def act(run_ctx, model_ctx):
         batch = run_ctx.batch_data or next(model_ctx.loader.batches(0))
-        DEEDS[name](model_ctx.model, model_ctx._task, batch)
+        MUTATIONS[name](model_ctx.model, model_ctx._task, batch)
 
     return run([at(ActingHook, *POINTS)(act)])
 
@@ -132,11 +132,11 @@ def use_the_model_context(run_ctx, model_ctx):
 
 
 def observe(name) -> str:
-    """Do a deed as an observer and return what the error says."""
+    """Do a mutation as an observer and return what the error says."""
     task, state = build()
 
     def compute(ctx):
-        DEEDS[name](ctx.model, task, ctx.batch_data)
+        MUTATIONS[name](ctx.model, task, ctx.batch_data)
 
     manager = HookManager([at(SpyHook, HookPoint.POST_STEP)(compute)], task, state, audit=True)
     try:
@@ -147,7 +147,7 @@ def observe(name) -> str:
 
 
 def all_results() -> dict[str, Any]:
-    results: dict[str, Any] = {name: intervene(name) for name in DEEDS}
+    results: dict[str, Any] = {name: intervene(name) for name in MUTATIONS}
     results["bare"] = run(audit=False)
     results["model context"] = run([at(ActingHook, *POINTS)(use_the_model_context)])
     results["spy"] = run([SpyHook(lambda ctx: {"draw": torch.rand(())})])
@@ -161,7 +161,7 @@ def ranks(tmp_path_factory):
     return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", [*DEEDS, "model context", "spy"])
+@pytest.mark.parametrize("name", [*MUTATIONS, "model context", "spy"])
 def test_no_hook_leaves_a_trace_on_any_rank(ranks, name):
     for results in ranks:
         assert [differences(*pair) for pair in zip(results["bare"], results[name], strict=True)] == [[]] * 7

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
-from tests.support.vandals import Refusing, Spoiling
+from tests.support.misbehaving_hooks import Refusing, Spoiling
 
 
 def set_one_backend():

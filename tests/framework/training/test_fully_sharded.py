@@ -163,7 +163,7 @@ def write_to_what_a_pass_gathers(run: Any, ctx: Any) -> None:
     del loss
 
 
-DEEDS = (step_and_zero, load_the_gathered, tell_otherwise, branch_with_all_gathered, write_to_what_a_pass_gathers)
+MUTATIONS = (step_and_zero, load_the_gathered, tell_otherwise, branch_with_all_gathered, write_to_what_a_pass_gathers)
 RAISING = (raise_amid_a_forward_pass, raise_amid_a_backward_pass)
 
 
@@ -202,9 +202,9 @@ CAUGHT = {
 }
 
 
-def caught(make: Callable[[], Any], deed: Callable[[Any], None]) -> str:
+def caught(make: Callable[[], Any], mutation: Callable[[Any], None]) -> str:
     try:
-        trained(make, [at(SpyHook, HookPoint.POST_STEP)(deed)])
+        trained(make, [at(SpyHook, HookPoint.POST_STEP)(mutation)])
     except StateMutationError as error:
         return str(error)
     return "unnoticed"
@@ -229,16 +229,19 @@ def measuring(names: Iterable[str]) -> list[Any]:
     return [HookRegistry.get(name)(**MEASURING[name]) for name in names]
 
 
-def vandal() -> ActingHook:
-    deeds = cycle(DEEDS)  # one at each fire, so that each meets most points
-    return at(ActingHook, *POINTS)(lambda *contexts: next(deeds)(*contexts))
+def misbehaving_hook() -> ActingHook:
+    mutations = cycle(MUTATIONS)  # one at each fire, so that each meets most points
+    return at(ActingHook, *POINTS)(lambda *contexts: next(mutations)(*contexts))
 
 
 def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list[str]:
     """Name the sets of hooks with which a run does not end with the bytes of the run without any."""
     bare = trained(make)
     acting, spying = at(ActingHook, *POINTS), at(SpyHook, HookPoint.POST_STEP)
-    found = {"measuring": trained(make, measuring(names), audit=True), "vandal": trained(make, [vandal()], audit=True)}
+    found = {
+        "measuring": trained(make, measuring(names), audit=True),
+        "misbehaving_hook": trained(make, [misbehaving_hook()], audit=True),
+    }
     tap = at(RaisingTap, HookPoint.POST_EPOCH)(raising)
     for hook in (*map(acting, RAISING), spying(raise_amid_an_observers_pass), tap):
         with pytest.warns(UserWarning, match="The run goes on without it"):
@@ -250,7 +253,7 @@ def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list
 
 def plain() -> dict[str, Any]:
     make = partial(build, "fsdp", length=1)
-    found: dict[str, Any] = {deed.__name__: caught(make, deed) for deed in CAUGHT}
+    found: dict[str, Any] = {mutation.__name__: caught(make, mutation) for mutation in CAUGHT}
     found |= {"differing": differing(make, QUICK), "copied": copied_and_communicated()}
     return found | {"gathered": refused_while_gathered()}
 
@@ -295,7 +298,7 @@ def copied_and_communicated() -> tuple[int, int, int]:
 def over_two_dimensions() -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {"equal": []}
     for kind in ("hsdp", "fsdp x tp"):
-        make, hooks = partial(build, kind, length=1), [*measuring(["gradient_noise_scale"]), vandal()]
+        make, hooks = partial(build, kind, length=1), [*measuring(["gradient_noise_scale"]), misbehaving_hook()]
         found["equal"].append(trained(make, hooks, audit=True) == trained(make))
     return found | {"skips": [skips_a_step(name) for name in ("1.up.weight", "1.down.bias", "3.weight")]}
 
@@ -352,12 +355,12 @@ def test_gathered_weights_block_interventions(ranks):
         assert "Call model.reshard() after such a pass" in result["gathered"]
 
 
-@pytest.mark.parametrize("deed", CAUGHT, ids=lambda deed: deed.__name__)
-def test_observer_changes_to_shards_are_caught(ranks, deed):
+@pytest.mark.parametrize("mutation", CAUGHT, ids=lambda mutation: mutation.__name__)
+def test_observer_changes_to_shards_are_caught(ranks, mutation):
     """The error names the hook, the point, the step and the changed part."""
     for result in ranks:
-        told = f"Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state: {CAUGHT[deed]}"
-        assert told in result[deed.__name__]
+        told = f"Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state: {CAUGHT[mutation]}"
+        assert told in result[mutation.__name__]
 
 
 @pytest.fixture(scope="module")

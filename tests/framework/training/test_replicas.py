@@ -67,7 +67,7 @@ def trained(
     return {name: digest(value) for name, value in task.model.state_dict().items()}
 
 
-def vandal(run: Any, model: Any) -> dict[str, float]:
+def misbehaving_hook(run: Any, model: Any) -> dict[str, float]:
     torch.rand(3)
     model.compute_batch_gradients(next(iter(model.loader.batches(0))))
     model.take_step(next(iter(model.loader.batches(0))))
@@ -81,7 +81,7 @@ def neutral(kind: str, accumulate: int, names: Sequence[str] = MEASURING) -> lis
     make = partial(build, kind, accumulate=accumulate)
     bare = trained(*make(), [])
     points = set(HookPoint) - {HookPoint.PRE_UPDATE}
-    sets = [[HookRegistry.get(name)() for name in names], [at(ActingHook, *points)(vandal)]]
+    sets = [[HookRegistry.get(name)() for name in names], [at(ActingHook, *points)(misbehaving_hook)]]
     return [trained(*make(), hooks, audit=len(names) > 3) == bare for hooks in sets]
 
 

@@ -115,7 +115,7 @@ def runs() -> Iterator[list[Subject]]:
         yield chosen
 
 
-def willing(subjects: list[Subject], kind: str) -> list[Subject]:
+def supported(subjects: list[Subject], kind: str) -> list[Subject]:
     return [each for each in subjects if kind not in (*each.refused, *each.impossible)]
 
 
@@ -129,7 +129,7 @@ def measured(kind: str, *, audit: bool = False) -> Results:
         for each in subjects:
             if kind in each.refused and kind not in each.impossible:
                 found["refusals"][SUBJECTS.index(each)] = refusal(kind, each.make(), **model)
-        if chosen := willing(subjects, kind):
+        if chosen := supported(subjects, kind):
             key = f"{model}"  # a recipe is no key
             bare[key] = found["bare"][number] = bare.get(key) or trained(kind, [], **model)["bytes"]
             hooks, goes_on = [each.make() for each in chosen], kind in GOES_ON
@@ -186,7 +186,7 @@ def measures_what_one_process_measures(kind, count, of_ranks):
     expected = measured("one process")["runs"]
     for rank, result in enumerate(of_ranks(kind, count)):
         for number, subjects in enumerate(runs()):
-            for subject in willing(subjects, kind):
+            for subject in supported(subjects, kind):
                 wanted = named(subject, expected[number]["metrics"], kind)
                 found = named(subject, result["runs"][number]["metrics"], "")
                 assert wanted, subject
@@ -238,7 +238,7 @@ def what_a_hook_remembers_lies_as_the_parameter_of_its_name_or_is_the_same_on_al
     first, *others = of_ranks(kind, count)
     alone = measured("one process")["runs"]
     for number, subjects in enumerate(runs()):
-        names = {subject.name for subject in willing(subjects, kind)}
+        names = {subject.name for subject in supported(subjects, kind)}
         remembered = first["runs"][number]["remembered"] if names else {}
         shapes = {
             path: shape for path, (shape, _) in alone[number]["remembered"].items() if path.split("/")[0] in names
@@ -261,7 +261,7 @@ def hooks_go_on_from_what_they_remembered_on_as_many_ranks_and_in_one_process(ki
         if run is None or "gone on" not in run:
             continue
         model = {"tied": subjects[0].tied, "recipe": subjects[0].recipe}
-        comparable = [each for each in willing(subjects, kind) if not each.by_rank]
+        comparable = [each for each in supported(subjects, kind) if not each.by_rank]
         on_one = gone_on("one process", {each.name: each.make for each in comparable}, run["middle"], **model)
         cut_up = {path.split("/")[0] for path, (_, how) in run["remembered"].items() if how == AS_ITS_PARAMETER}
         assert cut_up <= {key[0].split("/")[0] for key in on_one if key in run["gone on"]}

@@ -1,7 +1,6 @@
-"""Deeds that a misbehaving hook might do to the training state, each by every means that torch offers.
+"""Mutations of the training state that a misbehaving hook might make, each by every means that torch offers.
 
-A deed is a function of a :class:`Scene`. ``HARMLESS`` deeds must have no effect even when an observer does them;
-those of ``SEEN`` are noticed by the tripwire, if they are done in the first calls; all others by the audit.
+A mutation is a function of a :class:`Scene`. Mutations in ``HARMLESS`` must have no effect even if an observer makes
 """
 
 import random
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass
 class Scene:
-    """What a vandal has got hold of."""
+    """The live objects that a misbehaving hook mutates."""
 
     task: TrainingTask
     state: TrainingState
@@ -55,20 +54,22 @@ class Scene:
 
     @property
     def moments(self) -> list[Tensor]:
-        """Tensors of the optimizer's state that have more than one element, or all of them."""
-        found = [leaf for state in self.optimizer.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
-        return [leaf for leaf in found if leaf.numel() > 1] or found
+        """Return the optimizer's state tensors with more than one element, or all if no such tensor exists."""
+        tensors = [
+            leaf for state in self.optimizer.state.values() for leaf in state.values() if isinstance(leaf, Tensor)
+        ]
+        return [leaf for leaf in tensors if leaf.numel() > 1] or tensors
 
 
-Deed = Callable[[Scene], Any]
-DEEDS: dict[str, Deed] = {}
+Mutation = Callable[[Scene], Any]
+MUTATIONS: dict[str, Mutation] = {}
 HARMLESS: set[str] = set()
-SEEN: set[str] = set()
+DETECTED_BY_TRIPWIRE: set[str] = set()
 
 
-def deed(kind: set[str] | None = None) -> Callable[[Deed], Deed]:
-    def register(function: Deed) -> Deed:
-        DEEDS[function.__name__] = function
+def mutation(kind: set[str] | None = None) -> Callable[[Mutation], Mutation]:
+    def register(function: Mutation) -> Mutation:
+        MUTATIONS[function.__name__] = function
         if kind is not None:
             kind.add(function.__name__)
         return function
@@ -79,35 +80,35 @@ def deed(kind: set[str] | None = None) -> Callable[[Deed], Deed]:
 # Random numbers
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def draw_from_every_generator(scene):
     torch.rand(3), torch.randn(5), random.random(), np.random.rand(2)
-    random.gauss(0, 1), np.random.standard_normal()  # both leave a second Gaussian behind
+    random.gauss(0, 1), np.random.standard_normal()  # both cache a second Gaussian
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def draw_half_a_pair_of_gaussians(scene):
     np.random.standard_normal(), random.gauss(0, 1)
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def reseed(scene):
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def replace_the_numpy_generator(scene):
     np.random.set_bit_generator(np.random.MT19937(5))
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def draw_from_the_loaders_generator(scene):
     for generator in scene.state.streams.owned:
         torch.rand(3, generator=generator)
         generator.manual_seed(1)
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def exhaust_the_loader(scene):
     list(scene.task.loader.batches(scene.state.loop.epoch)), list(scene.task.loader.shuffled(3))
 
@@ -115,36 +116,36 @@ def exhaust_the_loader(scene):
 # Training
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def train_one_step(scene):
     with torch.enable_grad():
         forward_backward(scene.task, scene.batch)
     update(scene.task, step_scheduler=True)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def step_the_scheduler(scene):
     scene.task.scheduler.step()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def zero_the_gradients(scene):
     scene.optimizer.zero_grad()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def accumulate_more_gradients(scene):
     with torch.enable_grad():
         scene.task.compute_loss(scene.model, scene.batch).backward()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def move_batchnorm_statistics(scene):
     scene.model.train()
     scene.model(scene.batch[0])
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_buffers_through_data(scene):
     for buffer in scene.model.buffers():
         buffer.data.add_(1)
@@ -153,61 +154,61 @@ def write_to_the_buffers_through_data(scene):
 # Writing to tensors
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_in_place(scene):
     with torch.no_grad():
         scene.parameter.add_(1)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_through_data(scene):
     scene.parameter.data.add_(1)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_through_numpy(scene):
     scene.parameter.detach().numpy()[...] = 7
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_storage(scene):
     scene.matrix.untyped_storage().fill_(1)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_optimizer_through_data(scene):
     scene.moments[0].data.add_(1)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_gradient(scene):
     scene.parameter.grad.mul_(3)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_gradient_through_numpy(scene):
     scene.parameter.grad.numpy()[...] = 1
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_batch(scene):
     scene.batch[0].zero_()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_batch_through_numpy(scene):
     scene.batch[1].numpy()[...] = 1
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def write_to_the_kept_gradients(scene):
     kept = scene.state.loop.current_grads or {"loss": scene.state.loop.running_loss}
     for tensor in kept.values():
         tensor.add_(1)
 
 
-@deed(SEEN)
-def write_to_all_that_is_in_flight(scene):
+@mutation(DETECTED_BY_TRIPWIRE)
+def write_to_everything_in_flight(scene):
     for tensor in scene.state.loop.in_flight():
         tensor.mul_(2)
 
@@ -215,109 +216,109 @@ def write_to_all_that_is_in_flight(scene):
 # Replacing tensors
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def replace_a_gradient(scene):
     scene.parameter.grad = torch.ones_like(scene.parameter)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def replace_a_gradient_by_an_equal_one(scene):
     scene.parameter.grad = scene.parameter.grad.clone()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def drop_a_gradient(scene):
     scene.matrix.grad = None
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def give_data_another_shape(scene):
     scene.parameter.data = torch.zeros(1)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def give_data_another_dtype(scene):
     scene.parameter.data = scene.parameter.data.double()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def show_a_part_of_the_data(scene):
     scene.matrix.data = scene.matrix.data[:1]
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def transpose_the_data(scene):
     scene.matrix.data = scene.matrix.data.t()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def give_a_gradient_another_shape(scene):
     scene.parameter.grad.data = torch.zeros(2)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def empty_a_storage(scene):
     scene.matrix.untyped_storage().resize_(0)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def empty_a_gradients_storage(scene):
     scene.parameter.grad.untyped_storage().resize_(0)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def swap_a_parameter_with_a_fresh_one(scene):
     torch.utils.swap_tensors(scene.parameter, nn.Parameter(torch.rand_like(scene.parameter)))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def swap_two_parameters(scene):
     first, second = [*scene.model.parameters()][:2]
     torch.utils.swap_tensors(first, second)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def swap_optimizer_tensors(scene):
     torch.utils.swap_tensors(scene.moments[0], torch.rand(4))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def set_a_parameter(scene):
     scene.module.weight = nn.Parameter(torch.rand_like(scene.module.weight))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def replace_a_parameter_by_an_equal_one(scene):
     scene.module._parameters["weight"] = nn.Parameter(scene.module.weight.detach().clone())
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def replace_the_parameter_table(scene):
     table = {name: nn.Parameter(torch.rand_like(value)) for name, value in scene.module._parameters.items()}
     scene.module._parameters = table
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def delete_a_parameter(scene):
     del scene.module.bias
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def add_a_parameter(scene):
     scene.model.register_parameter("extra", nn.Parameter(torch.ones(2)))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def add_a_buffer(scene):
     scene.model.register_buffer("extra", torch.ones(2))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def parametrize_a_weight(scene):
     parametrize.register_parametrization(scene.module, "weight", nn.Identity())
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def make_a_buffer_depend_on_a_parameter(scene):
     scene.model.register_buffer("extra", torch.ones(2))
     with torch.enable_grad():
@@ -328,59 +329,59 @@ def make_a_buffer_depend_on_a_parameter(scene):
 # The optimizer
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def edit_the_learning_rate(scene):
     scene.optimizer.param_groups[0]["lr"] = 123.0
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def edit_the_weight_decay(scene):
     scene.optimizer.param_groups[0]["weight_decay"] += 0.5
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def add_a_parameter_group(scene):
     scene.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def remove_a_parameter_from_its_group(scene):
     scene.optimizer.param_groups[0]["params"].pop()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def reverse_the_parameters_of_a_group(scene):
     scene.optimizer.param_groups[0]["params"].reverse()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def replace_the_parameter_groups(scene):
     scene.optimizer.param_groups = [{**group, "lr": 5.0} for group in scene.optimizer.param_groups]
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def clear_the_optimizer_state(scene):
     scene.optimizer.state.clear()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def replace_the_optimizer_state(scene):
     scene.optimizer.state = {}
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def forget_one_parameters_state(scene):
     scene.optimizer.state.pop(scene.matrix)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def exchange_the_state_of_two_parameters(scene):
     state = scene.optimizer.state
     first, second = [*state][:2]
     state[first], state[second] = state[second], state[first]
 
 
-@deed()
+@mutation()
 def rekey_the_optimizer_state(scene):
     state = scene.optimizer.state
     keys, values = [*state], [*state.values()]
@@ -388,13 +389,13 @@ def rekey_the_optimizer_state(scene):
     state.update(zip([*keys[1:], keys[0]], values, strict=True))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def load_an_old_optimizer_state(scene):
     fresh = type(scene.optimizer)(scene.model.parameters(), lr=7.0)
     scene.optimizer.load_state_dict(fresh.state_dict())
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_hook_on_the_optimizer(scene):
     scene.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: spoil(optimizer))
 
@@ -409,57 +410,57 @@ def spoil(optimizer):
 # Modules
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def evaluate_for_good(scene):
     scene.model.eval()
     scene.module.training = False
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def freeze_a_parameter(scene):
     scene.matrix.requires_grad_(False)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def freeze_the_model(scene):
     scene.model.requires_grad_(False)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_forward_hook(scene):
     scene.module.register_forward_hook(lambda module, inputs, output: output * 0)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_forward_hook_that_always_runs(scene):
     scene.module.register_forward_hook(
         lambda module, inputs, kwargs, output: output * 0, with_kwargs=True, always_call=True, prepend=True
     )
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_forward_pre_hook(scene):
     scene.module.register_forward_pre_hook(lambda module, inputs: tuple(x * 0 for x in inputs))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_backward_hook(scene):
     scene.module.register_full_backward_hook(
         lambda module, inward, outward: tuple(g * 0 for g in inward if g is not None)
     )
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_hook_on_a_parameter(scene):
     scene.parameter.register_hook(lambda gradient: gradient * 0)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_hook_after_accumulation(scene):
     scene.parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def change_dropout(scene):
     for module in scene.model.modules():
         if isinstance(module, nn.Dropout):
@@ -467,30 +468,30 @@ def change_dropout(scene):
     scene.module.in_features = 3
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def change_the_forward_function(scene):
     scene.module.forward = lambda x: x.sum() * torch.ones((*x.shape[:-1], scene.module.out_features))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def change_the_class_of_a_module(scene):
     scene.module.__class__ = type(
         "Other", (type(scene.module),), {"forward": lambda self, x: 0 * nn.Linear.forward(self, x)}
     )
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def replace_a_submodule(scene):
     name, child = next(iter(scene.model.named_children()))
     scene.model._modules[name] = nn.Sequential(child, nn.Identity())
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def add_a_submodule(scene):
     scene.model.add_module("extra", nn.Linear(2, 2))
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def set_an_attribute(scene):
     scene.model.extra = {"noise": [1, 2]}
 
@@ -498,66 +499,66 @@ def set_an_attribute(scene):
 # Settings of the process
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def leave_grad_mode_off(scene):
     torch.set_grad_enabled(not torch.is_grad_enabled())
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def enter_inference_mode(scene):
     scene.left_behind = torch.inference_mode()
     scene.left_behind.__enter__()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def enter_autocast(scene):
     torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
     with torch.no_grad():
         scene.model(scene.batch[0])
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def change_the_default_dtype(scene):
     torch.set_default_dtype(torch.float64)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def change_the_default_device(scene):
     torch.set_default_device("meta")
 
 
-@deed(SEEN)
-def demand_determinism(scene):
+@mutation(DETECTED_BY_TRIPWIRE)
+def require_determinism(scene):
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def change_the_number_of_threads(scene):
     torch.set_num_threads(torch.get_num_threads() + 1)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def lower_the_matmul_precision(scene):
     torch.set_float32_matmul_precision("medium")
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def lower_the_precision_of_one_backend(scene):
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def lower_all_precisions(scene):
     torch.backends.fp32_precision = "bf16"
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def switch_attention_kernels_off(scene):
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def flush_denormals(scene):
     torch.set_flush_denormal(True)
 
@@ -573,74 +574,74 @@ class Refusing(TorchDispatchMode):
         raise RuntimeError("refused")
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def enter_a_function_mode(scene):
     Spoiling().__enter__()
 
 
-@deed(HARMLESS)
+@mutation(HARMLESS)
 def enter_a_dispatch_mode(scene):
     Refusing().__enter__()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_saved_tensor_hooks(scene):
     torch.autograd.graph.saved_tensors_hooks(lambda x: x * 0, lambda x: x).__enter__()
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_hook_on_all_modules(scene):
     nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 0)
 
 
-# The loop, and what else belongs to the run
+# The loop, and other state of the run
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def move_the_loop(scene):
     scene.state.loop.step += 5
     scene.state.loop.epoch += 1
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def stop_the_loop(scene):
     scene.state.loop.stopped = True
 
 
-@deed(SEEN)
+@mutation(DETECTED_BY_TRIPWIRE)
 def change_the_strategy(scene):
     scene.state.extras["strategy"].count += 1
     scene.state.extras["strategy"].table.zero_()
 
 
 EMPTYING = ("empty_a_storage", "empty_a_gradients_storage")
-"""Torch reads the memory of an emptied tensor and ends the process, so these can only be the last of several deeds."""
+"""Mutations that must come last: torch reads the memory of an emptied tensor, which ends the process."""
 
 
-class Vandal:
-    """Mixin of hooks, sinks and evaluations: does its deeds, then raises if told to."""
+class MisbehavingHook:
+    """Mixin of hooks, sinks and evaluations that makes its mutations, then raises if ``raises`` is set."""
 
-    def __init__(self, deeds: list[str], *, raises: bool = False) -> None:
-        self.deeds = sorted(deeds, key=EMPTYING.__contains__)
+    def __init__(self, mutations: list[str], *, raises: bool = False) -> None:
+        self.mutations = sorted(mutations, key=EMPTYING.__contains__)
         self.raises = raises
         self.scene: Scene | None = None
         self.kept: list[Any] = []
         self.done = 0
 
     def act(self, ctx: Any = None) -> dict[str, Any]:
-        """Do the deeds, keep references to live tensors and return live zero-dimensional ones."""
+        """Make the mutations, keep references to live tensors and return live zero-dimensional ones."""
         self.scene.ctx = ctx
         self.kept.append([*self.scene.model.parameters(), *self.scene.moments])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in self.deeds:
-                DEEDS[name](self.scene)
+            for name in self.mutations:
+                MUTATIONS[name](self.scene)
         self.done += 1
         if self.raises:
-            raise Spite("and raised")
+            raise DeliberateError("after the mutations")
         loss = self.scene.state.loop.running_loss
-        return {} if loss is None or "enter_a_dispatch_mode" in self.deeds else {"live": loss}
+        return {} if loss is None or "enter_a_dispatch_mode" in self.mutations else {"live": loss}
 
 
-class Spite(Exception):
-    """What a vandal raises half-way."""
+class DeliberateError(Exception):
+    """The exception of a misbehaving hook."""

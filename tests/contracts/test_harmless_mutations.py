@@ -1,4 +1,4 @@
-"""What only looks, or puts back what it changed, raises no alarm: neither of the tripwire nor under audit."""
+"""A hook that only reads, or that reverts its changes, raises no alarm from the tripwire or the audit."""
 
 import copy
 import io
@@ -12,17 +12,17 @@ from loopscope.hooks import HookPoint
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.contracts.test_vandals import VandalObserver, VandalReader, only_at, train_with
+from tests.contracts.test_misbehaving_hooks import MisbehavingObserver, MisbehavingReader, only_at, train_with
 from tests.support import Case, SpyHook, assert_same_bytes, at, train
-from tests.support.vandals import DEEDS, Scene
+from tests.support.misbehaving_hooks import MUTATIONS, Scene
 
 CASE = Case()
-DEEDS_OF_PEACE: dict[str, Callable[[Scene], object]] = {}
-nothing = lambda *args, **options: None
+REVERTED_MUTATIONS: dict[str, Callable[[Scene], object]] = {}
+do_nothing = lambda *args, **options: None
 
 
 def harmless(function: Callable[[Scene], object]) -> Callable[[Scene], object]:
-    DEEDS_OF_PEACE[function.__name__] = function
+    REVERTED_MUTATIONS[function.__name__] = function
     return function
 
 
@@ -52,73 +52,73 @@ def measure_the_total_norm(scene):
 
 @harmless
 def register_and_remove_a_full_backward_hook(scene):
-    scene.module.register_full_backward_hook(nothing).remove()
+    scene.module.register_full_backward_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_backward_pre_hook(scene):
-    scene.module.register_full_backward_pre_hook(nothing).remove()
+    scene.module.register_full_backward_pre_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_forward_hook(scene):
-    scene.module.register_forward_hook(nothing).remove()
+    scene.module.register_forward_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_forward_hook_with_options(scene):
-    scene.module.register_forward_hook(nothing, with_kwargs=True, always_call=True).remove()
+    scene.module.register_forward_hook(do_nothing, with_kwargs=True, always_call=True).remove()
 
 
 @harmless
 def register_and_remove_a_forward_pre_hook(scene):
-    scene.module.register_forward_pre_hook(nothing, with_kwargs=True).remove()
+    scene.module.register_forward_pre_hook(do_nothing, with_kwargs=True).remove()
 
 
 @harmless
 def register_and_remove_a_state_dict_hook(scene):
-    scene.module.register_state_dict_post_hook(nothing).remove()
+    scene.module.register_state_dict_post_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_state_dict_pre_hook(scene):
-    scene.module.register_state_dict_pre_hook(nothing).remove()
+    scene.module.register_state_dict_pre_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_loading_hook(scene):
-    scene.module.register_load_state_dict_post_hook(nothing).remove()
+    scene.module.register_load_state_dict_post_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_hook_on_a_parameter(scene):
-    scene.parameter.register_hook(nothing).remove()
+    scene.parameter.register_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_hook_after_accumulation(scene):
-    scene.parameter.register_post_accumulate_grad_hook(nothing).remove()
+    scene.parameter.register_post_accumulate_grad_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_hook_before_steps(scene):
-    scene.optimizer.register_step_pre_hook(nothing).remove()
+    scene.optimizer.register_step_pre_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_hooks_of_the_optimizer(scene):
-    scene.optimizer.register_step_post_hook(nothing).remove()
-    scene.optimizer.register_state_dict_post_hook(nothing).remove()
+    scene.optimizer.register_step_post_hook(do_nothing).remove()
+    scene.optimizer.register_state_dict_post_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_hook_on_all_modules(scene):
-    nn.modules.module.register_module_forward_hook(nothing).remove()
+    nn.modules.module.register_module_forward_hook(do_nothing).remove()
 
 
 @harmless
 def register_and_remove_a_backward_hook_on_all_modules(scene):
-    nn.modules.module.register_module_full_backward_hook(nothing).remove()
+    nn.modules.module.register_module_full_backward_hook(do_nothing).remove()
 
 
 @harmless
@@ -129,7 +129,7 @@ def read_state_dict(scene):
 
 
 @harmless
-def spoil_a_copy_of_the_model(scene):
+def zero_a_copy_of_the_model(scene):
     m = copy.deepcopy(scene.model)
     m.requires_grad_(False)
     [p.zero_() for p in m.parameters()]
@@ -238,7 +238,7 @@ def requires_grad_and_back(scene):
 
 
 @harmless
-def change_the_rate_and_back(scene):
+def change_the_learning_rate_and_back(scene):
     g = scene.optimizer.param_groups[0]
     lr = g["lr"]
     g["lr"] = 1
@@ -259,7 +259,7 @@ def exchange_data_and_back(scene):
 
 
 @harmless
-def drop_a_gradient_and_put_it_back(scene):
+def drop_a_gradient_and_restore_it(scene):
     g = scene.parameter.grad
     scene.parameter.grad = None
     scene.parameter.grad = g
@@ -293,7 +293,7 @@ def named_everything(scene):
 
 @harmless
 def apply_nothing(scene):
-    scene.model.apply(nothing)
+    scene.model.apply(do_nothing)
 
 
 @harmless
@@ -342,12 +342,12 @@ def flatten_the_parameters(scene):
 
 
 @harmless
-def look_for_a_moment(scene):
+def read_optimizer_state(scene):
     scene.optimizer.state.get(scene.parameter)
 
 
 @harmless
-def read_the_rate(scene):
+def read_the_learning_rate(scene):
     scene.task.scheduler.get_last_lr()
 
 
@@ -384,28 +384,28 @@ def silence_numpy(scene):
 
 
 @pytest.fixture(autouse=True)
-def deeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, deed in DEEDS_OF_PEACE.items():
-        monkeypatch.setitem(DEEDS, name, deed)
+def mutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, mutation in REVERTED_MUTATIONS.items():
+        monkeypatch.setitem(MUTATIONS, name, mutation)
 
 
-def assert_peace(kind: type, names: list[str], *, audit: bool) -> None:
-    vandal = only_at(kind, HookPoint.POST_BACKWARD, HookPoint.POST_EPOCH)(names)
-    assert_same_bytes(train_with(vandal, CASE, audit=audit), CASE)
-    assert vandal.done == 4
+def assert_no_alarm(kind: type, names: list[str], *, audit: bool) -> None:
+    mutator = only_at(kind, HookPoint.POST_BACKWARD, HookPoint.POST_EPOCH)(names)
+    assert_same_bytes(train_with(mutator, CASE, audit=audit), CASE)
+    assert mutator.done == 4
 
 
-@pytest.mark.parametrize("name", DEEDS_OF_PEACE)
+@pytest.mark.parametrize("name", REVERTED_MUTATIONS)
 def test_harmless_mutation_raises_no_alarm(name: str) -> None:
     """Under audit, a mutation that is undone leaves every byte of the run as it was."""
-    assert_peace(VandalObserver, [name], audit=True)
+    assert_no_alarm(MisbehavingObserver, [name], audit=True)
 
 
 @pytest.mark.parametrize("audit", [False, True])
-@pytest.mark.parametrize("kind", [VandalObserver, VandalReader])
+@pytest.mark.parametrize("kind", [MisbehavingObserver, MisbehavingReader])
 def test_all_harmless_mutations_together_raise_no_alarm(kind: type, audit: bool) -> None:
     """Observers and reading interventions pass with the tripwire alone and under audit."""
-    assert_peace(kind, [*DEEDS_OF_PEACE], audit=audit)
+    assert_no_alarm(kind, [*REVERTED_MUTATIONS], audit=audit)
 
 
 def clipping(limits: dict[int, float]) -> SpyHook:
