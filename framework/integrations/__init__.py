@@ -1,4 +1,4 @@
-"""Hooks in the loops that people already have: their own, Hugging Face's Trainer, Lightning's."""
+"""Hooks in existing training loops: custom loops, Hugging Face's Trainer and Lightning's Trainer."""
 
 from .attach import attach
 from .scope import Scope

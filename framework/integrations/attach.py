@@ -1,4 +1,4 @@
-"""Attaching hooks to a training that already exists: a loop of one's own, or a trainer of Hugging Face or Lightning."""
+"""Attaching hooks to an existing training: a custom loop, or a Trainer of Hugging Face or Lightning."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,10 @@ from ..errors import UsageError, require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
-from .attach_options import AttachOptions, OnError, Shown, Wanted
+from .attach_options import AttachOptions, DisplayMode, HookChoice, OnError
 from .attached_run import AttachedRun
 from .custom_loop import CustomLoop
-from .model_wrappers import unwrapped
+from .model_wrappers import unwrap
 from .scope import Scope
 
 
@@ -27,7 +27,7 @@ def attach(
     target: Any,
     optimizer: Any = None,
     *,
-    hooks: Sequence[Wanted] = (),
+    hooks: Sequence[HookChoice] = (),
     with_hooks: str | None = None,
     hook_options: Mapping[str, Mapping[str, Any]] | None = None,
     schedules: Mapping[str, StepSchedule] | None = None,
@@ -49,67 +49,69 @@ def attach(
     seed: int = 0,
     audit: bool = False,
     on_hook_error: OnError = "raise",
-    display: Shown = "normal",
+    display: DisplayMode = "normal",
     reference: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Attach hooks to a training that already exists, without changing a bit of it; return its :class:`Scope`.
+    """Attach hooks to an existing training, without changing a bit of it; return its :class:`Scope`.
 
     Args:
-        target: the model, or a ``transformers.Trainer``, or a ``lightning.Trainer``; the last two need nothing more.
+        target: the model, a ``transformers.Trainer`` or a ``lightning.Trainer``; a Trainer needs no further arguments.
         optimizer: the optimizer that trains the model.
-        hooks: by name, class or instance.
-        with_hooks: a group of them: ``observers``, ``interventions``, ``full``, ``minimal``.
+        hooks: hooks by name, class or instance.
+        with_hooks: a group of hooks: ``observers``, ``interventions``, ``full``, ``minimal``.
         hook_options: options by the name of the hook.
-        schedules: at which steps hooks fire, by the name of the hook.
-        scheduler: of the learning rate, to be rolled back with the rest.
-        scaler: the ``GradScaler`` of the loop; hooks see the gradients unscaled.
-        accelerator: the Accelerator that runs backward, in a loop of Accelerate's; it knows the scaler.
-        accumulate: micro-batches in a step.
-        ranks: who trains together where the model does not tell it: ``Ranks(data=[group])`` if the loop averages the
-            gradients over a process group by itself, ``Ranks()`` if every process trains a model of its own.
-        loss: ``loss(model, batch)``, what :meth:`Scope.backward` is given for a batch: for hooks that compute losses.
-        loader: the training data, for hooks that read them; they have an order of their own.
+        schedules: the steps at which hooks fire, by the name of the hook.
+        scheduler: the learning-rate scheduler, which is rolled back with the rest of the training state.
+        scaler: the ``GradScaler`` of the loop; hooks see the unscaled gradients.
+        accelerator: the Accelerator that runs backward in a loop of Accelerate; its scaler is used.
+        accumulate: the number of micro-batches per step.
+        ranks: the ranks that train together, if the model does not show it: ``Ranks(data=[group])`` if the loop itself
+            averages the gradients over a process group, ``Ranks()`` if every process trains a separate model.
+        loss: ``loss(model, batch)`` returns the argument of :meth:`Scope.backward`, for hooks that compute losses.
+        loader: the training data, for hooks that read them; such hooks use a separate order.
         evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
         out: the folder of the run; by default ``loopscope-runs/run_N``, with the next free number, in the current
-            folder or in that of the trainer.
-        overwrite: write over the run that lies in the folder; one that this program has left open there is closed.
-        sinks: where metrics go, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``) or as objects.
-        loop: whether epochs are counted (``epoch``) or steps (``step``), which decides where hooks fire.
-        length: epochs, or steps, of the whole training, if they are known.
-        log_every: steps after which metrics of steps are delivered; in the step loop also over which means are taken.
+            folder or in that of the Trainer.
+        overwrite: replace a run in the folder; if this program has left that run open, it is closed first.
+        sinks: the destinations of metrics, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``) or as objects.
+        loop: whether the loop counts epochs (``epoch``) or steps (``step``), which decides where hooks fire.
+        length: the number of epochs or steps of the complete training, if known.
+        log_every: steps between deliveries of step metrics; in the step loop also the interval of means.
         snapshot_every: epochs (default 1) or steps (default 1,000) between two SNAPSHOTs.
-        seed: of the random streams of hooks.
+        seed: the seed of the hooks' random streams.
         audit: compare every byte of the training state before and after every call of a hook.
-        on_hook_error: ``raise`` ends the training at the first hook that raises, ``skip`` goes on without that hook.
-        display: ``normal`` shows what the command shows, ``silent`` a bar and what was warned of, ``none`` nothing.
+        on_hook_error: ``raise`` ends the training at the first hook that raises, ``skip`` continues without that hook.
+        display: ``normal`` shows the output of the command, ``silent`` a progress bar and warnings, ``none`` nothing.
         reference: a file of weights, saved as a state dict, for hooks that measure against a reference solution.
-        config: what the record is to say of the training, as plain values.
+        config: a description of the training for the record, as plain values.
 
     Raises:
-        UsageError: for what cannot be attached, or protected, in a sentence that says what to do.
-        RankLostError: where other ranks do not attach hooks as well.
+        UsageError: for a training or an argument that attach does not support; the message says what to do.
+        RankLostError: if other ranks do not call attach.
     """
     given = locals()
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
-    with preserved_streams():  # plug-ins are imported, hooks are made, and a plain loop's run is built
+    with preserved_streams():  # importing plug-ins and creating hooks may draw random numbers
         return _attach(target, chosen, given)
 
 
 def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """Attach hooks to the kind of training that ``target`` is; ``given`` are all arguments of :func:`attach`."""
+    """Attach hooks to a Trainer or a custom loop; ``given`` has all arguments of :func:`attach`."""
     for package in ("training_hooks", "sinks"):
         import_module(f"loopscope.{package}")
     HookRegistry.discover()
     SinkRegistry.discover()
-    choices = AttachOptions(**chosen)
-    if trainer := _trainer_of(target):
-        own = [name for name in ("optimizer", "scheduler", "scaler", "accelerator", "ranks") if given[name] is not None]
-        require(not own, f"The trainer has its own {' and '.join(own)}; give attach the trainer alone.")
-        return import_module(f"{__package__}.{trainer}").attach_to(target, choices)
+    options = AttachOptions(**chosen)
+    if trainer := _trainer_module(target):
+        own_parts = ("optimizer", "scheduler", "scaler", "accelerator", "ranks")
+        surplus = [name for name in own_parts if given[name] is not None]
+        require(not surplus, f"The trainer has its own {' and '.join(surplus)}; give attach the trainer alone.")
+        return import_module(f"{__package__}.{trainer}").attach_to(target, options)
     require(
         not isinstance(target, nn.DataParallel),
-        "DataParallel trains on several devices in one process, where attach serves one; use DistributedDataParallel.",
+        "DataParallel trains on several devices in one process, but attach supports one device; use "
+        "DistributedDataParallel.",
     )
     require(
         isinstance(target, nn.Module),
@@ -117,11 +119,12 @@ def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) ->
         "lightning.Trainer.",
     )
     names = ("optimizer", "scheduler", "scaler", "accelerator", "accumulate", "ranks")
-    return _to_a_loop(target, choices=choices, **{name: given[name] for name in names})
+    return _attach_to_loop(target, options=options, **{name: given[name] for name in names})
 
 
-def _trainer_of(target: Any) -> str:
-    """Name the module for a trainer, whose library is imported already if the target is one of its."""
+def _trainer_module(target: Any) -> str:
+    """Return the module name for a Trainer, or an empty string for other targets."""
+    # Without an import of a trainer library the target cannot be one of its objects, so none is imported here.
     if "transformers" in sys.modules and isinstance(target, import_module("transformers").Trainer):
         return "hugging_face"
     names = ("lightning.pytorch", "pytorch_lightning")
@@ -129,10 +132,10 @@ def _trainer_of(target: Any) -> str:
     return "lightning_trainer" if isinstance(target, kinds) else ""
 
 
-def _to_a_loop(
+def _attach_to_loop(
     target: nn.Module,
     optimizer: Any,
-    choices: AttachOptions,
+    options: AttachOptions,
     scheduler: Any,
     scaler: Any,
     accelerator: Any,
@@ -140,7 +143,8 @@ def _to_a_loop(
     ranks: Ranks | None,
 ) -> Scope:
     if accelerator is not None:
-        require(scaler is None and accumulate == 1, "An Accelerator has its scaler and counts micro-batches by itself.")
+        own = "An Accelerator has its own scaler and number of micro-batches; leave scaler= and accumulate= out."
+        require(scaler is None and accumulate == 1, own)
         scaler, accumulate = accelerator.scaler, accelerator.gradient_accumulation_steps
         from accelerate.optimizer import AcceleratedOptimizer
         from accelerate.scheduler import AcceleratedScheduler
@@ -149,23 +153,23 @@ def _to_a_loop(
             optimizer = optimizer.optimizer
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
-    known = ranks is None or isinstance(ranks, Ranks)
-    require(known, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
-    counts = type(accumulate) is int and accumulate >= 1
-    require(counts, f"accumulate is {accumulate!r}; it is the number of micro-batches in a step, at least 1.")
-    kind, is_one = type(optimizer).__name__, isinstance(optimizer, Optimizer)
-    require(is_one, f"The optimizer is a {kind}; attach(model, optimizer) takes one of torch's.")
+    is_ranks = ranks is None or isinstance(ranks, Ranks)
+    require(is_ranks, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
+    is_count = type(accumulate) is int and accumulate >= 1
+    require(is_count, f"accumulate is {accumulate!r}; it must be the number of micro-batches in a step, at least 1.")
+    kind, is_optimizer = type(optimizer).__name__, isinstance(optimizer, Optimizer)
+    require(is_optimizer, f"The optimizer is a {kind}; attach(model, optimizer) takes an optimizer of torch.")
     for name, given, of in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
         fits = given is None or (isinstance(given, of) and not isinstance(given, Optimizer))
         require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
     if takes_closure(optimizer):
         raise UsageError(
-            f"{kind} evaluates the loss within its step, where hooks cannot follow a loop of your own; train it in an "
-            "experiment, or with an optimizer that takes no closure."
+            f"{kind} evaluates the loss within its step, where hooks cannot follow a custom training loop; train in an "
+            "experiment, or use an optimizer that takes no closure."
         )
-    whole = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
-    run = AttachedRun(choices, choices.lacks(**whole))
-    model, replica, compiled = unwrapped(target)
+    missing = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
+    run = AttachedRun(options, options.lacks(**missing))
+    model, replica, compiled = unwrap(target)
     parts = {"scheduler": scheduler, "scaler": scaler, "replica": replica, "compiled": compiled}
     run.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
     return Scope(run, CustomLoop(run, accumulate, accelerator), accumulate)

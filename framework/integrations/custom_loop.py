@@ -1,4 +1,4 @@
-"""A loop of the user's own, as its calls tell of it: which step is open, how far it has come, where an epoch ends."""
+"""Translation of a custom loop's calls into steps and epochs: which step is open, its progress, the end of an epoch."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,27 +14,27 @@ from ..errors import RunNotice, UsageError, listed, require
 from ..hooks import HookPoint, InterventionHook
 from ..state import Transient
 from .attached_run import AttachedRun
-from .unscaling import unscaled
+from .unscaling import unscaled_gradients
 
-UNTOLD = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
-"""What is seen of a loop that tells nothing."""
-TELL = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
+BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+"""The hook points that work in a bare loop, which only calls optimizer.step()."""
+ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
 
 
 class Accelerates(Protocol):
-    """What is asked of an Accelerator: the backward pass, and whether a step's gradients are complete."""
+    """The used part of an Accelerator: the backward pass, and whether a step's gradients are complete."""
 
     sync_gradients: bool
     gradient_accumulation_steps: int
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Divide the loss by the micro-batches of a step, scale it, and add its gradients."""
+        """Divide the loss by the number of micro-batches, scale it, and add its gradients."""
 
 
-class Firing:
-    """On while hooks are called: a call of the optimizer is then theirs, and not one of the loop."""
+class HookCalls:
+    """Marks the time of hook calls, in which a call of the optimizer comes from a hook and not from the loop."""
 
-    # entered several times a step, where a context manager made of a generator would show
+    # A class, since it is entered several times per step and a generator-based context manager is slower.
     is_on = False
 
     def __enter__(self) -> None:
@@ -44,13 +44,13 @@ class Firing:
         self.is_on = False
 
 
-AS_THEY_ARE = nullcontext(False)
+NO_UNSCALING = nullcontext(False)
 
 
 class CustomLoop(Transient):
-    """Turns the calls of a loop, with ``accumulate`` micro-batches in a step, into the transitions of a driver.
+    """Translates the calls of a loop, with ``accumulate`` micro-batches per step, into the transitions of a driver.
 
-    In a loop of Accelerate's, the ``accelerator`` runs backward and says when a step is complete.
+    In a loop of Accelerate, the ``accelerator`` runs backward and decides when a step is complete.
     """
 
     def __init__(self, run: AttachedRun, accumulate: int, accelerator: Accelerates | None) -> None:
@@ -61,62 +61,62 @@ class CustomLoop(Transient):
         self._parts = MicroBatches()
         self._losses: list[Tensor] = []
         self._index = 0
-        self._is_open = self._is_complete = self._is_updating = False  # what of a step was had
-        self._is_in_epoch = self._is_passed = False  # and what of an epoch
-        self._is_untold = self._waits_between = False
-        self._firing = Firing()
-        self._told: set[str] = set()
+        self._is_open = self._is_complete = self._is_updating = False  # state of the step
+        self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
+        self._is_bare = self._has_deferred_work = False
+        self._hook_calls = HookCalls()
+        self._warned: set[str] = set()
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_update),
             self._optimizer.register_step_post_hook(self._after_update),
         ]
 
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
-        """Begin a step with its first micro-batch, or go on with the next; ``steps`` are those of an epoch.
+        """Start a step with its first micro-batch, or continue it with the next one.
 
-        ``others`` are the further ones of the step, where they are known before it.
+        ``steps`` is the number of steps per epoch; ``others`` are further micro-batches of the step, if known already.
         """
         run = self._run
         if not run.is_started:
             self._start(batch, steps)
         if self._is_complete:
-            self._tell(
+            self._warn_once(
                 "skipped",
-                "No optimizer.step() came after a backward pass, and its step counts as skipped; if several make up a "
-                "step, attach(..., accumulate=N) says how many.",
+                "No optimizer.step() followed a backward pass, so its step counts as skipped; if a step has several "
+                "backward passes, give their number to attach(..., accumulate=N).",
             )
             self._end_step(skipped=True)
-        if self._is_passed:
+        if self._is_data_exhausted:
             self.end_epoch({})
-        self.settle()
+        self.run_deferred_work()
         if not self._is_in_epoch:
             self._is_in_epoch, self._index = True, 0
-            if run.manager.counts_epochs:  # else sums go on from one to the next
-                with self._firing:
+            if run.manager.counts_epochs:  # in the step loop, sums continue across epochs
+                with self._hook_calls:
                     self._driver.begin_epoch(takes_snapshot=True)
-        del self._parts[len(self._losses) :]  # the loop has dropped it, before its backward pass
+        del self._parts[len(self._losses) :]  # the loop has dropped a batch before its backward pass
         self._parts += [batch, *others]
         if self._is_open:
             self._driver.loop.batch = self._batch
             return
         self._is_open = True
-        with self._firing:
+        with self._hook_calls:
             self._driver.begin_step(self._batch, self._index)
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
         self._run.start(batch, steps, self.close)
-        self._is_in_epoch, self._is_passed, self._index = self._run.place.get("loop", (False, False, 0))
-        # the state of a loop may have been taken after the last step of an epoch, and within its body
-        self._is_passed = self._is_passed or (self._is_in_epoch and self._index == steps)
+        self._is_in_epoch, self._is_data_exhausted, self._index = self._run.place.get("loop", (False, False, 0))
+        # The state may have been saved within the loop body after the last step of an epoch.
+        self._is_data_exhausted = self._is_data_exhausted or (self._is_in_epoch and self._index == steps)
 
-    def pass_over(self, steps: int | None) -> None:
-        """Note that the data of an epoch were all had; it ends as the next begins, or as the loop says so."""
-        if self._run.place and not self._run.is_started:  # of an epoch in which nothing was left
+    def end_of_data(self, steps: int | None) -> None:
+        """Note the end of an epoch's data; the epoch ends at the start of the next one, or at ``epoch_end``."""
+        if self._run.place and not self._run.is_started:  # resumed in an epoch without remaining batches
             self._start(None, steps)
-        self._is_passed = self._is_in_epoch
+        self._is_data_exhausted = self._is_in_epoch
 
-    def first(self) -> tuple[int, int]:
-        """Return where the data of the next pass begin: the epoch, and the micro-batch in it."""
+    def next_position(self) -> tuple[int, int]:
+        """Return the epoch and the index of the micro-batch with which the next pass over the data starts."""
         run = self._run
         if run.is_started or not run.place:
             return self._driver.loop.epoch + self._is_in_epoch, 0
@@ -129,15 +129,19 @@ class CustomLoop(Transient):
         return self._parts if self._accumulate > 1 else self._parts[0]
 
     def backward(self, loss: Any, *, last: bool, retain_graph: bool) -> None:
-        """Run backward; with the last micro-batch of a step its gradients are complete."""
+        """Run backward; after the last micro-batch of a step its gradients are complete.
+
+        Raises:
+            UsageError: for an invalid loss, or a call without a batch or before the previous optimizer.step().
+        """
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim):
             _check_loss(loss)
         if not self._parts:
-            raise UsageError(f"scope.backward(loss) came without a batch: {TELL}.")
+            raise UsageError(f"scope.backward(loss) was called without a batch: {ADVICE}.")
         if self._is_complete:
             raise UsageError(
-                f"scope.backward(loss) came after the {self._accumulate} micro-batches of a step and before its "
-                "optimizer.step(); attach(..., accumulate=N) says how many there are."
+                f"scope.backward(loss) was called after all {self._accumulate} micro-batches of a step and before its "
+                "optimizer.step(); give the number of micro-batches to attach(..., accumulate=N)."
             )
         try:
             owner = self._driver.task if self._accelerator is None else self._accelerator
@@ -147,64 +151,64 @@ class CustomLoop(Transient):
             acting = next((hook.name for hook in hooks if isinstance(hook, InterventionHook) and hook.mutates), "")
             if acting and "modified by an inplace operation" in str(error):
                 raise UsageError(
-                    f"This loop keeps a graph across steps, in which hook {acting!r} is rolled back: the weights get "
-                    "their bytes back, but autograd counts that as a change. Detach what is kept, or leave the hook "
-                    f"out. ({error})"
+                    f"This loop keeps a graph across steps in which hook {acting!r} is rolled back: the weights are "
+                    "restored, but autograd counts that as a change. Detach the tensors that the loop keeps, or remove "
+                    f"the hook. ({error})"
                 ) from error
             raise
         if self._accelerator is None:
-            self.had_backward(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
+            self.record_loss(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
         else:
-            shared = self._accelerator.gradient_accumulation_steps
-            own = loss.detach() / shared if shared > 1 else loss.detach()
-            self.had_backward(own, complete=last or self._accelerator.sync_gradients)
+            count = self._accelerator.gradient_accumulation_steps
+            mean_share = loss.detach() / count if count > 1 else loss.detach()
+            self.record_loss(mean_share, complete=last or self._accelerator.sync_gradients)
 
-    def had_backward(self, loss: Tensor, *, complete: bool) -> None:
-        """Take the loss of a micro-batch, detached, whose gradients are there; ``complete`` are those of the step."""
+    def record_loss(self, loss: Tensor, *, complete: bool) -> None:
+        """Record the detached loss of a micro-batch after its backward pass; ``complete`` if it is the step's last."""
         self._losses.append(loss)
         if complete:
             self._gradients_complete()
 
-    def settle(self) -> None:
-        """Do what waits for the end of a step: between two steps schedulers have stepped, too."""
-        if self._waits_between:
-            self._waits_between = False
-            with self._firing:
+    def run_deferred_work(self) -> None:
+        """Run the work after a step, which waits until the loop has stepped its schedulers."""
+        if self._has_deferred_work:
+            self._has_deferred_work = False
+            with self._hook_calls:
                 self._run.after_step()
 
     def _finish_step(self) -> None:
-        """End the step that is open, which no update has ended."""
+        """End a step that is still open, without an update."""
         if self._is_complete:
             self._end_step(skipped=True)
-        if self._parts:  # it is dropped with the epoch
+        if self._parts:  # a step without a backward pass does not count
             self._parts, self._losses, self._is_open = MicroBatches(), [], False
             self._driver.loop.step -= 1
-        self.settle()
+        self.run_deferred_work()
 
     def end_epoch(self, numbers: Mapping[str, float]) -> None:
-        """End the epoch, unless none is under way."""
+        """End the epoch in progress, if any."""
         self._finish_step()
         if self._is_in_epoch:
-            self._is_in_epoch = self._is_passed = False
-            with self._firing:
+            self._is_in_epoch = self._is_data_exhausted = False
+            with self._hook_calls:
                 self._run.after_epoch(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, between two steps."""
-        require(not self._parts, "scope.state_dict() came within a step; call it after optimizer.step().")
-        require(self._run.is_started, "scope.state_dict() came before the first step, where there is no state to keep.")
-        self.settle()
-        self._run.place = {"loop": (self._is_in_epoch, self._is_passed, self._index)}
+        require(not self._parts, "scope.state_dict() was called within a step; call it after optimizer.step().")
+        require(self._run.is_started, "scope.state_dict() was called before the first step; call it after one.")
+        self.run_deferred_work()
+        self._run.place = {"loop": (self._is_in_epoch, self._is_data_exhausted, self._index)}
         return self._run.state_dict()
 
     def close(self, status: str, error: BaseException | None = None) -> None:
-        """End the epoch that is under way, unless the loop has failed, and the run."""
+        """End the run, and first the epoch in progress unless the loop has failed."""
         for handle in self._handles:
             handle.remove()
         try:
             if status == "completed" and self._run.is_started:
                 self._finish_step()
-                if self._run.manager.counts_epochs:  # a pass that is broken off counts for no epoch of the step loop
+                if self._run.manager.counts_epochs:  # the step loop does not count an incomplete pass
                     self.end_epoch({})
         except BaseException as raised:
             status, error = "failed", raised
@@ -216,72 +220,82 @@ class CustomLoop(Transient):
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._is_complete = True
-        shown = AS_THEY_ARE if self._scaler is None else unscaled(self._driver.task, keeps=self._run.keeps_gradients)
-        with self._firing, shown as skipped:
+        shown = (
+            NO_UNSCALING
+            if self._scaler is None
+            else unscaled_gradients(self._driver.task, keeps=self._run.keeps_gradients)
+        )
+        with self._hook_calls, shown as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
             self._end_step(skipped=True)
 
     def _before_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # an optimizer that unscales by itself is told so for the call, and is called to skip a step, too
-        told = {} if self._scaler is None else vars(optimizer)
-        if self._firing.is_on or self._run.is_over or (told.get("found_inf") is not None and bool(told["found_inf"])):
+        # GradScaler sets `grad_scale` and `found_inf` on an optimizer that unscales by itself, such as a fused one, and
+        # calls it also for a step that it must skip.
+        attributes = {} if self._scaler is None else vars(optimizer)
+        is_skipped = attributes.get("found_inf") is not None and bool(attributes["found_inf"])
+        if self._hook_calls.is_on or self._run.is_closed or is_skipped:
             return
-        if (len(inputs) > 1 or options) and any(each is not None for each in (*inputs[1:], *options.values())):
+        if (len(inputs) > 1 or options) and any(value is not None for value in (*inputs[1:], *options.values())):
             raise UsageError(
-                f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step where "
-                "hooks cannot follow: compute the loss before, and call step() without it."
+                f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step, where "
+                "hooks cannot follow: compute the loss before the step, and call step() without a closure."
             )
         if self._losses and not self._is_complete:
-            self._tell(
+            self._warn_once(
                 "short",
-                f"optimizer.step() came after {len(self._losses)} of {self._accumulate} micro-batches, and "
-                "POST_BACKWARD saw the gradients as they were then; say scope.backward(loss, last=True) for the last "
-                "one of a shorter group.",
+                f"optimizer.step() was called after {len(self._losses)} of {self._accumulate} micro-batches, and "
+                "POST_BACKWARD saw the gradients of that moment; call scope.backward(loss, last=True) for the last "
+                "micro-batch of a shorter step.",
             )
             self._gradients_complete()
         if not self._is_complete:
-            self._untold()
-        self._is_updating = self._is_complete or self._is_untold
+            self._begin_bare_step()
+        self._is_updating = self._is_complete or self._is_bare
         if self._is_updating:
-            is_scaled, task = told.get("grad_scale") is not None, self._driver.task
-            shown = unscaled(task, keeps=self._run.keeps_gradients) if is_scaled else AS_THEY_ARE
-            with self._firing, shown:
+            is_scaled, task = attributes.get("grad_scale") is not None, self._driver.task
+            shown = unscaled_gradients(task, keeps=self._run.keeps_gradients) if is_scaled else NO_UNSCALING
+            with self._hook_calls, shown:
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._is_updating and not self._firing.is_on:
+        if self._is_updating and not self._hook_calls.is_on:
             self._end_step(skipped=False)
 
     def _end_step(self, *, skipped: bool) -> None:
-        with self._firing:
+        with self._hook_calls:
             self._driver.after_update(skipped=skipped)
         self._parts, self._losses = MicroBatches(), []
         self._is_open = self._is_complete = self._is_updating = False
         self._index += 1
-        self._waits_between = True
+        self._has_deferred_work = True
 
-    def _untold(self) -> None:
-        """Take a step of a loop that says nothing of it."""
+    def _begin_bare_step(self) -> None:
+        """Start a step of a loop that called optimizer.step() without the calls of the scope."""
         run = self._run
         if not run.is_started:
             hooks = run.manager.hooks
-            only = "loop tells of nothing but its updates"
-            hooks.keep_to(UNTOLD, f"this {only}; {TELL}.")
-            left = listed([*hooks.failures.left_out]) or "none"
+            reason = "loop only calls optimizer.step()"
+            hooks.keep_to(BARE_POINTS, f"this {reason}; {ADVICE}.")
+            disabled = listed([*hooks.failures.left_out]) or "none"
             run.start(None, None, self.close)
-            self._is_untold = True
-            self._tell("untold", f"This {only}, so hooks see no more, and are left out: {left}; {TELL}.")
-        if self._is_untold:
-            self.settle()
+            self._is_bare = True
+            message = (
+                f"This {reason}, so hooks see only its updates; disabled hooks: {disabled}. To use them, {ADVICE}."
+            )
+            self._warn_once("bare", message)
+        if self._is_bare:
+            self.run_deferred_work()
             self._driver.loop.step += 1
         else:
-            what = "a scope.backward(loss)" if self._parts else "a batch"
-            self._tell("unseen", f"optimizer.step() came without {what} before it, and hooks have not seen it: {TELL}.")
+            missing = "scope.backward(loss)" if self._parts else "a batch"
+            message = f"optimizer.step() was called without {missing} before it, so hooks have not seen it: {ADVICE}."
+            self._warn_once("unseen", message)
 
-    def _tell(self, kind: str, sentence: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _warn_once(self, kind: str, sentence: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(sentence, RunNotice, stacklevel=4)
 
 

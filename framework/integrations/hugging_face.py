@@ -1,7 +1,7 @@
-"""Hooks in Hugging Face's Trainer: its calls told to an :class:`.CustomLoop`, its evaluation made neutral.
+"""Hooks in Hugging Face's Trainer: its calls are passed to a :class:`.CustomLoop`, its evaluation is isolated.
 
-Tested with transformers 5.23 and accelerate 1.15. The trainer has no event before its clipping and none that shows the
-batches of a step, so a few of its methods are wrapped while a run is attached.
+Tested with transformers 5.23 and accelerate 1.15. The Trainer has neither an event before its clipping nor one with the
+batches of a step, so a few of its methods are wrapped during training.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,43 +24,46 @@ from ..training import takes_closure
 from .attach_options import AttachOptions, steps_in
 from .attached_run import AttachedRun
 from .custom_loop import CustomLoop
-from .logger_sink import through_trainer
-from .model_wrappers import replaced, unwrapped
+from .logger_sink import route_through_trainer
+from .model_wrappers import temporary_attribute, unwrap
 from .scope import AttachedScope
 
 TESTED = "transformers 5.23"
 STATE = "loopscope"
-"""The folder of the hooks' state in a checkpoint."""
-RELIED_ON = (
+"""The folder of the hooks' state in a checkpoint of the Trainer."""
+REQUIRED_METHODS = (
     *("train", "training_step", "get_batch_samples", "evaluate", "predict", "compute_loss", "add_callback"),
     *("compute_loss_context_manager", "_prepare_inputs", "_get_num_items_in_batch", "_load_optimizer_and_scheduler"),
 )
-"""Methods of a Trainer that are wrapped or called; those with an underscore are its own affair and may change."""
-OF_THE_COST = ("_runtime", "_per_second", "_time", "epoch")
-"""Ends of the names of what an evaluation tells beside its numbers."""
-SILENT = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
-"""Callbacks that are no loggers."""
+"""Methods of a Trainer that are wrapped or called; those with an underscore are private and may change."""
+COST_SUFFIXES = ("_runtime", "_per_second", "_time", "epoch")
+"""Suffixes of an evaluation's numbers that measure its cost and not the model."""
+NOT_LOGGERS = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
+"""Callbacks that are not loggers."""
 
 for _kind in (GradientState, AcceleratorState, PartialState, Trainer):
-    Transient.register(_kind)  # reached from optimizers and schedulers that accelerate has prepared; no training state
+    Transient.register(_kind)  # optimizers and schedulers of accelerate refer to them, but they are no training state
 
 
-def attach_to(trainer: Any, choices: AttachOptions) -> AttachedScope:
-    """Attach hooks to a Trainer that is not training yet; raises :class:`UsageError` for one that cannot be served."""
-    missing = [name for name in RELIED_ON if not callable(getattr(trainer, name, None))]
-    require(not missing, f"This Trainer has no {', '.join(missing)}, which attach relies on; {TESTED} has them.")
+def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
+    """Attach hooks to a Trainer before its training; raise :class:`UsageError` for an unsupported one."""
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(trainer, name, None))]
+    require(not missing, f"This Trainer has no {', '.join(missing)}, which attach requires; {TESTED} has them.")
     attached = any(isinstance(callback, TrainerEvents) for callback in trainer.callback_handler.callbacks)
-    require(not attached, "A run is attached to this Trainer already; its scope is what attach returned then.")
-    several = trainer.args.n_gpu > 1
-    require(not several, "This Trainer trains on several devices in one process; start one for each, by torchrun.")
-    first = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
-    require(not first, "This Trainer shards its model by the first FSDP; set fsdp_version 2 to attach hooks.")
-    require(not trainer.is_deepspeed_enabled, "This Trainer hands its model to DeepSpeed; use DDP, or fsdp_version 2.")
-    again = trainer.args.auto_find_batch_size
-    require(not again, "auto_find_batch_size begins the training anew under way; set the batch size to attach hooks.")
-    lacks = {need: remedy for need, remedy in choices.lacks().items() if need != "needs_loss"}
+    require(not attached, "A run is already attached to this Trainer; use the scope that the first attach returned.")
+    has_many_devices = trainer.args.n_gpu > 1
+    require(
+        not has_many_devices,
+        "This Trainer trains on several devices in one process; start one process per device with torchrun.",
+    )
+    is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    require(not is_fsdp1, "This Trainer shards its model with FSDP version 1; set fsdp_version 2 to attach hooks.")
+    require(not trainer.is_deepspeed_enabled, "This Trainer trains with DeepSpeed; use DDP, or fsdp_version 2.")
+    restarts = trainer.args.auto_find_batch_size
+    require(not restarts, "auto_find_batch_size may restart the training; set the batch size to attach hooks.")
+    lacks = {need: advice for need, advice in options.lacks().items() if need != "needs_loss"}
     events = TrainerEvents(trainer)
-    run = AttachedRun(through_trainer(choices, events.log), lacks, Path(trainer.args.output_dir), bar=False)
+    run = AttachedRun(route_through_trainer(options, events.log), lacks, Path(trainer.args.output_dir), bar=False)
     events.run = run
     trainer.add_callback(events)
     trainer.train = wraps(trainer.train)(partial(events.training, trainer.train))  # type: ignore[method-assign]
@@ -68,7 +71,7 @@ def attach_to(trainer: Any, choices: AttachOptions) -> AttachedScope:
 
 
 class TrainerEvents(TrainerCallback):
-    """What a Trainer tells by its events and its methods, told to an own loop."""
+    """Passes a Trainer's events and method calls to a :class:`.CustomLoop`."""
 
     run: AttachedRun
 
@@ -81,7 +84,7 @@ class TrainerEvents(TrainerCallback):
         self._stored: Path | None = None
 
     def training(self, train: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        """Return what ``train`` does, with the methods wrapped while it runs, and the run closed however it ends."""
+        """Call ``train`` with the Trainer's methods wrapped, close the run in any case, and return the result."""
         with self._wrapped():
             try:
                 result = train(*inputs, **options)
@@ -94,17 +97,17 @@ class TrainerEvents(TrainerCallback):
     @contextmanager
     def _wrapped(self) -> Iterator[None]:
         trainer = self._trainer
-        around: dict[str, Callable[..., Any]] = {
-            "get_batch_samples": self._getting,
-            "training_step": self._stepping,
-            "evaluate": self._evaluating,
-            "predict": self._evaluating,
-            "_load_optimizer_and_scheduler": self._loading,
+        wrappers: dict[str, Callable[..., Any]] = {
+            "get_batch_samples": self._on_batches,
+            "training_step": self._on_training_step,
+            "evaluate": self._on_evaluation,
+            "predict": self._on_evaluation,
+            "_load_optimizer_and_scheduler": self._on_loading,
         }
-        with ExitStack() as held:
-            for name, wrapper in around.items():
+        with ExitStack() as contexts:
+            for name, wrapper in wrappers.items():
                 method = getattr(trainer, name)
-                held.enter_context(replaced(trainer, name, wraps(method)(partial(wrapper, method))))
+                contexts.enter_context(temporary_attribute(trainer, name, wraps(method)(partial(wrapper, method))))
             yield
 
     def _close(self, status: str, error: BaseException | None = None) -> None:
@@ -112,14 +115,14 @@ class TrainerEvents(TrainerCallback):
             self._loop.close(status, error)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Put the hooks around model and optimizer, which are what they will be by now."""
+        """Create the run, now that the Trainer has prepared model and optimizer."""
         trainer, run = self._trainer, self.run
-        require(not run.is_over, "This run is over; attach again, with another out=, before the Trainer trains again.")
+        require(not run.is_closed, "This run is closed; attach again, with another out=, before the next training.")
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         if takes_closure(optimizer):
-            raise UsageError(f"{type(optimizer).__name__} takes a closure, which a Trainer does not give it.")
+            raise UsageError(f"{type(optimizer).__name__} needs a closure, which a Trainer does not provide.")
         wrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
         run.build(
             trainer.model,
@@ -127,74 +130,75 @@ class TrainerEvents(TrainerCallback):
             scheduler=scheduler,
             scaler=trainer.accelerator.scaler,
             loss=self._loss,
-            replica=unwrapped(trainer.model_wrapped)[1],
+            replica=unwrap(trainer.model_wrapped)[1],
             accumulate=args.gradient_accumulation_steps,
             compiled=wrapped is not trainer.model,
-            length=int(state.num_train_epochs if run.choices.loop == "epoch" else state.max_steps),
+            length=int(state.num_train_epochs if run.options.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
         for path in [*checkpoint_folders(self._stored)][:1] if self._stored is not None else ():
-            task, found = run.driver.task, open_checkpoint(path)
-            content = read_content(found, task.model, task.ranks) if found.is_of_ranks else found.content()
+            task, checkpoint = run.driver.task, open_checkpoint(path)
+            is_shared = checkpoint.is_of_ranks
+            content = read_content(checkpoint, task.model, task.ranks) if is_shared else checkpoint.content()
             run.load_state_dict({name: value for name, value in content.items() if name != FRESH_STREAMS})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
         self._loop = CustomLoop(run, args.gradient_accumulation_steps, None)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Let the epoch end as the next one begins: its evaluation comes yet."""
-        self._own.pass_over(self._steps)
+        """Note the end of the epoch's data; the epoch ends when the next one starts, after its evaluation."""
+        self._active_loop.end_of_data(self._steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **parts: Any) -> None:
-        """End the last epoch with the last numbers of the training, before the best weights may be loaded."""
+        """End the last epoch at the last log of the training, before the Trainer may load the best weights."""
         if "train_runtime" in (logs or {}):
-            self._own.end_epoch({})
+            self._active_loop.end_epoch({})
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Write the state that the hooks have on all ranks into the checkpoint, in a folder that all ranks see."""
+        """Write the hooks' states of all ranks into the Trainer's checkpoint, if all ranks see its folder."""
         folder, task = Path(args.output_dir) / f"checkpoint-{state.global_step}", self.run.driver.task
         if task.ranks.agree(not folder.is_dir()):
             return
         writer, manifest = CheckpointWriter(folder / STATE, 1, task.ranks), {"step": state.global_step, "score": None}
         arrangement = {"ranks": task.ranks.arrangement(task.model)} if task.ranks.are_many else {}
-        writer.write(state.global_step, self._own.state_dict(), manifest | arrangement, ())
+        writer.write(state.global_step, self._active_loop.state_dict(), manifest | arrangement, ())
         writer.finish()
         for sentence in writer.failures():
-            notice(f"{sentence} Training goes on.")
+            notice(f"{sentence} Training continues.")
 
-    def _loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
-        """Note the checkpoint from which the Trainer goes on."""
+    def _on_loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
+        """Note the checkpoint that the Trainer resumes from."""
         self._stored = None if checkpoint is None else Path(checkpoint) / STATE
         return load(checkpoint)
 
-    def _getting(self, get: Callable[..., Any], *inputs: Any) -> Any:
-        """Begin a step with all its micro-batches."""
+    def _on_batches(self, get: Callable[..., Any], *inputs: Any) -> Any:
+        """Start a step with all its micro-batches."""
         self._parts, self._items = get(*inputs)
         if self._parts:
-            self._own.micro_batch(self._parts[0], self._steps, *self._parts[1:])
+            self._active_loop.micro_batch(self._parts[0], self._steps, *self._parts[1:])
         return self._parts, self._items
 
-    def _stepping(self, step: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
+    def _on_training_step(self, step: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
         loss = step(*inputs, **options)
-        self._own.had_backward(loss, complete=self._trainer.accelerator.gradient_state.sync_gradients)
+        self._active_loop.record_loss(loss, complete=self._trainer.accelerator.gradient_state.sync_gradients)
         return loss
 
-    def _evaluating(self, evaluate: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        """Evaluate isolated from the run."""
+    def _on_evaluation(self, evaluate: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Evaluate in isolation from the run, and show the numbers to hooks."""
         run = self.run
         with run.evaluating(self._trainer.model):
-            found = evaluate(*inputs, **options)
-        if isinstance(found, dict) and run.is_built:
-            numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
-            run.driver.evaluated({name: value for name, value in numbers.items() if not name.endswith(OF_THE_COST)})
-        return found
+            result = evaluate(*inputs, **options)
+        if isinstance(result, dict) and run.is_built:
+            numbers = {name: value for name, value in result.items() if isinstance(value, (int, float))}
+            run.driver.evaluated({name: value for name, value in numbers.items() if not name.endswith(COST_SUFFIXES)})
+        return result
 
     @property
-    def _own(self) -> CustomLoop:
+    def _active_loop(self) -> CustomLoop:
         assert self._loop is not None
         return self._loop
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return what the Trainer would differentiate for a micro-batch of the present step, or for another batch."""
+        """Return the loss that the Trainer would differentiate for a micro-batch of this step, or for another batch."""
         trainer = self._trainer
         is_part = any(part is batch for part in self._parts)
         count = len(self._parts) if is_part else 1
@@ -209,10 +213,10 @@ class TrainerEvents(TrainerCallback):
         return loss if scaled else loss / count
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        """Give numbers to the callbacks that report somewhere, as of ``step``."""
+        """Pass the numbers of ``step`` to the Trainer's logging callbacks."""
         trainer = self._trainer
         state = copy(trainer.state)
         state.global_step = step
         for callback in trainer.callback_handler.callbacks:
-            if not isinstance(callback, (*SILENT, TrainerEvents)):
+            if not isinstance(callback, (*NOT_LOGGERS, TrainerEvents)):
                 callback.on_log(trainer.args, state, trainer.control, logs=dict(numbers), model=trainer.model)

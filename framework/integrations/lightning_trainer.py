@@ -1,4 +1,4 @@
-"""Attaching hooks to Lightning's Trainer, under either of the names that it is installed by."""
+"""Attaching hooks to Lightning's Trainer, from ``lightning`` or ``pytorch_lightning``."""
 
 import sys
 from dataclasses import replace
@@ -12,60 +12,61 @@ from ..state import Transient
 from .attach_options import AttachOptions
 from .attached_run import AttachedRun
 from .lightning_loop import LightningLoop, check_names
-from .logger_sink import through_trainer
+from .logger_sink import route_through_trainer
 from .scope import AttachedScope
 
-RELIES_ON = (
+REQUIRED_NAMES = (
     *("fit_loop._should_accumulate", "fit_loop.epoch_loop._build_kwargs", "fit_loop.epoch_loop.val_loop.run"),
     *("fit_loop.epoch_loop.val_loop._results.metrics", "precision_plugin._clip_gradients"),
 )
-"""What no public name of a Trainer gives."""
+"""Private names of a Trainer that are used, as there are no public ones."""
 
 
-def attach_to(trainer: Any, choices: AttachOptions) -> AttachedScope:
-    """Add a callback to a Trainer that calls the hooks; raises :class:`UsageError` where it cannot."""
+def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
+    """Add a callback that calls the hooks to a Trainer; raise :class:`UsageError` for an unsupported Trainer."""
     packages = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
     package = next(name for name in packages if isinstance(trainer, sys.modules[name].Trainer))
-    check_names(trainer, RELIES_ON)
+    check_names(trainer, REQUIRED_NAMES)
     _refuse(trainer, package)
-    Transient.register(sys.modules[package].Trainer)  # the module refers to its trainer, which is no training state
+    Transient.register(sys.modules[package].Trainer)  # the module refers to its Trainer, which is no training state
 
     def log(numbers: dict[str, float], step: int) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step)
 
-    most = trainer.max_epochs if choices.loop == "epoch" else trainer.max_steps
-    choices = through_trainer(replace(choices, length=choices.length or (most if most and most > 0 else None)), log)
-    whole = "take steps of one batch: accumulate_grad_batches=1"
-    lacks = choices.lacks(**({} if trainer.accumulate_grad_batches == 1 else {"needs_next_batch": whole}))
+    limit = trainer.max_epochs if options.loop == "epoch" else trainer.max_steps
+    options = replace(options, length=options.length or (limit if limit and limit > 0 else None))
+    options = route_through_trainer(options, log)
+    advice = "take steps of one batch: accumulate_grad_batches=1"
+    lacks = options.lacks(**({} if trainer.accumulate_grad_batches == 1 else {"needs_next_batch": advice}))
     lacks.pop("needs_loss", None)
-    run = AttachedRun(choices, lacks, Path(trainer.log_dir or trainer.default_root_dir), bar=False)
+    run = AttachedRun(options, lacks, Path(trainer.log_dir or trainer.default_root_dir), bar=False)
     saver = import_module(f"{package}.callbacks").Checkpoint
-    others = [each for each in trainer.callbacks if not isinstance(each, (LightningLoop, saver))]
-    savers = [each for each in trainer.callbacks if isinstance(each, saver)]  # last, as Lightning keeps them
+    others = [callback for callback in trainer.callbacks if not isinstance(callback, (LightningLoop, saver))]
+    savers = [callback for callback in trainer.callbacks if isinstance(callback, saver)]  # last, as Lightning orders
     trainer.callbacks = [*others, _callback_class(package)(trainer, run), *savers]
     return AttachedScope(run)
 
 
 def _refuse(trainer: Any, package: str) -> None:
-    """Raise :class:`UsageError` for a trainer that hooks cannot be attached to."""
-    active = [each for each in trainer.callbacks if isinstance(each, LightningLoop) and not each.is_over]
-    require(not active, "Hooks are attached to this Trainer already; name all of them in one attach.")
+    """Raise :class:`UsageError` for a Trainer that hooks cannot be attached to."""
+    active = [item for item in trainer.callbacks if isinstance(item, LightningLoop) and not item.is_closed]
+    require(not active, "Hooks are already attached to this Trainer; name all hooks in one attach.")
     running = trainer.state.status == "running"
-    require(not running, "This Trainer is running already; attach hooks to it before trainer.fit(...).")
-    remedy = "make it without to attach hooks"
-    require(not trainer.barebones, f"This Trainer was made with barebones=True, which allows no callbacks; {remedy}.")
+    require(not running, "This Trainer is already running; attach hooks to it before trainer.fit(...).")
+    advice = "omit it to attach hooks"
+    require(not trainer.barebones, f"This Trainer has barebones=True, which allows no callbacks; {advice}.")
     strategies = import_module(f"{package}.strategies")
-    served = strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy
-    kind, is_served = type(trainer.strategy).__name__, isinstance(trainer.strategy, served)
-    known = "one device, to DDPStrategy ('ddp') and to ModelParallelStrategy (FSDP2)"
-    require(is_served, f"This Trainer has the strategy {kind}; hooks are attached to {known}.")
-    # no public name tells how it starts its processes
+    supported = strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy
+    kind, is_supported = type(trainer.strategy).__name__, isinstance(trainer.strategy, supported)
+    names = "one device, DDPStrategy ('ddp') and ModelParallelStrategy (FSDP2)"
+    require(is_supported, f"This Trainer has the strategy {kind}; attach supports {names}.")
+    # Private: no public attribute has the method by which the strategy starts its processes.
     spawns = vars(trainer.strategy).get("_start_method") == "spawn"
-    require(not spawns, "ddp_spawn hands the Trainer on to new processes, where hooks do not follow; use 'ddp'.")
+    require(not spawns, "ddp_spawn moves the Trainer to new processes, where hooks cannot follow; use 'ddp'.")
 
 
 @cache
 def _callback_class(package: str) -> Any:
-    """Make the callback for one of the two names under which Lightning is installed."""
+    """Return the callback class for one of the two packages of Lightning."""
     return type("LoopscopeCallback", (LightningLoop, import_module(package).Callback), {"__module__": __name__})

@@ -1,4 +1,4 @@
-"""Metrics through a trainer's own loggers: the sink named ``trainer``."""
+"""The sink ``trainer``, which sends metrics to a Trainer's loggers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ Send = Callable[[dict[str, float], int], None]
 
 
 class LoggerSink(MetricSink):
-    """Passes the numbers of each step on, in order; lists are left out, which no logger takes."""
+    """Sends the numbers of each step to the loggers, in order; lists are left out, since no logger accepts them."""
 
     name: ClassVar[str] = "trainer"
 
@@ -20,16 +20,16 @@ class LoggerSink(MetricSink):
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
-        """Name nothing: the files are the loggers'."""
+        """Return no file names, since the files belong to the loggers."""
         return ()
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Send what came at each step in one call."""
+        """Send the numbers of each step in one call."""
         by_step: dict[int, dict[str, float]] = {}
-        for at, name, number in numbers_in(metrics, step):
-            by_step.setdefault(at, {})[name] = number
-        for at, numbers in sorted(by_step.items()):
-            self._send(numbers, at)
+        for number_step, name, number in numbers_in(metrics, step):
+            by_step.setdefault(number_step, {})[name] = number
+        for number_step, numbers in sorted(by_step.items()):
+            self._send(numbers, number_step)
 
 
 def numbers_in(metrics: Mapping[str, Any], step: int) -> Iterator[tuple[int, str, float]]:
@@ -40,14 +40,14 @@ def numbers_in(metrics: Mapping[str, Any], step: int) -> Iterator[tuple[int, str
     """
     for name, value in metrics.items():
         if isinstance(value, Series):
-            for at, item in zip(value.steps, value.values, strict=True):
-                yield from numbers_in({name: item}, at)
+            for item_step, item in zip(value.steps, value.values, strict=True):
+                yield from numbers_in({name: item}, item_step)
         elif isinstance(value, Mapping):
             yield from numbers_in({f"{name}/{key}": item for key, item in value.items()}, step)
         elif isinstance(value, (int, float)):
             yield step, name, float(value)
 
 
-def through_trainer(choices: AttachOptions, send: Send) -> AttachOptions:
-    """Return the choices with the sink that sends metrics in the place of its name."""
-    return replace(choices, sinks=[LoggerSink(send) if item == LoggerSink.name else item for item in choices.sinks])
+def route_through_trainer(options: AttachOptions, send: Send) -> AttachOptions:
+    """Return the options with a :class:`LoggerSink` in place of the sink's name."""
+    return replace(options, sinks=[LoggerSink(send) if item == LoggerSink.name else item for item in options.sinks])

@@ -1,4 +1,4 @@
-"""The model within what a script wraps around it, and who trains it."""
+"""Wrappers around a model, DistributedDataParallel and torch.compile, and the ranks that train it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +14,13 @@ from ..training import Ranks
 from .attach_options import Loss
 
 
-def unwrapped(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
-    """Return the model within those that hold it, the replica among them, and whether torch.compile made one."""
+def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
+    """Return the innermost model, its DistributedDataParallel wrapper if any, and whether torch.compile wraps it."""
     replica, compiled = None, False
     while True:
         if isinstance(model, DistributedDataParallel):
             replica, model = model, model.module
-        # torch has no public name for the wrapper, and its class takes seconds to import
+        # OptimizedModule has no public name and takes seconds to import, so it is recognised by its module's name.
         elif type(model).__module__ == "torch._dynamo.eval_frame":
             compiled, model = True, model._orig_mod
         else:
@@ -28,38 +28,41 @@ def unwrapped(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bo
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object an attribute of its own for the body."""
-    space = vars(owner)
-    before = {name: space[name]} if name in space else {}
-    space[name] = value
+def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute for the body, and restore its previous value, or its absence, afterwards."""
+    attributes = vars(owner)
+    previous = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
     try:
         yield
     finally:
-        del space[name]
-        space.update(before)
+        del attributes[name]
+        attributes.update(previous)
 
 
 @contextmanager
-def kept(replica: DistributedDataParallel | None) -> Iterator[None]:
-    """Let the body call a replica without gradients, after which it would leave out a broadcast of the buffers."""
-    before = (False, False) if replica is None else (replica.training, replica.require_forward_param_sync)
+def unchanged_replica(replica: DistributedDataParallel | None) -> Iterator[None]:
+    """Restore the flags of a replica after the body, which may call it without gradients.
+
+    Otherwise the next training step would skip the broadcast of the buffers.
+    """
+    flags = (False, False) if replica is None else (replica.training, replica.require_forward_param_sync)
     try:
         yield
     finally:
         if replica is not None:
-            replica.training, replica.require_forward_param_sync = before
+            replica.training, replica.require_forward_param_sync = flags
 
 
-def past(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
-    """Return the loss for passes of hooks, which must not go through a replica: its reducer counts on each of them."""
+def bypass_replica(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
+    """Return the loss function for hooks, which must not call the replica: its reducer would count their passes."""
     if replica is None:
         return loss
 
     def refuse(*_: object) -> None:
         raise UsageError(
-            "The loss for hooks calls the model in DistributedDataParallel, whose reducer would take their passes for "
-            "steps; call the model that it is given: loss=lambda model, batch: criterion(model(batch[0]), batch[1])."
+            "The loss function for hooks calls the DistributedDataParallel model, whose reducer would count their "
+            "passes as steps; call the model argument: loss=lambda model, batch: criterion(model(batch[0]), batch[1])."
         )
 
     def computed(model: nn.Module, batch: Batch) -> Tensor:
@@ -69,25 +72,25 @@ def past(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
     return computed
 
 
-def trainers_of(model: nn.Module, replica: DistributedDataParallel | None) -> Ranks:
-    """Return who trains a model; raises :class:`UsageError` where one of several processes cannot tell."""
+def find_ranks(model: nn.Module, replica: DistributedDataParallel | None) -> Ranks:
+    """Return the ranks that train a model; raise :class:`UsageError` if several processes exist and it shows none."""
     ranks = Ranks.of(model, replica)
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     require(
         ranks.are_many or world == 1,
-        f"This process is one of {world}, and the model does not tell which of them train it: it is neither in "
-        "DistributedDataParallel nor sharded by fully_shard (FSDP2). If the loop averages gradients by itself, give "
-        "ranks=loopscope.training.Ranks(data=[group]), its process group; if each process trains alone, ranks=Ranks().",
+        f"This process is one of {world}, and the model does not show which of them train it: it is neither in "
+        "DistributedDataParallel nor sharded by fully_shard (FSDP2). If the loop averages gradients itself, give its "
+        "process group, ranks=loopscope.training.Ranks(data=[group]); if each process trains alone, ranks=Ranks().",
     )
     return ranks
 
 
-def check_trained(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise :class:`UsageError` where the optimizer trains no parameter of the model."""
-    known = {id(parameter) for parameter in model.parameters()}
-    theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise :class:`UsageError` if the optimizer trains no parameter of the model."""
+    model_ids = {id(parameter) for parameter in model.parameters()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     require(
-        any(id(parameter) in known for parameter in theirs),
+        any(id(parameter) in model_ids for parameter in trained),
         f"The optimizer ({type(optimizer).__name__}) trains no parameter of the model ({type(model).__name__}); "
-        "give the model whose parameters it was made with.",
+        "give the model whose parameters the optimizer was created with.",
     )

@@ -1,4 +1,4 @@
-"""What a loop of one's own holds of its hooks: the calls that tell of batches, backward passes, evaluations, epochs."""
+"""Scopes: the calls by which a custom loop reports its batches, backward passes, evaluations and epochs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,49 +19,49 @@ from ..hooks import HookPoint
 from .attach_options import steps_in
 from .attached_run import AttachedRun
 from .custom_loop import CustomLoop
-from .model_wrappers import kept
+from .model_wrappers import unchanged_replica
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class AttachedScope(JupyterMixin):
-    """Hooks that are attached to somebody else's training, to be looked at; a notebook shows it as a table."""
+    """A view of the hooks attached to a training: folder, hooks and newest metrics; notebooks show it as a table."""
 
     def __init__(self, run: AttachedRun) -> None:
         self._run = run
 
     @property
     def folder(self) -> Path:
-        """The folder of the run, in the form that ``loopscope ls``, ``show`` and ``plot`` read."""
+        """The folder of the run, readable by ``loopscope ls``, ``show`` and ``plot``."""
         return self._run.folder.path
 
     @property
     def hooks(self) -> list[str]:
-        """The names of the hooks that are on, as far as the run has come to know what they are to watch."""
+        """The names of the active hooks; empty until the run has its model."""
         return [hook.name for hook in self._run.manager.hooks] if self._run.is_built else []
 
     def last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
-        """Return the newest metrics by full name, of one hook point or of all, as numbers."""
+        """Return the newest metrics by full name, of one hook point or all, with tensors as numbers."""
         newest = self._run.manager.dispatch.last(point) if self._run.is_built else {}
         return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
 
     def __rich__(self) -> Group:
-        """Return where the run stands, and its newest numbers, as a table."""
-        run, told = self._run, "not begun"
+        """Return the run's progress and its newest numbers as a table."""
+        run, status = self._run, "not started"
         if run.is_started:
             loop = run.manager.state.loop
-            told = f"{'over' if run.is_over else 'running'}, epoch {loop.epoch}, step {loop.step}"
+            status = f"{'closed' if run.is_closed else 'running'}, epoch {loop.epoch}, step {loop.step}"
         table = Table("metric", "value")
         for name, value in self.last_metrics().items():
             if isinstance(value, (int, float)):
                 table.add_row(Text(printable(name)), number_text(value))
-        title = Text(printable(f"{told}: {self.folder}"))
+        title = Text(printable(f"{status}: {self.folder}"))
         return Group(title, table) if table.rows else Group(title)
 
 
 class Scope(AttachedScope):
-    """Hooks attached to a loop of one's own, which tells by these calls what it does.
+    """Hooks attached to a custom loop, which reports its progress by these calls.
 
     ::
 
@@ -78,47 +78,48 @@ class Scope(AttachedScope):
         self._loop, self._accumulate = loop, accumulate
 
     def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
-        """Yield the batches of ``loader`` as they are, and take them for one epoch of the training.
+        """Yield the batches of ``loader`` unchanged, as one epoch of the training.
 
-        With ``accumulate`` above 1 they are micro-batches, so many to a step. A loader of loopscope's gives the batches
-        of the epoch that has come, and goes on within it where the loop is resumed. The epoch ends as
-        :meth:`epoch_end` says so, or as the next one begins.
+        With ``accumulate`` above 1 they are micro-batches. A loader of loopscope yields the batches of the current
+        epoch, and in a resumed run starts within it. The epoch ends at :meth:`epoch_end`, or when the next one starts.
         """
         self._require_open()
         if self._run.is_started:
             self._loop.end_epoch({})
         steps = steps_in(loader, self._accumulate)
         if isinstance(loader, Loader):
-            loader = loader.batches(*self._loop.first())
+            loader = loader.batches(*self._loop.next_position())
         for batch in loader:
             self._loop.micro_batch(batch, steps)
             yield batch
-        self._loop.pass_over(steps)
+        self._loop.end_of_data(steps)
 
     def backward(self, loss: Tensor, *, last: bool = False, retain_graph: bool = False) -> None:
-        """Run ``loss.backward()`` (scaled where there is a scaler, through the Accelerator where there is one).
+        """Run ``loss.backward()``, with the scaler or the Accelerator of the loop, if any.
 
-        Nothing is divided: the losses of the micro-batches of a step add up, as their gradients do. With ``last`` the
-        step is complete though it has fewer micro-batches than ``accumulate``; ``retain_graph`` is that of torch.
-        Raises :class:`UsageError` for what is no loss.
+        The loss is not divided: the losses of a step's micro-batches add up, as their gradients do. ``last`` completes
+        a step with fewer micro-batches than ``accumulate``; ``retain_graph`` is passed to torch.
+
+        Raises:
+            UsageError: for an invalid loss, or a call out of order.
         """
         self._require_open()
         self._loop.backward(loss, last=last, retain_graph=retain_graph)
 
     def evaluate(self, function: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
-        """Return what ``function`` returns, called so that it cannot change the training.
+        """Call ``function`` in isolation from the training, and return its result.
 
-        It runs in eval mode, without gradients, on random streams of its own; modes, buffers and generators are put
-        back. Named numbers that it returns are shown to hooks as the newest evaluation; ranks that train together all
-        call this, and are shown the means.
+        It runs in eval mode, without gradients, on separate random streams; modes, buffers and generators are restored.
+        If it returns named numbers, hooks receive them as the newest evaluation. Ranks that train together all call
+        this, and their hooks receive the means.
         """
         self._require_open()
         run = self._run
-        with kept(run.driver.task.replica):
-            found = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
-        if isinstance(found, Mapping) and found and all(isinstance(each, (int, float)) for each in found.values()):
-            run.driver.evaluated(found)
-        return found
+        with unchanged_replica(run.driver.task.replica):
+            result = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
+        if isinstance(result, Mapping) and result and all(isinstance(item, (int, float)) for item in result.values()):
+            run.driver.evaluated(result)
+        return result
 
     def epoch_end(self, **metrics: float | Tensor) -> None:
         """End the epoch; ``metrics`` are the numbers of its evaluation, such as ``val_loss=0.5``."""
@@ -127,15 +128,15 @@ class Scope(AttachedScope):
         for name, value in metrics.items():
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             if not isinstance(number, (int, float)):
-                raise UsageError(f"{name} is a {type(value).__name__}; the metrics of an epoch are numbers.")
+                raise UsageError(f"{name} is a {type(value).__name__}; the metrics of an epoch must be numbers.")
             numbers[name] = number
         self._loop.end_epoch(numbers)
 
     def state_dict(self, of: Any = None, key: str = "scope") -> dict[str, Any]:
-        """Return what hooks and sinks know, between two steps, for the loop's own checkpoint.
+        """Return the states of hooks and sinks between two steps, for the loop's own checkpoint.
 
-        On several ranks it consists of tensors alone, for ``torch.distributed.checkpoint.save``, and all ranks call it.
-        With ``of``, the metadata of such a checkpoint, it is the room into which to load what was saved under ``key``.
+        On several ranks it contains only tensors, for ``torch.distributed.checkpoint.save``, and all ranks call it.
+        With ``of``, the metadata of such a checkpoint, it contains empty tensors to load the state under ``key`` into.
         """
         task = self._run.driver.task
         if of is None and not task.ranks.are_many:
@@ -145,22 +146,22 @@ class Scope(AttachedScope):
         return flatten_state(self._loop.state_dict(), task.model, task.ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; called before the first step, in the folder of that run.
+        """Resume from a result of :meth:`state_dict`, before the first step and in the folder of that run.
 
-        On another number of ranks each goes on from what the first one had, with what belongs to parameters laid out
-        as these are now.
+        With another number of ranks all resume from the state of the first rank; tensors that belong to parameters are
+        laid out like these.
         """
         self._run.load_state_dict(state)
 
     def close(self, status: str = "completed", error: BaseException | None = None) -> None:
-        """End the run: deliver all metrics and write the summary; called again it does nothing."""
+        """End the run: deliver all metrics and write the summary; further calls do nothing."""
         self._loop.close(status, error)
 
     def _require_open(self) -> None:
-        require(not self._run.is_over, "This scope is closed; attach a new one for more training.")
+        require(not self._run.is_closed, "This scope is closed; attach a new one for more training.")
 
     def __enter__(self) -> Self:
-        """Close the scope after the body."""
+        """Return the scope, which is closed after the body."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

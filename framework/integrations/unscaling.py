@@ -1,4 +1,4 @@
-"""Gradients that a GradScaler has scaled, as hooks see them: unscaled, with the bits that the optimizer will use."""
+"""Unscaled views of gradients under a GradScaler, with the bits that the optimizer will use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,19 +12,20 @@ from ..training import TrainingTask
 
 
 def _scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
-    """Return what the gradients are scaled by now; ``None`` where they are not."""
+    """Return the current scale of the gradients, or ``None`` if they are not scaled."""
     if scaler is None or not scaler.is_enabled() or scaler._scale is None:
         return None
-    # no public name tells whether the loop has unscaled the gradients itself
+    # Private: torch has no public way to ask whether the loop has already called scaler.unscale_(optimizer).
     is_unscaled = scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
     return None if is_unscaled else scaler._scale
 
 
 @contextmanager
-def unscaled(task: TrainingTask, *, keeps: bool) -> Iterator[bool]:
-    """Put unscaled copies in the place of gradients that are scaled, for the body; yield whether one is not finite.
+def unscaled_gradients(task: TrainingTask, *, keeps: bool) -> Iterator[bool]:
+    """Replace scaled gradients by unscaled copies for the body; yield whether any gradient is not finite.
 
-    What a hook commits to the gradients is scaled and kept where ``keeps``, anything else of the copies is dropped.
+    If ``keeps``, the copies are scaled back into the gradients after the body, with the changes of hooks; otherwise
+    they are dropped.
     """
     scale = _scale_of(task.scaler, task.optimizer)
     if scale is None:
@@ -33,14 +34,15 @@ def unscaled(task: TrainingTask, *, keeps: bool) -> Iterator[bool]:
     leaves = [leaf for group in task.optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
     scaled = [leaf.grad for leaf in leaves]
     copies = [gradient.clone() for gradient in scaled]
-    # As the scaler itself does it, so that hooks see the bits that the optimizer will use.
+    # g ← g · (1 / scale), with the private kernel and the float64 reciprocal of GradScaler.unscale_, so that hooks see
+    # the bits that the optimizer will use.
     inverse = scale.double().reciprocal().float()
-    found = torch.zeros((), device=scale.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(copies, found, inverse)
+    found_inf = torch.zeros((), device=scale.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(copies, found_inf, inverse)
     for leaf, gradient in zip(leaves, copies, strict=True):
         leaf.grad = gradient
     try:
-        yield bool(found)
+        yield bool(found_inf)
         if keeps:
             with torch.no_grad():
                 for leaf, gradient in zip(leaves, scaled, strict=True):

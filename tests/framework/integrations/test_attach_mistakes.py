@@ -126,8 +126,8 @@ CALLS: dict[str, tuple[Callable[[Parts, Scope], Any], str]] = {
     ),
     "a state of nothing": (lambda parts, scope: scope.state_dict(), "before the first step"),
     "a late state": (lambda parts, scope: [step(parts, scope), scope.load_state_dict({})], "right after attach"),
-    "no state": (lambda parts, scope: scope.load_state_dict({}), "not what scope.state_dict\\(\\) returned"),
-    "a closure": (lambda parts, scope: step(parts, scope, closure=lambda: some_loss(parts)), "without it"),
+    "no state": (lambda parts, scope: scope.load_state_dict({}), "not a result of scope.state_dict\\(\\)"),
+    "a closure": (lambda parts, scope: step(parts, scope, closure=lambda: some_loss(parts)), "without a closure"),
     "batches once closed": (lambda parts, scope: [scope.close(), batch_of(parts, scope)], "closed; attach a new one"),
     "backward once closed": (
         lambda parts, scope: [scope.close(), scope.backward(some_loss(parts))],

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a strategy twice": (STRATEGIES, '("a-b", "a_b")', ["'a_b' twice", "rename"]),
     "a strategy with a slash": (STRATEGIES, '("a/b",)', ["'a/b'", "folder"]),
     "a strategy that leads up": (STRATEGIES, '("..",)', ["'..'", "folder"]),
-    "a strategy called all": (STRATEGIES, '("all",)', ["'all'", "word of the command line"]),
+    "a strategy called all": (STRATEGIES, '("all",)', ["'all'", "the command line"]),
     "a strategy that is empty": (STRATEGIES, '("",)', ["strategy ''"]),
     "another __init__": (
         EVALUATION,
@@ -238,8 +238,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ["'minimum'", "'minimal'"],
     ),
     # What it builds
-    "a length that is no integer": (LENGTH, "        return 2.0\n", ["length = 2.0", "an int of 1 or more"]),
-    "a length of nothing": (LENGTH, "        return 0\n", ["length = 0", "1 or more"]),
+    "a length that is no integer": (LENGTH, "        return 2.0\n", ["length = 2.0", "an int of at least 1"]),
+    "a length of nothing": (LENGTH, "        return 0\n", ["length = 0", "at least 1"]),
     "a model of nothing": (MODEL, "return None", ["build_model()", "returned None", "an nn.Module"]),
     "a model that is a class": (MODEL, "return nn.Linear", ["torch.nn.modules.linear.Linear'>", "nn.Module"]),
     "a model that is a list": (MODEL, "return [nn.Linear(2, 1)]", ["[Linear(", "nn.Module"]),
@@ -337,8 +337,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         '{"tiny": None}',
         ["presets = {'tiny': None}", "{'quick': {'batch_size': 8}}"],
     ),
-    "a strategy with a comma": (STRATEGIES, '("a,b",)', ["'a,b'", "a word of the command line"]),
-    "a strategy with a line break": (STRATEGIES, '("a\\nb",)', ["'a\\nb'", "a word of the command line"]),
+    "a strategy with a comma": (STRATEGIES, '("a,b",)', ["'a,b'", "the command line"]),
+    "a strategy with a line break": (STRATEGIES, '("a\\nb",)', ["'a\\nb'", "the command line"]),
     "an __init__ without a device": (
         EVALUATION,
         method("    def __init__(self, config):\n        super().__init__(config)\n"),
@@ -400,7 +400,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
             def __iter__(self):
                 return iter(())
         return TorchLoader(DataLoader(Stream()), 0)""",
-        ["TorchLoader", "len() says"],
+        ["TorchLoader", "len() of at least 1"],
     ),
     "a loader that yields nothing": (
         LOADER,

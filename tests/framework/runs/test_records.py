@@ -199,7 +199,7 @@ def test_any_run_file_prevents_overwriting(name: str, tmp_path: Path) -> None:
     """The check itself never changes the file."""
     record(tmp_path).make()
     (tmp_path / "small/plain" / name).write_text("precious")
-    with pytest.raises(UsageError, match=r"already holds an? (unf.* run|run whose .*), which is left as"):
+    with pytest.raises(UsageError, match=r"already holds an? (unf.* run|run whose .*), which is left un"):
         record(tmp_path).refuse_to_overwrite(allowed=False)
     record(tmp_path).refuse_to_overwrite(allowed=True)
     assert (tmp_path / "small/plain" / name).read_text() == "precious"

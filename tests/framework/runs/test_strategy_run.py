@@ -204,7 +204,9 @@ def test_mutation_at_end_leaves_no_final_weights(tmp_path: Path) -> None:
         self.act(self)
 
     models: list[Any] = []
-    hook = at(MisbehavingHook, HookPoint.PRE_EPOCH, end=end, act=lambda self, ctx: next(models[0].parameters()).add_(1.0))
+    hook = at(
+        MisbehavingHook, HookPoint.PRE_EPOCH, end=end, act=lambda self, ctx: next(models[0].parameters()).add_(1.0)
+    )
     hook.start = lambda self, run: models.append(run.model)
     with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal' at end"):
         run(tmp_path, Small, hook.name, epochs=1)
