@@ -1,4 +1,4 @@
-"""The experiments that come with loopscope; importing this package fills the registry."""
+"""The experiments of loopscope; importing this package registers them."""
 
 from .lowbit_lm import LowbitLMRunner
 from .mod_arithmetic import ModArithmeticRunner

@@ -1,4 +1,4 @@
-"""A small language model under every low-bit recipe."""
+"""A small language model, trained with every low-bit recipe."""
 
 from .runner import LowbitLMRunner
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..tied_lm import QUICK, LanguageModelConfig, LanguageModelRunner
 
-PENALISED = "blocks.*"  # pattern of the decoder's matrices; its norms are no matrices
-COUNT_INTERVAL = 4  # steps from one step whose casts are counted to the next: counting costs a tenth of a step
+PENALISED = "blocks.*"  # pattern of the matrices in the decoder
+COUNT_INTERVAL = 4  # steps between two counts of the casts, since a count costs a tenth of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,25 +24,25 @@ class LowbitLMConfig(LanguageModelConfig):
     """Options of lowbit_lm; the defaults are for a workstation, ``--preset quick`` is for a laptop.
 
     Args:
-        recipe: strategies of your own, NAME=RECIPE: a recipe's name or casts, such as
+        recipe: further strategies as NAME=RECIPE, with the name of a recipe or with casts, such as
             mine=e2m1/nvfp4,output_grad=e5m2/current; may be repeated.
-        include: patterns of the names of the linear layers that are cast, separated by commas.
-        exclude: patterns of names that are not.
-        q_scalar: factor on all scales; below 1, values leave the range.
-        stochastic_output_grad: round the output's gradient stochastically.
-        rank: components of the low-rank part of fp4_metis: a number of them, or as a fraction in (0, 1) a share of the
-            matrix's smaller side.
-        gains: factors on the components of decomposed gradients: none or long_tail.
+        include: patterns of the names of the linear layers to cast, separated by commas.
+        exclude: patterns of the names of layers not to cast.
+        q_scalar: factor on all scales; below 1, values overflow.
+        stochastic_output_grad: round output gradients stochastically.
+        rank: components of the low-rank part of fp4_metis, as a number, or as a fraction in (0, 1) of the smaller side
+            of the matrix.
+        gains: factors on the components of decomposed gradients; none or long_tail.
         niter: power iterations of the randomised SVD.
-        compensated: take the residual of a gradient from the low-rank part as it was quantised.
+        compensated: compute the residual of a gradient from the quantised low-rank part.
         metis_forward: split weights into trained factors and a residual.
-        metis_backward: decompose the output's gradient before it is cast.
+        metis_backward: decompose output gradients before they are cast.
         forward_warmup_steps: steps before weights are split.
-        merge_steps: steps after which the factors are merged and split anew; 0 never does.
-        max_norm: clip all gradients together to this norm; 0 does not clip.
-        reg_lambda: weight of the regulariser that holds matrices away from both ends of the range; 0 has none.
-        reg_alpha1: its weight on w².
-        reg_alpha2: its weight on (w + 1e-6)⁻².
+        merge_steps: steps after which the factors are merged and split again; 0 never merges.
+        max_norm: clip the joint norm of all gradients to this norm; 0 does not clip.
+        reg_lambda: weight λ of the penalty that keeps matrices away from both ends of the range; 0 is no penalty.
+        reg_alpha1: weight of w² in the penalty.
+        reg_alpha2: weight of (w + 1e-6)⁻² in the penalty.
     """
 
     recipe: list[str] = field(default_factory=list)
@@ -69,33 +69,42 @@ class LowbitLMConfig(LanguageModelConfig):
         require(bool(patterns(self.include)), "include is empty; name layers by patterns, such as blocks.*.")
         require(
             self.metis_forward or self.metis_backward,
-            "metis_forward and metis_backward are both off, which leaves fp4_metis without Metis; that is fp4_block.",
+            "metis_forward and metis_backward are both false; set one of them to true, or use the strategy fp4_block, "
+            "which is fp4_metis without either.",
         )
-        for strategy in (*RECIPES, *self.own_recipes()):
-            self.recipe_of(strategy)
+        for strategy in (*RECIPES, *self.custom_recipes()):
+            self.build_recipe(strategy)
 
-    def own_recipes(self) -> dict[str, str]:
-        """Return the descriptions given with ``recipe`` by strategy; raises :class:`UsageError` for a bad name."""
-        found: dict[str, str] = {}
+    def custom_recipes(self) -> dict[str, str]:
+        """Return the descriptions of the option ``recipe`` by strategy.
+
+        Raises:
+            UsageError: for an invalid name, or without a description.
+        """
+        descriptions: dict[str, str] = {}
         for text in self.recipe:
             name, equals, description = (part.strip() for part in text.partition("="))
             require(
                 bool(equals and description),
-                f"recipe is {text!r}; write NAME=RECIPE, a recipe being one of {', '.join(RECIPES)}, or casts such as "
+                f"recipe is {text!r}; write NAME=RECIPE with one of {', '.join(RECIPES)}, or with casts such as "
                 "e2m1/nvfp4,output_grad=e5m2/current.",
             )
-            free = re.fullmatch("[a-z][a-z0-9_]*", name) and name not in {*RECIPES, *ROLES, *found, "all"}
+            is_valid = re.fullmatch("[a-z][a-z0-9_]*", name) and name not in {*RECIPES, *ROLES, *descriptions, "all"}
             require(
-                bool(free),
-                f"recipe {text!r} cannot be called {name!r}; take lower-case letters, digits and _, and no name that a "
-                f"recipe or role has: {', '.join((*RECIPES, *ROLES, *found))}.",
+                bool(is_valid),
+                f"recipe {text!r} has the invalid name {name!r}; use lower-case letters, digits and _, and none of the "
+                f"names all, {', '.join((*RECIPES, *ROLES, *descriptions))}.",
             )
-            found[name] = description
-        return found
+            descriptions[name] = description
+        return descriptions
 
-    def recipe_of(self, strategy: str) -> Recipe:
-        """Return the casts of one strategy under these options; raises :class:`UsageError` for bad ones."""
-        recipe = replace(lowbit.find_recipe(self.own_recipes().get(strategy, strategy)), name=strategy)
+    def build_recipe(self, strategy: str) -> Recipe:
+        """Return the casts of one strategy under these options.
+
+        Raises:
+            UsageError: for invalid options.
+        """
+        recipe = replace(lowbit.find_recipe(self.custom_recipes().get(strategy, strategy)), name=strategy)
         if recipe.casts:
             recipe = recipe.with_every(q_scalar=self.q_scalar)
         if recipe.output_grad is not None and self.stochastic_output_grad:
@@ -104,7 +113,7 @@ class LowbitLMConfig(LanguageModelConfig):
 
     @property
     def metis(self) -> MetisOptions:
-        """How fp4_metis decomposes; raises :class:`UsageError` for what cannot be."""
+        """The options of the decomposition in fp4_metis; raises :class:`UsageError` for invalid ones."""
         return MetisOptions(
             rank=self.rank,
             gains=self.gains,
@@ -118,12 +127,12 @@ class LowbitLMConfig(LanguageModelConfig):
 
     @property
     def range_penalty(self) -> RangePenalty:
-        """The regulariser."""
+        """The penalty on the matrices of the decoder."""
         return RangePenalty(weight=self.reg_lambda, large=self.reg_alpha1, small=self.reg_alpha2)
 
 
 def patterns(text: str) -> list[str]:
-    """Return the parts of a text between commas.
+    """Split a text at commas.
 
     >>> patterns("blocks.*, head")
     ['blocks.*', 'head']
@@ -140,12 +149,12 @@ LLAMA = dict(LLAMA_SHAPE, accumulation_steps=64, lr=4e-4, min_lr=4e-5, warmup_st
 
 @ExperimentRegistry.register
 class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
-    """A language model trained with 4- and 8-bit numbers: how far each recipe stays behind full precision, and why."""
+    """A language model trained with 4- and 8-bit numbers: the gap of each recipe to full precision, and its causes."""
 
     name: ClassVar[str] = "lowbit_lm"
     config_class = LowbitLMConfig
     strategies = tuple(RECIPES)
-    """To which an instance adds those of its option ``recipe``."""
+    """The built-in strategies; an instance adds those of its option ``recipe``."""
     compared_to = {"val_loss": "fp32"}
     compared_metrics = (
         "gradient_overflow/cumulative_element_overflow_rate",
@@ -176,31 +185,35 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
 
     def __init__(self, config: LowbitLMConfig, device: torch.device | None = None) -> None:
         super().__init__(config, device)
-        self.strategies = (*RECIPES, *config.own_recipes())
+        self.strategies = (*RECIPES, *config.custom_recipes())
 
     def prepare_model(self, model: nn.Module, strategy: str) -> nn.Module:
-        """Make the linear layers of the blocks cast by a recipe; options that suit no model are refused at once."""
+        """Replace the linear layers of the blocks by layers that cast with the strategy's recipe.
+
+        Raises:
+            UsageError: if the recipe of any strategy does not suit the model.
+        """
         config = self.config
         include, exclude = patterns(config.include), patterns(config.exclude)
-        for recipe in map(config.recipe_of, self.strategies):
+        for recipe in map(config.build_recipe, self.strategies):
             lowbit.layers_to_quantize(model, recipe, include=include, exclude=exclude)
-        if config.recipe_of(strategy).casts:
+        if config.build_recipe(strategy).casts:
             seed = derived_seed(config.seed, self.name)
-            lowbit.quantize_model(model, config.recipe_of(strategy), include=include, exclude=exclude, seed=seed)
+            lowbit.quantize_model(model, config.build_recipe(strategy), include=include, exclude=exclude, seed=seed)
         return model
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return the language model's plan where layers are plain; those that cast are not cut up."""
+        """Return the plan of the language model; a model with quantised layers is not split."""
         return {} if lowbit.quantized_modules(model) else super().tensor_parallel_plan(model)
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return the regulariser of the decoder's matrices, if it is on."""
+        """Return the penalty on the decoder's matrices, if enabled; zero-dimensional."""
         return self.config.range_penalty(lowbit.penalised(model, PENALISED)) if self.config.reg_lambda else None
 
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
-        """Clip and penalise under every strategy, count what the quantisers lose, split weights under Metis."""
+        """Return hooks that clip and penalise, count overflow and underflow of casts, and split weights for Metis."""
         config = self.config
-        recipe = config.recipe_of(strategy)
+        recipe = config.build_recipe(strategy)
         hooks: dict[str, Mapping[str, Any]] = {}
         if recipe.metis is not None and recipe.metis.forward:
             hooks["metis_split"] = {}

@@ -1,4 +1,4 @@
-"""(a + b) mod p by a small transformer."""
+"""A small transformer that learns (a + b) mod p."""
 
 from .runner import ModArithmeticRunner
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 EMBEDDING_STD = 0.1
-"""At 0.05 and below a sorted order never gets off the ground, at 1 the model memorises and stays there."""
+"""With 0.05 or less the model never starts to learn from a sorted order; with 1 it memorises and never generalises."""
 
 
 class Attention(nn.Module):
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and around a residual."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection around it."""
 
     def __init__(self, width: int, heads: int, ff_dim: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 class GrokkingTransformer(nn.Module):
     """Token embedding, ``layers`` blocks, mean over the tokens, one logit per residue.
 
-    Without positions, since a + b does not depend on the order of the pair.
+    There are no position embeddings, since a + b does not depend on the order of the pair.
     """
 
     def __init__(self, p: int, embed_dim: int, num_heads: int, layers: int, ff_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""The experiment ``mod_arithmetic``: its pairs, the orders in which a strategy presents them, its configuration."""
+"""The experiment ``mod_arithmetic``: its pairs, their order under each strategy, its configuration."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ def sums(pairs: Tensor, p: int) -> Tensor:
     return pairs.sum(dim=1) % p
 
 
-def order_of(strategy: str, pairs: Tensor, p: int, stride: int | None, seed: int) -> Order:
-    """Return the order of the training pairs under a strategy; ties keep the drawn, random order.
+def build_order(strategy: str, pairs: Tensor, p: int, stride: int | None, seed: int) -> Order:
+    """Return the order of the training pairs under a strategy; ties keep the random order in which they were drawn.
 
-    ``stride`` sorts by a mod s (s = ⌊√p⌋ unless given), then a; ``target`` by the sum; ``fixed-random`` keeps
-    one random order; ``random`` reshuffles every epoch from (seed, epoch) alone.
+    ``stride`` sorts by a mod s (by default s = ⌊√p⌋), then by a. ``target`` sorts by the sum. ``fixed-random`` uses
+    one random order in all epochs. ``random`` shuffles every epoch as a function of (seed, epoch).
     """
     if strategy == "random":
         return random_order(len(pairs), seed)
@@ -48,17 +48,17 @@ def order_of(strategy: str, pairs: Tensor, p: int, stride: int | None, seed: int
 
 @dataclass(frozen=True, kw_only=True)
 class ModArithmeticConfig(GrokkingConfig):
-    """Options of mod_arithmetic; the defaults are the paper's (arXiv 2603.25047), ``--preset quick`` is for a laptop.
+    """Options of mod_arithmetic; the defaults are those of arXiv 2603.25047, ``--preset quick`` is for a laptop.
 
     Args:
-        p: the modulus; residues 0..p-1 are the tokens.
+        p: the modulus; the tokens are the residues 0..p-1.
         train_size: training pairs, drawn without replacement from all p² pairs.
         test_size: test pairs, disjoint from the training pairs.
         embed_dim: width of the transformer.
-        num_heads: attention heads per layer; divides embed_dim.
+        num_heads: attention heads per layer; must divide embed_dim.
         layers: transformer layers.
         ff_dim: width of the feed-forward layers.
-        stride: the stride of strategy stride; by default the integer square root of p.
+        stride: the stride of the strategy stride; by default the integer square root of p.
     """
 
     p: int = 9973
@@ -85,11 +85,11 @@ class ModArithmeticConfig(GrokkingConfig):
             self.embed_dim % self.num_heads == 0,
             f"embed_dim is {self.embed_dim}; it must be a multiple of num_heads ({self.num_heads}).",
         )
-        have, want = self.p**2, self.train_size + self.test_size
+        available, needed = self.p**2, self.train_size + self.test_size
         require(
-            want <= have,
-            f"train_size {self.train_size} and test_size {self.test_size} ask for {want} pairs, but there are only "
-            f"{have} for p = {self.p}.",
+            needed <= available,
+            f"train_size {self.train_size} and test_size {self.test_size} need {needed} pairs, but there are only "
+            f"{available} for p = {self.p}; choose smaller sizes or a larger p.",
         )
 
 
@@ -101,7 +101,7 @@ QUICK = dict(
 
 @ExperimentRegistry.register
 class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
-    """(a + b) mod p by a small transformer: how the order of the data shapes learning (grokking)."""
+    """A small transformer that learns (a + b) mod p: the effect of the order of the data on grokking."""
 
     name: ClassVar[str] = "mod_arithmetic"
     config_class = ModArithmeticConfig
@@ -119,7 +119,7 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
         "frequencies": ["fourier/top_k_fraction", "fourier/restricted_loss", "fourier/excluded_loss"],
     }
     train_probe: ClassVar[int] = 10_000
-    """Training pairs on which train_acc is measured, at most."""
+    """The largest number of training pairs for train_acc."""
 
     @cached_property
     def _pairs(self) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
         return GrokkingTransformer(config.p, config.embed_dim, config.num_heads, config.layers, config.ff_dim)
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return how to cut up the feed-forward layers; attention, whose projections are one matrix, stays whole."""
+        """Split the feed-forward layers; attention stays complete, since one matrix has all of its projections."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         return {"blocks.*.ff_in": ColwiseParallel(), "blocks.*.ff_out": RowwiseParallel()}
@@ -141,7 +141,7 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
     def build_loader(self, strategy: str) -> Loader:
         """Return the training pairs in the order of the strategy."""
         config, (train, _) = self.config, self._pairs
-        order = order_of(strategy, train, config.p, config.stride, config.seed)
+        order = build_order(strategy, train, config.p, config.stride, config.seed)
         return TensorLoader((train, sums(train, config.p)), config.batch_size, order)
 
     def describe_row(self, index: int) -> str:
@@ -150,7 +150,7 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
         return f"{a} + {b} = {(a + b) % p} (mod {p})"
 
     def evaluation_sets(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return the test pairs as ``val``, and the first of the training pairs as ``train``."""
+        """Return the test pairs as ``val``, and the first ``train_probe`` training pairs as ``train``."""
         train, test = self._pairs
         probe = train[: self.train_probe]
         return {"train": (probe, sums(probe, self.config.p)), "val": (test, sums(test, self.config.p))}

@@ -1,4 +1,4 @@
-"""A decoder language model of the OLMo and Llama kind."""
+"""A decoder language model in the style of OLMo and Llama."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class DecoderShape:
     """The dimensions of a decoder.
 
     Args:
-        vocabulary: tokens; of a text, those of the byte-pair encoding that is trained on it.
+        vocabulary: number of tokens; for texts, the size of the byte-pair encoding that is trained on them.
         context: tokens of a sequence.
-        width: of the residual stream.
+        width: width of the residual stream.
         layers: transformer layers.
-        heads: attention heads per layer; divides width into even parts.
+        heads: attention heads per layer; width must be a multiple of twice this number.
         hidden: inner width of the feed-forward layers; by default 8/3 of width, rounded up to a multiple of 32.
         weight_tying: use the embedding matrix as output projection.
         qk_norm: normalise queries and keys.
@@ -34,22 +34,24 @@ class DecoderShape:
 
 
 def rotary_angles(context: int, head_width: int, base: float = 10_000.0) -> Tensor:
-    """Return the angles of rotary positions (arXiv 2104.09864), (context, head_width / 2); waves reach 2π·base."""
+    """Return the angles of rotary positions (arXiv 2104.09864), shape (context, head_width / 2)."""
+    # angle[t, i] = t·base^(−2i/head_width), so wavelengths range from 2π to 2π·base
     frequencies = base ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     return torch.outer(torch.arange(context, dtype=torch.float64), frequencies).float()
 
 
-def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the halves of each head, taken as pairs of coordinates, by the angle of their position.
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate pairs of coordinates, one from each half of a head, by the angles of their position.
 
     ``x`` has shape (batch, heads, tokens, head_width), ``cosine`` and ``sine`` (tokens, head_width / 2).
     """
+    # (x₁, x₂) ↦ (x₁ cos − x₂ sin, x₁ sin + x₂ cos) for the halves x₁ and x₂ of a head
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
 class CausalAttention(nn.Module):
-    """Multi-head self-attention of each token to itself and those before it, with rotary positions."""
+    """Causal multi-head self-attention with rotary positions."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -63,8 +65,8 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
-        query = rotated(self.q_norm(self._by_head(self.q_proj(x))), cosine, sine)
-        key = rotated(self.k_norm(self._by_head(self.k_proj(x))), cosine, sine)
+        query = rotate(self.q_norm(self._by_head(self.q_proj(x))), cosine, sine)
+        key = rotate(self.k_norm(self._by_head(self.k_proj(x))), cosine, sine)
         value = self._by_head(self.v_proj(x))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         mapped: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -72,7 +74,8 @@ class CausalAttention(nn.Module):
 
     def _by_head(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
-        return x.view(batch, tokens, -1, self.head_width).transpose(1, 2)  # under tensor parallelism not all heads
+        # -1, since under tensor parallelism a rank has only a part of the heads
+        return x.view(batch, tokens, -1, self.head_width).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -91,7 +94,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and around a residual."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection around it."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token embedding, blocks, norm and output projection, which with ``weight_tying`` is the embedding's matrix."""
+    """Token embedding, blocks, norm and output projection, which with ``weight_tying`` uses the embedding matrix."""
 
     cosine: Tensor
     sine: Tensor
@@ -124,7 +127,8 @@ class Decoder(nn.Module):
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
         for name, parameter in self.named_parameters():
-            # Matrices come from N(0, 0.02²), those that end a residual branch from one that is 1/√(2·layers) as wide.
+            # Matrices have a standard deviation of 0.02, those at the end of a residual branch 0.02/√(2·layers), so
+            # that the variance of the residual stream does not grow with the number of layers (GPT-2).
             if parameter.ndim == 2:
                 ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** (0.5 if ends_branch else 0))
@@ -147,6 +151,7 @@ def language_model_loss(logits: Tensor, targets: Tensor, z_loss: float = 0.0) ->
 
     ``logits`` has shape (..., vocabulary), ``targets`` (...); Z is the sum of the exponentials of the logits.
     """
+    # −log p(target) + z_loss·(log Σ exp(logits))², averaged over all positions
     flat = logits.flatten(0, -2).float()
     loss = functional.cross_entropy(flat, targets.flatten())
     return loss + z_loss * flat.logsumexp(-1).square().mean() if z_loss else loss
@@ -154,12 +159,12 @@ def language_model_loss(logits: Tensor, targets: Tensor, z_loss: float = 0.0) ->
 
 @torch.no_grad()
 def generate(model: Decoder, prompt: Tensor, length: int, generator: torch.Generator, temperature: float) -> Tensor:
-    """Continue a prompt of shape (tokens,) by ``length`` sampled tokens; ``context`` tokens are looked back at."""
+    """Continue a prompt of shape (tokens,) by ``length`` sampled tokens, each given the previous ``context`` tokens."""
     tokens = prompt
     context = model.shape.context
     for _ in range(length):
         logits = model(tokens[None, -context:])[0, -1].float()
-        chances = torch.softmax(logits / temperature, dim=-1)
-        following = torch.multinomial(chances.cpu(), 1, generator=generator).to(tokens.device)
-        tokens = torch.cat((tokens, following))
+        probabilities = torch.softmax(logits / temperature, dim=-1)
+        next_token = torch.multinomial(probabilities.cpu(), 1, generator=generator).to(tokens.device)
+        tokens = torch.cat((tokens, next_token))
     return tokens

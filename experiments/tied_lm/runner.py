@@ -21,7 +21,7 @@ ONE_BILLION = dict(SHAPE, batch_size=512, accumulation_steps=64, lr=4e-4, min_lr
 
 @ExperimentRegistry.register
 class TiedLMRunner(LanguageModelRunner[TiedLMConfig]):
-    """A language model with tied embeddings: the two gradients that meet in one matrix, and clipping the larger one."""
+    """A language model with tied embeddings: the two gradients of the shared matrix, and clipping of the larger one."""
 
     name: ClassVar[str] = "tied_lm"
     config_class = TiedLMConfig
@@ -40,7 +40,7 @@ class TiedLMRunner(LanguageModelRunner[TiedLMConfig]):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"quick": QUICK, "1b": ONE_BILLION}
 
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
-        """Watch both gradients under every strategy; clip the output projection's under two of them."""
+        """Measure both gradients under every strategy; clip that of the output projection under two of them."""
         clips: Mapping[str, OptionsByHook] = {
             "clip_previous": {"output_projection_clip": {"window_size": 1, "scale_factor": 1.0}},
             "clip_rolling": {"output_projection_clip": {"window_size": 5, "scale_factor": 0.1}},

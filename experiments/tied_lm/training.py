@@ -1,4 +1,4 @@
-"""What every experiment on the decoder language model shares: data, optimizer, schedule, evaluation, sample text."""
+"""Base class of experiments on the decoder language model: data, optimizer, schedule, evaluation, sample text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from .corpus import SMALLEST_VOCABULARY, Tokenizer, python_documentation, read_corpus
 from .model import Decoder, DecoderShape, generate, language_model_loss
-from .tokens import TOKEN_FILES, TokenLoader, open_tokens, split_targets, unigram_entropy, windows_in_order
+from .tokens import TOKEN_FILES, TokenLoader, evenly_spaced_windows, open_tokens, split_targets, unigram_entropy
 
 EVALUATION_BATCH = 16
-LONGEST_ROW = 200  # characters of a described window
+LONGEST_ROW = 200  # characters in the description of a window
 QUICK: Mapping[str, Any] = dict(
     steps=400, context=64, width=128, layers=3, batch_size=16, lr=3e-3, min_lr=3e-4, warmup_steps=40
 )
@@ -34,18 +34,18 @@ class LanguageModelConfig(DecoderShape, ExperimentConfig):
 
     Args:
         steps: optimizer steps.
-        data: a text file, a folder of texts, or a file of tokens (.npy, .bin, .u16, .u32); by default Python's own
-            documentation.
-        validation_share: part of the data that is held out, by document where there are documents.
+        data: a text file, a folder of texts, or a file of tokens (.npy, .bin, .u16, .u32); by default the documentation
+            of Python.
+        validation_share: held-out fraction of the data; of texts, complete documents.
         z_loss: weight of the mean squared log-partition function in the loss.
         lr: learning rate after the warm-up.
         min_lr: learning rate at the end of the cosine decay.
         warmup_steps: steps over which the learning rate rises.
-        weight_decay: decoupled weight decay of matrices; vectors have none.
+        weight_decay: decoupled weight decay of matrices; vectors do not decay.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        evaluation_windows: sequences of the validation data on which val_loss is measured.
-        sample_tokens: tokens of the text that is written at the end; 0 writes none.
+        evaluation_windows: number of validation sequences for val_loss.
+        sample_tokens: tokens of the sample text at the end; 0 for no sample.
     """
 
     steps: int = 1000
@@ -81,12 +81,12 @@ class LanguageModelConfig(DecoderShape, ExperimentConfig):
         require(
             self.width % (2 * self.heads) == 0,
             f"width is {self.width}; it must be a multiple of twice the heads ({2 * self.heads}), since rotary "
-            "positions turn pairs of coordinates.",
+            "positions rotate pairs of coordinates.",
         )
-        require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must lie in 0..lr ({self.lr}).")
+        require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must be in 0..lr ({self.lr}).")
         require(self.hidden is None or self.hidden >= 1, f"hidden is {self.hidden}; it must be at least 1.")
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
-            require(0 <= value < 1, f"{name} is {value}; it must lie in [0, 1).")
+            require(0 <= value < 1, f"{name} is {value}; it must be in [0, 1).")
 
     @property
     def shape(self) -> DecoderShape:
@@ -96,7 +96,7 @@ class LanguageModelConfig(DecoderShape, ExperimentConfig):
 
 @dataclass(frozen=True)
 class LanguageData:
-    """Training and validation tokens, where they come from, and the tokenizer if they come from a text."""
+    """Training and validation tokens, their source, and the tokenizer for texts."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -105,27 +105,31 @@ class LanguageData:
 
     @classmethod
     def load(cls, config: LanguageModelConfig) -> "LanguageData":
-        """Open what the options name; raises :class:`UsageError` for what cannot be trained on."""
+        """Load the data of the options.
+
+        Raises:
+            UsageError: if the data does not exist, cannot be read, or is shorter than a sequence.
+        """
         data = config.data
         if data is not None and not data.exists():
             raise UsageError(f"--data {data} does not exist; name a text file, a folder of texts or a file of tokens.")
         if data is not None and data.is_file() and data.suffix in TOKEN_FILES:
             tokens = open_tokens(data)
-            first = len(tokens) - round(config.validation_share * len(tokens))  # the end is held out
+            training_count = len(tokens) - round(config.validation_share * len(tokens))  # the end is held out
             source = {"source": str(data), "tokens": len(tokens), "bytes": data.stat().st_size}
-            loaded = cls(tokens[:first], tokens[first:], source, None)
+            loaded = cls(tokens[:training_count], tokens[training_count:], source, None)
         else:
-            loaded = cls._of_texts(config)
+            loaded = cls._from_texts(config)
         for name, side in (("training", loaded.train), ("validation", loaded.validation)):
             require(
                 len(side) > config.context,
-                f"The {name} data has {len(side)} tokens, and a context of {config.context} needs at least "
+                f"The {name} data has {len(side)} tokens, but a context of {config.context} needs at least "
                 f"{config.context + 1}; choose a shorter --context, or more data.",
             )
         return loaded
 
     @classmethod
-    def _of_texts(cls, config: LanguageModelConfig) -> "LanguageData":
+    def _from_texts(cls, config: LanguageModelConfig) -> "LanguageData":
         corpus = python_documentation() if config.data is None else read_corpus(config.data)
         training, validation = corpus.split(config.validation_share)
         tokenizer = Tokenizer(list(training.documents.values()), config.vocabulary)
@@ -144,7 +148,7 @@ Config = TypeVar("Config", bound=LanguageModelConfig)
 
 
 class LanguageModelRunner(ExperimentRunner[Config]):
-    """A decoder language model in the step loop: AdamW, warm-up and cosine decay, validation loss, a sample of text."""
+    """A decoder language model in the step loop: AdamW, warm-up and cosine decay, validation loss, sample text."""
 
     loop = "step"
     scheduler_interval = "step"
@@ -153,26 +157,26 @@ class LanguageModelRunner(ExperimentRunner[Config]):
 
     @cached_property
     def data(self) -> LanguageData:
-        """The tokens."""
+        """The training and validation tokens."""
         return LanguageData.load(self.config)
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Entropy of single training tokens, nats."""
+        """The entropy of single training tokens in nats."""
         return unigram_entropy(self.data.train, self.config.vocabulary)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Return where the data comes from, with the digest of a text."""
+        """Return the source of the data, with the digest of texts."""
         return self.data.source
 
     def describe_row(self, index: int) -> str:
-        """Return the beginning of the window that starts at token ``index``: its text, or its tokens without one."""
+        """Return the start of the window at token ``index`` as text, or as token ids if there is no tokenizer."""
         tokens, tokenizer = self.data.train[index : index + self.config.context].tolist(), self.data.tokenizer
         return shortened(" ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens), LONGEST_ROW)
 
     @property
     def length(self) -> int:
-        """Steps to train."""
+        """The number of steps."""
         return self.config.steps
 
     def build_model(self) -> nn.Module:
@@ -180,13 +184,13 @@ class LanguageModelRunner(ExperimentRunner[Config]):
         return Decoder(self.config.shape)
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return how to cut up attention, by heads, and feed-forward layers; norms of single heads keep it whole."""
+        """Split attention by heads, and the feed-forward layers; with ``qk_norm`` attention stays complete."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-        by_heads, ends = ("q_proj", "k_proj", "v_proj"), ("attention.o_proj", "ff.down_proj")
-        begins = [*(f"attention.{name}" for name in by_heads), "ff.gate_proj", "ff.up_proj"]
-        plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in begins}
-        plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ends}
+        by_heads, row_wise = ("q_proj", "k_proj", "v_proj"), ("attention.o_proj", "ff.down_proj")
+        column_wise = [*(f"attention.{name}" for name in by_heads), "ff.gate_proj", "ff.up_proj"]
+        plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in column_wise}
+        plan |= {f"blocks.*.{name}": RowwiseParallel() for name in row_wise}
         return {name: style for name, style in plan.items() if not self.config.qk_norm or "ff" in name}
 
     def build_loader(self, strategy: str) -> Loader:
@@ -212,25 +216,25 @@ class LanguageModelRunner(ExperimentRunner[Config]):
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         """Return a linear warm-up followed by a cosine decay to ``min_lr``."""
         config = self.config
-        least = config.min_lr / config.lr
-        share = partial(learning_rate_share, warmup=config.warmup_steps, steps=config.steps, least=least)
-        return LambdaLR(optimizer, share)
+        final = config.min_lr / config.lr
+        factor = partial(learning_rate_factor, warmup=config.warmup_steps, steps=config.steps, final=final)
+        return LambdaLR(optimizer, factor)
 
     def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of the next token, with the z-loss and the penalty if they are on."""
+        """Return the mean cross-entropy of the next token, plus z-loss and penalty if they are enabled."""
         inputs, targets = batch
         loss = language_model_loss(model(inputs), targets, self.config.z_loss)
         penalty = self.penalty(model)
         return loss if penalty is None else loss + penalty
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return what the loss holds beside that of the data, zero-dimensional; by default nothing."""
+        """Return a term to add to the loss, zero-dimensional; by default ``None``."""
         return None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return ``val_loss`` and, beside it, the ``unigram_entropy`` (nats), and the mean norm of an embedding."""
+        """Return ``val_loss`` and ``unigram_entropy``, both in nats, and the mean norm of the embedding's rows."""
         config = self.config
-        windows = windows_in_order(self.data.validation, config.context, config.evaluation_windows)
+        windows = evenly_spaced_windows(self.data.validation, config.context, config.evaluation_windows)
         inputs, targets = split_targets(windows, config.vocabulary, self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for first in range(0, len(inputs), EVALUATION_BATCH):
@@ -244,7 +248,7 @@ class LanguageModelRunner(ExperimentRunner[Config]):
         }
 
     def sample(self, model: nn.Module) -> str | None:
-        """Continue the beginning of the validation text at temperature 0.8."""
+        """Continue the first 12 tokens of the validation text at temperature 0.8."""
         tokenizer, config = self.data.tokenizer, self.config
         if tokenizer is None or not config.sample_tokens or not isinstance(model, Decoder):
             return None
@@ -253,13 +257,14 @@ class LanguageModelRunner(ExperimentRunner[Config]):
         return tokenizer.decode(generate(model, prompt, config.sample_tokens, generator, temperature=0.8).tolist())
 
 
-def learning_rate_share(step: int, *, warmup: int, steps: int, least: float) -> float:
-    """Return the share of the learning rate after ``step`` steps.
+def learning_rate_factor(step: int, *, warmup: int, steps: int, final: float) -> float:
+    """Return the factor on the learning rate after ``step`` steps: a linear warm-up, then a cosine decay to ``final``.
 
-    >>> [round(learning_rate_share(step, warmup=2, steps=6, least=0.1), 3) for step in range(7)]
+    >>> [round(learning_rate_factor(step, warmup=2, steps=6, final=0.1), 3) for step in range(7)]
     [0.333, 0.667, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
+    # final + (1 − final)·(1 + cos(π·progress))/2
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -8,7 +8,7 @@ from loopscope.experiments.tied_lm.model import (
     generate,
     language_model_loss,
     rotary_angles,
-    rotated,
+    rotate,
 )
 from torch import Tensor
 
@@ -79,7 +79,7 @@ def test_rotary_products_depend_on_distance_only() -> None:
     """The dot product of rotated queries and keys depends on their distance, and rotation preserves norms."""
     angles = rotary_angles(10, 8, 10_000.0).double()
     query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    turned = [rotated(x.expand(1, 1, 10, 8), angles.cos(), angles.sin())[0, 0] for x in (query, key)]
+    turned = [rotate(x.expand(1, 1, 10, 8), angles.cos(), angles.sin())[0, 0] for x in (query, key)]
     products = turned[0] @ turned[1].T
     for distance in range(1, 5):
         diagonal = products.diagonal(distance)

@@ -75,14 +75,14 @@ def test_patterns_choose_the_layers(tokens: Path) -> None:
 
 def test_options_reach_the_casts() -> None:
     config = LowbitLMConfig(**TINY, q_scalar=0.5, stochastic_output_grad=True, rank=3, gains="long_tail")
-    recipe = config.recipe_of("fp4_metis")
+    recipe = config.build_recipe("fp4_metis")
     assert recipe.metis is not None
     assert recipe.output_grad is not None
     assert {cast.q_scalar for cast in recipe.casts.values()} == {0.5}
     assert [role for role, cast in recipe.casts.items() if cast.rounding == "stochastic"] == ["output_grad"]
     assert (recipe.metis.rank, recipe.metis.gains, recipe.metis.merge_steps) == (3, "long_tail", 2)
-    assert config.recipe_of("fp32").casts == {}
-    assert config.recipe_of("fp4_block").metis is None
+    assert config.build_recipe("fp32").casts == {}
+    assert config.build_recipe("fp4_block").metis is None
 
 
 def test_the_two_published_recipes_are_presets() -> None:
@@ -211,14 +211,14 @@ def test_custom_recipe_has_the_described_casts(tokens: Path) -> None:
 
 
 BAD = {
-    "--recipe mine": "recipe is 'mine'; write NAME=RECIPE, a recipe being one of fp32, ",
+    "--recipe mine": "recipe is 'mine'; write NAME=RECIPE with one of fp32, ",
     "--recipe mine=": "recipe is 'mine='; write NAME=RECIPE",
     "--recipe mine=fp9": "Unknown recipe 'fp9'. Did you mean 'fp8'?",
     "--recipe mine=e2m1/nvfp3": "Unknown scaling rule 'nvfp3'. Did you mean 'nvfp4'?",
-    "--recipe fp8=nvfp4": "recipe 'fp8=nvfp4' cannot be called 'fp8'; take lower-case letters",
-    "--recipe output_grad=e5m2/current": "cannot be called 'output_grad'",
-    "--recipe ../mine=nvfp4": "cannot be called '../mine'",
-    "--recipe mine=nvfp4 --recipe mine=fp8": "recipe 'mine=fp8' cannot be called 'mine'",
+    "--recipe fp8=nvfp4": "recipe 'fp8=nvfp4' has the invalid name 'fp8'; use lower-case letters",
+    "--recipe output_grad=e5m2/current": "has the invalid name 'output_grad'",
+    "--recipe ../mine=nvfp4": "has the invalid name '../mine'",
+    "--recipe mine=nvfp4 --recipe mine=fp8": "recipe 'mine=fp8' has the invalid name 'mine'",
     "--recipe mine=nvfp4 --strategy yours": "fp8_rowwise, int8, mine, mxfp4",
     "--include blocks.9.*": "No linear layer's name matches 'blocks.9.*'",
     "--include ,": "include is empty; name layers by patterns, such as blocks.*",
@@ -231,7 +231,7 @@ BAD = {
     "--q-scalar 0": "q_scalar is 0",
     "--max-norm -1": "max_norm is -1.0; it must be at least 0",
     "--reg-lambda -1": "reg_lambda is -1.0; it must be at least 0",
-    "--metis-forward false --metis-backward false": "that is fp4_block",
+    "--metis-forward false --metis-backward false": "use the strategy fp4_block",
     "--strategy fp4_metiss": "Did you mean 'fp4_metis'?",
 }
 

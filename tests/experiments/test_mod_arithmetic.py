@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
-from loopscope.experiments.mod_arithmetic.runner import STRATEGIES, ModArithmeticConfig, draw_pairs, order_of, sums
+from loopscope.experiments.mod_arithmetic.runner import STRATEGIES, ModArithmeticConfig, build_order, draw_pairs, sums
 from loopscope.runs import build_run
 from torch import Tensor
 
@@ -113,7 +113,7 @@ def test_evaluation_sets_are_train_and_test_pairs() -> None:
 @settings(deadline=None, max_examples=100)
 def test_every_order_is_a_permutation_in_every_epoch(strategy: str, p: int, stride: Any, seed: int, epoch: int) -> None:
     train, _ = draw_pairs(p, p * p - 1, 1, seed)
-    order = order_of(strategy, train, p, stride, seed)(epoch)
+    order = build_order(strategy, train, p, stride, seed)(epoch)
     assert sorted(order.tolist()) == list(range(len(train)))
 
 
@@ -146,13 +146,13 @@ def test_random_order_reshuffles_every_epoch() -> None:
     assert not torch.equal(third, epoch_of(runner, "random", 4))
     torch.rand(7)
     assert torch.equal(third, epoch_of(tiny(), "random", 3))
-    order, other = (order_of("random", third, 11, None, seed)(3) for seed in (1, 2))
+    order, other = (build_order("random", third, 11, None, seed)(3) for seed in (1, 2))
     assert not torch.equal(order, other)
 
 
 def test_the_default_stride_is_the_integer_square_root() -> None:
     train, _ = draw_pairs(97, 500, 100, 0)
-    assert torch.equal(order_of("stride", train, 97, None, 0)(0), order_of("stride", train, 97, 9, 0)(0))
+    assert torch.equal(build_order("stride", train, 97, None, 0)(0), build_order("stride", train, 97, 9, 0)(0))
 
 
 # Strategies

@@ -75,12 +75,12 @@ def test_strategies_differ_only_after_first_clip(tmp_path: Path) -> None:
 BAD = {
     "--data nowhere.txt": "does not exist; name a text file, a folder of texts or a file of tokens",
     "--vocabulary 255": "vocabulary is 255; it must be at least 256",
-    "--vocabulary 256": "vocabulary is 256; a text needs at least 257",
-    "--data tokens.u16 --context 5000": "The training data has 900 tokens, and a context of 5000 needs at least 5001",
-    "--data tokens.u16 --vocabulary 300": "holds the token id 999, outside the vocabulary of 300; set --vocabulary",
-    "--data odd.u32": "no whole number of tokens of 4 bytes",
+    "--vocabulary 256": "vocabulary is 256; for texts it must be at least 257",
+    "--data tokens.u16 --context 5000": "The training data has 900 tokens, but a context of 5000 needs at least 5001",
+    "--data tokens.u16 --vocabulary 300": "contains the token id 999, which is outside the vocabulary of 300; set --vocabulary",
+    "--data odd.u32": "it must have a multiple of 4 bytes",
     "--heads 3": "width is 16; it must be a multiple of twice the heads (6)",
-    "--min_lr 1": "min_lr is 1.0; it must lie in 0..lr",
+    "--min_lr 1": "min_lr is 1.0; it must be in 0..lr",
 }
 
 

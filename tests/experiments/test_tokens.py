@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loopscope.errors import UsageError
 from loopscope.experiments.tied_lm import LanguageModelConfig
 from loopscope.experiments.tied_lm.corpus import Corpus, Tokenizer, python_documentation, read_corpus
-from loopscope.experiments.tied_lm.tokens import TokenLoader, open_tokens, unigram_entropy, windows_in_order
+from loopscope.experiments.tied_lm.tokens import TokenLoader, evenly_spaced_windows, open_tokens, unigram_entropy
 from loopscope.experiments.tied_lm.training import LanguageData
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_decoding_gives_the_text_back() -> None:
 
 def test_unfillable_vocabulary_is_refused() -> None:
     """The error reports how many different pieces the text has."""
-    with pytest.raises(UsageError, match=r"vocabulary is 4096, but the text has only \d+ different pieces; choose"):
+    with pytest.raises(UsageError, match=r"vocabulary is 4096, but the text yields only \d+ different tokens; choose"):
         Tokenizer(["some short text"], 4096)
 
 
@@ -81,14 +81,14 @@ def test_file_is_split_at_empty_lines(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "empty.txt": (b"", "holds no text; two documents are needed"),
-    "one.txt": (b"a single paragraph", "holds one document; two documents are needed"),
-    "latin.txt": ("é".encode("latin-1") + b"\n\nx", "is not UTF-8 text: byte 0 cannot be read; convert it"),
-    "odd.u32": (b"1234567", "has 7 bytes, no whole number of tokens of 4 bytes"),
-    "odd.bin": (b"123", "has 3 bytes, no whole number of tokens of 2 bytes"),
-    "empty.u16": (b"", "is empty; it holds no tokens"),
+    "empty.txt": (b"", "contains no text; at least two documents are needed"),
+    "one.txt": (b"a single paragraph", "contains only one document; at least two documents are needed"),
+    "latin.txt": ("é".encode("latin-1") + b"\n\nx", "is not UTF-8 text: byte 0 is invalid; convert the file"),
+    "odd.u32": (b"1234567", "has 7 bytes; it must have a multiple of 4 bytes"),
+    "odd.bin": (b"123", "has 3 bytes; it must have a multiple of 2 bytes"),
+    "empty.u16": (b"", "is empty; it must contain tokens"),
     "not.npy": (b"no array", "is not a file of tokens"),
-    "short.u16": (np.arange(50, dtype="<u2").tobytes(), "data has 45 tokens, and a context of 256 needs at least 257"),
+    "short.u16": (np.arange(50, dtype="<u2").tobytes(), "data has 45 tokens, but a context of 256 needs at least 257"),
 }
 
 
@@ -163,15 +163,15 @@ def test_windows_are_drawn_from_the_whole_data() -> None:
 
 def test_token_outside_vocabulary_is_refused() -> None:
     """Reading a batch with a negative id or an id beyond the vocabulary raises a UsageError with the id."""
-    with pytest.raises(UsageError, match="holds the token id 99, outside the vocabulary of 50; set --vocabulary"):
+    with pytest.raises(UsageError, match="contains the token id 99, which is outside the vocabulary of 50; set --vocabulary"):
         next(loader(np.full(60, 99, dtype=np.uint32), vocabulary=50).batches(0))
-    with pytest.raises(UsageError, match="holds the token id -1"):
+    with pytest.raises(UsageError, match="contains the token id -1"):
         loader(np.full(60, -1)).batch(0)
 
 
 def test_validation_windows_do_not_overlap() -> None:
     """The windows extend from the first token to the last."""
-    windows = windows_in_order(np.arange(101), context=10, most=100)
+    windows = evenly_spaced_windows(np.arange(101), context=10, limit=100)
     assert windows.shape == (10, 11)
     assert windows[0, 0] == 0
     assert windows[-1, -1] == 100

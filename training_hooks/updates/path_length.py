@@ -18,10 +18,10 @@ class PathLength(TrainingHook):
     """Measure the path of the parameters over all steps: length, displacement, efficiency.
 
     The path connects the parameters at the start of the strategy, after every ``every``-th step, and at every report; a
-    leg is the straight line between two successive points, whatever moved the parameters in between. With ``every=1``
-    it is the path of the optimizer, step by step; the default ignores detours within four steps and costs a quarter.
-    The hook reports after every epoch, or at SNAPSHOT in the step loop, about the complete path and about the interval
-    since the last report.
+    leg is the straight line between two successive points and includes every kind of change. With ``every=1`` it is the
+    path of the optimizer, step by step; the default ignores detours within four steps and costs a quarter. The hook
+    reports after every epoch, or at SNAPSHOT in the step loop, about the complete path and about the interval since the
+    last report.
 
     Assumes that the same parameters are trained throughout: one that is frozen later does not move, one that is
     unfrozen later is not part of the path. Keeps three copies of the parameters, in float32 or wider: at the start, at
