@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of a file whose tests are all deselected, because trainers and browsers take seconds to import."""
+    """Skip files whose tests are all deselected, because trainers and browsers take seconds to import."""
     excluded = _excluded_markers(config.option.markexpr)
     if not excluded or collection_path.suffix != ".py":
         return None

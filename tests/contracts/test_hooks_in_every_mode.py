@@ -1,4 +1,4 @@
-"""Contract tests of every hook in both loops with micro-batches, mixed precision, skipped steps and a compiled model."""
+"""Contract tests of every hook with micro-batches, mixed precision, skipped steps and compiled models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -86,7 +86,7 @@ MUTATIONS_IN_ALL_TAPS = {
 
 
 def every_kind_of_tap(names: set[str], *, always: set[str]) -> pytest.MarkDecorator:
-    """Parametrize over taps and mutations; quick tests cover taps of a parameter, and mutations in ``always`` for all taps."""
+    """Parametrize over taps and mutations; quick: taps of a parameter, and mutations in ``always`` for all taps."""
     rows = [
         pytest.param(kind, name, id=f"{kind}-{name}", marks=slow_unless(kind == "parameter" or name in always))
         for kind in TARGETS

@@ -41,7 +41,7 @@ def some_of(values: Iterable[Any], every: int = 2) -> list[Any]:
 
 
 def matrix(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize over the product of axes with hashable values; without ``slow``, over every pair of values of two axes.
+    """Parametrize over the product of axes with hashable values; without ``slow``, over every pair of values.
 
     >>> [row.values for row in matrix("loop, every", ["epoch", "step"], [1, 2]).args[1]]
     [('epoch', 1), ('epoch', 2), ('step', 1), ('step', 2)]
