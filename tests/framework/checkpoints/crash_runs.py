@@ -37,7 +37,7 @@ class Place:
 
 
 PLACES = {
-    "state half written": Place("loopscope.checkpoints.format:_Digesting.write", "half"),
+    "state half written": Place("loopscope.checkpoints.format:_DigestingFile.write", "half"),
     "before a file is forced onto the disk": Place("os:fsync"),
     "after a file was forced onto the disk": Place("os:fsync", "after"),
     "before a checkpoint gets its name": Place("pathlib:Path.rename"),

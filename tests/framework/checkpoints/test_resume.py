@@ -390,7 +390,7 @@ def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatc
         monkeypatch.setattr(Mistaken, "is_wrong", True)
         with pytest.raises(ValueError, match="nothing is not a valid value for reduction") as caught:
             resume(tmp_path / "killed", Mistaken, **options)
-        assert "before the first step after" in caught.value.__notes__[0]
+        assert "the first step after" in caught.value.__notes__[0]
         monkeypatch.setattr(Mistaken, "compute_loss", Small.compute_loss)
         with pytest.raises(HookError, match=r"Hook 'mistaken_hook' raised at .*KeyError: 'mine'"):
             resume(tmp_path / "killed", Mistaken, **options)
@@ -508,7 +508,7 @@ def test_training_continues_if_checkpoints_cannot_be_written(fault, killed, whol
 
 def test_full_disk_costs_only_that_checkpoint(killed, whole) -> None:
     """A disk that fills up in the middle of a write is reported once, and later checkpoints are written."""
-    write, sizes = checkpoint_files._Digesting.write, []
+    write, sizes = checkpoint_files._DigestingFile.write, []
 
     def full(file: Any, data: Any) -> int:
         sizes.append(len(data))
@@ -517,7 +517,7 @@ def test_full_disk_costs_only_that_checkpoint(killed, whole) -> None:
         return write(file, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_files._Digesting, "write", full)
+        patch.setattr(checkpoint_files._DigestingFile, "write", full)
         said = resume(killed)
     assert sum("could not be written: No space left on device." in sentence for sentence in said) == 1
     assert steps_in(killed) == [6, 4, 2]
@@ -542,7 +542,7 @@ def test_file_size_limit_costs_only_the_checkpoint(tmp_path: Path) -> None:
 def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> None:
     """Checkpoints are left out with a notice, and training does not wait for the disk."""
     monkeypatch.setattr(Checkpointing, "take", TAKE)
-    write = checkpoint_files._Digesting.write
+    write = checkpoint_files._DigestingFile.write
     begun: list[float] = []
 
     def slow(file: Any, data: Any) -> int:
@@ -551,7 +551,7 @@ def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> 
             time.sleep(1.5)
         return write(file, data)
 
-    monkeypatch.setattr(checkpoint_files._Digesting, "write", slow)
+    monkeypatch.setattr(checkpoint_files._DigestingFile, "write", slow)
     seen: list[float] = []
     monkeypatch.setattr(SmallSteps, "should_stop", lambda self, evaluation: bool(seen.append(time.monotonic())))
     with pytest.warns(RunNotice, match="is skipped because the previous one is still being written"):

@@ -151,13 +151,13 @@ def test_dangling_or_device_link_creates_no_file(target: str, tmp_path: Path) ->
 def test_pipe_instead_of_lock_is_refused_at_once(tmp_path: Path) -> None:
     """Opening the named pipe does not block."""
     os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(UsageError, match="no plain file"), run_lock(tmp_path):
+    with pytest.raises(UsageError, match="not a regular file"), run_lock(tmp_path):
         pass
 
 
 def test_folder_instead_of_lock_is_refused(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
-    with pytest.raises(UsageError, match="no plain file"), run_lock(tmp_path):
+    with pytest.raises(UsageError, match="not a regular file"), run_lock(tmp_path):
         pass
 
 

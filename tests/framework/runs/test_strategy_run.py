@@ -148,7 +148,7 @@ def test_damaged_state_is_never_checkpointed(runner, on_error, tmp_path: Path) -
     """A mutation is fatal, and the error names the last intact checkpoint."""
     hook = at(MisbehavingHook, HookPoint.POST_STEP)
     every = 1 if runner is Small else 3
-    with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal'.*parameters") as fatal:
+    with registered(hook), pytest.raises(StateMutationError, match=r"'at_misbehaving_hook'.*parameters") as fatal:
         run(tmp_path, runner, hook.name, on_hook_error=on_error, save_checkpoints=every)
     folder = tmp_path / runner.name / "plain"
     (checkpoint,) = (folder / "checkpoints").iterdir()
@@ -168,7 +168,7 @@ def test_no_hook_runs_on_damaged_state(runner, tmp_path: Path) -> None:
         run(tmp_path, runner, hook.name)
     assert CALLS[-1] == ("compute", "POST_STEP")
     records = list(read_jsonl(tmp_path / runner.name / "plain/plain.jsonl"))
-    steps = [step for record in records for step in record.metrics.get("at_vandal/x", Steps()).steps]
+    steps = [step for record in records for step in record.metrics.get("at_misbehaving_hook/x", Steps()).steps]
     assert steps == list(range(1, AT_STEP + 1))
 
 
@@ -208,7 +208,7 @@ def test_mutation_at_end_leaves_no_final_weights(tmp_path: Path) -> None:
         MisbehavingHook, HookPoint.PRE_EPOCH, end=end, act=lambda self, ctx: next(models[0].parameters()).add_(1.0)
     )
     hook.start = lambda self, run: models.append(run.model)
-    with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal' at end"):
+    with registered(hook), pytest.raises(StateMutationError, match=r"'at_misbehaving_hook' at end"):
         run(tmp_path, Small, hook.name, epochs=1)
     folder = tmp_path / "small/plain"
     assert read_json(folder / "summary.json")["status"] == "failed"
