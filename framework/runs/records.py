@@ -216,7 +216,7 @@ def run_folders(path: Path, command: str) -> list[Path]:
     """Return the folders of runs at ``path``: itself, or those of an experiment's strategies or a strategy's seeds.
 
     Raises:
-        UsageError: if there are none; the message names the ``command`` that needs them.
+        UsageError: if none exists; the message names the ``command`` that needs them.
     """
     if is_there(path / CONFIG):
         return [path]

@@ -203,7 +203,7 @@ def test_runs_lie_however_deep(runs: Path, tmp_path: Path, capsys, monkeypatch) 
         (["ls", "empty", "nowhere"], "loopscope ls takes one folder, but got 2: empty, nowhere."),
         (["ls", "--all"], "Unknown option '--all'"),
         (["show"], "loopscope show takes the folder of one run, but got 0."),
-        (["show", "empty"], "holds none"),
+        (["show", "empty"], "contains none"),
         (["show", "output/small/plain", "--metrics", "norms/total_grad_nrm"], "the nearest: norms/total_grad_norm"),
         (["show", "output/small/plain", "--metrics"], "--metrics needs a value."),
         (["plot", "output/small/plain", "--metrics", "norms/total_grad_nrm"], "norms/total_grad_norm"),

@@ -51,7 +51,7 @@ def same_steps(ours: Trained, theirs: Trained) -> bool:
 
 def before(name: str, step: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a model as it is before a step of the bare loop, random generator included, and the step's batch."""
-    model, (*state, generator) = real_models.made(name), bare(name).steps[step]
+    model, (*state, generator) = real_models.build_model(name), bare(name).steps[step]
     model.load_state_dict(dict(zip(model.state_dict(), state, strict=True)))
     first = step * BATCH % ROWS
     torch.set_rng_state(generator)

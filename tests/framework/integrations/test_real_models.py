@@ -78,10 +78,10 @@ def test_docs_table_lists_actual_outcomes() -> None:
     """The page on real models equals the generated one, and every reason is a sentence."""
     assert TREATMENTS.keys() == {hook.name for hook in HookRegistry if hook_kind(hook) == "committing"}
     outcomes = {name: {hook: treated(name, hook) for hook in TREATMENTS} for name in MODELS}
-    said = {name: real_models.answers(watched(name), outcomes[name]) for name in MODELS}
+    said = {name: real_models.hook_reasons(watched(name), outcomes[name]) for name in MODELS}
     assert all(why.endswith(".") for each in said.values() for why in each.values() if why)
     text = real_models.page(said)
-    assert "silent" not in text
+    assert "no metrics" not in text
     assert real_models.PAGE.read_text(encoding="utf-8") == text, "docs/real-models.md is stale: run make docs"
 
 
@@ -89,7 +89,7 @@ def test_docs_table_lists_actual_outcomes() -> None:
 @LANGUAGE
 def test_attention_entropies_match_model_attention_weights(name: str) -> None:
     """Compare with the eager attention implementation."""
-    eager = real_models.made(name, attn_implementation="eager").eval()
+    eager = real_models.build_model(name, attn_implementation="eager").eval()
     eager.load_state_dict(watched(name).model.state_dict())
     weights = eager(default_collate(samples(name))["input_ids"], output_attentions=True).attentions
     expected = {
@@ -120,7 +120,7 @@ def test_gradient_flow_matches_layer_output_gradients(name: str) -> None:
 
 def test_documented_pattern_finds_resnet_layers() -> None:
     pattern = "resnet.encoder.stages.*.layers.*"
-    found = find_chains(real_models.made("ResNet"), pattern)
+    found = find_chains(real_models.build_model("ResNet"), pattern)
     assert (f"`{pattern}`" in real_models.INTRO, len(found[pattern])) == (True, 4)
 
 
@@ -180,7 +180,7 @@ def test_sharpness_matches_dense_hessian(tmp_path: Path) -> None:
 @EVERY
 def test_every_untied_linear_layer_is_split(name: str) -> None:
     """GPT-2 has no linear layers to split, and the error mentions Conv1D."""
-    split, model = treated(name, "metis_split"), real_models.made(name)
+    split, model = treated(name, "metis_split"), real_models.build_model(name)
     tied = model.get_input_embeddings().weight if name in TIED else None
     layers = [each for each in model.modules() if isinstance(each, nn.Linear) and each.weight is not tied]
     if not layers:
@@ -195,6 +195,6 @@ def test_clipping_and_smoothing_match_manual_code(name: str) -> None:
     most = TREATMENTS["grad_clip"]["max_norm"]
     by_hand = trained(name, lambda model: nn.utils.clip_grad_norm_(model.parameters(), most))
     smoothed, clipped = treated(name, "model_smoothing"), treated(name, "grad_clip")
-    ends = zip(real_models.made(name).parameters(), bare(name).model.parameters(), strict=True)
+    ends = zip(real_models.build_model(name).parameters(), bare(name).model.parameters(), strict=True)
     torch.testing.assert_close([*smoothed.model.parameters()], [(start + end) / 2 for start, end in ends])
     torch.testing.assert_close([*clipped.model.parameters()], [*by_hand.model.parameters()], rtol=1e-3, atol=1e-5)
