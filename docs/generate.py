@@ -1,4 +1,4 @@
-"""Writes docs/hooks/, a page for every hook that comes with loopscope, made from its class, and docs/real-models.md."""
+"""Generator of docs/hooks/, with a page for every shipped hook made from its class, and of docs/real-models.md."""
 
 import inspect
 import re
@@ -27,16 +27,16 @@ BENCHMARKS = Path(__file__).parent / "benchmarks.md"
 PACKAGE = training_hooks.__name__
 NOTE = "<!-- Made by `make docs` from the hook's class; edit that instead. -->"
 KINDS = {
-    "observer": "observer: reads, and is watched",
-    "intervention": "intervention: does what it likes, and is rolled back",
+    "observer": "observer: reads only, and is checked",
+    "intervention": "intervention: may do anything, and is rolled back",
     "committing": "committing intervention: changes what it declares, and nothing else",
-    "debug": "debug intervention: left out of every bulk selection, switched on by name",
+    "debug": "debug intervention: excluded from every bulk selection, enabled by name",
 }
 LOOPS = ("epoch", "step")
 NEEDS = {
     "needs_grads": "`accumulated_grads`, the mean gradient of the epoch",
     "needs_step_series": "`step_losses` and `step_grad_norms`, one value for each step",
-    "needs_prev_step_grads": "`prev_step_grads`, the gradient of the step before",
+    "needs_prev_step_grads": "`prev_step_grads`, the gradient of the previous step",
     "needs_pre_epoch_state": "a copy of the training state before the epoch",
     "needs_target_grad": "`target_grad`, which the experiment defines",
     "needs_reference_weights": "`reference_weights`, a reference solution (`--reference`)",
@@ -44,30 +44,29 @@ NEEDS = {
 }
 
 QUESTIONS = {
-    "Grokking: when does it generalise, and by what?": "phases fourier attention weight_tracking gradient_projection"
+    "Grokking: when and how does the model generalise?": "phases fourier attention weight_tracking gradient_projection"
     " parameter_delta path_length",
     "Stability: is the training healthy?": "training_metrics training_diagnostics loss_spikes weight_updates"
     " gradient_flow norms adam_dynamics grad_clip",
-    "Curvature: how sharp is the loss, and how long may a step be?": "sharpness hessian lr_probe",
-    "Spikes: what is behind a step?": "batch_rows step_history what_if",
-    "Noise: how much of a gradient is chance, and what averages it out?": "gradient_noise_scale variance batch_dynamics"
+    "Curvature: how sharp is the loss, and how large may a step be?": "sharpness hessian lr_probe",
+    "Spikes: what caused a step?": "batch_rows step_history what_if",
+    "Noise: how noisy is a gradient, and what reduces the noise?": "gradient_noise_scale variance batch_dynamics"
     " subspace_gradient_info weight_average model_smoothing",
-    "Data order: what does the order of the data do?": "counterfactual counterfactual_validator consecutive hessian"
-    " batch_dynamics",
-    "Low precision: what do 4 or 8 bits lose?": "gradient_overflow range_penalty metis_split",
-    "Tied embeddings: who pulls at the matrix?": "embedding_provenance output_projection_clip token_gradient",
+    "Data order: what is its effect?": "counterfactual counterfactual_validator consecutive hessian batch_dynamics",
+    "Low precision: what are the errors of 4 or 8 bits?": "gradient_overflow range_penalty metis_split",
+    "Tied embeddings: which gradients change the matrix?": "embedding_provenance output_projection_clip token_gradient",
 }
-"""The hooks that help with a question; a row stands where a hook is named first."""
+"""The hooks for each question; a hook's row is under its first question."""
 INTRODUCTION = """\
 `loopscope hooks` prints every installed hook, `loopscope hooks NAME` the page of one. An *observer* only reads. An
-*intervention* does what it likes and is rolled back, which takes a copy of the training state; *debug* ones are
-switched on by name alone. A *committing* hook changes the run, which is then named as treated. *Needs* are what the
-loop computes or keeps for a hook beside its own work; what a hook takes for granted of the model stands on its page.
-Costs are those of [one run](../benchmarks.md#each-hook) of the quick preset; it had none of the hooks with a dash."""
+*intervention* may do anything and is rolled back, which requires a copy of the training state; *debug* interventions
+are enabled only by name. A *committing* hook changes the run, which is then recorded as treated. *Needs* are values
+that the loop computes or keeps only for hooks; a hook's page lists its assumptions about the model. Costs are from
+[one run](../benchmarks.md#each-hook) of the quick preset, which did not include the hooks with a dash."""
 
 
 def shipped_hooks() -> list[type[TrainingHook]]:
-    """Return the hooks of this distribution, by name; those of other installed packages are not documented here."""
+    """Return the hooks of this distribution, by name, without those of other installed packages."""
     return [hook for hook in HookRegistry if hook.__module__.startswith(f"{PACKAGE}.")]
 
 
@@ -78,7 +77,7 @@ def pages(hooks: Iterable[type[TrainingHook]] | None = None) -> dict[str, str]:
 
 
 def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
-    """Return the page that lists the hooks by question; one that answers several has its row where it comes first."""
+    """Return the page that lists the hooks by question; a hook with several questions has its row under the first."""
     lines, waiting = [NOTE, "# Hooks by question", "", INTRODUCTION, ""], {hook.name: hook for hook in hooks}
     for question, text in QUESTIONS.items():
         names = text.split()
@@ -87,14 +86,14 @@ def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
         lines += [f"## {question}", "", *table(("hook", "what it does", "kind", "needs", "cost"), rows), ""]
         lines += [f"Also: {', '.join(also)}.", ""] if also else []
     if waiting:
-        raise ValueError(f"QUESTIONS of docs/generate.py has no place for {', '.join(waiting)}: add it to one of them.")
+        raise ValueError(f"QUESTIONS of docs/generate.py lacks {', '.join(waiting)}: add it to one of the questions.")
     return "\n".join(lines)
 
 
 def index_row(hook: type[TrainingHook]) -> tuple[str, ...]:
     """Return the row of a hook in the list."""
-    measured = measured_costs().get(hook.name, "").partition(", ")[0]
-    return f"[`{hook.name}`]({hook.name}.md)", documentation(hook)[0], hook_kind(hook), needs(hook), measured or "-"
+    cost_text = measured_costs().get(hook.name, "").partition(", ")[0]
+    return f"[`{hook.name}`]({hook.name}.md)", documentation(hook)[0], hook_kind(hook), needs(hook), cost_text or "-"
 
 
 def hook_page(hook: type[TrainingHook]) -> str:
@@ -123,16 +122,20 @@ def treatment(hook: type[TrainingHook]) -> list[str]:
 
 
 def facts(hook: type[TrainingHook]) -> list[tuple[str, str]]:
-    """Return what one wants to know before switching a hook on, as (label, text)."""
+    """Return the facts needed to choose a hook, as (label, text)."""
     rows = [("kind", KINDS[hook_kind(hook)])]
     for loop in LOOPS:
-        shown = ", ".join(f"`{point.name}`{epochs(window)}" for point, window in sorted(windows(hook, loop).items()))
-        rows.append((f"fires in the {loop} loop at", shown or "no point: it is left out"))
+        points_text = ", ".join(
+            f"`{point.name}`{epochs(window)}" for point, window in sorted(windows(hook, loop).items())
+        )
+        rows.append((f"fires in the {loop} loop at", points_text or "no point: it is dropped"))
     if any(point in STEP_POINTS for loop in LOOPS for point in windows(hook, loop)):
-        made = hook()
-        rows.append(("steps", schedule(made.step_schedule)))
-        rows += [(f"steps at {point.name}", schedule(rule)) for point, rule in sorted(made.point_schedules.items())]
-    rows.append(("needs", needs(hook) or "nothing that the loop would not compute anyway"))
+        hook_object = hook()
+        rows.append(("steps", schedule(hook_object.step_schedule)))
+        rows += [
+            (f"steps at {point.name}", schedule(rule)) for point, rule in sorted(hook_object.point_schedules.items())
+        ]
+    rows.append(("needs", needs(hook) or "nothing beyond the loop's own values"))
     if issubclass(hook, InterventionHook):
         rows.append(("memory", cost(hook)))
     if hook.name in (costs := measured_costs()):
@@ -141,18 +144,18 @@ def facts(hook: type[TrainingHook]) -> list[tuple[str, str]]:
 
 
 def measured_costs(page: Path = BENCHMARKS) -> dict[str, str]:
-    """Return what each hook cost when `make bench` was last run, by name, from its table in docs/benchmarks.md."""
+    """Return the cost of each hook in the latest `make bench`, by name, from its table in docs/benchmarks.md."""
     _, _, section = page.read_text(encoding="utf-8").partition("\n## Each hook\n")
     rows = [[cell.strip() for cell in line.split("|")] for line in section.partition("\n## ")[0].splitlines()]
     return {row[1]: f"{row[3]} a call; {row[2]}" for row in rows if len(row) > 4 and row[3].endswith(" ms")}
 
 
 def cost(hook: type[InterventionHook]) -> str:
-    """Say what memory an intervention takes for being undone."""
+    """Return the memory that the rollback of an intervention requires, as text."""
     if not hook.mutates:
         return "no copy of the training state"
     rollback = "a copy of the training state for the rollback, which all interventions share"
-    return f"{rollback}, and one of the state before the epoch" if hook.needs_pre_epoch_state else rollback
+    return f"{rollback}, and a copy of the state before the epoch" if hook.needs_pre_epoch_state else rollback
 
 
 def windows(hook: type[TrainingHook], loop: str) -> dict[HookPoint, EpochWindow]:
@@ -161,12 +164,12 @@ def windows(hook: type[TrainingHook], loop: str) -> dict[HookPoint, EpochWindow]
 
 
 def needs(hook: type[TrainingHook]) -> str:
-    """Say what a hook asks of the loop, or nothing."""
+    """Return the values that a hook requests from the loop, as text, or an empty string."""
     return "; ".join(text for need, text in NEEDS.items() if getattr(hook, need))
 
 
 def epochs(window: EpochWindow) -> str:
-    """Say within which epochs a point is used, if not in all.
+    """Return the epochs in which a point is used, as text; an empty string means all epochs.
 
     >>> epochs((None, 49)), epochs((50, None)), epochs((2, 3)), epochs((None, None))
     (' (epochs 0 to 49)', ' (from epoch 50 on)', ' (epochs 2 to 3)', '')
@@ -178,7 +181,7 @@ def epochs(window: EpochWindow) -> str:
 
 
 def schedule(steps: StepSchedule) -> str:
-    """Say at which steps a schedule is due.
+    """Return the steps at which a schedule is due, as text.
 
     >>> schedule(StepSchedule(mode="burst", every_n_steps=1000, burst_length=11))
     'a burst of 11 steps every 1000 steps, from step 1 on'
@@ -229,7 +232,7 @@ def documentation(hook: type[TrainingHook]) -> tuple[str, str, dict[str, str]]:
 
 
 def parse_arguments(text: str) -> dict[str, str]:
-    """Read the ``Args:`` of a docstring.
+    """Parse the ``Args:`` of a docstring.
 
     >>> parse_arguments("    k: the count\\n        of it.\\n    j: another.")
     {'k': 'the count of it.', 'j': 'another.'}
@@ -254,7 +257,7 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def write(folder: Path = FOLDER) -> list[str]:
-    """Write the pages that differ from what is there, remove those of hooks that are gone; return their names."""
+    """Write the changed pages, remove the pages of deleted hooks, and return the names of both."""
     folder.mkdir(exist_ok=True)
     wanted = pages()
     changed = []
@@ -271,11 +274,11 @@ def write(folder: Path = FOLDER) -> list[str]:
 
 
 def main() -> int:
-    """Write the pages and say what changed."""
+    """Write the pages and print the changes."""
     changed = write()
     print(f"docs/hooks: {', '.join(changed) or 'nothing'} changed, {len(pages())} pages.")
-    real_models = import_module("docs.real_models")  # which imports from here, and transformers
-    print(f"docs/real-models.md: {'changed' if real_models.write() else 'as it was'}.")
+    real_models = import_module("docs.real_models")  # it imports this module, and transformers
+    print(f"docs/real-models.md: {'changed' if real_models.write() else 'unchanged'}.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What `make site` does beyond mkdocs.yml: README.md opens the start page, and links to what is no page become text."""
+"""MkDocs hooks of `make site`: the start page begins with README.md; links to files outside the site become text."""
 
 import posixpath
 import re
@@ -11,7 +11,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
-"""The pages of the site that pages outside of docs/ become."""
+"""The site's pages for files outside of docs/."""
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
@@ -20,21 +20,21 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Open the start page with README.md, and give links the form that they have on the site."""
+    """Begin the start page with README.md, and convert links for the site."""
     place = page.file.src_uri
     if place == OUTSIDE["CHANGELOG.md"]:
-        return placed(markdown, "CHANGELOG.md", place)
-    text = placed(markdown, f"docs/{place}", place)
+        return convert_links(markdown, "CHANGELOG.md", place)
+    text = convert_links(markdown, f"docs/{place}", place)
     if place != OUTSIDE["README.md"]:
         return text
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return placed(readme, "README.md", place) + "\n## " + text.partition("\n## ")[2]
+    return convert_links(readme, "README.md", place) + "\n## " + text.partition("\n## ")[2]
 
 
-def placed(text: str, source: str, place: str) -> str:
-    """Turn the links of a file into those of the page ``place``; a link to what is no page becomes its text.
+def convert_links(text: str, source: str, place: str) -> str:
+    """Convert the links of a file to links of the page ``place``; a link to a file outside the site becomes its text.
 
-    >>> placed("[a](../README.md) [b](../framework/loops.py) [c](loop.md#x)", "docs/own.md", "own.md")
+    >>> convert_links("[a](../README.md) [b](../framework/loops.py) [c](loop.md#x)", "docs/own.md", "own.md")
     '[a](index.md) b [c](loop.md#x)'
     """
 

@@ -71,7 +71,7 @@ def test_hook_cost_is_read_from_benchmarks_page(tmp_path) -> None:
 
 def test_hook_missing_from_index_raises() -> None:
     """A hook that the index page assigns to no question raises ValueError."""
-    with pytest.raises(ValueError, match="no place for undescribed: add it"):
+    with pytest.raises(ValueError, match="lacks undescribed: add it"):
         generate.index_page([*generate.shipped_hooks(), Undescribed])
 
 
