@@ -1,4 +1,4 @@
-"""Every hook on the quick preset of mod_arithmetic: each reports, and the weights are the bare run's."""
+"""All hooks on the quick preset of mod_arithmetic: each reports, and the weights are those of the bare run."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The decoder of tied_lm: what other implementations of the same parts compute."""
+"""The decoder of tied_lm against other implementations of the same parts."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def as_llama(model: Decoder) -> torch.nn.Module:
         rms_norm_eps=1e-6, tie_word_embeddings=shape.weight_tying, attention_bias=False,
     )  # fmt: skip
     llama = LlamaForCausalLM(config).double()
-    ours = model.state_dict()
+    weights = model.state_dict()
     renamed = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
                "head.weight": "lm_head.weight"}  # fmt: skip
     parts = {
@@ -45,29 +45,29 @@ def as_llama(model: Decoder) -> torch.nn.Module:
         "attention.": "self_attn.",
         ".ff.": ".mlp.",
     }
-    for name in ours:
+    for name in weights:
         target = renamed.get(name, name)
         for before, after in parts.items() if name not in renamed else ():
             target = target.replace(before, after)
-        llama.get_parameter(target).data.copy_(ours[name])
+        llama.get_parameter(target).data.copy_(weights[name])
     return llama
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_and_gradients_are_those_of_llama(tied: bool) -> None:
+def test_logits_and_gradients_match_llama(tied: bool) -> None:
     model = decoder(weight_tying=tied)
     llama = as_llama(model)
     logits, expected = model(tokens()), llama(tokens()).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-6)  # its rotary angles are float32
-    for each in (logits, expected):
-        language_model_loss(each[:, :-1], tokens()[:, 1:]).backward()
+    for model_logits in (logits, expected):
+        language_model_loss(model_logits[:, :-1], tokens()[:, 1:]).backward()
     torch.testing.assert_close(
         model.embedding.weight.grad, llama.get_input_embeddings().weight.grad, rtol=1e-4, atol=1e-6
     )
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_no_token_sees_a_later_one(qk_norm: bool) -> None:
+def test_logits_ignore_later_tokens(qk_norm: bool) -> None:
     model, changed = decoder(qk_norm=qk_norm), tokens().clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % 31
     before, after = model(tokens()), model(changed)

@@ -1,4 +1,4 @@
-"""What holds for every registered experiment: presets make configs, options document themselves, strategies start."""
+"""Contracts of every registered experiment: presets, options with help, and strategies with existing hooks."""
 
 from dataclasses import fields
 from typing import Any, get_type_hints

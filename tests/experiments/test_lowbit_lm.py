@@ -1,4 +1,4 @@
-"""lowbit_lm: strategies differ in the casts alone, bad options are refused in a sentence before the run."""
+"""The experiment lowbit_lm: strategies differ in their casts only, and invalid options are short errors."""
 
 import re
 from contextlib import redirect_stdout
@@ -27,14 +27,14 @@ TINY: dict[str, Any] = {
     **{"forward_warmup_steps": 1, "merge_steps": 2},
 }
 PROOF = QUICK | {"vocabulary": 512, "width": 64, "layers": 2, "batch_size": 8, "steps": 150, "sample_tokens": 0}
-"""The preset quick, smaller still."""
+"""The preset quick with a smaller model and fewer steps."""
 WORDS = " ".join(f"--{name} {value}" for name, value in TINY.items())
 QUANTISED = [strategy for strategy in LowbitLMRunner.strategies if strategy != "fp32"]
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of tokens, which unlike a text need no tokenizer."""
+    """A file of tokens, which needs no tokenizer."""
     path = tmp_path_factory.mktemp("data") / "tokens.u16"
     np.random.default_rng(1).zipf(1.5, 5000).clip(max=299).astype("<u2").tofile(path)
     return path
@@ -92,7 +92,7 @@ def test_the_two_published_recipes_are_presets() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> tuple[Path, str]:
-    """The folder of all strategies, and what was shown."""
+    """The folder of all strategies, and the console output."""
     folder = tmp_path_factory.mktemp("all")
     with redirect_stdout(StringIO()) as shown:
         assert run(folder, tokens, "--strategy all") == 0
@@ -104,7 +104,7 @@ def test_the_command_compares_all_strategies(trained: tuple[Path, str]) -> None:
     assert all(word in trained[1] for word in words)
 
 
-def test_quantised_strategies_are_counted_and_all_are_clipped(trained: tuple[Path, str]) -> None:
+def test_quantised_strategies_count_and_all_clip(trained: tuple[Path, str]) -> None:
     for strategy in LowbitLMRunner.strategies:
         config, summary = (
             read_json(trained[0] / strategy / name) for name in ("experiment_config.json", "summary.json")
@@ -115,7 +115,7 @@ def test_quantised_strategies_are_counted_and_all_are_clipped(trained: tuple[Pat
         assert len(summary["metrics"]) == (4 if strategy in QUANTISED else 0)
 
 
-def test_the_casts_alone_part_the_strategies(trained: tuple[Path, str], tokens: Path) -> None:
+def test_strategies_differ_by_their_casts_only(trained: tuple[Path, str], tokens: Path) -> None:
     first = {}
     for strategy in LowbitLMRunner.strategies:
         records = read_jsonl(trained[0] / strategy / f"{strategy}.jsonl")
@@ -126,17 +126,17 @@ def test_the_casts_alone_part_the_strategies(trained: tuple[Path, str], tokens: 
     assert losses["fp32"] == runner.compute_loss(task.model, task.loader.batch(0)).item()
     assert losses["fp4_metis"] == losses["fp4_block"]
     assert first["fp4_metis"].values[1] != first["fp4_block"].values[1]
-    assert losses["fp8_delayed"] == losses["fp8"]  # which has no past yet
+    assert losses["fp8_delayed"] == losses["fp8"]  # delayed scaling has no history yet
     assert (
         losses["fp8_rowwise"] == losses["fp8_block"]
-    )  # a power of two on the scale of e4m3 moves only what underflows
+    )  # a power of two on the scale of e4m3 only affects values that underflow
     assert len(set(losses.values())) == len(losses) - 3
     assert all(abs(losses[strategy] - losses["fp32"]) < 0.05 for strategy in QUANTISED)
 
 
 @pytest.fixture(scope="module")
 def penalised(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> tuple[Path, str]:
-    """The folder of two strategies with the penalty, and what was shown."""
+    """The folder of two strategies with the penalty, and the console output."""
     folder = tmp_path_factory.mktemp("penalised")
     with redirect_stdout(StringIO()) as shown:
         assert run(folder, tokens, "--strategy fp32 nvfp4 --reg-lambda 1e-12 --reg-alpha1 5 --silent") == 0
@@ -157,14 +157,14 @@ def test_progress_line_shows_both_losses_and_overflows(penalised: tuple[Path, st
 @pytest.mark.parametrize("strategy", ["fp32", "nvfp4"])
 def test_loss_is_data_loss_plus_penalty(penalised: tuple[Path, str], strategy: str) -> None:
     """The recorded loss is the sum of the recorded data loss and penalty, at every step."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for record in read_jsonl(penalised[0] / strategy / f"{strategy}.jsonl"):
         for name, series in record.metrics.items():
             if name.startswith(("range_penalty/", "training_metrics/loss")):
-                found.setdefault(name.partition("/")[2], []).extend(series.values)
-    sums = [data + penalty for data, penalty in zip(found["data_loss"], found["penalty"], strict=True)]
-    assert found["loss"] == pytest.approx(sums)
-    assert all(0 < share < 1 for share in found["share"])
+                values.setdefault(name.partition("/")[2], []).extend(series.values)
+    sums = [data + penalty for data, penalty in zip(values["data_loss"], values["penalty"], strict=True)]
+    assert values["loss"] == pytest.approx(sums)
+    assert all(0 < share < 1 for share in values["share"])
 
 
 def test_penalty_covers_the_matrices_of_the_blocks(tokens: Path) -> None:
@@ -202,9 +202,9 @@ def test_custom_recipes_are_strategies_in_the_comparison(tmp_path: Path, tokens:
 def test_custom_recipe_has_the_described_casts(tokens: Path) -> None:
     """Formats, rules and q_scalar of each role match the --recipe text."""
     runner = tiny(tokens, recipe=["mine=e2m1/mx_even,output_grad=e5m2/current"], q_scalar=0.5)
-    (layer, *_) = [each for each in build_run(runner, "mine")[0].model.modules() if isinstance(each, BitLinear)]
-    found = {role: f"{cast.format}/{cast.rule}/{cast.q_scalar}" for role, cast in layer.recipe.casts.items()}
-    assert (layer.recipe.name, found.pop("output_grad"), {*found.values()}) == (
+    (layer, *_) = [module for module in build_run(runner, "mine")[0].model.modules() if isinstance(module, BitLinear)]
+    casts = {role: f"{cast.format}/{cast.rule}/{cast.q_scalar}" for role, cast in layer.recipe.casts.items()}
+    assert (layer.recipe.name, casts.pop("output_grad"), {*casts.values()}) == (
         "mine", "e5m2/current/0.5", {"e2m1/mx_even/0.5"}
     )  # fmt: skip
     assert runner.strategies == (*LowbitLMRunner.strategies, "mine")
@@ -253,7 +253,11 @@ def gradient(tokens: Path, strategy: str) -> torch.Tensor:
     forward_backward(task, task.loader.batch(0))
     named = task.model.named_parameters()
     return torch.cat(
-        [each.grad.flatten() for name, each in named if name.startswith("blocks.") and each.grad is not None]
+        [
+            parameter.grad.flatten()
+            for name, parameter in named
+            if name.startswith("blocks.") and parameter.grad is not None
+        ]
     )
 
 
@@ -278,7 +282,7 @@ def test_metis_beats_direct_casts_beyond_seed_noise(tmp_path: Path) -> None:
         config = LowbitLMConfig(**PROOF, seed=seed, output_dir=tmp_path / str(seed))
         options = RunOptions(strategies=["fp32", *gaps], with_hooks="none")
         exact, *others = (summary["final"]["val_loss"] for summary in Session(LowbitLMRunner(config), options).run())
-        for found, loss in zip(gaps.values(), others, strict=True):
-            found.append(abs(loss - exact))
+        for strategy_gaps, loss in zip(gaps.values(), others, strict=True):
+            strategy_gaps.append(abs(loss - exact))
     margin = (sum(gaps["fp4_direct"]) - sum(gaps["fp4_metis"])) / 3
     assert margin > max(map(spread, gaps.values()))

@@ -1,4 +1,4 @@
-"""mod_arithmetic: which pairs, in which order, and that strategies differ in nothing else."""
+"""The experiment mod_arithmetic: its pairs, their orders, and strategies that differ in the order only."""
 
 import math
 import time
@@ -161,7 +161,7 @@ def test_the_default_stride_is_the_integer_square_root() -> None:
 def test_strategies_share_pairs_and_initial_weights() -> None:
     runner = tiny()
     pairs = {strategy: sorted(rows(epoch_of(runner, strategy, 2))) for strategy in STRATEGIES}
-    assert all(found == pairs["random"] for found in pairs.values())
+    assert all(strategy_pairs == pairs["random"] for strategy_pairs in pairs.values())
     first, *others = (build_run(runner, strategy)[0].model.state_dict() for strategy in STRATEGIES)
     for other in others:
         assert all(torch.equal(first[name], value) for name, value in other.items())
@@ -201,7 +201,7 @@ def test_all_runs_every_strategy(tmp_path: Path) -> None:
 # Presets
 
 
-def test_the_defaults_are_those_of_the_paper() -> None:
+def test_defaults_match_the_paper() -> None:
     expected = {
         **{"p": 9973, "train_size": 300_000, "test_size": 1_000_000, "batch_size": 256, "optimizer": "adamw"},
         **{"lr": 1e-3, "min_lr": 5e-7, "weight_decay": 0.1, "epochs": 5000, "embed_dim": 256, "num_heads": 4},

@@ -1,4 +1,4 @@
-"""What ``make run`` prints into a pipe: at most 120 lines, the answer within the last 15."""
+"""The piped output of ``make run``: at most 120 lines, with the answer within the last 15."""
 
 import re
 import subprocess
@@ -49,9 +49,9 @@ def test_shortened_main_job_prints_short_output(tmp_path: Path) -> None:
     lines = printed(tmp_path, SHORT)
     assert_short_and_answered(lines)
     for strategy in ("stride", "target"):
-        told = [line for line in lines if line.startswith(f"{strategy}, epoch ")]
-        assert [int(line.split()[2].strip(",")) for line in told] == list(range(15))
-        assert all(re.search(r"val_acc [\d.e-]+, .*; [\d,]+ values recorded", line) for line in told)
+        epoch_lines = [line for line in lines if line.startswith(f"{strategy}, epoch ")]
+        assert [int(line.split()[2].strip(",")) for line in epoch_lines] == list(range(15))
+        assert all(re.search(r"val_acc [\d.e-]+, .*; [\d,]+ values recorded", line) for line in epoch_lines)
     alerts = [line for line in lines if line.startswith("alert: ")]
     assert len(alerts) > 20
     kinds = [(line.split(":")[1], re.search(r"in epoch (\d+)", line)) for line in alerts]

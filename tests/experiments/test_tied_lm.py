@@ -1,4 +1,4 @@
-"""tied_lm: strategies differ in the clip alone, bad data is refused in a sentence, the quick preset learns."""
+"""The experiment tied_lm: strategies differ in clipping only, invalid data is a short error, the preset learns."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def test_strategies_have_the_same_data_and_initial_weights() -> None:
             assert torch.equal(built[0].loader.batch(number)[0], task.loader.batch(number)[0])
 
 
-def test_the_command_trains_every_strategy_and_compares_them(tmp_path: Path, capsys: Any) -> None:
+def test_command_trains_and_compares_all_strategies(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path) == 0
     shown = capsys.readouterr().out
     words = ("output_to_embedding_ratio", "embedding_row_norm", "unigram_entropy", "sample:")
@@ -67,7 +67,7 @@ def test_strategies_differ_only_after_first_clip(tmp_path: Path) -> None:
     for strategy in TiedLMRunner.strategies:
         records = read_jsonl(tmp_path / "tied_lm" / strategy / f"{strategy}.jsonl")
         series = [record.metrics.get("training_metrics/loss") for record in records]
-        losses[strategy] = next(each for each in series if each is not None).values
+        losses[strategy] = next(losses_of_run for losses_of_run in series if losses_of_run is not None).values
     assert losses["baseline"][:2] == losses["clip_previous"][:2] == losses["clip_rolling"][:2]
     assert losses["baseline"][2:] != losses["clip_rolling"][2:]
 
@@ -77,7 +77,7 @@ BAD = {
     "--vocabulary 255": "vocabulary is 255; it must be at least 256",
     "--vocabulary 256": "vocabulary is 256; for texts it must be at least 257",
     "--data tokens.u16 --context 5000": "The training data has 900 tokens, but a context of 5000 needs at least 5001",
-    "--data tokens.u16 --vocabulary 300": "contains the token id 999, which is outside the vocabulary of 300; set --vocabulary",
+    "--data tokens.u16 --vocabulary 300": "contains the token id 999, which is outside the vocabulary of 300; set",
     "--data odd.u32": "it must have a multiple of 4 bytes",
     "--heads 3": "width is 16; it must be a multiple of twice the heads (6)",
     "--min_lr 1": "min_lr is 1.0; it must be in 0..lr",

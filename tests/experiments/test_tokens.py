@@ -1,4 +1,4 @@
-"""Texts and tokens of tied_lm: split by document, mapped rather than read, windows as a function of (seed, step)."""
+"""Texts and tokens of tied_lm: splitting by document, memory mapping, windows as a function of (seed, step)."""
 
 import time
 import tracemalloc
@@ -44,11 +44,11 @@ def test_split_keeps_both_sides_nonempty(share: float, lengths: list[int]):
     training, validation = corpus.split(share)
     assert training.documents
     assert validation.documents
-    held = sum(map(len, validation.documents.values()))
-    assert held <= share * sum(lengths) or len(validation.documents) == 1
+    held_out = sum(map(len, validation.documents.values()))
+    assert held_out <= share * sum(lengths) or len(validation.documents) == 1
 
 
-def test_decoding_gives_the_text_back() -> None:
+def test_decoding_restores_the_text() -> None:
     tokenizer = Tokenizer(list(TEXTS.values()), 280)
     text = "Strange signs: é ∂ 🦊, and the quick brown fox."
     tokens = tokenizer.encode([text])
@@ -58,7 +58,7 @@ def test_decoding_gives_the_text_back() -> None:
 
 
 def test_unfillable_vocabulary_is_refused() -> None:
-    """The error reports how many different pieces the text has."""
+    """The error contains the number of different tokens in the text."""
     with pytest.raises(UsageError, match=r"vocabulary is 4096, but the text yields only \d+ different tokens; choose"):
         Tokenizer(["some short text"], 4096)
 
@@ -119,7 +119,7 @@ def test_non_token_arrays_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("t.u16", "<u2"), ("t.bin", "<u2"), ("t.u32", "<u4"), ("t.npy", "<i8")])
-def test_every_layout_gives_its_tokens_back(tmp_path: Path, name: str, kind: str) -> None:
+def test_every_file_format_keeps_its_tokens(tmp_path: Path, name: str, kind: str) -> None:
     tokens = np.arange(1000).astype(kind)
     path = tmp_path / name
     np.save(path, tokens) if name.endswith("npy") else path.write_bytes(tokens.tobytes())
@@ -145,15 +145,15 @@ def test_huge_token_file_opens_without_reading(tmp_path: Path) -> None:
 def test_batch_depends_on_seed_and_index_only() -> None:
     """A batch is the same wherever the iteration starts, and another seed gives other batches."""
     tokens = np.arange(100, dtype=np.uint16)
-    ours = loader(tokens)
-    straight = [batch for epoch in range(2) for batch in ours.batches(epoch)]
-    assert len(ours) == 8
+    tokens_loader = loader(tokens)
+    straight = [batch for epoch in range(2) for batch in tokens_loader.batches(epoch)]
+    assert len(tokens_loader) == 8
     for number in (3, 9, 15):
-        inputs, targets = next(ours.batches(number // 8, number % 8))
+        inputs, targets = next(tokens_loader.batches(number // 8, number % 8))
         assert torch.equal(inputs, straight[number][0])
         assert torch.equal(targets, inputs + 1)
     assert not torch.equal(loader(tokens, seed=2).batch(0)[0], straight[0][0])
-    assert torch.equal(ours.shuffled(2).batch(0)[0], loader(tokens, seed=2).batch(0)[0])
+    assert torch.equal(tokens_loader.shuffled(2).batch(0)[0], loader(tokens, seed=2).batch(0)[0])
 
 
 def test_windows_are_drawn_from_the_whole_data() -> None:
@@ -163,7 +163,9 @@ def test_windows_are_drawn_from_the_whole_data() -> None:
 
 def test_token_outside_vocabulary_is_refused() -> None:
     """Reading a batch with a negative id or an id beyond the vocabulary raises a UsageError with the id."""
-    with pytest.raises(UsageError, match="contains the token id 99, which is outside the vocabulary of 50; set --vocabulary"):
+    with pytest.raises(
+        UsageError, match="contains the token id 99, which is outside the vocabulary of 50; set --vocabulary"
+    ):
         next(loader(np.full(60, 99, dtype=np.uint32), vocabulary=50).batches(0))
     with pytest.raises(UsageError, match="contains the token id -1"):
         loader(np.full(60, -1)).batch(0)
@@ -178,6 +180,6 @@ def test_validation_windows_do_not_overlap() -> None:
     assert (np.diff(windows[:, 0]) >= 10).all()
 
 
-def test_the_unigram_entropy_is_that_of_the_frequencies() -> None:
+def test_unigram_entropy_matches_token_frequencies() -> None:
     assert unigram_entropy(np.array([0, 1, 2, 3] * 5), 10) == pytest.approx(np.log(4))
     assert unigram_entropy(np.array([0, 0, 0, 1]), 2) == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))

@@ -1,4 +1,4 @@
-"""The experiment of docs/writing-an-experiment.md, exactly as it stands there, through the command line."""
+"""The experiment of docs/writing-an-experiment.md, unchanged, through the command line."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def sample_heading() -> list[str]:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Save the experiment as the page says, and work in that folder."""
+    """Save the experiment of the page in a folder, and change to that folder."""
     monkeypatch.chdir(tmp_path)
     run_block(the_file(), {}, monkeypatch)
     return tmp_path
@@ -68,7 +68,7 @@ def test_audited_interventions_leave_final_weights_unchanged(saved: Path, monkey
     assert weights[0] == weights[1]
 
 
-def test_its_bad_options_are_refused_in_a_sentence(saved: Path, monkeypatch, capsys) -> None:
+def test_invalid_option_gives_a_short_error(saved: Path, monkeypatch, capsys) -> None:
     assert run_command("python spirals.py run spirals --points 1", monkeypatch) == 2
     assert capsys.readouterr().err == "loopscope: points is 1; it must be at least 2.\n"
     assert not Path("output").exists()

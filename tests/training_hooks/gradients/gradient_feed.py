@@ -1,4 +1,4 @@
-"""Feeding gradients that are known to a hook which reads them at POST_BACKWARD."""
+"""Helpers that feed given gradients to a hook at POST_BACKWARD."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,12 +11,12 @@ from tests.training_hooks.epoch_end import epoch_end
 
 
 def planted(size: int) -> nn.Module:
-    """A model with one parameter of this many elements."""
+    """Return a model with one parameter of ``size`` elements."""
     return nn.Linear(size, 1, bias=False)
 
 
 def feed(hook: TrainingHook, gradients: Iterable[Tensor], *, first: int = 1) -> dict[int, dict[str, Any]]:
-    """Give a hook one gradient per step from step ``first`` on where it is due; return what it reported, by step."""
+    """Feed one gradient per step from step ``first`` on to a hook at its due steps; return its reports by step."""
     reports, model = {}, None
     for step, gradient in enumerate(gradients, start=first):
         if hook.step_schedule.is_due(step):

@@ -23,23 +23,23 @@ REPORTS_OF_A_BURST = [2, 3, 5, 6, 10, 11, 20, 21, 30, 40, 50, 51, 60]
 
 
 def expected(rows: torch.Tensor) -> dict[str, float]:
-    """Every metric of consecutive gradients from its formula, in float64."""
+    """Compute every metric of consecutive gradients from its formula in float64."""
     g = rows.double().numpy()
     norms = np.linalg.norm(g, axis=1)
     sigma = np.linalg.svd(g, compute_uv=False)
     p = sigma / sigma.sum()
-    found = {"effective_rank": np.exp(-(p * np.log(p)).sum()), "leading_share": sigma[0] ** 2 / (sigma**2).sum()}
+    metrics = {"effective_rank": np.exp(-(p * np.log(p)).sum()), "leading_share": sigma[0] ** 2 / (sigma**2).sum()}
     for lag in LAGS:
         pairs = [g[t] @ g[t - lag] / (norms[t] * norms[t - lag]) for t in range(lag, len(g))]
-        found |= {f"autocorrelation_lag_{lag}": np.mean(pairs)} if pairs else {}
+        metrics |= {f"autocorrelation_lag_{lag}": np.mean(pairs)} if pairs else {}
     for window in WINDOWS:
         if len(g) >= window:
-            found[f"accumulation_efficiency_{window}"] = np.linalg.norm(g[-window:].sum(0)) / norms[-window:].sum()
-    return {**found, "gradients": len(g)}
+            metrics[f"accumulation_efficiency_{window}"] = np.linalg.norm(g[-window:].sum(0)) / norms[-window:].sum()
+    return {**metrics, "gradients": len(g)}
 
 
 def autoregressive(steps: int, size: int, memory: float) -> torch.Tensor:
-    """Gradients g_t = ρ·g_(t−1) + √(1−ρ²)·noise, whose cosine at lag L is ρ^L but for the noise of a few 1/√size."""
+    """Draw gradients g_t = ρ·g_(t−1) + √(1−ρ²)·noise; their cosine at lag L is ρ^L up to a few 1/√size."""
     rows = [noise(size)]
     for step in range(1, steps):
         rows.append(memory * rows[-1] + math.sqrt(1 - memory**2) * noise(size, seed=step))
@@ -62,7 +62,7 @@ def test_lags_and_windows_appear_when_complete():
         assert min(step for step in reports if f"accumulation_efficiency_{window}" in reports[step]) == window
 
 
-def test_gradients_of_one_direction_lose_nothing():
+def test_parallel_gradients_accumulate_fully():
     report = feed(BatchDynamics(), torch.linspace(1, 5, 60)[:, None] * noise(SIZE))[60]
     exact = {name: value for name, value in report.items() if name != "gradients"}
     assert exact == pytest.approx(dict.fromkeys(exact, 1.0), rel=1e-5)
@@ -141,11 +141,11 @@ def test_missed_step_starts_a_new_history():
 
 def test_hook_resumed_mid_burst_reports_the_same():
     rows = noise(60, SIZE)
-    whole, first, second = BatchDynamics(), BatchDynamics(), BatchDynamics()
+    uninterrupted, first, second = BatchDynamics(), BatchDynamics(), BatchDynamics()
     reports = feed(first, rows[:33])
     second.load_state_dict(first.state_dict())
     reports |= feed(second, rows[33:], first=34)
-    assert reports == feed(whole, rows)
+    assert reports == feed(uninterrupted, rows)
 
 
 def test_reset_forgets_the_burst():
@@ -157,7 +157,7 @@ def test_reset_forgets_the_burst():
 
 
 class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
-    """Keeps every step's gradients, end to end, in float64."""
+    """Keeps every step's gradients, concatenated, in float64."""
 
     def compute(self, ctx: RunDataContext) -> dict[str, float]:
         self.seen.append(torch.cat([value.double().flatten() for value in gradients(ctx.model).values()]))
@@ -169,8 +169,8 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
 def test_run_reports_match_step_gradients(model, loop):
     log, case = GradientLog(), Case(model, loop=loop)
     rows = train(case, [log, BatchDynamics()], steps=30, audit=False).sink.rows("batch_dynamics/")
-    found = {name.removeprefix("batch_dynamics/"): value for name, _, step, value in rows if step == 30}
-    assert found == pytest.approx(expected(torch.stack(log.seen)), rel=2e-3, abs=1e-4)
+    metrics = {name.removeprefix("batch_dynamics/"): value for name, _, step, value in rows if step == 30}
+    assert metrics == pytest.approx(expected(torch.stack(log.seen)), rel=2e-3, abs=1e-4)
 
 
 def test_nonfinite_or_zero_gradient_gives_nan():

@@ -3,7 +3,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A block with a stack of its own inside."""
+    """A block with an inner stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -15,10 +15,10 @@ class Other(Block):
 
 
 def model(**children: nn.Module) -> nn.Module:
-    whole = nn.Module()
+    root = nn.Module()
     for name, child in children.items():
-        whole.add_module(name, child)
-    return whole
+        root.add_module(name, child)
+    return root
 
 
 def stack(count: int, kind: type[nn.Module] = Block) -> nn.ModuleList:
@@ -26,16 +26,16 @@ def stack(count: int, kind: type[nn.Module] = Block) -> nn.ModuleList:
 
 
 def test_stack_of_one_class_is_a_chain():
-    """Modules inside its blocks form no chain of their own."""
-    found = find_chains(model(embedding=nn.Embedding(3, 2), blocks=stack(3), head=nn.Linear(2, 3)))
-    assert found == {"blocks": ["blocks.0", "blocks.1", "blocks.2"]}
+    """Modules inside its blocks form no separate chain."""
+    chains = find_chains(model(embedding=nn.Embedding(3, 2), blocks=stack(3), head=nn.Linear(2, 3)))
+    assert chains == {"blocks": ["blocks.0", "blocks.1", "blocks.2"]}
 
 
 def test_several_stacks_are_separate_chains():
     """The chains have the order of the model."""
-    whole = model(encoder=model(layers=stack(2)), decoder=model(layers=stack(3, Other)))
-    found = find_chains(whole)
-    assert [(name, len(blocks)) for name, blocks in found.items()] == [("encoder.layers", 2), ("decoder.layers", 3)]
+    root = model(encoder=model(layers=stack(2)), decoder=model(layers=stack(3, Other)))
+    chains = find_chains(root)
+    assert [(name, len(blocks)) for name, blocks in chains.items()] == [("encoder.layers", 2), ("decoder.layers", 3)]
 
 
 def test_mixed_stack_uses_most_frequent_class():
@@ -47,9 +47,9 @@ def test_mixed_stack_uses_most_frequent_class():
 
 def test_stack_named_model_keeps_root_chain():
     """The chain of the root module gets another name."""
-    within = nn.Sequential(Block(), nn.Sequential(Block(), Block()), Block())
-    within.add_module("model", stack(2))
-    assert find_chains(within) == {"(model)": ["0", "2"], "1": ["1.0", "1.1"], "model": ["model.0", "model.1"]}
+    root = nn.Sequential(Block(), nn.Sequential(Block(), Block()), Block())
+    root.add_module("model", stack(2))
+    assert find_chains(root) == {"(model)": ["0", "2"], "1": ["1.0", "1.1"], "model": ["model.0", "model.1"]}
 
 
 def test_single_block_stack_is_not_a_chain():
@@ -61,19 +61,19 @@ def test_single_block_stack_is_not_a_chain():
 
 def test_shared_module_is_one_block():
     shared = Block()
-    found = find_chains(model(blocks=nn.ModuleList([shared, Block(), shared])))
-    assert found == {"blocks": ["blocks.0", "blocks.1"]}
+    chains = find_chains(model(blocks=nn.ModuleList([shared, Block(), shared])))
+    assert chains == {"blocks": ["blocks.0", "blocks.1"]}
 
 
 def test_patterns_stop_at_dots():
     """Each pattern makes one chain, and a pattern with fewer than two matches makes none."""
-    whole = model(layer1=stack(2), layer2=stack(1), rest=nn.Linear(2, 2))
-    assert find_chains(whole, "layer?.*") == {"layer?.*": ["layer1.0", "layer1.1", "layer2.0"]}
-    assert list(find_chains(whole, "layer1.*.inner, *").values()) == [
+    root = model(layer1=stack(2), layer2=stack(1), rest=nn.Linear(2, 2))
+    assert find_chains(root, "layer?.*") == {"layer?.*": ["layer1.0", "layer1.1", "layer2.0"]}
+    assert list(find_chains(root, "layer1.*.inner, *").values()) == [
         ["layer1.0.inner", "layer1.1.inner"],
         ["layer1", "layer2", "rest"],
     ]
-    assert find_chains(whole, "layer2.*") == find_chains(whole, "nothing") == {}
+    assert find_chains(root, "layer2.*") == find_chains(root, "nothing") == {}
 
 
 def test_blocks_are_found_in_the_containers_of_torch():

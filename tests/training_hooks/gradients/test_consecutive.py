@@ -1,4 +1,4 @@
-"""The agreement of successive epochs' gradients against brute force in float64, and its refusals."""
+"""The agreement of successive mean gradients against brute force in float64, and errors."""
 
 import math
 from itertools import pairwise
@@ -50,14 +50,14 @@ def expected(before: Vector, now: Vector) -> dict[str, float]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("loop", "options"), [("epoch", {}), ("step", {}), ("step", {"interval": 2})])
-def test_the_metrics_are_those_of_the_mean_gradients(loop, options, model):
+def test_metrics_match_mean_gradients(loop, options, model):
     log, length = GradientLog(), options.get("interval", STEPS_PER_EPOCH)
     run = train(Case(model, loop=loop), [log, Consecutive(**options)], steps=9, scheduler=None)
     rows = run.sink.rows("consecutive/")
     means = log.means(length)[: 9 // length]
     for number, (before, now) in enumerate(pairwise(means), start=2):
-        found = {name: value for name, _, step, value in rows if step == number * length}
-        assert found == pytest.approx(expected(before, now), rel=1e-4, abs=1e-5)
+        metrics = {name: value for name, _, step, value in rows if step == number * length}
+        assert metrics == pytest.approx(expected(before, now), rel=1e-4, abs=1e-5)
     assert {row[2] for row in rows} == {number * length for number in range(2, len(means) + 1)}
 
 
@@ -65,18 +65,18 @@ def test_the_metrics_are_those_of_the_mean_gradients(loop, options, model):
 def test_resumed_hook_reports_same_metrics(model, optimizer, loop):
     """Reloading the hook at every call changes neither its metrics nor the run."""
     case = Case(model, optimizer, loop)
-    whole = train(case, [Consecutive()], steps=9)
-    parts = train(case, [reloading(Consecutive)], steps=9)
-    assert whole.sink.rows("consecutive/")
-    assert described(parts.sink.rows("consecutive/")) == described(whole.sink.rows("consecutive/"))
-    assert_same_bytes(whole, case, 9)
+    uninterrupted = train(case, [Consecutive()], steps=9)
+    reloaded = train(case, [reloading(Consecutive)], steps=9)
+    assert uninterrupted.sink.rows("consecutive/")
+    assert described(reloaded.sink.rows("consecutive/")) == described(uninterrupted.sink.rows("consecutive/"))
+    assert_same_bytes(uninterrupted, case, 9)
 
 
 def report(hook: Consecutive, model: nn.Module, **gradient: list[float]) -> dict[str, float]:
-    """Return as numbers what an epoch with this mean gradient reports."""
+    """Return the report of an epoch with this mean gradient as numbers."""
     vector = {name: torch.tensor(value) for name, value in gradient.items()}
-    found = hook.compute(epoch_end(model, accumulated_grads=vector))
-    return {name: float(value) for name, value in found.items()}
+    metrics = hook.compute(epoch_end(model, accumulated_grads=vector))
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def pair() -> nn.Module:
@@ -107,7 +107,7 @@ def test_cosines_of_known_directions_are_exact():
 
 
 def test_missing_gradient_counts_as_zeros():
-    """A parameter without a gradient has no cosine of its own."""
+    """A parameter without a gradient has no cosine."""
     hook, model = Consecutive(), pair()
     report(hook, model, a=[1.0, 0.0])
     both = report(hook, model, a=[1.0, 0.0], b=[1.0, 0.0])
@@ -119,9 +119,9 @@ def test_missing_gradient_counts_as_zeros():
 def test_a_zero_gradient_has_no_direction():
     hook, model = Consecutive(), pair()
     report(hook, model, a=[0.0, 0.0])
-    found = report(hook, model, a=[1.0, 0.0])
-    assert math.isnan(found["cosine"])
-    assert found["norm_ratio"] == math.inf
+    metrics = report(hook, model, a=[1.0, 0.0])
+    assert math.isnan(metrics["cosine"])
+    assert metrics["norm_ratio"] == math.inf
 
 
 def test_epoch_without_gradients_restarts_comparison():

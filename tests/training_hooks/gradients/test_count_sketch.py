@@ -19,7 +19,7 @@ ELEMENTS = 20_000
 
 
 def hash_in_integers(place: int, multiplier: int, offset: int) -> int:
-    """The hash of one place with Python's integers: unsigned 32 bits."""
+    """Hash one index with Python's integers, modulo 2³²."""
     hashed = (place * multiplier + offset) % 2**32
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         hashed = (hashed ^ hashed >> shift) * factor % 2**32
@@ -27,7 +27,7 @@ def hash_in_integers(place: int, multiplier: int, offset: int) -> int:
 
 
 def pairs_with_cosine(cosine: float, count: int, draw) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw pairs of vectors of exactly this cosine, in float64, from what ``draw`` gives."""
+    """Make pairs of vectors with exactly this cosine, in float64, from vectors that ``draw`` returns."""
     pairs = []
     for _ in range(count):
         one, other = draw().double(), draw().double()
@@ -80,11 +80,11 @@ def test_cosines_stay_within_four_standard_errors(cosine, shape):
 
 
 @pytest.mark.parametrize("cosine", [0.0, 0.5, 0.9])
-def test_the_stated_standard_error_is_the_one_found(cosine):
+def test_measured_error_matches_the_stated_one(cosine):
     torch.manual_seed(2)
     pairs = pairs_with_cosine(cosine, 400, SHAPES["gaussian"])
-    found = torch.tensor([sketched_cosine(*pair) - cosine for pair in pairs]).square().mean().sqrt().item()
-    assert found / cosine_error(cosine, DIMENSIONS) == pytest.approx(1, abs=0.15)
+    measured = torch.tensor([sketched_cosine(*pair) - cosine for pair in pairs]).square().mean().sqrt().item()
+    assert measured / cosine_error(cosine, DIMENSIONS) == pytest.approx(1, abs=0.15)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -107,9 +107,9 @@ def test_vectors_of_one_direction_keep_their_cosine_exactly():
 def test_the_sketch_is_linear_over_several_chunks():
     generator = torch.Generator().manual_seed(5)
     one, other = torch.randn(2, 2 * CHUNK + 77, generator=generator)
-    together = count_sketch(one - 3 * other, DIMENSIONS)
-    apart = count_sketch(one, DIMENSIONS) - 3 * count_sketch(other, DIMENSIONS)
-    torch.testing.assert_close(together, apart, atol=2e-3, rtol=0)
+    sketch_of_sum = count_sketch(one - 3 * other, DIMENSIONS)
+    sum_of_sketches = count_sketch(one, DIMENSIONS) - 3 * count_sketch(other, DIMENSIONS)
+    torch.testing.assert_close(sketch_of_sum, sum_of_sketches, atol=2e-3, rtol=0)
 
 
 def test_chunks_are_hashed_independently():
@@ -121,7 +121,7 @@ def test_chunks_are_hashed_independently():
     assert abs(cosine.item()) < 4 * cosine_error(0.0, DIMENSIONS)
 
 
-def test_sketch_is_deterministic_and_draws_nothing():
+def test_sketch_is_deterministic_without_random_draws():
     """Another key gives another sketch."""
     vector = torch.linspace(-1, 1, 5000)
     state = torch.get_rng_state()
@@ -139,7 +139,7 @@ def test_dimensions_must_be_power_of_two(dimensions):
 
 
 @pytest.mark.parametrize("dimensions", [0, 64, 16384])
-def test_zero_and_powers_of_two_are_taken(dimensions):
+def test_zero_and_powers_of_two_are_accepted(dimensions):
     check_dimensions("some.projection", dimensions)
 
 

@@ -23,7 +23,7 @@ WIDTH, ROWS, DEPTH = 6, 12, 8
 
 
 class Mlp(nn.Module):
-    """Linear blocks with a tanh between them, each as it was made, or orthogonal times its scale without the tanh."""
+    """Linear blocks with a tanh in between; with ``scales``, orthogonal blocks of these scales without the tanh."""
 
     def __init__(self, scales: list[float] | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def prepared(
 
 
 def run(model: nn.Module, hook: GradientFlow, steps: int = 1, **options: Any) -> dict[str, float]:
-    """Train with a learning rate of zero, and return what the hook reported in the last of the steps."""
+    """Train with a learning rate of zero; return the hook's report of the last step."""
     task, _, manager, sink = prepared(model, hook, steps, **options)
     manager.start(run_info(task, manager, "step"))
     step_loop(task, manager)
@@ -72,87 +72,87 @@ def run(model: nn.Module, hook: GradientFlow, steps: int = 1, **options: Any) ->
     return {name.removeprefix("gradient_flow/"): value for name, _, step, value in sink.rows() if step == steps}
 
 
-def made(scales: list[float] | None = None, dtype: torch.dtype = torch.float64) -> Mlp:
+def build_mlp(scales: list[float] | None = None, dtype: torch.dtype = torch.float64) -> Mlp:
     torch.manual_seed(0)
     return Mlp(scales).to(dtype)
 
 
 def by_hand(model: Mlp) -> list[float]:
-    """Return the norms of the loss's gradient at the outputs of the blocks, by autograd."""
+    """Compute the norms of the loss's gradient at the outputs of the blocks with autograd."""
     loss = mean_square(model, data_for(model))
     return [float(gradient.norm()) for gradient in torch.autograd.grad(loss, model.outputs)]
 
 
-def test_norms_and_gains_are_those_of_autograd():
-    model = made()
+def test_norms_and_gains_match_autograd():
+    model = build_mlp()
     norms = by_hand(model)
-    found = run(model, GradientFlow())
+    metrics = run(model, GradientFlow())
     blocks = [f"blocks.{number}" for number in range(DEPTH)]
-    assert [found[f"norm/{block}"] for block in blocks] == pytest.approx(norms, rel=1e-12)
+    assert [metrics[f"norm/{block}"] for block in blocks] == pytest.approx(norms, rel=1e-12)
     expected = [norms[number] / norms[number + 1] for number in range(DEPTH - 1)]
-    assert [found[f"gain/{block}"] for block in blocks[1:]] == pytest.approx(expected, rel=1e-12)
-    assert "gain/blocks.0" not in found
-    assert (found["smallest_gain"], found["largest_gain"]) == pytest.approx((min(expected), max(expected)))
-    assert found["total_gain/blocks"] == pytest.approx(math.prod(expected), rel=1e-12)
+    assert [metrics[f"gain/{block}"] for block in blocks[1:]] == pytest.approx(expected, rel=1e-12)
+    assert "gain/blocks.0" not in metrics
+    assert (metrics["smallest_gain"], metrics["largest_gain"]) == pytest.approx((min(expected), max(expected)))
+    assert metrics["total_gain/blocks"] == pytest.approx(math.prod(expected), rel=1e-12)
 
 
-def test_planted_vanishing_and_amplifying_blocks_are_found():
+def test_planted_faulty_blocks_are_reported():
     """The gain of each block equals its scale, and the two warnings name only the planted blocks."""
     scales = [1.0, 1.0, 0.9, 0.01, 1.0, 1.2, 50.0, 1.0]
-    with pytest.warns(UserWarning, match="backpropagated gradient") as told:
-        found = run(made(scales), GradientFlow())
+    with pytest.warns(UserWarning, match="backpropagated gradient") as caught:
+        metrics = run(build_mlp(scales), GradientFlow())
     for number, scale in enumerate(scales[1:], start=1):
-        assert found[f"gain/blocks.{number}"] == pytest.approx(scale, rel=1e-6)
-    assert (found["vanishing_count"], found["amplifying_count"]) == (1, 1)
-    assert sorted(str(warning.message) for warning in told) == [
+        assert metrics[f"gain/blocks.{number}"] == pytest.approx(scale, rel=1e-6)
+    assert (metrics["vanishing_count"], metrics["amplifying_count"]) == (1, 1)
+    assert sorted(str(warning.message) for warning in caught) == [
         "Step 1: the backpropagated gradient is amplified (gain ≥ 10) in blocks.6 (50).",
         "Step 1: the backpropagated gradient vanishes (gain ≤ 0.1) in blocks.3 (0.01).",
     ]
 
 
-def test_gradients_whose_squares_float32_cannot_hold_are_measured():
+def test_gradients_beyond_float32_squares_are_measured():
     with pytest.warns(UserWarning, match=r"blocks.* and 1 more"):
-        found = run(made([1e-6] * 7, torch.float32), GradientFlow())
-    assert 0 < found["norm/blocks.0"] < 1e-35
-    assert found["gain/blocks.1"] == pytest.approx(1e-6, rel=1e-4)
+        metrics = run(build_mlp([1e-6] * 7, torch.float32), GradientFlow())
+    assert 0 < metrics["norm/blocks.0"] < 1e-35
+    assert metrics["gain/blocks.1"] == pytest.approx(1e-6, rel=1e-4)
     assert float(square_norm(torch.full((3,), 60000.0, dtype=torch.float16))) == pytest.approx(3 * 60000.0**2)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_micro_batch_norms_combine_to_batch_norms(parts):
-    whole, in_parts = (run(made(), GradientFlow(), accumulation_steps=count) for count in (1, parts))
-    assert in_parts == pytest.approx(whole, rel=1e-10)
+    single, accumulated = (run(build_mlp(), GradientFlow(), accumulation_steps=count) for count in (1, parts))
+    assert accumulated == pytest.approx(single, rel=1e-10)
 
 
 def test_float16_loss_scale_is_divided_out():
     """A run with a GradScaler reports the same metrics as a run without one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert run(made(), GradientFlow(), scaler=scaler) == pytest.approx(run(made(), GradientFlow()), rel=1e-12)
+    assert run(build_mlp(), GradientFlow(), scaler=scaler) == pytest.approx(run(build_mlp(), GradientFlow()), rel=1e-12)
 
 
 def test_non_finite_gradients_are_reported():
     """They change no state of the hook, and later runs report the same metrics as before."""
-    model, hook = made(), GradientFlow(interval=1)
-    before = run(model, hook)
+    model, hook = build_mlp(), GradientFlow(interval=1)
+    finite_metrics = run(model, hook)
     with torch.no_grad():
         model.head.bias.fill_(torch.inf)
-    found = run(model, hook)
-    assert not math.isfinite(found["norm/blocks.0"])
+    metrics = run(model, hook)
+    assert not math.isfinite(metrics["norm/blocks.0"])
     assert hook.state_dict() == {"vanishing": [], "amplifying": []}
-    assert run(made(), hook) == before
+    assert run(build_mlp(), hook) == finite_metrics
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("parts", [1, 3])
 def test_compiled_model_matches_eager_metrics(parts):
-    model = made()
+    model = build_mlp()
     model.compile(backend="eager", dynamic=False)
-    found = run(model, GradientFlow(), accumulation_steps=parts)
-    assert found == pytest.approx(run(made(), GradientFlow()), rel=1e-10)
+    metrics = run(model, GradientFlow(), accumulation_steps=parts)
+    assert metrics == pytest.approx(run(build_mlp(), GradientFlow()), rel=1e-10)
 
 
 class Recurrent(Mlp):
-    """Uses its blocks one after the other, twice."""
+    """Applies its blocks twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: list[Tensor] = []
@@ -169,20 +169,20 @@ def test_reused_block_combines_both_uses():
     torch.manual_seed(0)
     model = Recurrent().double()
     norms = by_hand(model)
-    found = run(model, GradientFlow())
-    together = [math.hypot(*norms[number::DEPTH]) for number in range(DEPTH)]
-    assert [found[f"norm/blocks.{number}"] for number in range(DEPTH)] == pytest.approx(together, rel=1e-12)
+    metrics = run(model, GradientFlow())
+    combined = [math.hypot(*norms[number::DEPTH]) for number in range(DEPTH)]
+    assert [metrics[f"norm/blocks.{number}"] for number in range(DEPTH)] == pytest.approx(combined, rel=1e-12)
 
 
-def test_blocks_without_a_gradient_are_left_out():
-    model = made()
+def test_blocks_without_a_gradient_are_omitted():
+    model = build_mlp()
     for block in model.blocks[:3]:
         block.requires_grad_(False)
-    norms, found = by_hand_of_trained(model), run(model, GradientFlow())
-    measured = [name.removeprefix("norm/") for name in found if name.startswith("norm/")]
+    norms, metrics = by_hand_of_trained(model), run(model, GradientFlow())
+    measured = [name.removeprefix("norm/") for name in metrics if name.startswith("norm/")]
     assert measured == [f"blocks.{number}" for number in range(3, DEPTH)]
-    assert {name for name in found if name.startswith("gain/")} == {f"gain/{block}" for block in measured[1:]}
-    assert found["total_gain/blocks"] == pytest.approx(norms[0] / norms[-1], rel=1e-12)
+    assert {name for name in metrics if name.startswith("gain/")} == {f"gain/{block}" for block in measured[1:]}
+    assert metrics["total_gain/blocks"] == pytest.approx(norms[0] / norms[-1], rel=1e-12)
 
 
 def by_hand_of_trained(model: Mlp) -> list[float]:
@@ -191,7 +191,7 @@ def by_hand_of_trained(model: Mlp) -> list[float]:
 
 
 def test_run_without_block_gradients_reports_nothing():
-    model = made()
+    model = build_mlp()
     model.blocks.requires_grad_(False)
     assert run(model, GradientFlow()) == {}
 
@@ -201,7 +201,7 @@ class TwoStacks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = made(), made([1.0, 0.5, 2.0])
+        self.encoder, self.decoder = build_mlp(), build_mlp([1.0, 0.5, 2.0])
         self.encoder.head = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,40 +210,40 @@ class TwoStacks(nn.Module):
 
 def test_stacks_are_separate_chains():
     """Encoder and decoder each have a total gain, and there is no gain between them."""
-    found = run(TwoStacks(), GradientFlow())
-    assert {name for name in found if name.startswith("total_gain/")} == {
+    metrics = run(TwoStacks(), GradientFlow())
+    assert {name for name in metrics if name.startswith("total_gain/")} == {
         "total_gain/encoder.blocks",
         "total_gain/decoder.blocks",
     }
-    assert found["total_gain/decoder.blocks"] == pytest.approx(1.0, rel=1e-6)
-    assert "gain/decoder.blocks.0" not in found
-    assert found["gain/decoder.blocks.2"] == pytest.approx(2.0, rel=1e-6)
+    assert metrics["total_gain/decoder.blocks"] == pytest.approx(1.0, rel=1e-6)
+    assert "gain/decoder.blocks.0" not in metrics
+    assert metrics["gain/decoder.blocks.2"] == pytest.approx(2.0, rel=1e-6)
 
 
-def test_a_pattern_chooses_the_blocks():
-    found = run(TwoStacks(), GradientFlow(pattern="*.blocks.1", vanishing_gain=1e-6))
-    assert {name for name in found if "/" in name} == {
+def test_pattern_selects_the_blocks():
+    metrics = run(TwoStacks(), GradientFlow(pattern="*.blocks.1", vanishing_gain=1e-6))
+    assert {name for name in metrics if "/" in name} == {
         "norm/encoder.blocks.1",
         "norm/decoder.blocks.1",
         "gain/decoder.blocks.1",
         "total_gain/*.blocks.1",
     }
-    assert {info.column for info in GradientFlow().describe_metrics()} == {name.split("/")[0] for name in found}
+    assert {info.column for info in GradientFlow().describe_metrics()} == {name.split("/")[0] for name in metrics}
 
 
 def test_measurement_starts_at_first_step():
     """With interval=3, steps 1, 4, 7 and 10 are measured."""
     hook = GradientFlow(interval=3)
     assert [step for step in range(1, 12) if hook.step_schedule.is_due(step)] == [1, 4, 7, 10]
-    assert run(made(), GradientFlow(interval=3), steps=3) == {}
-    assert run(made(), GradientFlow(interval=3), steps=4) == run(made(), GradientFlow(), steps=1)
+    assert run(build_mlp(), GradientFlow(interval=3), steps=3) == {}
+    assert run(build_mlp(), GradientFlow(interval=3), steps=4) == run(build_mlp(), GradientFlow(), steps=1)
 
 
 # Warnings
 
 
-def told(hook: GradientFlow, step: int, **gains: float) -> list[tuple[bool, str]]:
-    """Show a hook gains of blocks, and return what it says of them: whether as a notice, and the sentence."""
+def check_gains(hook: GradientFlow, step: int, **gains: float) -> list[tuple[bool, str]]:
+    """Check gains of blocks; return the hook's warnings as pairs (is a notice, sentence)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hook.check({"norm/a": 1.0} | {f"gain/{block}": gain for block, gain in gains.items()}, step)
@@ -253,15 +253,15 @@ def told(hook: GradientFlow, step: int, **gains: float) -> list[tuple[bool, str]
 def test_condition_is_reported_on_start_growth_end():
     """The hook warns when a condition starts and when a block joins it; a notice reports the end."""
     hook = GradientFlow()
-    assert told(hook, 1, a=1.0, b=0.5) == []
-    assert told(hook, 101, a=0.05, b=0.5) == [(False, sentence(101, "a (0.05)"))]
-    assert told(hook, 201, a=0.04, b=0.5) == []
-    assert told(hook, 301, a=0.04, b=0.01) == [(False, sentence(301, "b (0.01), a (0.04)"))]
-    assert told(hook, 401, a=1.0, b=0.01) == []
-    assert told(hook, 501, a=1.0, b=1.0) == [
+    assert check_gains(hook, 1, a=1.0, b=0.5) == []
+    assert check_gains(hook, 101, a=0.05, b=0.5) == [(False, sentence(101, "a (0.05)"))]
+    assert check_gains(hook, 201, a=0.04, b=0.5) == []
+    assert check_gains(hook, 301, a=0.04, b=0.01) == [(False, sentence(301, "b (0.01), a (0.04)"))]
+    assert check_gains(hook, 401, a=1.0, b=0.01) == []
+    assert check_gains(hook, 501, a=1.0, b=1.0) == [
         (True, "Step 501: the backpropagated gradient no longer vanishes (gain ≤ 0.1) in any block.")
     ]
-    assert told(hook, 601, a=0.1, b=1.0) == [(False, sentence(601, "a (0.1)"))]
+    assert check_gains(hook, 601, a=0.1, b=1.0) == [(False, sentence(601, "a (0.1)"))]
 
 
 def sentence(step: int, named: str) -> str:
@@ -271,26 +271,26 @@ def sentence(step: int, named: str) -> str:
 def test_gain_near_threshold_warns_once():
     """The condition ends only when the gain is below half of the threshold."""
     hook = GradientFlow()
-    assert len(told(hook, 1, a=11.0)) == 1
-    assert [told(hook, 100 * n, a=gain) for n, gain in enumerate((9.5, 10.5, 5.1, 12.0), start=1)] == [[]] * 4
-    assert [notice for notice, _ in told(hook, 501, a=4.9)] == [True]
+    assert len(check_gains(hook, 1, a=11.0)) == 1
+    assert [check_gains(hook, 100 * n, a=gain) for n, gain in enumerate((9.5, 10.5, 5.1, 12.0), start=1)] == [[]] * 4
+    assert [notice for notice, _ in check_gains(hook, 501, a=4.9)] == [True]
 
 
 def test_reported_conditions_survive_checkpoint():
     """Non-finite gains leave the reported conditions unchanged, and reset() clears them."""
     hook, resumed = GradientFlow(), GradientFlow()
-    told(hook, 1, a=0.01, b=100.0)
+    check_gains(hook, 1, a=0.01, b=100.0)
     resumed.load_state_dict(through_a_file(hook.state_dict()))
-    assert told(resumed, 101, a=0.01, b=100.0) == []
+    assert check_gains(resumed, 101, a=0.01, b=100.0) == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed.check({"norm/a": math.nan, "gain/a": math.nan, "gain/b": 1.0}, 201)
     assert resumed.state_dict() == hook.state_dict() == {"vanishing": ["a"], "amplifying": ["b"]}
     resumed.reset()
-    assert len(told(resumed, 301, a=0.01, b=100.0)) == 2
+    assert len(check_gains(resumed, 301, a=0.01, b=100.0)) == 2
 
 
-# Refusals and costs
+# Errors and costs
 
 
 def refusal(model: nn.Module, **options: Any) -> str:
@@ -304,8 +304,8 @@ def test_model_without_blocks_is_refused():
     model = nn.ModuleDict({"only": nn.Linear(WIDTH, 1)})
     assert "the model has none; name the blocks with --hook-config gradient_flow.pattern=GLOB" in refusal(model)
     assert "modules of the model are only." in refusal(model)
-    assert "pattern 'blocks.9' matches fewer modules" in refusal(made(), pattern="blocks.9")
-    assert "pattern 'block.*' matches fewer modules" in refusal(made(), pattern="blocks.*, block.*")
+    assert "pattern 'blocks.9' matches fewer modules" in refusal(build_mlp(), pattern="blocks.9")
+    assert "pattern 'block.*' matches fewer modules" in refusal(build_mlp(), pattern="blocks.*, block.*")
 
 
 @pytest.mark.parametrize(
@@ -322,8 +322,8 @@ def test_options_that_cannot_work_are_refused(options, words):
         GradientFlow(**options)
 
 
-def test_taps_and_compute_wait_for_no_device():
-    model, hook = made(), GradientFlow()
+def test_taps_and_compute_do_not_synchronise():
+    model, hook = build_mlp(), GradientFlow()
     task, _, manager, _ = prepared(model, hook)
     hook.start(run_info(task, manager, "step"))
     with DeviceWaits() as waits:

@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Vector(nn.Module):
-    """A model of one parameter, whose gradient is set by hand."""
+    """A model with one parameter and a given gradient."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ def numpy_gram(rows: torch.Tensor) -> np.ndarray:
 def test_gram_matrix_covers_newest_gradients(capacity, pauses):
     """The products match NumPy in order, however often they are requested."""
     gradients = noise(sum(pauses), 30)
-    model, history, taken = Vector(30), GradientHistory(capacity), 0
+    model, history, count = Vector(30), GradientHistory(capacity), 0
     for pause in pauses:
-        for gradient in gradients[taken : taken + pause]:
+        for gradient in gradients[count : count + pause]:
             history.append(model.with_gradient(gradient))
-        taken += pause
-        expected = numpy_gram(gradients[max(0, taken - capacity) : taken])
+        count += pause
+        expected = numpy_gram(gradients[max(0, count - capacity) : count])
         np.testing.assert_allclose(history.gram().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_history_resumes_from_its_state():
     np.testing.assert_allclose(history.gram().numpy(), numpy_gram(gradients[5:]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_reset_history_holds_no_memory():
+def test_reset_history_frees_its_memory():
     history = GradientHistory(4)
     history.append(Vector(3).with_gradient(torch.ones(3)))
     history.reset()

@@ -1,4 +1,4 @@
-"""The gradient noise scale against closed forms, exhaustive averages and gradients taken row by row."""
+"""The gradient noise scale against closed forms, exhaustive averages and gradients of single rows."""
 
 import io
 import itertools
@@ -46,9 +46,9 @@ def test_linear_regression_matches_known_signal_and_noise(sizes):
     torch.manual_seed(len(sizes))
     error, label_noise = torch.tensor([0.5, -1.0, 0.3], dtype=torch.float64), 0.7
     energy = error.square().sum().item()
-    known = (energy, 3 * (energy + label_noise**2) + energy)
+    true_values = (energy, 3 * (energy + label_noise**2) + energy)
     draws = [estimates(regression_gradients(16, error, label_noise), sizes) for _ in range(2000)]
-    for values, expected in zip(zip(*draws, strict=True), known, strict=True):
+    for values, expected in zip(zip(*draws, strict=True), true_values, strict=True):
         scatter = torch.tensor(values, dtype=torch.float64)
         standard_error = scatter.std() / math.sqrt(len(scatter))
         assert abs(scatter.mean() - expected) < 4 * standard_error < 0.2 * expected
@@ -58,10 +58,10 @@ def test_linear_regression_matches_known_signal_and_noise(sizes):
 def test_means_over_all_row_orders_are_exact(sizes):
     gradients = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     orders = list(itertools.permutations(range(6), sum(sizes)))
-    found = torch.tensor([estimates(gradients[list(order)], sizes) for order in orders], dtype=torch.float64).mean(0)
+    means = torch.tensor([estimates(gradients[list(order)], sizes) for order in orders], dtype=torch.float64).mean(0)
     noise = gradients.var(dim=0).sum()
-    assert found[1] == pytest.approx(noise.item(), rel=1e-9)
-    assert found[0] == pytest.approx((gradients.mean(0).square().sum() - noise / 6).item(), rel=1e-9)
+    assert means[1] == pytest.approx(noise.item(), rel=1e-9)
+    assert means[0] == pytest.approx((gradients.mean(0).square().sum() - noise / 6).item(), rel=1e-9)
 
 
 def test_equal_gradients_have_no_noise():
@@ -85,7 +85,7 @@ def regression_task(batch_size: int, *, lr: float = 0.05, **settings: int) -> Tr
 
 
 def measured(task: TrainingTask, hook: GradientNoiseScale, start: dict[str, int] | None = None) -> list[dict]:
-    """Run the step loop and return what the hook reports, a dict for each fire with its step."""
+    """Run the step loop; return the hook's reports, a dict with the step for each dispatch."""
     state, sink, rows = TrainingState(task.model, task.optimizer, RandomStreams(7)), RecordingSink(), {}
     vars(state.loop).update(start or {})
     step_loop(task, HookManager([hook], task, state, loop="step", sinks=[sink], audit=True))
@@ -107,7 +107,7 @@ def test_estimates_match_row_gradients_in_a_run(parts, sizes):
 
 
 def brute_force_errors(weights: Tensor, signals: Tensor, noises: Tensor) -> dict[str, float]:
-    """Compute the standard errors from the definition: shares v of the weights, residuals about the weighted means."""
+    """Compute the standard errors from the definition, with normalised weights and residuals of the weighted means."""
     shares = weights / weights.sum()
     signal, noise = shares @ signals, shares @ noises
     square, cube = shares.square().sum(), shares.pow(3).sum()
@@ -134,22 +134,22 @@ def test_errors_match_the_formula_from_second_measurement(decay):
 
 
 def simulated(trials: int, count: int, decay: float) -> tuple[Tensor, Tensor]:
-    """Return how far averages lie from the truth, and their standard errors: |G|² = 1, S = 20, parts of 16 rows."""
+    """Return deviations of averages from the truth |G|² = 1, S = 20, and their standard errors; parts have 16 rows."""
     generator = torch.Generator().manual_seed(trials)
     dimensions, rows, energy = 50, 16, 20.0
     parts = torch.randn(trials, count, 2, dimensions, dtype=torch.float64, generator=generator)
     parts = parts * math.sqrt(energy / dimensions / rows) + torch.eye(dimensions, dtype=torch.float64)[0]
     norms = parts.square().sum(-1).mean(-1), parts.mean(-2).square().sum(-1)
-    measured_ones = torch.stack([torch.ones_like(norms[0]), *signal_and_noise(norms, rows, 2 * rows)], dim=-1)
+    measurements = torch.stack([torch.ones_like(norms[0]), *signal_and_noise(norms, rows, 2 * rows)], dim=-1)
     weights = decay ** torch.arange(count - 1, -1, -1, dtype=torch.float64)
     cubes = weights.pow(3).sum().item()
-    found = []
-    for each in measured_ones:
-        sums, moments = weights @ each, each.T @ (weights.square()[:, None] * each)
+    results = []
+    for trial in measurements:
+        sums, moments = weights @ trial, trial.T @ (weights.square()[:, None] * trial)
         errors = torch.stack(list(standard_errors(sums, moments, cubes).values()))
         averages = torch.stack([sums[1] / sums[0], sums[2] / sums[0], sums[2] / sums[1]])
-        found.append((averages - torch.tensor([1.0, energy, energy]), errors))
-    return torch.stack([away for away, _ in found]), torch.stack([errors for _, errors in found])
+        results.append((averages - torch.tensor([1.0, energy, energy]), errors))
+    return torch.stack([deviation for deviation, _ in results]), torch.stack([errors for _, errors in results])
 
 
 @pytest.mark.parametrize(
@@ -158,35 +158,35 @@ def simulated(trials: int, count: int, decay: float) -> tuple[Tensor, Tensor]:
 )
 def test_errors_match_scatter_and_cover_truth(trials, within, coverage):
     """Two standard errors cover the truth at about 95 %."""
-    away, errors = simulated(trials, 30, 1.0)
-    assert (errors.square().mean(0).sqrt() / away.std(0)).tolist() == pytest.approx([1, 1, 1], abs=within)
-    assert (away.mean(0).abs() < 4 * errors.mean(0) / math.sqrt(trials) + errors.mean(0) * 0.1).all()
-    for share in (away.abs() <= 2 * errors).double().mean(0).tolist():
+    deviations, errors = simulated(trials, 30, 1.0)
+    assert (errors.square().mean(0).sqrt() / deviations.std(0)).tolist() == pytest.approx([1, 1, 1], abs=within)
+    assert (deviations.mean(0).abs() < 4 * errors.mean(0) / math.sqrt(trials) + errors.mean(0) * 0.1).all()
+    for share in (deviations.abs() <= 2 * errors).double().mean(0).tolist():
         assert coverage[0] <= share <= coverage[1]
 
 
 def test_unequally_weighted_errors_are_unbiased():
     """Two standard errors cover the truth slightly less often."""
-    away, errors = simulated(500, 60, 0.9)
-    assert (errors.square().mean(0).sqrt() / away.std(0)).tolist() == pytest.approx([1, 1, 1], abs=0.12)
-    assert ((away.abs() <= 2 * errors).double().mean(0) > 0.88).all()
+    deviations, errors = simulated(500, 60, 0.9)
+    assert (errors.square().mean(0).sqrt() / deviations.std(0)).tolist() == pytest.approx([1, 1, 1], abs=0.12)
+    assert ((deviations.abs() <= 2 * errors).double().mean(0) > 0.88).all()
 
 
 def notices(
     hook: GradientNoiseScale, order: Tensor | None, length: int = 400, loader: TensorLoader | None = None
 ) -> list[str]:
-    """Return what the hook says at the start of a run on rows whose targets are their numbers."""
+    """Return the hook's notices at the start of a run on rows with their indices as targets."""
     order_of = random_order(300, 1) if order is None else fixed_order(order)
     model = nn.Linear(1, 1).double()
     data = (torch.randn(300, 1, generator=torch.Generator().manual_seed(3)), torch.arange(300) // 30)
     loader = loader or TensorLoader(data, 10, order_of)
     task = TrainingTask(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, square_loss, length=length)
     manager = HookManager([hook], task, TrainingState(task.model, task.optimizer, RandomStreams(7)), loop="step")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hook.start(run_info(task, manager, "step"))
-    assert all(each.category is RunNotice for each in said)
-    return [str(each.message) for each in said]
+    assert all(warning.category is RunNotice for warning in caught)
+    return [str(warning.message) for warning in caught]
 
 
 def test_sorted_order_is_reported_and_random_is_not():
@@ -201,7 +201,7 @@ def test_sorted_order_is_reported_and_random_is_not():
 
 
 class Counting(TensorLoader):
-    """Counts the batches that it has given."""
+    """Counts the batches that it has yielded."""
 
     given = 0
 
@@ -245,7 +245,7 @@ def test_signal_and_noise_are_averaged_before_division(decay):
         assert report["noise_scale"] == pytest.approx(report["noise"] / report["signal"], rel=1e-12)
 
 
-def test_a_batch_of_one_row_is_left_out():
+def test_batch_of_one_row_is_skipped():
     assert {report["step"] for report in measured(regression_task(7, length=8), every_step())} == {1, 2, 3, 5, 6, 7}
 
 
@@ -255,7 +255,7 @@ def every_step() -> GradientNoiseScale:
 
 def test_resumed_hook_continues_its_averages():
     """After reset() the state is that of a new hook."""
-    whole, task, first = (
+    uninterrupted, task, first = (
         measured(regression_task(6, length=8), every_step()),
         regression_task(6, length=4),
         every_step(),
@@ -266,13 +266,13 @@ def test_resumed_hook_continues_its_averages():
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True))
     task.length = 8
-    assert measured(task, second, {"step": 4, "epoch": 1}) == whole[4:]
+    assert measured(task, second, {"step": 4, "epoch": 1}) == uninterrupted[4:]
     second.reset()
     assert described(second.state_dict()) == described(every_step().state_dict())
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_micro_batches_of_the_run_change_nothing(accumulation_steps):
+def test_accumulation_does_not_change_estimates(accumulation_steps):
     (row,) = measured(regression_task(10, length=1, accumulation_steps=accumulation_steps), GradientNoiseScale())
     (plain,) = measured(regression_task(10, length=1), GradientNoiseScale())
     assert row == pytest.approx(plain, rel=1e-9)

@@ -25,8 +25,8 @@ def vector(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def walk(layout: FlatLayout, start: Tensor, here: Tensor, goal: Tensor) -> dict[str, float]:
-    return numbers(progress_metrics(layout, here - start, goal - here, goal - start))
+def walk(layout: FlatLayout, start: Tensor, current: Tensor, goal: Tensor) -> dict[str, float]:
+    return numbers(progress_metrics(layout, current - start, goal - current, goal - start))
 
 
 def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
@@ -35,8 +35,8 @@ def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 def test_walk_is_split_along_and_across_the_route():
     """The route leads from the start to the reference in the plane."""
-    found = walk(plane(), vector(1, 1), vector(3, 2), vector(5, 1))
-    assert found == pytest.approx(
+    metrics = walk(plane(), vector(1, 1), vector(3, 2), vector(5, 1))
+    assert metrics == pytest.approx(
         {
             "distance": math.sqrt(5),
             "relative_distance": math.sqrt(5) / 4,
@@ -48,30 +48,30 @@ def test_walk_is_split_along_and_across_the_route():
     )
 
 
-def test_downhill_gradient_points_to_the_reference():
+def test_descent_direction_points_to_the_reference():
     """The cosine and projection are those of the negative gradient."""
-    found = numbers(descent_metrics(plane(), vector(-3, -4), vector(2, 0)))
-    assert found == pytest.approx({"gradient_cosine": 0.6, "gradient_projection": 3.0})
+    metrics = numbers(descent_metrics(plane(), vector(-3, -4), vector(2, 0)))
+    assert metrics == pytest.approx({"gradient_cosine": 0.6, "gradient_projection": 3.0})
     assert descent_metrics(plane(), vector(3, 4), vector(2, 0))["gradient_cosine"].item() == pytest.approx(-0.6)
 
 
 @given(PLACES)
 def test_remaining_distance_is_a_hypotenuse(places):
     """Its sides are the remaining progress and the orthogonal distance."""
-    start, here, reference = vector(*places).view(3, 2)
-    found = walk(plane(), start, here, reference)
+    start, current, reference = vector(*places).view(3, 2)
+    metrics = walk(plane(), start, current, reference)
     if torch.dist(start, reference) < 1e-3:
         return
-    hypotenuse = math.hypot(1 - found["progress"], found["orthogonal"])
-    assert found["relative_distance"] == pytest.approx(hypotenuse, rel=1e-6, abs=1e-6)
+    hypotenuse = math.hypot(1 - metrics["progress"], metrics["orthogonal"])
+    assert metrics["relative_distance"] == pytest.approx(hypotenuse, rel=1e-6, abs=1e-6)
 
 
 def test_each_parameter_has_its_own_progress():
     layout = FlatLayout({name: nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name in "ab"})
-    found = walk(layout, vector(0, 0, 0, 0), vector(1, 0, 0, 3), vector(2, 0, 0, 4))
-    assert found["parameter_progress/a"] == pytest.approx(0.5)
-    assert found["parameter_progress/b"] == pytest.approx(0.75)
-    assert found["progress"] == pytest.approx((2 + 12) / 20)
+    metrics = walk(layout, vector(0, 0, 0, 0), vector(1, 0, 0, 3), vector(2, 0, 0, 4))
+    assert metrics["parameter_progress/a"] == pytest.approx(0.5)
+    assert metrics["parameter_progress/b"] == pytest.approx(0.75)
+    assert metrics["progress"] == pytest.approx((2 + 12) / 20)
 
 
 class Path(TrainingHook):
@@ -109,8 +109,8 @@ def some_reference(case: Case) -> dict[str, Tensor]:
     }
 
 
-def found(run) -> list[dict[str, float]]:
-    """Return the metrics of the hook, fire by fire."""
+def reported_rows(run) -> list[dict[str, float]]:
+    """Return the metrics of the hook, one dict for each dispatch."""
     rows: dict[int, dict[str, float]] = {}
     for name, _, step, value in run.sink.rows("gradient_projection/"):
         rows.setdefault(step, {})[name.removeprefix("gradient_projection/")] = value
@@ -126,25 +126,25 @@ def test_run_reports_projections_of_its_path(case):
     path, reference = Path(), some_reference(case)
     run = train(case, [GradientProjection(), path], steps=9, reference_weights=reference)
     goal, start = flat(reference), path.places[0]
-    assert len(found(run)) == 3
-    for row, here, gradient in zip(found(run), path.places[1:], path.gradients, strict=True):
-        way, route = goal - here, goal - start
-        assert row["gradient_cosine"] == pytest.approx(cosine(-gradient, way), abs=1e-6)
-        assert row["gradient_projection"] == pytest.approx((-gradient @ way / way.norm()).item(), rel=1e-4)
-        assert row["distance"] == pytest.approx(way.norm().item(), rel=1e-5)
-        assert row["relative_distance"] == pytest.approx((way.norm() / route.norm()).item(), rel=1e-5)
-        progress = (here - start) @ route / (route @ route)
+    assert len(reported_rows(run)) == 3
+    for row, current, gradient in zip(reported_rows(run), path.places[1:], path.gradients, strict=True):
+        remaining, route = goal - current, goal - start
+        assert row["gradient_cosine"] == pytest.approx(cosine(-gradient, remaining), abs=1e-6)
+        assert row["gradient_projection"] == pytest.approx((-gradient @ remaining / remaining.norm()).item(), rel=1e-4)
+        assert row["distance"] == pytest.approx(remaining.norm().item(), rel=1e-5)
+        assert row["relative_distance"] == pytest.approx((remaining.norm() / route.norm()).item(), rel=1e-5)
+        progress = (current - start) @ route / (route @ route)
         assert row["progress"] == pytest.approx(progress.item(), rel=1e-3, abs=1e-6)
-        assert row["displacement_cosine"] == pytest.approx(cosine(here - start, route), abs=1e-5)
-        aside = (here - start - progress * route).norm() / route.norm()
-        assert row["orthogonal"] == pytest.approx(aside.item(), rel=1e-4)
+        assert row["displacement_cosine"] == pytest.approx(cosine(current - start, route), abs=1e-5)
+        orthogonal = (current - start - progress * route).norm() / route.norm()
+        assert row["orthogonal"] == pytest.approx(orthogonal.item(), rel=1e-4)
 
 
-def test_run_with_own_end_as_reference_arrives():
+def test_run_reaches_its_final_weights_as_reference():
     """The distance is zero and the progress is one at the end."""
     case = Case("tied", "sgd_momentum")
     end = {name: value.detach().clone() for name, value in train(case, steps=12).task.model.named_parameters()}
-    rows = found(train(case, [GradientProjection()], steps=12, reference_weights=end))
+    rows = reported_rows(train(case, [GradientProjection()], steps=12, reference_weights=end))
     assert rows[-1]["progress"] == pytest.approx(1.0)
     assert rows[-1]["orthogonal"] == pytest.approx(0.0, abs=1e-6)
     assert rows[-1]["distance"] == 0.0
@@ -160,26 +160,26 @@ def test_run_is_unchanged_and_reported_in_both_loops(loop):
     points = {row[1] for row in run.sink.rows("gradient_projection/progress")}
     assert points == {HookPoint.POST_EPOCH if loop == "epoch" else HookPoint.SNAPSHOT}
     infos = GradientProjection().describe_metrics()
-    assert all(any(info.describes(name) for info in infos) for row in found(run) for name in row)
+    assert all(any(info.describes(name) for info in infos) for row in reported_rows(run) for name in row)
 
 
 def test_hook_reloaded_at_every_call_reports_the_same():
     """The state is saved to a file and loaded before each call."""
     case = Case("tied")
     options = {"steps": 9, "reference_weights": some_reference(case), "audit": False}
-    assert found(train(case, [reloading(GradientProjection)], **options)) == found(
+    assert reported_rows(train(case, [reloading(GradientProjection)], **options)) == reported_rows(
         train(case, [GradientProjection()], **options)
     )
 
 
 def test_reset_hook_repeats_its_first_report():
     hook, case = GradientProjection(), Case("tied")
-    first = found(train(case, [hook], steps=3, reference_weights=some_reference(case)))
+    first = reported_rows(train(case, [hook], steps=3, reference_weights=some_reference(case)))
     hook.reset()
     assert hook.state_dict() == GradientProjection().state_dict()
-    assert found(train(case, [hook], steps=3, reference_weights=some_reference(case))) == first
+    assert reported_rows(train(case, [hook], steps=3, reference_weights=some_reference(case))) == first
 
 
-def test_without_a_reference_it_is_refused():
+def test_missing_reference_is_refused():
     with pytest.raises(UnsuitableError, match="'gradient_projection' measures against a reference solution"):
         train(Case("tied"), [GradientProjection()])

@@ -80,7 +80,7 @@ def test_without_gradients_only_the_weights_are_reported():
     assert set(measured) == {"total_weight_norm", "weight_norm/weight", "weight_norm/bias"}
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_omitted():
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
     assert "weight_norm/bias" not in Norms().compute(epoch_end(model))

@@ -1,4 +1,4 @@
-"""The subspace of recent gradients against numpy in float64, and on gradients whose subspace is planted."""
+"""The subspace of recent gradients against NumPy in float64, and on gradients with a planted subspace."""
 
 import doctest
 import math
@@ -30,26 +30,26 @@ def ratio(rows: np.ndarray) -> float:
 
 
 def expected(rows: torch.Tensor, window: int, top: int) -> dict[str, float]:
-    """Every metric after the last of these gradients, from decompositions of the gradients in float64."""
+    """Compute every metric after the last of these gradients by decompositions in float64."""
     g = rows.double().numpy()
     recent, past, present = g[-window:], g[-window - 1 : -1], g[-1]
     energies = np.linalg.svd(recent, compute_uv=False) ** 2
-    found = {
+    metrics = {
         "gradients": len(recent),
         "participation_ratio": ratio(recent),
         "dimension_90": 1 + (energies.cumsum() < 0.9 * energies.sum()).sum(),
     }
     if len(recent) > 2:
-        found["participation_ratio_centred"] = ratio(recent - recent.mean(axis=0))
+        metrics["participation_ratio_centred"] = ratio(recent - recent.mean(axis=0))
     if len(past) >= top:
         inside = np.linalg.svd(past, full_matrices=False)[2][:top] @ present
-        found |= {"subspace_share": inside @ inside / (present @ present)}
-        found |= {"subspace_dimension": top, "null_share": top / len(present)}
-    return found
+        metrics |= {"subspace_share": inside @ inside / (present @ present)}
+        metrics |= {"subspace_dimension": top, "null_share": top / len(present)}
+    return metrics
 
 
 def in_a_subspace(steps: int, rank: int, size: int = SIZE, seed: int = 0) -> torch.Tensor:
-    """Gradients that are isotropic within one subspace."""
+    """Draw gradients that are isotropic within one subspace."""
     return noise(steps, rank, seed=seed) @ torch.linalg.qr(noise(size, rank, seed=1000)).Q.T
 
 
@@ -110,9 +110,9 @@ def test_the_share_is_held_out():
     gram = torch.cat([earlier, present[None]]).double()
     share, _ = held_out_share(gram @ gram.T, 10, 1e-7)
     with_itself = torch.cat([earlier[1:], present[None], present[None]]).double()
-    own, _ = held_out_share(with_itself @ with_itself.T, 20, 1e-7)
+    included_share, _ = held_out_share(with_itself @ with_itself.T, 20, 1e-7)
     assert share.item() < 0.1
-    assert own.item() == pytest.approx(1)
+    assert included_share.item() == pytest.approx(1)
 
 
 def test_centered_ratio_ignores_strong_mean():
@@ -126,8 +126,8 @@ def test_centered_ratio_ignores_strong_mean():
 def test_dimension_of_share_includes_reaching_value():
     """The dimension counts the value that reaches the requested share."""
     values = torch.tensor([5.0, 3.0, 1.0, 1.0])
-    found = [dimension_of_share(values, share).item() for share in (0.5, 0.51, 0.8, 0.85, 0.95, 1.0)]
-    assert found == [1, 2, 2, 3, 4, 4]
+    dimensions = [dimension_of_share(values, share).item() for share in (0.5, 0.51, 0.8, 0.85, 0.95, 1.0)]
+    assert dimensions == [1, 2, 2, 3, 4, 4]
 
 
 def test_projected_gradients_keep_their_subspace():
@@ -141,7 +141,7 @@ def test_projected_gradients_keep_their_subspace():
     assert inside["subspace_share"] == pytest.approx(1, abs=1e-4)
 
 
-def test_it_takes_one_gradient_in_so_many_steps():
+def test_gradient_is_taken_every_hundred_steps():
     rows = noise(301, SIZE)
     reports = feed(SubspaceGradientInfo(), rows)
     assert list(reports) == [101, 201, 301]

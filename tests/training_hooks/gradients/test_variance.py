@@ -1,4 +1,4 @@
-"""The variance of gradients over windows against NumPy in float64, and signals and noises that are known."""
+"""The variance of gradients over windows against NumPy in float64, and on known signals and noises."""
 
 import math
 
@@ -35,15 +35,15 @@ def expected(window: np.ndarray) -> dict[str, float]:
 
 
 def observe(hook: Variance, rows: np.ndarray, *, first: int = 1) -> dict[int, dict[str, float]]:
-    """Show a hook gradients, shape (steps, elements), step by step; return what it reports, by step."""
+    """Feed gradients of shape (steps, elements) to a hook step by step; return its reports by step."""
     model, reports = nn.Module(), {}
     model.a, model.b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(rows.shape[1] - 1))
     for step, row in enumerate(rows, start=first):
         if hook.step_schedule.is_due(step):
             model.a.grad, model.b.grad = torch.tensor(row[:1]).float(), torch.tensor(row[1:]).float()
-            found = hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=step))
-            if found:
-                reports[step] = {name: float(value) for name, value in found.items()}
+            metrics = hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=step))
+            if metrics:
+                reports[step] = {name: float(value) for name, value in metrics.items()}
     return reports
 
 
@@ -59,7 +59,7 @@ WINDOWS = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(WINDOWS, st.integers(0, 9), st.integers(2, 30), st.integers(0, 99))
-def test_every_window_apart_or_sliding_is_numpys(pair, gap, steps, seed):
+def test_separate_and_sliding_windows_match_numpy(pair, gap, steps, seed):
     window, every = (pair[0] * pair[1], pair[0]) if pair[1] else (pair[0], pair[0] + gap)
     rows = draws(steps, 5, seed) + 1
     reports = observe(Variance(window=window, every=every), rows)
@@ -98,14 +98,14 @@ def test_windows_span_epoch_boundaries(loop, model):
 @pytest.mark.parametrize("case", [Case("tied", loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_the_same_variance(case, every):
     """The hook is reloaded before every call, and the run keeps its bytes."""
-    whole = train(case, [Variance(window=4, every=every)], steps=12)
-    parts = train(case, [reloading(Variance, window=4, every=every)], steps=12)
-    assert whole.sink.rows("variance/")
-    assert described(parts.sink.rows("variance/")) == described(whole.sink.rows("variance/"))
-    assert_same_bytes(whole, case, 12)
+    uninterrupted = train(case, [Variance(window=4, every=every)], steps=12)
+    reloaded = train(case, [reloading(Variance, window=4, every=every)], steps=12)
+    assert uninterrupted.sink.rows("variance/")
+    assert described(reloaded.sink.rows("variance/")) == described(uninterrupted.sink.rows("variance/"))
+    assert_same_bytes(uninterrupted, case, 12)
 
 
-def test_noise_alone_has_the_ratio_that_noise_gives():
+def test_pure_noise_has_the_documented_ratios():
     report = observe(Variance(window=20), draws(20, 20_000))[20]
     assert report["signal_to_noise"] == pytest.approx(1 / 20, rel=0.05)
     assert report["noise_corrected_signal_to_noise"] == pytest.approx(0, abs=2e-3)
@@ -113,7 +113,7 @@ def test_noise_alone_has_the_ratio_that_noise_gives():
     assert report["total_variance"] == pytest.approx(20_000, rel=0.03)
 
 
-def test_a_planted_signal_is_found_at_its_size():
+def test_planted_signal_is_recovered():
     rows = 3 * draws(20, 20_000) + 2
     assert observe(Variance(window=20), rows)[20]["noise_corrected_signal_to_noise"] == pytest.approx(4 / 9, rel=0.03)
 
@@ -124,13 +124,13 @@ def test_corrected_ratio_mean_matches_documentation(elements, window, signal):
     """The mean over 20,000 windows equals the documented formula."""
     generator = np.random.default_rng(elements)
     offset = np.sqrt(signal * elements) * np.eye(elements)[0]
-    found = []
-    for gradients_of in generator.standard_normal((20_000, window, elements)) + offset:
-        values = expected(gradients_of)
-        found.append(values["mean_norm"] ** 2 / values["total_variance"] - 1 / window)
+    ratios = []
+    for window_gradients in generator.standard_normal((20_000, window, elements)) + offset:
+        values = expected(window_gradients)
+        ratios.append(values["mean_norm"] ** 2 / values["total_variance"] - 1 / window)
     freedom = (window - 1) * elements
     mean = (signal + 1 / window) * freedom / (freedom - 2) - 1 / window
-    assert np.mean(found) == pytest.approx(mean, abs=5 * np.std(found) / np.sqrt(len(found)) + 0.02)
+    assert np.mean(ratios) == pytest.approx(mean, abs=5 * np.std(ratios) / np.sqrt(len(ratios)) + 0.02)
 
 
 def test_successive_ratio_detects_drift_and_oscillation():
@@ -152,8 +152,8 @@ def test_small_variance_survives_a_large_mean():
     """A mean 100,000 times the deviation leaves a relative error below 1e-3."""
     rows = 1000 + 0.01 * draws(20, 500)
     stored = rows.astype(np.float32).astype(np.float64)
-    found = observe(Variance(window=20), rows)[20]["total_variance"]
-    assert found == pytest.approx(expected(stored)["total_variance"], rel=1e-3)
+    variance = observe(Variance(window=20), rows)[20]["total_variance"]
+    assert variance == pytest.approx(expected(stored)["total_variance"], rel=1e-3)
 
 
 def test_step_gap_starts_a_new_window():
@@ -165,7 +165,7 @@ def test_step_gap_starts_a_new_window():
 
 
 def test_missing_gradient_counts_as_zero():
-    """The parameter has no metric of its own."""
+    """The parameter has no separate metric."""
     model, hook = nn.Linear(1, 1), Variance(window=2)
     reports = []
     for step, gradient in enumerate((1.0, 3.0), start=1):
@@ -176,14 +176,14 @@ def test_missing_gradient_counts_as_zero():
     assert not any(name.endswith("/bias") for name in reports[1])
 
 
-def test_reset_forgets_the_window_under_way():
+def test_reset_discards_the_unfinished_window():
     hook, rows = Variance(window=4), draws(4, 3)
     observe(hook, rows[:3])
     hook.reset()
     assert observe(hook, rows[3:], first=4) == {}
 
 
-def test_gradients_between_windows_apart_are_not_looked_at():
+def test_steps_between_windows_are_not_due():
     due = [step for step in range(1, 30) if Variance(window=3, every=10).step_schedule.is_due(step)]
     assert due == [1, 2, 3, 11, 12, 13, 21, 22, 23]
 
@@ -201,6 +201,6 @@ def test_a_run_shorter_than_a_window_is_refused():
         ({"window": 10, "every": 4}, r"variance.every is 4; it must be a divisor of variance.window \(10\)"),
     ],
 )
-def test_windows_that_cannot_be_made_are_refused(options, sentence):
+def test_invalid_windows_are_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
         Variance(**options)

@@ -1,4 +1,4 @@
-"""The spikes of planted series against NumPy, and of a real run with one bad batch."""
+"""Spikes of planted series against NumPy, and of a real run with one bad batch."""
 
 import io
 import math
@@ -27,22 +27,22 @@ Report = dict[str, float]
 
 
 def watch(hook: LossSpikes, losses: list[float], norms: list[float] | None = None, at_once: int = 1) -> list[Report]:
-    """Let a hook see one step for each loss and gradient norm, some at a time, and return its reports, one a step."""
+    """Feed losses and gradient norms to a hook, ``at_once`` steps per call; return one report per step."""
     model, reports = nn.Linear(1, 1), []
     pairs = torch.tensor([losses, norms or losses], dtype=torch.float64)
     for part in pairs.split(at_once, dim=1):
         metrics = hook.compute(epoch_end(model, step_losses=part[0], step_grad_norms=part[1]))
-        judged = len(metrics.get("loss_deviation", []))
-        reports += [{}] * (part.shape[1] - judged)
+        checked = len(metrics.get("loss_deviation", []))
+        reports += [{}] * (part.shape[1] - checked)
         counts = {name: int(value) for name, value in metrics.items() if name.endswith("count")}
-        for index in range(judged):
+        for index in range(checked):
             sizes = {f"{signal}_deviation": metrics[f"{signal}_deviation"][index].item() for signal in SIGNALS}
             reports.append(counts | sizes)
     return reports
 
 
 def spiking_steps(reports: list[Report], signal: str = "loss") -> list[int]:
-    """Return the positions of the steps that came one at a time at which the count of spikes grew."""
+    """Return the indices of the steps at which the count of spikes grew; every step needs its own call."""
     counts = [report.get(f"{signal}_spike_count", 0) for report in reports]
     return [index for index, (before, now) in enumerate(zip([0, *counts], counts, strict=False)) if now > before]
 
@@ -52,17 +52,17 @@ def noise(count: int, seed: int = 0) -> list[float]:
 
 
 def by_the_rule(series: list[float], window: int, threshold: float) -> list[int]:
-    """Apply the formula to every step that has a full window before it."""
-    found = []
+    """Apply the formula to every step after a full window."""
+    spikes = []
     for index in range(window, len(series)):
         previous = np.array(series[index - window : index])
         if previous.std() >= 1e-10 and series[index] > previous.mean() + threshold * previous.std():
-            found.append(index)
-    return found
+            spikes.append(index)
+    return spikes
 
 
 @given(st.integers(0, 10**6), st.integers(2, 12), st.floats(0.5, 3), st.sets(st.integers(0, 39), max_size=4))
-def test_spikes_and_deviations_are_those_of_the_formula(seed, window, threshold, planted):
+def test_spikes_and_deviations_match_the_formula(seed, window, threshold, planted):
     series = [value + 5 * (index in planted) for index, value in enumerate(noise(40, seed))]
     reports = watch(LossSpikes(window=window, threshold=threshold), series, series[::-1])
     assert spiking_steps(reports) == by_the_rule(series, window, threshold)
@@ -76,10 +76,12 @@ def test_spikes_and_deviations_are_those_of_the_formula(seed, window, threshold,
 def test_delivery_size_does_not_change_spikes(seed, window, at_once, planted):
     """Deviations and counts are equal for one step or many steps per delivery."""
     series = [math.inf if index in planted else value for index, value in enumerate(noise(40, seed))]
-    single, together = watch(LossSpikes(window=window), series), watch(LossSpikes(window=window), series, None, at_once)
-    found, expected = ([report.get("loss_deviation", math.nan) for report in way] for way in (together, single))
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
-    assert together[-1].get("loss_spike_count") == single[-1].get("loss_spike_count")
+    single, batched = watch(LossSpikes(window=window), series), watch(LossSpikes(window=window), series, None, at_once)
+    deviations, expected = (
+        [report.get("loss_deviation", math.nan) for report in reports] for reports in (batched, single)
+    )
+    np.testing.assert_allclose(deviations, expected, rtol=1e-9, atol=1e-9)
+    assert batched[-1].get("loss_spike_count") == single[-1].get("loss_spike_count")
 
 
 def test_defaults_find_only_the_planted_spike():
@@ -124,18 +126,18 @@ def test_resumed_hook_matches_uninterrupted_hook():
     """After reset, the hook also reports like a new one."""
     series = [*noise(30), 5.0, *noise(30, 1), 6.0, *noise(10)]
     first, second, file = LossSpikes(window=20), LossSpikes(window=20), io.BytesIO()
-    whole = watch(LossSpikes(window=20), series)
+    uninterrupted = watch(LossSpikes(window=20), series)
     watch(first, series[:40])
     torch.save(first.state_dict(), file)
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True))
-    assert watch(second, series[40:]) == whole[40:]
+    assert watch(second, series[40:]) == uninterrupted[40:]
     second.reset()
-    assert watch(second, series[:40]) == whole[:40]
+    assert watch(second, series[:40]) == uninterrupted[:40]
 
 
 def frozen_regression(bad_row: int) -> TrainingTask:
-    """Make a task that learns nothing from 40 rows of loss about 1, one of which is 400 times that."""
+    """Make a task that learns nothing from 40 rows with a loss of about 1, except for one of about 400."""
     targets = (
         torch.randn(40, 1, generator=torch.Generator().manual_seed(3)).sign() + torch.linspace(0, 0.1, 40)[:, None]
     )
@@ -169,7 +171,7 @@ def test_every_spike_in_delivery_is_an_alert():
     with pytest.warns(UserWarning, match=r"loss spiked at step \d+: it was \d.\d standard") as caught:
         LossSpikes().check({"loss_deviation": sizes, "grad_norm_deviation": [0.0]}, 10)
     alerts = [warning.message for warning in caught]
-    assert [(each.metric, each.step, each.value, each.limit) for each in alerts] == [
+    assert [(alert.metric, alert.step, alert.value, alert.limit) for alert in alerts] == [
         ("loss_deviation", step, size, 6.0) for step, size in ((6, 7.0), (7, 9.5), (9, 8.0), (10, 7.5))
     ]
 

@@ -1,4 +1,4 @@
-"""The phases hook on planted trajectories whose transitions are known."""
+"""The phases hook on planted trajectories with known transitions."""
 
 import pytest
 import torch
@@ -17,17 +17,17 @@ GROKKING = [
     (0.94, 0.10, 8.0),
     (0.97, 0.17, 9.0),  # 2: memorised, the gap is 0.80
     (1.00, 0.20, 10.0),
-    (1.00, 0.70, 10.0),  # 4: the gap is narrow, but the norm has not left its maximum
-    (1.00, 0.55, 9.5),  # 5: the norm has, but the gap is wide again
-    (1.00, 0.61, 9.9),  # 6: both
+    (1.00, 0.70, 10.0),  # 4: the gap is narrow, but the norm is at its maximum
+    (1.00, 0.55, 9.5),  # 5: the norm has dropped, but the gap is wide again
+    (1.00, 0.61, 9.9),  # 6: both conditions hold
     (0.90, 0.89, 9.0),  # 7: no gap, but no longer memorised
     (0.99, 0.95, 8.0),  # 8: generalised
-    (0.80, 0.20, 9.9),  # 9: what is over stays over
+    (0.80, 0.20, 9.9),  # 9: transitions are final
 ]
 
 
 class Weight(nn.Module):
-    """A model whose weight norm is planted."""
+    """A model with a planted weight norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Weight(nn.Module):
 
 
 def follow(hook, trajectory, first=0):
-    """Show a trajectory to a hook, one evaluation per epoch, and return its metrics with numbers for tensors."""
+    """Feed a trajectory to a hook, one evaluation per epoch; return its metrics as numbers."""
     model, seen = Weight(), []
     for epoch, (train_acc, val_acc, length) in enumerate(trajectory, start=first):
         context = epoch_end(model.of_norm(length), epoch=epoch, train_acc=train_acc, val_acc=val_acc)
@@ -66,7 +66,7 @@ def test_dates_appear_once_known():
     assert [metrics["cleanup_epoch"] != metrics["cleanup_epoch"] for metrics in seen[2:]] == [True] * 4 + [False] * 4
 
 
-def test_gap_norm_and_drop_are_what_they_say():
+def test_gap_norm_and_drop_have_planted_values():
     metrics = follow(Phases(), GROKKING)[5]
     assert metrics["generalisation_gap"] == pytest.approx(0.45)
     assert metrics["weight_norm"] == pytest.approx(9.5)
@@ -112,8 +112,8 @@ def test_phases_and_dates_only_move_forward(trajectory):
     phases = [metrics["phase"] for metrics in seen]
     assert phases == sorted(phases)
     dates = [seen[-1].get(f"{name}_epoch") for name in ("memorised", "cleanup", "generalised")]
-    known = [date for date in dates if date is not None and date == date]
-    assert known == sorted(known)
+    set_dates = [date for date in dates if date is not None and date == date]
+    assert set_dates == sorted(set_dates)
 
 
 @pytest.mark.parametrize("cut", range(1, len(GROKKING)))

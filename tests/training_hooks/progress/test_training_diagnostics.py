@@ -43,7 +43,7 @@ class Log(at(SpyHook, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)):
 
 
 def reports(run: Run) -> list[dict[str, float]]:
-    """Return what the hook reported where no step was under way, one dict for each fire."""
+    """Return the hook's reports between steps, one dict for each dispatch."""
     points = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
     return [
         {name.removeprefix("training_diagnostics/"): value for name, value in metrics.items()}
@@ -69,7 +69,7 @@ def by_numpy(losses: list[float], norms: list[float], lags: int) -> dict[str, fl
 
 
 @pytest.mark.parametrize("case", [Case(), Case("tied", "sgd_momentum"), Case("transformer", loop="step")], ids=str)
-def test_every_report_is_that_of_the_newest_steps(case):
+def test_reports_match_the_newest_steps(case):
     log = Log()
     run = train(case, [log, TrainingDiagnostics(window=9, lags=2, update_every=1)], steps=12)
     ends = [3, 6, 9, 12] if case.loop == "epoch" else [2, 4, 6, 8, 10, 12]
@@ -92,15 +92,15 @@ def test_update_ratio_matches_weight_copies(optimizer):
 
 def test_sgd_update_ratio_is_scaled_gradient_ratio():
     """Under SGD the first update is the learning rate times the gradient; under AdamW it is not."""
-    found = {}
+    factors = {}
     for optimizer in ("sgd_momentum", "adamw_foreach"):
         log = Log()
         rows = train(Case("transformer", optimizer), [log, TrainingDiagnostics()], steps=2).sink.rows()
         (ratio,) = [row[3] for row in rows if row[0] == "training_diagnostics/update_ratio"]
         rate = {"sgd_momentum": 1e-1, "adamw_foreach": 1e-2}[optimizer]
-        found[optimizer] = ratio / (rate * log.norms[0] / log.before[0].norm().item())
-    assert found["sgd_momentum"] == pytest.approx(1, rel=1e-5)
-    assert found["adamw_foreach"] > 5
+        factors[optimizer] = ratio / (rate * log.norms[0] / log.before[0].norm().item())
+    assert factors["sgd_momentum"] == pytest.approx(1, rel=1e-5)
+    assert factors["adamw_foreach"] > 5
 
 
 def test_committed_changes_are_not_updates():
@@ -117,7 +117,7 @@ def test_committed_changes_are_not_updates():
     assert [row[3] for row in rows if row[1] is HookPoint.POST_STEP] == pytest.approx(log.ratios(), rel=1e-5)
 
 
-def test_the_gradient_norm_is_the_one_before_clipping():
+def test_gradient_norm_is_measured_before_clipping():
     run = train(Case(), [GradClip(max_norm=1e-3), TrainingDiagnostics()])
     norms = [row[3] for row in run.sink.rows("grad_clip/norm_before")]
     (report,) = reports(run)
@@ -164,8 +164,8 @@ def test_equal_values_have_no_scatter_and_no_autocorrelation():
 
 
 def feed(hook: TrainingDiagnostics, steps: range) -> list[dict[str, float]]:
-    """Let a hook see steps of a model whose weight moves by 1/step; return what it reports after each of them."""
-    found = []
+    """Feed steps of a model whose weight moves by 1/step to a hook; return its report after each step."""
+    reports_by_step = []
     for step in steps:
         model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, 2.0)
@@ -176,8 +176,8 @@ def feed(hook: TrainingDiagnostics, steps: range) -> list[dict[str, float]]:
             model.weight += 1 / step
         hook.compute(epoch_end(model, hook_point=HookPoint.POST_STEP, step=step))
         report = hook.compute(epoch_end(model, step_losses=pair[0], step_grad_norms=pair[1]))
-        found.append({name: float(value) for name, value in report.items()})
-    return found
+        reports_by_step.append({name: float(value) for name, value in report.items()})
+    return reports_by_step
 
 
 def through_a_file(hook: TrainingDiagnostics) -> TrainingDiagnostics:
@@ -191,11 +191,11 @@ def through_a_file(hook: TrainingDiagnostics) -> TrainingDiagnostics:
 def test_hook_saved_within_step_continues_unchanged():
     """The final report matches NumPy over the whole window."""
     hook = TrainingDiagnostics(window=8, lags=2, update_every=1)
-    found = feed(hook, range(1, 14))
+    reported = feed(hook, range(1, 14))
     losses, norms = [math.sin(step) for step in range(6, 14)], [step % 5 for step in range(6, 14)]
     expected = by_numpy(losses, norms, lags=2)
     expected["update_ratio_mean"] = np.mean([1 / step / 2 for step in range(6, 14)])
-    assert found[-1] == pytest.approx(expected, rel=1e-6)
+    assert reported[-1] == pytest.approx(expected, rel=1e-6)
 
 
 def test_reset_forgets_everything():

@@ -1,4 +1,4 @@
-"""The training metrics against what the loop computed and the experiment evaluated."""
+"""The training metrics against the values of the loop and of the evaluation."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from tests.support import Case, SpyHook, at, train
 
 
 def losses(case: Case, **options) -> list[float]:
-    """Return the loss of every step, as the loop computed it."""
+    """Return the loss of every step from the loop."""
     seen: list[torch.Tensor] = []
     train(case, [at(SpyHook, HookPoint.POST_STEP)(lambda ctx: seen.append(ctx.loss.clone()))], **options)
     return [loss.item() for loss in seen]
 
 
 def rates(case: Case, **options) -> list[float]:
-    """Return the learning rate of every step, as the optimizer used it."""
+    """Return the learning rate that the optimizer used in every step."""
     seen: list[float] = []
     train(case, [at(SpyHook, HookPoint.PRE_UPDATE)(lambda ctx: seen.append(ctx.lr))], **options)
     return seen
@@ -69,7 +69,7 @@ def test_tensor_learning_rate_is_reported_as_used():
     assert tensors == pytest.approx(plain, rel=1e-6)
 
 
-def test_what_does_not_exist_is_not_reported():
+def test_missing_evaluation_is_not_reported():
     run = train(Case(), [TrainingMetrics()], evaluate=evaluated())
     ((metrics, *_),) = run.sink.emitted
     assert set(metrics) == {"training_metrics/loss", "training_metrics/lr"}

@@ -39,7 +39,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_update_is_the_change_that_torch_makes(variant):
+def test_reconstructed_update_matches_torch(variant):
     optimizer_class, options = VARIANTS[variant]
     generator = torch.Generator().manual_seed(1)
     model = nn.ParameterDict({name: torch.randn(4, 3, generator=generator).double() for name in "abc"})
@@ -97,7 +97,7 @@ def in_float64(task, state) -> None:
     task.model.double()
 
 
-def found(run) -> dict[int, dict[str, float]]:
+def reported_rows(run) -> dict[int, dict[str, float]]:
     """Return the metrics of the hook by step."""
     rows: dict[int, dict[str, float]] = {}
     for name, _, step, value in run.sink.rows("adam_dynamics/"):
@@ -110,7 +110,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def by_hand(path: Path, eps: float = 1e-8, decay: float = 1e-2) -> dict[int, dict[str, float]]:
-    """Run AdamW's recursion over the gradients that a path has kept."""
+    """Run AdamW's recursion over the recorded gradients."""
     first = second = torch.zeros_like(path.before[1])
     rows = {}
     for step, g in path.gradients.items():
@@ -142,9 +142,9 @@ def test_metrics_match_recursion_under_a_scheduler(case):
     run = train(case, [AdamDynamics(every_n_steps=1), path], steps=9, introduce=in_float64)
     expected = by_hand(path)
     assert len(set(path.rates.values())) > 1
-    assert found(run).keys() == expected.keys() == set(range(1, 10))
+    assert reported_rows(run).keys() == expected.keys() == set(range(1, 10))
     for step, row in expected.items():
-        assert found(run)[step] == pytest.approx(row, rel=1e-6, abs=1e-12, nan_ok=True), step
+        assert reported_rows(run)[step] == pytest.approx(row, rel=1e-6, abs=1e-12, nan_ok=True), step
 
 
 def test_elements_without_gradient_are_below_eps():
@@ -159,7 +159,7 @@ def test_elements_without_gradient_are_below_eps():
 
 
 def only_row(task, state, loop=step_loop, **options) -> dict[str, float]:
-    """Train one step and return what the hook reports."""
+    """Train one step and return the hook's report."""
     task.length, sink = 1, RecordingSink()
     task.evaluate, task.scheduler = lambda model: {}, None
     reference = options.get("reference_weights")
@@ -169,7 +169,7 @@ def only_row(task, state, loop=step_loop, **options) -> dict[str, float]:
     return {name.removeprefix("adam_dynamics/"): value for name, _, _, value in sink.rows("adam_dynamics/")}
 
 
-def test_several_groups_are_reported_apart_and_add_up():
+def test_group_metrics_are_separate_and_add_up():
     task, state = build(Case("tied", loop="step"), steps=1)
     task.model.double()
     parameters = list(task.model.parameters())
@@ -186,7 +186,7 @@ def test_several_groups_are_reported_apart_and_add_up():
     assert row["group_effective_lr_median"].keys() == {"0", "1"}
 
 
-def test_decay_inside_the_gradient_is_reported_as_such():
+def test_coupled_decay_is_reported_separately():
     task, state = build(Case("tied", loop="step"), steps=1)
     task.model.double()
     task.optimizer = state.optimizer = torch.optim.Adam(task.model.parameters(), lr=0.1, weight_decay=0.2)
@@ -217,7 +217,7 @@ def sizes(path: Path) -> list[int]:
     return [value.numel() for value in path.parameters[1].values()]
 
 
-def test_a_parameter_without_gradient_is_left_out():
+def test_parameter_without_gradient_is_omitted():
     task, state = build(Case("tied", loop="step"), steps=1)
     task.model.mix.weight.requires_grad_(False)
     task.optimizer = state.optimizer = torch.optim.AdamW(task.model.parameters(), lr=0.1)
@@ -228,7 +228,7 @@ def test_a_parameter_without_gradient_is_left_out():
     assert torch.equal(task.model.mix.weight, before["mix.weight"])
 
 
-def test_pieces_part_parameters_in_order_at_the_limit():
+def test_parameters_are_split_in_order():
     sizes = {"a": 10, "b": PIECE - 10, "c": 1, "d": 2 * PIECE, "e": 5}
     parameters = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
     assert list(split_into_pieces(parameters)) == [["a", "b"], ["c"], ["d"], ["e"]]
@@ -262,7 +262,7 @@ def test_default_schedule_reports_every_hundredth_step():
     case = Case("batchnorm_mlp", "adamw_fused", "step")
     run = train(case, [AdamDynamics()], steps=101)
     assert_same_bytes(run, case, 101)
-    assert sorted(found(run)) == [1, 101]
+    assert sorted(reported_rows(run)) == [1, 101]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd_momentum", "adafactor"])
@@ -288,6 +288,6 @@ def test_settings_of_current_step_survive_saving():
     assert fresh.state_dict() == AdamDynamics().state_dict()
 
 
-def test_a_sample_of_nothing_is_refused():
+def test_empty_sample_is_refused():
     with pytest.raises(UsageError, match=r"adam_dynamics\.sample is 0"):
         AdamDynamics(sample=0)

@@ -65,10 +65,10 @@ def test_delta_is_measured_since_last_report(loop, model):
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_the_same_deltas(case):
     """The hook is reloaded before every call, and the run keeps its bytes."""
-    whole = train(case, [ParameterDelta()], steps=9)
-    parts = train(case, [reloading(ParameterDelta)], steps=9)
-    assert described(parts.sink.rows("parameter_delta/")) == described(whole.sink.rows("parameter_delta/"))
-    assert_same_bytes(parts, case, 9)
+    uninterrupted = train(case, [ParameterDelta()], steps=9)
+    reloaded = train(case, [reloading(ParameterDelta)], steps=9)
+    assert described(reloaded.sink.rows("parameter_delta/")) == described(uninterrupted.sink.rows("parameter_delta/"))
+    assert_same_bytes(reloaded, case, 9)
 
 
 def moved(model: nn.Module, hook: ParameterDelta, change) -> dict[str, float]:
@@ -79,7 +79,7 @@ def moved(model: nn.Module, hook: ParameterDelta, change) -> dict[str, float]:
     return {name: float(value) for name, value in hook.compute(epoch_end(model)).items()}
 
 
-def test_what_has_not_moved_is_counted():
+def test_unchanged_elements_are_counted():
     def one_row(model: nn.Module) -> None:
         model.weight[1] += 2
 
@@ -104,7 +104,7 @@ def test_doubled_bfloat16_weights_have_unit_delta():
     assert report["relative_delta/weight"] == pytest.approx(1, rel=1e-6)
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_omitted():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     assert "delta/bias" not in moved(model, ParameterDelta(), lambda model: model.weight.add_(1))

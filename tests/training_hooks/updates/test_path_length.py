@@ -1,4 +1,4 @@
-"""The path of the parameters against brute force in float64, and paths whose shape is known."""
+"""The path of the parameters against brute force in float64, and on known paths."""
 
 import math
 from itertools import pairwise
@@ -20,7 +20,7 @@ REPORT = {"epoch": HookPoint.POST_EPOCH, "step": HookPoint.SNAPSHOT}
 
 
 class PositionLog(at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_STEP, *REPORT.values())):
-    """Keeps the trained parameters in float64 before the first step and after every one, and where reports fall."""
+    """Keeps the parameters in float64 before the first step and after every step, and the indices of reports."""
 
     def __init__(self, loop: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PositionLog(at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_STEP, *REPORT.v
 
 
 def expected(positions: list[torch.Tensor], begin: int, end: int, places: list[int]) -> dict[str, float]:
-    """Compute the report at ``end`` of the interval from ``begin``, on the path through these places."""
+    """Compute the report of the interval from ``begin`` to ``end`` on the path through the positions ``places``."""
     lengths = {b: float((positions[b] - positions[a]).norm()) for a, b in pairwise(places) if b <= end}
     path, displacement = math.fsum(lengths.values()), float((positions[end] - positions[0]).norm())
     part = math.fsum(length for place, length in lengths.items() if place > begin)
@@ -62,22 +62,24 @@ def test_path_reports_match_brute_force(loop, every, model, monkeypatch):
     reports = [metrics for metrics, _, point, _ in run.sink.emitted if point is REPORT[loop]]
     assert len(reports) == len(log.reports) == 3
     for report, begin, end in zip(reports, [0, *log.reports], log.reports, strict=False):
-        wanted = {f"path_length/{name}": value for name, value in expected(log.positions, begin, end, places).items()}
-        assert report == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        expected_report = {
+            f"path_length/{name}": value for name, value in expected(log.positions, begin, end, places).items()
+        }
+        assert report == pytest.approx(expected_report, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_same_metrics(case, monkeypatch):
     """Reloading the hook at every call changes neither its metrics nor the run."""
     monkeypatch.setattr(path_length, "FOLD", 2)
-    whole = train(case, [PathLength()], steps=8)
-    parts = train(case, [reloading(PathLength)], steps=8)
-    assert described(parts.sink.rows("path_length/")) == described(whole.sink.rows("path_length/"))
-    assert_same_bytes(parts, case, 8)
+    uninterrupted = train(case, [PathLength()], steps=8)
+    reloaded = train(case, [reloading(PathLength)], steps=8)
+    assert described(reloaded.sink.rows("path_length/")) == described(uninterrupted.sink.rows("path_length/"))
+    assert_same_bytes(reloaded, case, 8)
 
 
 def walk(hook: TrainingHook, positions: torch.Tensor) -> dict[str, float]:
-    """Lead a parameter through positions, shape (steps + 1, elements), and return the report as numbers."""
+    """Move a parameter through positions of shape (steps + 1, elements); return the report as numbers."""
     model = nn.Module()
     model.place = nn.Parameter(positions[0].clone())
     for step, position in enumerate(positions[1:], start=1):
@@ -93,7 +95,7 @@ def test_a_straight_line_is_fully_efficient():
     assert (report["path_per_step"], report["steps"]) == (5, 4)
 
 
-def test_going_back_and_forth_leads_nowhere():
+def test_oscillation_has_no_displacement():
     report = walk(PathLength(), torch.tensor([[0.0], [1.0], [0.0], [1.0], [0.0]]))
     assert (report["path_length"], report["displacement"], report["efficiency"]) == (4, 0, 0)
 
@@ -111,7 +113,7 @@ def test_random_walk_has_known_efficiency():
     assert report["efficiency"] == pytest.approx(1 / math.sqrt(report["steps"]), rel=0.05)
 
 
-def test_standing_still_has_no_efficiency():
+def test_motionless_path_has_no_efficiency():
     report = walk(PathLength(), torch.ones(3, 2))
     assert (report["path_length"], report["displacement"]) == (0, 0)
     assert math.isnan(report["efficiency"])
@@ -137,7 +139,7 @@ def test_repeated_step_is_measured_once():
     assert hook.compute(epoch_end(model, step=2))["steps"] == 2
 
 
-def test_legs_of_no_steps_are_refused():
+def test_zero_step_legs_are_refused():
     with pytest.raises(UsageError, match=r"path_length.every is 0; it must be at least 1"):
         PathLength(every=0)
 

@@ -1,4 +1,4 @@
-"""The fit of a power law against samples whose exponent is known and against a fit written out slowly with scipy."""
+"""Fits of a power law to samples with a known exponent, and against an exhaustive search with SciPy."""
 
 import math
 
@@ -18,10 +18,10 @@ def pareto(exponent: float, shape: tuple[int, ...], seed: int, start: float = 1.
     return (start * uniform ** (-1 / (exponent - 1))).sort(dim=-1, descending=True).values
 
 
-def slow_fits(sample: np.ndarray, min_tail: int) -> dict[int, tuple[float, float]]:
-    """Return exponent and distance of the best fits by length of the tail; several where they are equally good.
+def fit_exhaustively(sample: np.ndarray, min_tail: int) -> dict[int, tuple[float, float]]:
+    """Return exponent and distance of the best fits by length of the tail; several if they are equally good.
 
-    Every start is tried, with the exponent from scipy's fit and the distance from scipy's test of a Pareto law.
+    Tries every start, with the exponent from SciPy's fit and the distance from SciPy's test of a Pareto law.
     """
     fits = {}
     for start in np.unique(sample[sample > 0]):
@@ -44,7 +44,7 @@ def test_planted_exponent_is_recovered(exponent, size):
     assert (fit.distance < 1.36 / fit.count.sqrt()).all()
 
 
-def test_the_tail_starts_where_a_planted_law_does():
+def test_tail_starts_at_the_planted_minimum():
     noise = torch.rand(4, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 4
     sample = torch.cat([pareto(2.5, (4, 400), seed=2, start=5.0), noise], dim=1).sort(dim=1, descending=True).values
     fit = fit_power_law(sample, min_tail=20)
@@ -57,12 +57,12 @@ def test_the_tail_starts_where_a_planted_law_does():
 @given(
     st.integers(2, 40), st.sampled_from([2, 5, 10]), st.sampled_from(["pareto", "normal", "ties"]), st.integers(0, 99)
 )
-def test_every_fit_is_that_of_the_slow_search(size, min_tail, kind, seed):
+def test_fits_match_exhaustive_search(size, min_tail, kind, seed):
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(size, dtype=torch.float64, generator=generator).square()
     draws = {"pareto": pareto(2.2, (size,), seed), "normal": normal, "ties": (normal * 3).ceil()}
     sample = draws[kind].sort(descending=True).values
-    best = slow_fits(sample.numpy(), min_tail)
+    best = fit_exhaustively(sample.numpy(), min_tail)
     assume(best)
     fit = fit_power_law(sample[None], min_tail)
     exponent, distance = best[int(fit.count)]
@@ -72,7 +72,7 @@ def test_every_fit_is_that_of_the_slow_search(size, min_tail, kind, seed):
 
 @settings(deadline=None, max_examples=30)
 @given(st.floats(1e-20, 1e20), st.integers(0, 99))
-def test_the_scale_of_a_sample_changes_nothing(scale, seed):
+def test_fit_is_invariant_under_scaling(scale, seed):
     sample = pareto(3.0, (2, 30), seed)
     plain, scaled = fit_power_law(sample, 10), fit_power_law(sample * scale, 10)
     torch.testing.assert_close(scaled.exponent, plain.exponent, rtol=1e-6, atol=0)
@@ -82,11 +82,11 @@ def test_the_scale_of_a_sample_changes_nothing(scale, seed):
 def test_batched_fits_match_single_fits(monkeypatch):
     """Fits of several samples together are the same for any block size."""
     samples = pareto(2.5, (3, 50), seed=4)
-    together = fit_power_law(samples, 10)
+    batched = fit_power_law(samples, 10)
     monkeypatch.setattr(weight_tracking, "BLOCK_ELEMENTS", 400)
-    alone = [fit_power_law(sample[None], 10) for sample in samples]
-    assert torch.equal(together.exponent, torch.cat([fit.exponent for fit in alone]))
-    assert torch.equal(together.distance, torch.cat([fit.distance for fit in alone]))
+    single = [fit_power_law(sample[None], 10) for sample in samples]
+    assert torch.equal(batched.exponent, torch.cat([fit.exponent for fit in single]))
+    assert torch.equal(batched.distance, torch.cat([fit.distance for fit in single]))
 
 
 def test_zeros_and_rounding_errors_start_no_tail():
@@ -100,7 +100,7 @@ def test_zeros_and_rounding_errors_start_no_tail():
     [torch.ones(1, 20), torch.zeros(1, 20), torch.ones(1, 5), torch.full((1, 20), math.nan)],
     ids=["all equal", "all zero", "too few", "not numbers"],
 )
-def test_what_has_no_tail_gets_no_fit(sample):
+def test_samples_without_tail_get_no_fit(sample):
     fit = fit_power_law(sample, min_tail=10)
     assert fit.exponent.isnan()
     assert fit.distance.isnan()

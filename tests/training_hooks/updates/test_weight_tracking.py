@@ -1,4 +1,4 @@
-"""The weight tracking hook against planted spectra and numpy's decomposition in float64."""
+"""The weight tracking hook against planted spectra and NumPy's decomposition in float64."""
 
 import math
 
@@ -28,7 +28,7 @@ def planted(spectrum: torch.Tensor, rows: int, columns: int, seed: int = 0) -> t
     return (left * spectrum.double() @ right.T).float()
 
 
-def holding(**weights: torch.Tensor) -> nn.Module:
+def model_with(**weights: torch.Tensor) -> nn.Module:
     return nn.ParameterDict({name: nn.Parameter(weight) for name, weight in weights.items()})
 
 
@@ -40,7 +40,7 @@ def measured(model: nn.Module, point: HookPoint = HookPoint.SNAPSHOT, **options:
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20), (20, 20)])
 def test_a_planted_spectrum_is_measured(shape):
     spectrum = torch.linspace(4, 0.5, 20, dtype=torch.float64)
-    metrics = measured(holding(w=planted(spectrum, *shape)))
+    metrics = measured(model_with(w=planted(spectrum, *shape)))
     shares = spectrum / spectrum.sum()
     assert metrics["spectral_norm/w"].item() == pytest.approx(4, rel=1e-6)
     assert metrics["norm/w"].item() == pytest.approx(spectrum.norm().item(), rel=1e-6)
@@ -51,7 +51,7 @@ def test_a_planted_spectrum_is_measured(shape):
 def test_the_exponent_of_a_planted_tail_is_recovered():
     uniform = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     eigenvalues = uniform ** (-1 / (2.5 - 1))
-    metrics = measured(holding(w=planted(eigenvalues.sqrt(), 200, 240)))
+    metrics = measured(model_with(w=planted(eigenvalues.sqrt(), 200, 240)))
     count = metrics["alpha_tail/w"].item()
     assert abs(metrics["alpha/w"].item() - 2.5) < 4 * 1.5 / math.sqrt(count)
     assert count > 100
@@ -63,26 +63,26 @@ def test_singular_values_match_numpy():
     torch.manual_seed(0)
     shapes = {"a": (8, 5), "b": (5, 8), "c": (8, 8), "d": (5, 30), "e": (1, 4)}
     matrices = {name: torch.randn(shape) for name, shape in shapes.items()}
-    found = {
+    singular_values = {
         name: values
         for names, spectra in spectra_by_size(matrices)
         for name, values in zip(names, spectra, strict=True)
     }
-    assert set(found) == set(shapes)
+    assert set(singular_values) == set(shapes)
     for name, matrix in matrices.items():
         expected = np.linalg.svd(matrix.double().numpy(), compute_uv=False)
-        np.testing.assert_allclose(found[name].numpy(), expected, atol=3e-8 * expected[0])
+        np.testing.assert_allclose(singular_values[name].numpy(), expected, atol=3e-8 * expected[0])
 
 
-def test_a_kernel_is_the_matrix_of_its_filters():
+def test_convolution_is_unfolded_by_filter():
     convolution = nn.Conv2d(3, 6, 5)
     rows = torch.stack([one.reshape(-1) for one in convolution.weight.detach()])
     expected = torch.linalg.matrix_norm(rows.double(), 2).item()
     assert measured(convolution)["spectral_norm/weight"].item() == pytest.approx(expected)
 
 
-def test_vectors_have_a_norm_only():
-    model = holding(w=torch.randn(12, 12), b=torch.randn(12), scalar=torch.tensor(-3.0))
+def test_vectors_only_have_a_norm():
+    model = model_with(w=torch.randn(12, 12), b=torch.randn(12), scalar=torch.tensor(-3.0))
     metrics = measured(model)
     assert {name for name in metrics if name.endswith(("/b", "/scalar"))} == {"norm/b", "norm/scalar"}
     assert metrics["norm/scalar"].item() == 3
@@ -90,8 +90,8 @@ def test_vectors_have_a_norm_only():
     assert metrics["total_norm"].item() == pytest.approx(total, rel=1e-6)
 
 
-def test_means_are_those_over_the_matrices():
-    model = holding(wide=torch.randn(12, 40), tall=torch.randn(50, 15), small=torch.randn(3, 3))
+def test_means_are_taken_over_matrices():
+    model = model_with(wide=torch.randn(12, 40), tall=torch.randn(50, 15), small=torch.randn(3, 3))
     metrics = measured(model)
     for column in ("spectral_norm", "effective_rank", "stable_rank"):
         values = [metrics[f"{column}/{name}"].item() for name in model]
@@ -103,7 +103,7 @@ def test_means_are_those_over_the_matrices():
     assert metrics["weighted_alpha"].item() == pytest.approx((alphas * np.log10(largest)).mean())
 
 
-def test_the_fit_is_that_of_all_eigenvalues():
+def test_fit_uses_all_eigenvalues():
     model = nn.Linear(40, 30)
     squares = np.linalg.svd(model.weight.detach().double().numpy(), compute_uv=False) ** 2
     fit = fit_power_law(torch.from_numpy(squares.copy())[None], min_tail=12)
@@ -126,7 +126,7 @@ def test_a_model_of_vectors_has_no_spectra():
 def test_broken_weights_affect_no_other_matrix():
     """An infinite matrix gives NaN, a zero matrix has no rank or exponent, and means use the sound matrices."""
     broken = torch.ones(12, 12).index_fill(0, torch.tensor([3]), math.inf)
-    metrics = measured(holding(broken=broken, zero=torch.zeros(12, 12), sound=torch.randn(12, 12)))
+    metrics = measured(model_with(broken=broken, zero=torch.zeros(12, 12), sound=torch.randn(12, 12)))
     for column in ("spectral_norm", "effective_rank", "alpha"):
         assert metrics[f"{column}/broken"].isnan()
         assert metrics[f"{column}/sound"].isfinite()
@@ -139,7 +139,7 @@ def test_broken_weights_affect_no_other_matrix():
 def test_half_precision_is_reduced_in_float32():
     large = {"w": torch.full((4,), 3e4, dtype=torch.float16)}
     assert norm_of_each(large)["w"].item() == 6e4
-    metrics = measured(holding(w=torch.eye(2, dtype=torch.bfloat16) * 300))
+    metrics = measured(model_with(w=torch.eye(2, dtype=torch.bfloat16) * 300))
     assert metrics["spectral_norm/w"].item() == 300
 
 
@@ -158,7 +158,7 @@ def test_reports_follow_epochs_and_snapshots(model):
     assert reported[HookPoint.POST_EPOCH] < reported[HookPoint.SNAPSHOT]
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_omitted():
     model = nn.Linear(12, 12)
     model.weight.requires_grad_(False)
     assert set(measured(model)) == {"norm/bias", "total_norm"}

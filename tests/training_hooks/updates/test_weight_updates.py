@@ -1,4 +1,4 @@
-"""The hook weight_updates in real runs: what it reports, what it says, and what it costs the host."""
+"""The hook weight_updates in real runs: its metrics, its warnings and its transfers to the host."""
 
 import math
 import warnings
@@ -37,14 +37,14 @@ def run(hooks, case=TRANSFORMER, steps=6, **options):
     return train(case, hooks, steps=steps, audit=False, every_step=False, **options)
 
 
-def table(found) -> dict[tuple[str, int], float]:
-    """List what the hook reported, by metric and step."""
-    rows = found.sink.rows("weight_updates/")
+def table(result) -> dict[tuple[str, int], float]:
+    """Return the reported values by metric and step."""
+    rows = result.sink.rows("weight_updates/")
     return {(name.removeprefix("weight_updates/"), step): value for name, _, step, value in rows}
 
 
 class Norms(at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.POST_STEP)):
-    """Measures by full clones in float64 what the hook reports in exact mode."""
+    """Measures the metrics of exact mode with full clones in float64."""
 
     def compute(self, ctx) -> dict[str, float]:
         parameters = dict(ctx.model.named_parameters())
@@ -58,10 +58,10 @@ class Norms(at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.POST_STEP)):
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_run_reports_the_statistics_of_full_clones(model, loop, accumulation_steps):
+def test_run_statistics_match_full_clones(model, loop, accumulation_steps):
     hooks = [Norms(), WeightUpdates(interval=2, exact=True)]
-    found = run(hooks, Case(model, "adamw_foreach", loop), accumulation_steps=accumulation_steps)
-    brute, reported = found.sink.rows("spy/"), table(found)
+    result = run(hooks, Case(model, "adamw_foreach", loop), accumulation_steps=accumulation_steps)
+    brute, reported = result.sink.rows("spy/"), table(result)
     assert {step for _, step in reported} == {1, 3, 5}
     for step in (1, 3, 5):
         for kind, prefix in (("grad", "grad_norm"), ("ratio", "update_ratio")):
@@ -86,9 +86,9 @@ def test_reported_series_match_description_and_topk(topk):
 
 def test_topk_names_smallest_update_ratios():
     """Names and ratios match full clones of the weights."""
-    found = run([Norms(), WeightUpdates(interval=1, topk=3)], steps=1)
-    ratios = {name.removeprefix("spy/ratio/"): value for name, _, _, value in found.sink.rows("spy/ratio/")}
-    named = {name.removeprefix("topk_frozen/"): v for (name, _), v in table(found).items() if "topk" in name}
+    result = run([Norms(), WeightUpdates(interval=1, topk=3)], steps=1)
+    ratios = {name.removeprefix("spy/ratio/"): value for name, _, _, value in result.sink.rows("spy/ratio/")}
+    named = {name.removeprefix("topk_frozen/"): v for (name, _), v in table(result).items() if "topk" in name}
     assert named == {name: pytest.approx(ratios[name], rel=1e-5) for name in sorted(ratios, key=ratios.get)[:3]}
 
 
@@ -96,18 +96,18 @@ def test_topk_names_smallest_update_ratios():
 def test_repeatedly_resumed_hook_reports_the_same(options):
     """Patience continues, with sampled and with exact weights."""
     frozen = {"frozen_update_ratio_threshold": 1e30, "frozen_patience_steps": 3, "interval": 1}
-    whole = run([WeightUpdates(**frozen, **options)])
+    uninterrupted = run([WeightUpdates(**frozen, **options)])
     resumed = run([reloading(WeightUpdates, **frozen, **options)])
-    assert table(whole) == table(resumed)
-    counts = [value for (name, _), value in sorted(table(whole).items()) if name == "frozen_count"]
-    assert counts == [0, 0] + 4 * [len(list(whole.task.model.parameters()))]
+    assert table(uninterrupted) == table(resumed)
+    counts = [value for (name, _), value in sorted(table(uninterrupted).items()) if name == "frozen_count"]
+    assert counts == [0, 0] + 4 * [len(list(uninterrupted.task.model.parameters()))]
 
 
 # Warnings
 
 
 class Sick(WeightUpdates):
-    """Sees, at some steps, gradients of the first parameter that were multiplied by a factor."""
+    """Checks gradients of the first parameter that are multiplied by a factor at some steps."""
 
     name = "weight_updates"
     factors: dict[int, float] = {}
@@ -128,30 +128,30 @@ def sick(**factors: float) -> WeightUpdates:
     return hook
 
 
-def said(hook, **options) -> list[str]:
-    """Return what a hook warned of in a run of six steps, without its first and its last line."""
+def collect_warnings(hook, **options) -> list[str]:
+    """Return a hook's warnings in a run of six steps, without the first and the last notice."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(Case("transformer", **options), [hook], steps=6, audit=False, every_step=False)
-    return [f"{each.category.__name__}: {each.message}" for each in caught][1:-1]
+    return [f"{warning.category.__name__}: {warning.message}" for warning in caught][1:-1]
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_conditions_are_reported_when_they_change(loop):
     """A condition is reported when it appears, when it ends and when it returns."""
-    told = said(sick(step2=1e9, step3=1e9, step4=1e9, step6=1e9), loop=loop)
-    assert [sentence.split(" (")[0] for sentence in told] == [
+    sentences = collect_warnings(sick(step2=1e9, step3=1e9, step4=1e9, step6=1e9), loop=loop)
+    assert [sentence.split(" (")[0] for sentence in sentences] == [
         "Alert: Step 2: 1 of 17 parameters has an exploding gradient: embedding.weight",
         "Recovery: Step 5: no parameter has an exploding gradient any more.",
         "Alert: Step 6: 1 of 17 parameters has an exploding gradient: embedding.weight",
     ]
-    assert "(‖g‖ = " in told[0]
+    assert "(‖g‖ = " in sentences[0]
 
 
 def test_worst_parameters_are_reported_first():
     """The alert lists five parameters by update ratio and counts the others."""
     hook = WeightUpdates(interval=1, frozen_update_ratio_threshold=1e30, frozen_patience_steps=2)
-    (sentence,) = said(hook)
+    (sentence,) = collect_warnings(hook)
     assert sentence.startswith("Alert: Step 2: 17 of 17 parameters are frozen: ")
     assert sentence.endswith(" and 12 more.")
     ratios = [float(part.split()[0]) for part in sentence.split("update ratio ")[1:]]
@@ -161,8 +161,8 @@ def test_worst_parameters_are_reported_first():
 
 def test_resumed_hook_does_not_repeat_a_warning():
     """The restored hook keeps the conditions that it has reported."""
-    whole = said(sick(step2=1e9, step3=1e9, step4=1e9))
-    assert len(whole) == 2
+    uninterrupted = collect_warnings(sick(step2=1e9, step3=1e9, step4=1e9))
+    assert len(uninterrupted) == 2
     earlier, later = sick(step2=1e9), sick(step2=1e9, step3=1e9)
     model = build(Case("transformer"))[0].model
     for parameter in model.parameters():
@@ -179,7 +179,7 @@ def test_first_and_last_notice_summarize_checks():
     """The notices state parameters, samples, interval and the result of the last check."""
     with pytest.warns(RunNotice) as caught:
         run([WeightUpdates(interval=4)])
-    first, last = (str(each.message) for each in (caught[0], caught[-1]))
+    first, last = (str(warning.message) for warning in (caught[0], caught[-1]))
     assert first == (
         "weight_updates checks the 17 parameters (735 elements) of strategy 'only' by samples of up to 1,024 elements "
         "each, at step 1, then every 4 steps."
@@ -209,8 +209,8 @@ def test_skipped_step_has_gradients_but_no_update():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", RunNotice)
-        found = run([WeightUpdates(interval=1, exact=True)], Case("tied"), introduce=in_float16)
-    reported, skipped = table(found), found.state.loop.skipped_steps
+        result = run([WeightUpdates(interval=1, exact=True)], Case("tied"), introduce=in_float16)
+    reported, skipped = table(result), result.state.loop.skipped_steps
     infinite = {step for (name, step), value in reported.items() if name == "nonfinite_count" and value}
     updated = {step for name, step in reported if name == "update_ratio_median"}
     assert len(infinite) == skipped > 0
@@ -218,7 +218,7 @@ def test_skipped_step_has_gradients_but_no_update():
     assert max(value for (name, _), value in reported.items() if name == "frozen_count") == 0
 
 
-def test_bfloat16_weights_report_how_much_was_rounded_away():
+def test_bfloat16_weights_report_rounded_away_fraction():
     def convert(task, state):
         task.model.bfloat16()
         task.optimizer.param_groups[0]["lr"] = 1e-4
@@ -237,19 +237,19 @@ def test_bfloat16_warmup_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", RunNotice)
-        found = run(
+        result = run(
             [WeightUpdates(interval=100, vanishing_grad_threshold=0.0)],
             Case("tied", "sgd_momentum", loop="step"),
             introduce=warming_up,
         )
-    assert ("rounded_away_fraction", 1) not in table(found)
+    assert ("rounded_away_fraction", 1) not in table(result)
 
 
-# Cost and refusals
+# Costs and errors
 
 
 class Transfers(TorchFunctionMode):
-    """Counts what brings numbers of tensors to the host."""
+    """Counts function calls that transfer numbers of tensors to the host."""
 
     names = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"}
 

@@ -1,4 +1,4 @@
-"""The plain monitor against full clones in float64, on planted layers, and in the corners of optimizers."""
+"""The weight update monitor against full clones in float64, on planted layers, and in edge cases of optimizers."""
 
 import math
 
@@ -25,7 +25,7 @@ def backward(model: nn.Module, data) -> None:
 
 
 def clones(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy the parameters, each shared one once, in float64."""
+    """Copy the parameters in float64, shared ones once."""
     return {name: value.detach().double() for name, value in model.named_parameters()}
 
 
@@ -35,7 +35,7 @@ def length(tensor: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_exact_checks_are_those_of_full_clones(name, optimizer):
+def test_exact_checks_match_full_clones(name, optimizer):
     torch.manual_seed(0)
     model, data = MODELS[name](), data_for(name)
     optimizer, monitor = OPTIMIZERS[optimizer](model.parameters()), WeightUpdateMonitor(exact=True)
@@ -46,10 +46,10 @@ def test_exact_checks_are_those_of_full_clones(name, optimizer):
         updates = monitor.check_updates(model, optimizer)
         assert gradients.keys() == updates.keys() == trainable(model).keys()
         for key, parameter in model.named_parameters():
-            g, found, update = parameter.grad.double(), gradients[key], updates[key]
-            assert found.l2_norm == pytest.approx(length(g), rel=1e-6, abs=1e-12)
-            assert found.max_abs == pytest.approx(g.abs().max().item(), rel=1e-6)
-            assert found.mean_abs == pytest.approx(g.abs().mean().item(), rel=1e-6, abs=1e-12)
+            g, gradient, update = parameter.grad.double(), gradients[key], updates[key]
+            assert gradient.l2_norm == pytest.approx(length(g), rel=1e-6, abs=1e-12)
+            assert gradient.max_abs == pytest.approx(g.abs().max().item(), rel=1e-6)
+            assert gradient.mean_abs == pytest.approx(g.abs().mean().item(), rel=1e-6, abs=1e-12)
             change = length(parameter.detach().double() - before[key])
             assert update.update_norm == pytest.approx(change, rel=1e-6)
             assert update.weight_norm == pytest.approx(length(before[key]), rel=1e-6)
@@ -57,13 +57,13 @@ def test_exact_checks_are_those_of_full_clones(name, optimizer):
 
 
 def sampling_error(sample: torch.Tensor, elements: int) -> float:
-    """Return the standard error of n times the mean of a sample drawn without replacement, from its own variance."""
+    """Estimate the standard error of n times the mean of a sample drawn without replacement, from its variance."""
     count = len(sample)
     return elements * math.sqrt(sample.var().item() / count * (1 - count / elements))
 
 
 class WideTied(TiedModel):
-    """The tied model, but with more elements than a sample."""
+    """The tied model with more elements than a sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ WIDE = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", WIDE)
-def test_sampled_checks_are_within_their_sampling_error(name, optimizer):
-    """Five standard errors, estimated from the sample itself; what is taken whole must be exact."""
+def test_sampled_checks_stay_within_sampling_error(name, optimizer):
+    """The bound is five standard errors, estimated from the sample; complete parameters must be exact."""
     torch.manual_seed(0)
     model, data = WIDE[name](), data_for(name)
     optimizer, monitor = OPTIMIZERS[optimizer](model.parameters()), WeightUpdateMonitor(sample_size=150)
@@ -107,7 +107,7 @@ FACTORS = {"4.weight": 1e-9, "6.weight": 1e6}
 
 
 def examine(sick: str, *, rate: float = 1e-2, **options):
-    """Train a deep model with one sick layer for three checked steps; return the diagnostics of the last."""
+    """Train a deep model with one faulty layer for three checked steps; return the diagnostics of the last."""
     torch.manual_seed(1)
     model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(24, 24), nn.Tanh())], nn.Linear(24, 7))
     layer, monitor = model.get_parameter(sick), WeightUpdateMonitor(**options)
@@ -123,11 +123,11 @@ def examine(sick: str, *, rate: float = 1e-2, **options):
 
 
 def conditions(gradients, updates) -> tuple[list[str], list[str], list[str]]:
-    """Name the parameters whose gradients vanish, whose explode, and those that are frozen."""
+    """Return the names of parameters with vanishing gradients, with exploding gradients, and of frozen ones."""
     return (
-        [name for name, each in gradients.items() if each.is_vanishing],
-        [name for name, each in gradients.items() if each.is_exploding],
-        [name for name, each in updates.items() if each.is_frozen],
+        [name for name, diagnostics in gradients.items() if diagnostics.is_vanishing],
+        [name for name, diagnostics in gradients.items() if diagnostics.is_exploding],
+        [name for name, diagnostics in updates.items() if diagnostics.is_frozen],
     )
 
 
@@ -147,7 +147,7 @@ def one_check(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: Weigh
 
 
 def ones(**parameters: float) -> nn.Module:
-    """Make a model of named parameters of four equal elements, each with a gradient of ones."""
+    """Make a model with named parameters of four equal elements and gradients of ones."""
     model = nn.Module()
     for name, value in parameters.items():
         model.register_parameter(name, nn.Parameter(torch.full((4,), value)))
@@ -155,7 +155,7 @@ def ones(**parameters: float) -> nn.Module:
     return model
 
 
-def test_parameters_that_take_no_part_are_skipped():
+def test_unused_parameters_are_skipped():
     model = ones(used=1.0, unused=1.0, fixed=1.0)
     model.unused.grad, model.fixed.requires_grad = None, False
     model.register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
@@ -165,7 +165,7 @@ def test_parameters_that_take_no_part_are_skipped():
     assert updates["used"].update_ratio == pytest.approx(0.1)
 
 
-def test_nothing_to_check_is_nothing_found():
+def test_missing_gradients_give_empty_checks():
     model, monitor = ones(a=1.0), WeightUpdateMonitor()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert monitor.check_updates(model, optimizer) == {}
@@ -180,18 +180,18 @@ def test_weight_decay_moves_a_parameter_without_gradient():
     optimizer, monitor = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0), WeightUpdateMonitor()
     for check in (1, 2, 3):
         gradients, updates = one_check(model, optimizer, monitor)
-        assert all(each.is_vanishing for each in gradients.values())
+        assert all(diagnostics.is_vanishing for diagnostics in gradients.values())
         assert updates["decayed"].update_ratio == pytest.approx(0.05)
         assert (updates["plain"].frozen_checks, updates["decayed"].frozen_checks) == (check, 0)
     assert (gradients["decayed"].learning_rate, gradients["plain"].learning_rate) == (0.1, 0.2)
-    assert [name for name, each in updates.items() if each.is_frozen] == ["plain"]
+    assert [name for name, diagnostics in updates.items() if diagnostics.is_frozen] == ["plain"]
 
 
 def test_parameter_outside_the_optimizer_is_frozen():
     """Its learning rate is NaN."""
     model, monitor = ones(trained=1.0, forgotten=1.0), WeightUpdateMonitor(frozen_patience_steps=1)
     _, updates = one_check(model, torch.optim.SGD([model.trained], lr=0.1), monitor)
-    assert [name for name, each in updates.items() if each.is_frozen] == ["forgotten"]
+    assert [name for name, update in updates.items() if update.is_frozen] == ["forgotten"]
     assert math.isnan(updates["forgotten"].learning_rate)
 
 
@@ -213,8 +213,8 @@ def test_bfloat16_rounding_is_distinguished_from_freezing(exact):
     monitor = WeightUpdateMonitor(exact=exact, frozen_patience_steps=2)
     for _ in range(2):
         _, updates = one_check(model, torch.optim.SGD(groups, lr=1e-4), monitor)
-    assert [name for name, each in updates.items() if each.is_rounded_away] == ["rounded"]
-    assert [name for name, each in updates.items() if each.is_frozen] == ["frozen", "idle"]
+    assert [name for name, update in updates.items() if update.is_rounded_away] == ["rounded"]
+    assert [name for name, update in updates.items() if update.is_frozen] == ["frozen", "idle"]
     assert [updates[name].rounded_away for name in ("rounded", "moving")] == [1, 0]
     assert all(math.isnan(updates[name].rounded_away) for name in ("idle", "frozen"))  # at rate 0 nothing is driven
     assert updates["frozen"].driven_elements == updates["frozen"].stuck_elements == 0
@@ -225,15 +225,15 @@ def test_learning_rate_is_read_before_the_scheduler():
     model, monitor = ones(a=1.0, b=1.0).bfloat16(), WeightUpdateMonitor(frozen_patience_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
-    found = []
+    updates = []
     for _ in range(2):
         gradients = monitor.check_gradients(model, optimizer)
         optimizer.step()
         warm_up.step()
-        found.append(monitor.check_updates(model, optimizer)["a"])
-        assert gradients["a"].learning_rate == found[-1].learning_rate
-    assert [each.learning_rate for each in found] == pytest.approx([0, 1e-5])
-    assert [(each.driven_elements, each.is_rounded_away) for each in found] == [(0, False), (4, True)]
+        updates.append(monitor.check_updates(model, optimizer)["a"])
+        assert gradients["a"].learning_rate == updates[-1].learning_rate
+    assert [update.learning_rate for update in updates] == pytest.approx([0, 1e-5])
+    assert [(update.driven_elements, update.is_rounded_away) for update in updates] == [(0, False), (4, True)]
 
 
 def after_a_step(kind, fused: bool, *, decay: float, rate: float, size: float):
@@ -252,17 +252,19 @@ def after_a_step(kind, fused: bool, *, decay: float, rate: float, size: float):
 @pytest.mark.parametrize(("decay", "rate", "size"), [(0.1, 1e-3, 0.02), (0.1, 1e-5, 1.0), (1000.0, 1e-5, 1.0)])
 def test_bfloat16_losses_are_counted_per_term(fused, decay, rate, size):
     """The gradient term and the decay term of AdamW are counted separately."""
-    before, model, found = after_a_step(torch.optim.AdamW, fused, decay=decay, rate=rate, size=size)
-    alone = (before.double() * (1 - rate * decay)).bfloat16()
+    before, model, update = after_a_step(torch.optim.AdamW, fused, decay=decay, rate=rate, size=size)
+    decayed_only = (before.double() * (1 - rate * decay)).bfloat16()
     driven = model.w.grad != 0
-    assert (found.driven_elements, found.decayed_elements) == (driven.sum(), (before != 0).sum())
-    assert found.stuck_elements == (driven & (model.w == alone)).sum()
-    assert found.undecayed_elements == pytest.approx((alone == before).sum().item(), abs=2)  # double, then float
-    assert (found.decay_rounded_away > 0.99) == (decay < 1)
-    assert (found.rounded_away > 0.9) == (rate == 1e-5)
+    assert (update.driven_elements, update.decayed_elements) == (driven.sum(), (before != 0).sum())
+    assert update.stuck_elements == (driven & (model.w == decayed_only)).sum()
+    assert update.undecayed_elements == pytest.approx(
+        (decayed_only == before).sum().item(), abs=2
+    )  # double, then float
+    assert (update.decay_rounded_away > 0.99) == (decay < 1)
+    assert (update.rounded_away > 0.9) == (rate == 1e-5)
 
 
-def test_gradient_lost_beside_decay_is_reported():
+def test_lost_gradient_with_decay_is_reported():
     """The decay moves the weight while the gradient is rounded away; a lost decay is reported as well."""
     model = ones(w=1.0).bfloat16()
     model.w.grad *= 1e-3
@@ -276,7 +278,7 @@ def test_gradient_lost_beside_decay_is_reported():
     assert (updates["w"].lost, updates["w"].frozen_checks) == (("decay",), 0)
 
 
-def test_coupled_decay_is_no_term_of_its_own():
+def test_coupled_decay_is_not_a_separate_term():
     model = ones(w=1.0).bfloat16()
     _, updates = one_check(model, torch.optim.SGD([model.w], lr=1e-4, weight_decay=0.1), WeightUpdateMonitor())
     assert updates["w"].decayed_elements == 0
@@ -284,7 +286,7 @@ def test_coupled_decay_is_no_term_of_its_own():
 
 
 def unseen_rows(size: float) -> nn.Module:
-    """Return an embedding with a gradient in one row, of which a sample of 16 elements has none."""
+    """Return an embedding with a gradient in a single row that a sample of 16 elements misses."""
     model = nn.Module()
     model.table = nn.Embedding(1000, 8)
     sampled = set((sample_indices("table.weight", (1000, 8), 16).long() // 8).tolist())
@@ -296,19 +298,19 @@ def unseen_rows(size: float) -> nn.Module:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e3])
-def test_gradient_missed_by_sampling_is_measured_whole(size, sparse):
+def test_gradient_missed_by_sampling_is_measured_exactly(size, sparse):
     """The embedding has a gradient in a single row, dense or sparse."""
     model, monitor = unseen_rows(size), WeightUpdateMonitor(sample_size=16, frozen_patience_steps=1)
     true = length(model.table.weight.grad)
     if sparse:
         model.table.weight.grad = model.table.weight.grad.to_sparse()
     gradients, updates = one_check(model, torch.optim.SGD(model.parameters(), lr=0.1), monitor)
-    found = gradients["table.weight"]
-    assert found.l2_norm == pytest.approx(true, rel=1e-6)
-    assert (found.max_abs, found.mean_abs) == pytest.approx((size, 8 * size / 8000), rel=1e-6)
-    assert (found.is_vanishing, found.is_exploding) == (size == 1e-9, size == 1e3)
-    # What did not move in the sample may well have moved elsewhere: nothing is known of it.
-    assert [each.is_frozen for each in updates.values()] == ([True] if size == 1e-9 else [])
+    gradient = gradients["table.weight"]
+    assert gradient.l2_norm == pytest.approx(true, rel=1e-6)
+    assert (gradient.max_abs, gradient.mean_abs) == pytest.approx((size, 8 * size / 8000), rel=1e-6)
+    assert (gradient.is_vanishing, gradient.is_exploding) == (size == 1e-9, size == 1e3)
+    # Elements outside the sample may have moved, so the update is omitted.
+    assert [update.is_frozen for update in updates.values()] == ([True] if size == 1e-9 else [])
 
 
 def test_rounded_away_fraction_matches_full_clones():
@@ -329,7 +331,7 @@ def test_infinite_and_missing_numbers_count_as_exploding():
     model.inf.grad[1], model.nan.grad[2] = math.inf, math.nan
     monitor = WeightUpdateMonitor()
     gradients = monitor.check_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert [name for name, each in gradients.items() if each.is_exploding] == ["inf", "nan"]
+    assert [name for name, gradient in gradients.items() if gradient.is_exploding] == ["inf", "nan"]
     stats = monitor.aggregate_gradient_stats(gradients)
     assert (stats["exploding_count"], stats["nonfinite_count"]) == (2, 2)
     assert (stats["grad_norm_min"], stats["grad_norm_max"]) == (2.0, math.inf)

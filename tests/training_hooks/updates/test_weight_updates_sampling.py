@@ -24,7 +24,7 @@ def test_splitmix64_has_the_published_values():
 
 
 def test_samples_never_change():
-    """A change would break the comparison of runs, and the resuming of one between the two checks of a step."""
+    """Other samples would break the comparison of runs, and resuming between the two checks of a step."""
     assert sample_indices("blocks.0.qkv.weight", (768, 256), 1024)[:4].tolist() == [112, 246, 397, 679]
     assert sample_indices("w", (10,), 3).tolist() == [1, 4, 8]
     assert sample_indices("w", (10,), 8).tolist() == [0, 1, 2, 3, 5, 6, 7, 9]
@@ -44,15 +44,15 @@ def test_sample_is_sorted_distinct_and_repeatable(name, shape, size):
     assert torch.equal(indices, sample_indices(name, shape, size))
 
 
-def test_names_and_shapes_draw_other_samples():
+def test_samples_depend_on_name_and_shape():
     drawn = [("a", (100,)), ("b", (100,)), ("a", (10, 10)), ("a", (101,))]
     samples = {tuple(sample_indices(name, shape, 10).tolist()) for name, shape in drawn}
     assert len(samples) == 4
 
 
 @pytest.mark.parametrize("size", [7, 30])
-def test_every_element_is_as_likely_as_any_other(size):
-    """Each count is binomial over the names; 5 standard deviations are one failure in a million, over 40 elements."""
+def test_elements_are_sampled_uniformly(size):
+    """Counts over the names are binomial; 5 standard deviations fail once in a million, over 40 elements."""
     names = 4000
     counts = torch.zeros(40)
     for number in range(names):
@@ -82,7 +82,7 @@ def test_sample_ignores_memory_layout(layout):
 
 @pytest.mark.parametrize("order", [1, 2, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_norms_are_those_of_float64_at_every_size(dtype, order):
+def test_norms_match_float64_at_every_size(dtype, order):
     generator = torch.Generator().manual_seed(1)
     sizes = [(3,), (), (0,), (5, 7), (2**20 + 1,), (2**14,), (700, 300)]
     tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
@@ -92,21 +92,21 @@ def test_norms_are_those_of_float64_at_every_size(dtype, order):
 
 
 @pytest.mark.parametrize("order", [1, 2, math.inf])
-def test_nan_anywhere_is_in_the_norm(order):
+def test_nan_propagates_to_the_norm(order):
     large, small = torch.ones(2**17), torch.ones(4)
     large[12345] = small[2] = math.nan
     assert norms([large, small, torch.ones(4)], order).isnan().tolist() == [True, True, False]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
-def test_statistics_are_those_of_their_definitions(values):
-    found, count = distribution("x", values), len(values)
-    assert found["x_min"] == min(values)
-    assert found["x_max"] == max(values)
-    assert found["x_median"] == pytest.approx(torch.tensor(values, dtype=torch.float64).quantile(0.5).item())
-    at_most = sum(value <= found["x_p95"] for value in values)
-    below = sum(value < found["x_p95"] for value in values)
-    assert found["x_p95"] in values
+def test_statistics_match_their_definitions(values):
+    statistics, count = distribution("x", values), len(values)
+    assert statistics["x_min"] == min(values)
+    assert statistics["x_max"] == max(values)
+    assert statistics["x_median"] == pytest.approx(torch.tensor(values, dtype=torch.float64).quantile(0.5).item())
+    at_most = sum(value <= statistics["x_p95"] for value in values)
+    below = sum(value < statistics["x_p95"] for value in values)
+    assert statistics["x_p95"] in values
     assert 20 * at_most >= 19 * count
     assert 20 * below < 19 * count
 

@@ -1,4 +1,4 @@
-"""The weight monitor on two processes under FSDP2 reports what it reports on one: the same elements are sampled."""
+"""The weight update monitor on two processes under FSDP2 matches that on one process, with the same samples."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SETTINGS: tuple[dict[str, Any], ...] = ({"exact": True}, {"sample_size": 40}, {"
 
 
 def build(*, sharded: bool, dtype: torch.dtype) -> nn.Module:
-    """A model with rows that do not divide by two, and a bias of which the second rank has nothing."""
+    """Return a model with an odd number of rows, and a bias without elements on the second rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Linear(5, 1)).to(dtype)
     if sharded:
@@ -25,8 +25,8 @@ def build(*, sharded: bool, dtype: torch.dtype) -> nn.Module:
 
 
 def diagnostics(*, sharded: bool) -> list[dict[str, dict[str, float]]]:
-    """Check two steps with every setting and dtype; return everything that was found."""
-    found = []
+    """Check two steps with every setting and dtype; return all diagnostics."""
+    checks = []
     for dtype in (torch.float32, torch.bfloat16):
         model = build(sharded=sharded, dtype=dtype)
         monitors = [WeightUpdateMonitor(**settings) for settings in SETTINGS]
@@ -36,30 +36,30 @@ def diagnostics(*, sharded: bool) -> list[dict[str, dict[str, float]]]:
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             for monitor in monitors:
-                found.append(monitor.check_gradients(model, optimizer))
+                checks.append(monitor.check_gradients(model, optimizer))
             optimizer.step()
-            found += [monitor.check_updates(model, optimizer) for monitor in monitors]
-    return [{name: plain(each) for name, each in one.items()} for one in found]
+            checks += [monitor.check_updates(model, optimizer) for monitor in monitors]
+    return [{name: plain_fields(diagnosis) for name, diagnosis in check.items()} for check in checks]
 
 
-def plain(each: Any) -> dict[str, Any]:
-    found = {name: getattr(each, name) for name in type(each).__slots__}
-    return {name: value if isinstance(value, tuple) else float(value) for name, value in found.items()}
+def plain_fields(diagnosis: Any) -> dict[str, Any]:
+    fields = {name: getattr(diagnosis, name) for name in type(diagnosis).__slots__}
+    return {name: value if isinstance(value, tuple) else float(value) for name, value in fields.items()}
 
 
-def on_one_rank() -> list[dict[str, dict[str, float]]]:
+def sharded_diagnostics() -> list[dict[str, dict[str, float]]]:
     return diagnostics(sharded=True)
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_finds(tmp_path):
-    first, second = on_two_ranks(on_one_rank, tmp_path)
+def test_two_ranks_match_one_rank(tmp_path):
+    first, second = on_two_ranks(sharded_diagnostics, tmp_path)
     expected = diagnostics(sharded=False)
     assert first == second
     assert len(first) == len(expected) == 2 * 2 * 2 * len(SETTINGS)
-    for ours, theirs in zip(first, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, numbers in theirs.items():
-            told = {key: value for key, value in numbers.items() if isinstance(value, tuple)}
-            assert {key: ours[name].pop(key) for key in told} == {key: numbers.pop(key) for key in told}
-            assert ours[name] == pytest.approx(numbers, rel=1e-6, abs=1e-12, nan_ok=True)
+    for check, expected_check in zip(first, expected, strict=True):
+        assert check.keys() == expected_check.keys()
+        for name, numbers in expected_check.items():
+            terms = {key: value for key, value in numbers.items() if isinstance(value, tuple)}
+            assert {key: check[name].pop(key) for key in terms} == {key: numbers.pop(key) for key in terms}
+            assert check[name] == pytest.approx(numbers, rel=1e-6, abs=1e-12, nan_ok=True)
