@@ -45,7 +45,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]] = {
     "others": ("Side by side", (side_by_side, as_they_do_them, watch)),
     "loop": ("The loop", (loop_cost,)),
-    "attach": ("Loops that people have", (bare_attach, trainers)),
+    "attach": ("Custom training loops and trainers", (bare_attach, trainers)),
     "fire": ("Observers", (empty_fire, observers_in_a_fire, observers_in_the_loop)),
     "guardian": ("Interventions", (save_and_restore, interventions)),
     "clip": ("Clipping", (clipping,)),
@@ -61,11 +61,11 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]]
     "checkpoints": ("Checkpoints", (checkpoints, resuming)),
     "digests": ("Digests of the training state", (digests, at_snapshots)),
     "rows": ("Rows in the record", (recorded_rows, bytes_of_rows, known_data)),
-    "rewinds": ("Stretches trained again", (rewinds,)),
-    "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
+    "rewinds": ("Retrained intervals", (rewinds,)),
+    "resume": ("Epochs started in the middle", (first_batches, skipping, every_batch)),
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
-    "ranks": ("Ranks that train together", (agreements_and_copies, resuming_together)),
+    "ranks": ("Distributed training", (agreements_and_copies, resuming_together)),
     "gpu": ("On a GPU", (on_a_gpu,)),
     "each": ("Each hook", (each_hook,)),
 }

@@ -56,7 +56,7 @@ def bare_attach(effort: Effort) -> Iterator[Row]:
             for _ in range(effort.times(200)):
                 turns.round()
     attached, own = ([seconds / len(task.loader) for seconds in each] for each in turns.seconds)
-    against = f"our own loop, {median(own) * 1e3:.2f} ms"
+    against = f"loopscope's loop, {median(own) * 1e3:.2f} ms"
     figure = "Step of an attached loop without hooks, small MLP"
     yield Row(figure, against, MICROSECONDS, difference(attached, own), 15e-6)
 

@@ -38,7 +38,7 @@ def digests(effort: Effort) -> Iterator[Row]:
     against = f"torch.sum of the same {size:.0f} MB as int64, {1e3 * Spread.of(read).median:.1f} ms"
     yield Row("A digest of the state, plain values included", against, TIMES, ratio(whole, read), 1.5)
     yield Row("The sums of its tensors alone", against, TIMES, ratio(summed, read))
-    yield Row("torch.hash_tensor, which sees less", against, TIMES, ratio(hashed, read))
+    yield Row("torch.hash_tensor, which detects less", against, TIMES, ratio(hashed, read))
 
 
 def _words(tensor: Tensor) -> Tensor:

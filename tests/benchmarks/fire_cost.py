@@ -20,7 +20,7 @@ def empty_fire(effort: Effort) -> Iterator[Row]:
     turns = Turns([partial(manager.fire, HookPoint.PRE_STEP)], calls=effort.times(2000))
     for _ in range(effort.times(200)):
         turns.round()
-    yield Row("Empty fire", "nothing", MICROSECONDS, Spread.of(turns.seconds[0]), 1e-6)
+    yield Row("Empty dispatch", "nothing", MICROSECONDS, Spread.of(turns.seconds[0]), 1e-6)
 
 
 def observers_in_a_fire(effort: Effort) -> Iterator[Row]:
@@ -31,7 +31,7 @@ def observers_in_a_fire(effort: Effort) -> Iterator[Row]:
         warm = _fires(subject, observers(count), WARM_CALLS, effort.times(90))
         yield Row(f"{label}, warm", f"{against}, {len(subject.tensors)} tensors", MICROSECONDS, warm, bar)
         cold = _fires(subject, observers(count), 1, effort.times(180))
-        yield Row(f"{label}, first fire after a step", against, MICROSECONDS, cold)
+        yield Row(f"{label}, first dispatch after a step", against, MICROSECONDS, cold)
 
 
 def _fires(subject: Subject, hooks: list[TrainingHook], calls: int, steps: int) -> Spread:

@@ -141,8 +141,8 @@ def interventions(effort: Effort) -> Iterator[Row]:
     for label, hook, bar in (("mutates = False", Reader(), 0.0), ("mutates = True", Mutator(), None)):
         copied, seconds = _fires(subject, hook, effort.times(90))
         figure = f"Intervention, {label}"
-        yield Row(f"{figure}: bytes copied", "one fire", BYTES, copied, bar)
-        yield Row(f"{figure}: a fire after a step", "nothing", MICROSECONDS, seconds)
+        yield Row(f"{figure}: bytes copied", "one dispatch", BYTES, copied, bar)
+        yield Row(f"{figure}: a dispatch after a step", "nothing", MICROSECONDS, seconds)
 
 
 def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[Spread, Spread]:

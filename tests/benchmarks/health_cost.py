@@ -71,7 +71,7 @@ def checked_every_other_step(effort: Effort) -> Iterator[Row]:
         yield Row(f"weight_updates, {mode}, every step", against, PERCENT, cost, bar)
         pairs = zip(steps.seconds[due], steps.seconds[idle], strict=False)
         whole = Spread.of([(one - other) / step for one, other in pairs])
-        yield Row(f"Checked steps less unchecked ones, {mode}", against, PERCENT, whole)
+        yield Row(f"Checked minus unchecked steps, {mode}", against, PERCENT, whole)
         if mode == "sampled":
             rest = (INTERVAL - 1) * median(steps.fires[idle])
             spread = Spread.of([(fire + rest) / INTERVAL / step for fire in steps.fires[due]])

@@ -153,7 +153,7 @@ def groups_of_observers(effort: Effort) -> Iterator[Row]:
     taken = [map(seconds, in_slices(runs)) for _ in range(rounds)]
     found = dict(zip(kinds, map(list, zip(*taken, strict=True)), strict=True))
     against = f"bare run of {epochs} epochs, quick preset, {min(found['bare']) / epochs * 1e3:.0f} ms an epoch"
-    label = "The same with SNAPSHOT and what the loop keeps for them"
+    label = "The same with SNAPSHOT and the loop's values for hooks"
     yield Row(label, against, TIMES, ratio(found["epoch end"], found["bare"]))
     yield Row("--with-hooks observers", against, TIMES, ratio(found["observers"], found["bare"]), 1.25)
 

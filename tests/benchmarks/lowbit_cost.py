@@ -43,7 +43,7 @@ def casts(effort: Effort) -> Iterator[Row]:
         yield from _rows(rule, blocks, options["elements"])
     compiling = Spread.of(measured["compiling"])
     yield Row(
-        "Compiling what one cast, counted and not, needs", "the first time ever, import included", SECONDS, compiling
+        "Compiling one cast, counted and not", "the first compilation, import included", SECONDS, compiling
     )
 
 

@@ -46,7 +46,7 @@ def hypothetical_casts(effort: Effort) -> Iterator[Row]:
         step = median(totals[1::2])
         against = f"{INTERVAL} steps without it, {step * 1e3:.0f} ms each, {size}"
         cost = Spread.of([each / step / INTERVAL for each in own[::2]])
-        yield Row(f"What if of {label}, every {INTERVAL} steps", against, PERCENT, cost, BARS.get(label, 0.01))
+        yield Row(f"Hypothetical casts of {label}, every {INTERVAL} steps", against, PERCENT, cost, BARS.get(label, 0.01))
 
 
 def counting(effort: Effort) -> Iterator[Row]:
@@ -71,7 +71,7 @@ def _counting(effort: Effort) -> Iterator[Row]:
         yield Row(f"Counting one step in {COUNT_INTERVAL}, as lowbit_lm does, {strategy}", against, PERCENT, each, 0.05)
         yield Row(f"Counting every step, {strategy}", against, PERCENT, Spread.of(extra))
         yield Row(
-            f"Of that, adding up and telling, {strategy}", against, PERCENT, Spread.of([o / step for o in own[::2]])
+            f"Of that, summing and reporting, {strategy}", against, PERCENT, Spread.of([o / step for o in own[::2]])
         )
 
 

@@ -1,4 +1,4 @@
-"""Writes the table, what it was measured on and how."""
+"""Writer of docs/benchmarks.md: tables, environment and method."""
 
 import os
 import platform
@@ -12,18 +12,18 @@ from tests.benchmarks.rows import Shown
 
 HEADING = """# Benchmarks
 
-What loopscope costs, against the same work written without it. This page is written by `make bench`.
+Costs of loopscope relative to the same work without it. `make bench` writes this page.
 
 """
 
 SIDE_BY_SIDE = """\
 One small model with the same batches and optimizer in other frameworks, without progress bars, logs and checkpoints:
-what a step costs over one of a bare loop, in CPU time, ± half the interquartile range. *A callback of all events* does
-nothing at each of them. *Three callbacks* read the loss, the learning rate and the norm of all gradients after every
-step, and the framework logs them. The last two columns were tried, not looked up: short trainings with dropout,
-compared bit for bit with those without the callback. The write goes through `.data`, after every step;
-[limits](guarantees.md#limits) says where a single one goes unseen. Composer is not among them: it pins an older torch
-(0.32.1: below 2.7.1). The second table is what more costs on top, in each framework's own way, on the model of the
+the CPU time of a step minus that of a bare loop's step, ± half the interquartile range. *A callback of all events*
+does nothing at each of them. *Three callbacks* read the loss, the learning rate and the norm of all gradients after
+every step, and the framework logs them. The last two columns were measured: short trainings with dropout, compared bit
+for bit with trainings without the callback. The write uses `.data`, after every step; [limits](guarantees.md#limits)
+lists the calls in which a single write is not detected. Composer is excluded, because it pins an older torch (0.32.1:
+below 2.7.1). The second table lists the costs of further features, in each framework's own way, on the model of the
 quick preset.
 
 """
@@ -33,100 +33,101 @@ WITHOUT_ROWS = {
 }
 
 METHOD = """
-## How this is measured
+## Method
 
-- What is compared runs in one process, on one thread, in turn: A B A B. *Measured* is the median over blocks of the
+- The compared runs share one process and one thread, in turn: A B A B. *Measured* is the median over blocks of the
   difference (or ratio) of two neighbours, *Best* the difference (or ratio) of the two fastest blocks, *Noise* the
-  interquartile range over blocks. *Result* judges the median; if the bar is within the noise, measure again on a quiet
-  machine. Time is CPU time of the process.
-- *Side by side.* A framework iterates over batches in memory, and before it is handed one, a bare loop (`zero_grad`,
-  forward, backward, `optimizer.step`) takes the same step on a model of its own: A B A B within one process. A block is
-  an epoch, from its first batch to the first of the next, so that what is written between epochs counts; the first and
-  the last epoch of a training are left out, and the trainings of one framework take turns. loopscope's rows are those
-  of `epoch_loop` with observers and a JSONL file. What more costs: trainings with it less trainings without, both
-  against the bare loop; here a block is the median over an epoch's steps. HF's Trainer computes the norm of all
-  gradients anyway, so there clipping adds little. Frameworks come with `pip install 'loopscope[bench]'`. fastai has an
-  environment of its own, made by `make fastai`, because it needs torchvision, which must be of torch's own build: that
-  of PyPI beside a torch for CPUs alone breaks the import of Lightning and transformers. `wandb.watch` runs offline;
+  interquartile range over blocks. *Result* compares the median with the bar; if the bar is within the noise, measure
+  again on a quiet machine. Time is CPU time of the process.
+- *Side by side.* A framework iterates over batches in memory. Before it receives a batch, a bare loop (`zero_grad`,
+  forward, backward, `optimizer.step`) takes the same step on a separate model: A B A B within one process. A block is
+  an epoch, from its first batch to the first of the next, which includes the output between epochs. The first and the
+  last epoch of a training are excluded, and the trainings of one framework alternate. loopscope's rows use `epoch_loop`
+  with observers and a JSONL file. The cost of a feature is trainings with it minus trainings without it, both relative
+  to the bare loop; here a block is the median over an epoch's steps. HF's Trainer computes the norm of all gradients
+  anyway, so clipping adds little there. `pip install 'loopscope[bench]'` installs the frameworks. fastai has a separate
+  environment, made by `make fastai`, because it needs torchvision, which must match torch's build: the torchvision of
+  PyPI, combined with a CPU-only torch, breaks the import of Lightning and transformers. `wandb.watch` runs offline;
   W&B's own process is not counted.
 - *Loop.* `epoch_loop` and a plain hand-written loop train one model in turn, step by step: gathering the batch,
   `zero_grad`, loss, backward, the running loss, `optimizer.step`. A block is an epoch; its value is the median over its
-  steps, plus the epoch's end (where step metrics are flushed) divided among the steps. There is no evaluation. The rows
-  with hooks include what the loop costs without them. *Own time* leaves out the time inside `zero_grad`, forward,
-  backward and `optimizer.step`, whose noise hides microseconds. The unit *two plain sweeps* is the
-  time in which two list comprehensions read the version and the pointer of every tensor of the training state, twice,
-  where the hook would fire in the bare step.
-- *Fires.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is 20
-  fires; in the first fire after a step, code and data come from memory, not from the cache.
-- *Why fires cost what they cost.* A complete sweep reads the version and data pointer of every tensor of the training
-  state, through Python, once as the baseline and once as the check, with attributes, settings and generators beside
-  them: that is most of a warm fire. After a training step all of this and the code have left the caches, and the same
-  costs more than twice as much, functions in Python above all (docs/decisions/0026). A hook that is due only on every
-  n-th step (`step_schedule`) costs the n-th part.
+  steps, plus the epoch's end (with the flush of step metrics) divided by the number of steps. There is no evaluation.
+  The rows with hooks include the cost of the loop without them. *Own time* excludes the time inside `zero_grad`,
+  forward, backward and `optimizer.step`, whose noise hides microseconds. The unit *two plain sweeps* is the time in
+  which two list comprehensions read the version and the pointer of every tensor of the training state, twice, at the
+  hook's position in the bare step.
+- *Dispatches.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is
+  20 dispatches; in the first dispatch after a step, code and data come from memory, not from the cache.
+- *Composition of a dispatch's cost.* A complete sweep reads the version and data pointer of every tensor of the
+  training state, through Python, once as the baseline and once as the check, together with attributes, settings and
+  generators: that is most of a warm dispatch. After a training step the caches contain neither these data nor the code,
+  and the same work costs more than twice as much, above all Python functions (docs/decisions/0026). A hook that is due
+  only on every n-th step (`step_schedule`) costs the n-th part.
 - *Guardian.* `Snapshot.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
-  buffers and back, each after its own training step, so that gradients and batch are new. *clone + load_state_dict*
-  clones weights and gradients, deep-copies the optimizer's state dict and loads both. *FSDP2* is the same in each
-  of three processes, with shards of a model of four times the parameters; the blocks are those of all three.
-- *Bytes copied* are counted by a dispatch mode around a fire.
-- *Hooks at the end of epochs.* All observers that fire between epochs only, in one run: the time of each fire at
-  POST_EPOCH, against an epoch without it.
+  buffers and back, each after a separate training step, so that gradients and batch are new. *clone + load_state_dict*
+  clones weights and gradients, deep-copies the optimizer's state dict and loads both. *FSDP2* is the same in each of
+  three processes, with shards of a model of four times the parameters; the blocks are those of all three.
+- *Bytes copied* are counted by a dispatch mode during `HookManager.fire`.
+- *Hooks at the end of epochs.* All observers that are called only between epochs, in one run: the time of each dispatch
+  at POST_EPOCH, against an epoch without it.
 - *Groups, counterfactuals.* Whole runs of the experiment's strategy `stride` as `loopscope run` makes them, including
-  evaluations but without console and metric files; the reference solution is that of one epoch. Groups: CPU time of
-  the loop in processes that stand still and go on in turn, half a second each, so that a slow minute of the machine
-  is one for all of them. Counterfactuals: whole runs in turn, wall-clock time. The bar for `full` is the cost of its
-  own passes through the model, which `summary.json` counts in samples, at the rate of the steps of bare runs, six of
-  which stand beside it one after another; a Hessian-vector product counts as three forward-backward passes (two, if
-  the graph of the gradient was already there), a forward pass as a third of one.
-- *Sinks.* `emit` under four loads, each emit written to the operating system before it returns, as the sinks promise
+  evaluations but without console and metric files; the reference solution is that of one epoch. Groups: CPU time of the
+  loop in processes that pause and continue in turn, half a second each, so that a slow minute of the machine affects
+  all of them. Counterfactuals: whole runs in turn, wall-clock time. The bar for `full` is the cost of its own passes
+  through the model, which `summary.json` counts in samples, at the speed of the steps of six bare runs that alternate
+  with it; a Hessian-vector product counts as three forward-backward passes (two, if the graph of the gradient already
+  existed), a forward pass as a third of one.
+- *Sinks.* `emit` under four loads, each emit written to the operating system before it returns, as the sinks guarantee
   for a killed process (only a flush forces a file onto the disk). Every number of a list or series counts as a scalar.
-  In the same turns, the same numbers go through Lightning's `CSVLogger` with its defaults (it writes every 100 rows;
-  saved at the end of a block) and `torch.utils.tensorboard.SummaryWriter.add_scalar` (flushed at the end of a block,
-  its thread counted); both come with `pip install 'loopscope[bench]'`, and their rows are left out without them.
+  In turn, the same numbers go through Lightning's `CSVLogger` with its defaults (it writes every 100 rows; saved at the
+  end of a block) and `torch.utils.tensorboard.SummaryWriter.add_scalar` (flushed at the end of a block, its thread
+  counted); `pip install 'loopscope[bench]'` installs both, and without them their rows are omitted.
 - *Displays.* Epochs of the quick preset with `training_metrics`, on one model, with a display on a pseudo terminal of
   120x40 that another process reads, and in turn without a display; no evaluation. Half a second passes in about two
-  epochs, so most of those with a display contain a drawing. *Own time* is what is spent inside the display.
-- *Each hook.* From one run of 20 epochs with all hooks and `--profile-hooks`: mean wall-clock time of a call, streams
-  and checks included. What the loop computes for hooks (the mean gradient, the norm of every step) is not included.
+  epochs, so most epochs with a display contain a redraw. *Own time* is the time inside the display.
+- *Each hook.* From one run of 20 epochs with all hooks and `--profile-hooks`: mean wall-clock time of a call, random
+  streams and checks included. Values that the loop computes for hooks (the mean gradient, the norm of every step) are
+  not included.
 - *Smoothing.* `ModelSmoother.smooth` against one `torch._foreach_lerp_` of the parameters and as many buffers, caches
   emptied before each. A smoothing writes both, so it moves at least 4/3 of the bytes. torch has no operation that
-  writes two results, so each block is blended and then copied back from the cache: the copy is the rest of the cost.
+  writes two results, so each block is blended and then copied back from the cache: the copy is the remaining cost.
 - *Checks of gradients and updates.* The language model trains in the real loop with `weight_updates` at every other
-  step. The cost is the time of its two fires, including the manager's own work, relative to a step without them; a
-  second row says by how much a checked step is longer than its unchecked neighbour, cache effects included. The cost at
-  every 100th step is computed from one due fire and 99 idle ones. Full clones: a clone of every parameter before the
-  step, and the same norms, maxima and means one at a time, against the checks of the plain class, with a training step
-  before each.
+  step. The cost is the time of its two dispatches, including the manager's own work, relative to a step without them; a
+  second row is the difference between a checked step and its unchecked neighbour, cache effects included. The cost at
+  every 100th step is computed from one due dispatch and 99 idle ones. Full clones: a clone of every parameter before
+  the step, and the same norms, maxima and means one at a time, against the checks of the plain class, with a training
+  step before each.
 - *Tied embeddings.* The quick preset of `tied_lm` in the real loop, with the hook at every other step: the time of its
-  fire and of the functions on the two gradients, including the manager's work, relative to a step without it; a second
-  row says by how much a step with the hook is longer than the next one without. Peak memory is that of all tensors
+  dispatch and of the functions on the two gradients, including the manager's work, relative to a step without it; a
+  second row is the difference between a step with the hook and the next one without. Peak memory is that of all tensors
   together, from every allocation and release that torch's profiler records, on a model with a matrix of 20 MB, in
-  float32; the loop without hooks takes as much at the moment when autograd adds the two gradients. Tokens per second:
-  the experiment's loop and a hand-written one, which also draws its windows by hand, train one model in turn on the
-  same windows. Start: the CPU time of a process from its beginning to the end of the first optimizer step of the first
-  strategy, including the tokenizer's training and the evaluation before that step.
-- *Epochs begun in their middle.* `next(loader.batches(0, start))`, late and early starts in turn, epochs of 100,010
-  batches of 4 rows: the time until the batch is there, including drawing the order of the epoch anew.
+  float32; the loop without hooks needs as much memory at the moment when autograd adds the two gradients. Tokens per
+  second: the experiment's loop and a hand-written one, which also draws its windows by hand, train one model in turn on
+  the same windows. Start: the CPU time of a process from its beginning to the end of the first optimizer step of the
+  first strategy, including the tokenizer's training and the evaluation before that step.
+- *Epochs started in the middle.* `next(loader.batches(0, start))`, late and early starts in turn, epochs of 100,010
+  batches of 4 rows: the time until the first batch, including drawing the order of the epoch again.
 - *Casts to narrow formats.* In a separate process, on two threads, in wall-clock time. The plain pass reads as many
-  bytes and writes them into a new tensor, as the cast does; freed memory stays with the process (`mallopt`), or new
-  pages would cost more than anything else. *Scales given* leaves out the pass that finds the largest magnitudes.
-- *Overflow of narrow formats.* What if: the hook's own time at every other step, relative to the steps between, divided
-  by 100. Counting: by how much a step whose casts are counted is longer than the next one, whose are not, cache effects
-  included; *one step in 4* is a quarter of that, not a separate run.
+  bytes and writes them into a new tensor, like the cast; the process keeps freed memory (`mallopt`), because new pages
+  would dominate the cost. *Scales given* excludes the pass that determines the largest magnitudes.
+- *Overflow of narrow formats.* Hypothetical casts: the hook's own time at every other step, relative to the steps between, divided
+  by 100. Counting: the difference between a step with counted casts and the next one without, cache effects included;
+  *one step in 4* is a quarter of that, not a separate run.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both minus those of the bare loop, in copies of the training state.
-  The bars leave 5 % for rounding by the allocator, and 1 % for what the loop keeps in addition to the training state.
-- *Checkpoints.* The paper preset's model in the real loop. *Loop blocked* is the CPU time of the thread that trains.
-  The cost is the wall-clock time of six steps, during which a checkpoint is taken (at the first) and written, minus
-  that of the six steps before, divided by 100 steps; the row below it is what both threads need if nothing runs in
-  parallel. As amid a run, each is of a step of its own, and written over the file of one that went. Resuming is the CPU
-  time of a process up to its first step.
-- *On a GPU.* Written for one and never run there, nor are the tests marked `gpu`; the same code runs on the CPU in the
-  tests, on small models. Wall-clock time up to the point where the device has done its work. Steps a second: epochs of
-  200 steps of the paper preset. Guardian: as above, in turn with plain copies, whose bytes in a second stand beside.
-  Checkpoint: until the loop may go on, against one copy of the state into pinned memory. Hooks: epochs with three
+  The bars allow 5 % for rounding by the allocator, and 1 % for state of the loop in addition to the training state.
+- *Checkpoints.* The paper preset's model in the real loop. *Loop blocked* is the CPU time of the training thread. The
+  cost is the wall-clock time of six steps, during which a checkpoint is taken (at the first) and written, minus that of
+  the six steps before, divided by 100 steps; the row below it is the time of both threads if nothing runs in parallel.
+  As in a real run, each checkpoint is of a new step and overwrites the file of a deleted one. Resuming is the CPU time
+  of a process up to its first step.
+- *On a GPU.* These benchmarks, and the tests marked `gpu`, have never run on a GPU; the tests run the same code on the
+  CPU, on small models. Wall-clock time up to the point where the device has finished its work. Steps a second: epochs
+  of 200 steps of the paper preset. Guardian: as above, in turn with plain copies, shown with their bytes per second.
+  Checkpoint: until the loop may continue, against one copy of the state into pinned memory. Hooks: epochs with three
   observers against epochs without, the model run eagerly, compiled, and compiled with CUDA graphs
-  (`mode="reduce-overhead"`). How often the host waits in a firing is counted by a test
-  (`tests/contracts/test_on_gpu.py`), at most once.
+  (`mode="reduce-overhead"`). A test counts the host's waits in a dispatch, at most one
+  (`tests/contracts/test_on_gpu.py`).
 """
 
 
@@ -142,9 +143,9 @@ def section(title: str, part: Sequence[Shown]) -> str:
 
 
 def renewed(text: str, rows: Mapping[str, Sequence[Shown]], order: Sequence[str]) -> str:
-    """Return the page with some of its sections measured anew, and the method as it is told now.
+    """Return the page with some sections measured again, and the current description of the method.
 
-    ``order`` has the titles of all sections. Raises ``ValueError`` for a page that was measured elsewhere.
+    ``order`` has the titles of all sections. Raises ``ValueError`` for a page of another environment.
     """
     if environment() not in text:
         raise ValueError("The page was measured on another machine, or with another torch: measure all of it.")
@@ -156,7 +157,7 @@ def renewed(text: str, rows: Mapping[str, Sequence[Shown]], order: Sequence[str]
 
 
 def environment() -> str:
-    """Say what the numbers were measured on."""
+    """Return the environment of the measurements, as a sentence."""
     return (
         f"Measured on {processor()}, {os.cpu_count()} cores, with Python {platform.python_version()}, "
         f"torch {torch.__version__}, {torch.get_num_threads()} thread."
@@ -191,7 +192,7 @@ def _padded(row: Sequence[str], widths: Sequence[int], numbers: range) -> list[s
 
 
 def misses(rows: Mapping[str, Sequence[Shown]]) -> str:
-    """Say how many bars were met."""
+    """Return the number of bars met, and the missed ones, as text."""
     judged = [row for part in rows.values() for row in part if row.result]
     missed = [row.figure for row in judged if row.result == "miss"]
     return f"{len(judged) - len(missed)} of {len(judged)} bars met" + (

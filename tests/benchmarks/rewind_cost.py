@@ -34,5 +34,5 @@ def rewinds(effort: Effort) -> Iterator[Row]:
         again = (took[LONG] - took[SHORT]) / (LONG - SHORT)
         ratios.append(again / (summary["seconds"]["training"] / EPOCHS))
         starts.append(took[SHORT] - SHORT * again)
-    yield Row("An epoch trained again", "the same epoch in the run, with its checkpoint", TIMES, Spread.of(ratios), 1.1)
+    yield Row("A retrained epoch", "the same epoch in the run, with its checkpoint", TIMES, Spread.of(ratios), 1.1)
     yield Row("The start of a rewind, with one load", "built, loaded, checked", SECONDS, Spread.of(starts))

@@ -34,7 +34,7 @@ def recorded_rows(effort: Effort) -> Iterator[Row]:
     kinds: dict[str, Loader] = {
         "TensorLoader, reshuffled": TensorLoader(dataset.tensors, size, random_order(rows, 1)),
         "TorchLoader, shuffled": TorchLoader(DataLoader(dataset, size, shuffle=True), 1),
-        "TorchLoader, a sampler of one's own": TorchLoader(DataLoader(dataset, size, sampler=sampler), 1),
+        "TorchLoader, custom sampler": TorchLoader(DataLoader(dataset, size, sampler=sampler), 1),
     }
     for name, loader in kinds.items():
         subject.task.loader = loader
@@ -47,7 +47,7 @@ def recorded_rows(effort: Effort) -> Iterator[Row]:
         yield Row(f"Digests of rows every {EVERY} steps: {name}", against, PERCENT, Spread.of(shares), 0.001)
     with TemporaryDirectory() as folder:
         shares = [each / count / step for each in _seconds(lambda: _written(Path(folder), manager), effort.times(40))]
-        yield Row("The file of the rows of a sampler of one's own", against, PERCENT, Spread.of(shares), 0.001)
+        yield Row("The row file of a custom sampler", against, PERCENT, Spread.of(shares), 0.001)
 
 
 @dataclass
@@ -68,14 +68,14 @@ def bytes_of_rows(effort: Effort) -> Iterator[Row]:
     subject = mod_arithmetic(effort.quick)
     entry = rows_entry(subject.manager(), RowNumbers(subject.task.loader), 0, EVERY)
     each = len(json.dumps({**entry, "since": EVERY})) / EVERY / subject.batch_size
-    yield Row("Bytes a row, a function giving the order", f"digests every {EVERY} steps", PER_ROW, Spread.of([each]), 1)
+    yield Row("Bytes per row, order from a function", f"digests every {EVERY} steps", PER_ROW, Spread.of([each]), 1)
     dataset = TensorDataset(torch.arange(PAPER_ROWS))
     sampler = WeightedRandomSampler(torch.ones(PAPER_ROWS).tolist(), PAPER_ROWS)
     subject.task.loader = TorchLoader(DataLoader(dataset, 256, sampler=sampler), 1)
     with TemporaryDirectory() as folder:
         _written(Path(folder), subject.manager())
         each = (Path(folder) / ROWS).stat().st_size / PAPER_ROWS
-    yield Row("Bytes a row, a sampler of one's own", f"{PAPER_ROWS:,} rows an epoch", PER_ROW, Spread.of([each]), 4)
+    yield Row("Bytes per row, custom sampler", f"{PAPER_ROWS:,} rows an epoch", PER_ROW, Spread.of([each]), 4)
 
 
 def known_data(effort: Effort) -> Iterator[Row]:

@@ -42,8 +42,8 @@ def fires(effort: Effort) -> Iterator[Row]:
     for hook in hooks:
         subject = _subject(effort)
         step, fire = _fires(subject, hook, max(3, effort.times(20)))
-        against = f"each due fire; a step takes {1e3 * Spread.of(step).median:.0f} ms"
-        yield Row(f"{hook.name}, a fire, {_size(subject.task.model)}", against, MILLISECONDS, Spread.of(fire))
+        against = f"each due call; a step takes {1e3 * Spread.of(step).median:.0f} ms"
+        yield Row(f"{hook.name}, one call, {_size(subject.task.model)}", against, MILLISECONDS, Spread.of(fire))
 
 
 def _subject(effort: Effort) -> Subject:

@@ -84,7 +84,7 @@ def hooks_on_the_tied_matrix(effort: Effort) -> Iterator[Row]:
         against = f"a step without it, quick preset, {step * 1e3:.0f} ms"
         yield Row(f"{label}, every step", against, PERCENT, Spread.of([each / step for each in own[::2]]), bar)
         extra = [(due - idle) / step for due, idle in zip(totals[::2], totals[1::2], strict=True)]
-        yield Row(f"Steps with {label} less those without", against, PERCENT, Spread.of(extra))
+        yield Row(f"Steps with {label} minus steps without", against, PERCENT, Spread.of(extra))
 
 
 def _every_other_step(run: LanguageRun, hook: TrainingHook, pairs: int) -> tuple[list[float], list[float]]:
@@ -157,7 +157,7 @@ def start(effort: Effort) -> Iterator[Row]:
     against = f"importing torch and a step of AdamW take {median(seconds['bare']):.2f} s"
     yield Row("Import and start to the first step", against, SECONDS, Spread.of(seconds["cpu"]), 6.0)
     label = "Import and start to the first step, wall clock"
-    yield Row(label, "whatever else this machine does", SECONDS, Spread.of(seconds["wall"]))
+    yield Row(label, "other load included", SECONDS, Spread.of(seconds["wall"]))
 
 
 def _seconds_of(*arguments: str) -> float:

@@ -15,7 +15,7 @@ class Side:
     """A framework beside the others; where it could not be measured, ``why_not`` says so."""
 
     columns: ClassVar[Sequence[str]] = [
-        "Framework", "Its own time, a step", "with a callback of all events", "with three callbacks and values",
+        "Framework", "Own time per step", "with a callback of all events", "with three callbacks and values",
         "Values go to", "A callback that draws a random number", "A callback that writes to weights",
     ]  # fmt: skip
     to_the_right: ClassVar[range] = range(1, 4)
