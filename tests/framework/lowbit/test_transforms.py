@@ -1,5 +1,6 @@
 """Low-bit layers under torch.func, vmap, torch.export, on meta tensors and after to_empty; what is refused, and how."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -181,8 +182,10 @@ def test_exported_model_matches_original(recipe):
     assert torch.equal(exported(drawn(6, 20, seed=4)), model(drawn(6, 20, seed=4)))
 
 
-def test_exporting_stochastic_rounding_is_refused():
+def test_exporting_stochastic_rounding_is_refused(monkeypatch):
     """The error suggests dequantize_model."""
+    # torch 2.9 leaves a hook on all modules behind when an export raises; this takes it away from later tests.
+    monkeypatch.setattr(torch.nn.modules.module, "_global_buffer_registration_hooks", OrderedDict())
     with pytest.raises(LoopscopeError, match=r"^torch\.export cannot record stochastic rounding .*dequantize_model\.$"):
         torch.export.export(stack(STOCHASTIC), (drawn(6, 20),), strict=False)
 
