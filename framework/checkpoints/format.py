@@ -187,23 +187,23 @@ def write_checkpoint(
     folder: Path,
     content: Mapping[str, Any],
     manifest: Mapping[str, Any],
-    before: Sequence[Path] = (),
+    sync_first: Sequence[Path] = (),
     spare: Path | None = None,
 ) -> Checkpoint:
     """Write a checkpoint under a temporary name, sync it to disk, then rename it, replacing one of the same name.
 
-    The files ``before``, those of the sinks, are synced before the rename. The files of a discarded checkpoint,
+    The files ``sync_first``, those of the sinks, are synced before the rename. The files of a discarded checkpoint,
     ``spare``, are overwritten, which takes half the time of creating new ones.
 
     Raises:
         LoopscopeError: if the file system refuses a write; existing checkpoints are kept.
     """
-    growing = PartialCheckpoint(folder, spare)
+    partial = PartialCheckpoint(folder, spare)
     try:
-        growing.create_folder()
-        return growing.complete(manifest, {STATE: growing.write(STATE, content)}, before)
+        partial.create_folder()
+        return partial.complete(manifest, {STATE: partial.write(STATE, content)}, sync_first)
     finally:
-        growing.remove()
+        partial.remove()
 
 
 class PartialCheckpoint:
@@ -233,14 +233,14 @@ class PartialCheckpoint:
             _sync(file)
         return digesting.summary()
 
-    def complete(self, manifest: Mapping[str, Any], files: Mapping[str, Any], before: Sequence[Path]) -> Checkpoint:
+    def complete(self, manifest: Mapping[str, Any], files: Mapping[str, Any], sync_first: Sequence[Path]) -> Checkpoint:
         """Write the manifest, then rename the folder to the checkpoint's final name."""
         full = {**plain_json(manifest), "format": FORMAT, "files": dict(files)}
         with refusal_of_disk(self.folder):
             with (self._partial / MANIFEST).open("w", encoding="utf-8") as file:
                 json.dump({**full, "digest": _digest_of_manifest(full)}, file, indent=None if "tensors" in full else 2)
                 _sync(file)
-            for path in (*before, *{path.parent for path in before}, self._partial):
+            for path in (*sync_first, *{path.parent for path in sync_first}, self._partial):
                 sync_path(path)
             removed = set_aside(self.folder)
             # A rename is atomic, so that a crash leaves no incomplete checkpoint under the final name.

@@ -37,7 +37,12 @@ from .format import FRESH_STREAMS, RANK_FILE, Checkpoint, DamagedCheckpointError
 
 
 def write_parts(
-    folder: Path, content: Any, manifest: Mapping[str, Any], before: Sequence[Path], spare: Path | None, ranks: Ranks
+    folder: Path,
+    content: Any,
+    manifest: Mapping[str, Any],
+    sync_first: Sequence[Path],
+    spare: Path | None,
+    ranks: Ranks,
 ) -> Checkpoint:
     """Write one checkpoint of all ranks, as :func:`.format.write_checkpoint` does for one. This is a collective call.
 
@@ -47,7 +52,7 @@ def write_parts(
     separated = Separated.of(content)
     named, rank_paths = separated.named(ranks, "checkpoints")
     partial = PartialCheckpoint(folder, spare)
-    writer = _Writer(partial, {**separated._asdict(), "tensors": None, "own": rank_paths}, manifest, before)
+    writer = _Writer(partial, {**separated._asdict(), "tensors": None, "own": rank_paths}, manifest, sync_first)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with library_warnings_ignored():
@@ -85,7 +90,7 @@ class _Writer(_SingleCheckpointStorage, StorageWriter):
     partial: PartialCheckpoint
     content: Mapping[str, Any]
     manifest: Mapping[str, Any]
-    before: Sequence[Path]
+    sync_first: Sequence[Path]
     name: str = ""
 
     def set_up_storage_writer(self, is_coordinator: bool, *, rank: int = 0, **kwargs: Any) -> None:
@@ -117,7 +122,7 @@ class _Writer(_SingleCheckpointStorage, StorageWriter):
             pieces = [[[*piece.offsets], [*piece.sizes], *location] for piece, location in located]
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[name] = {"shape": [*entry.size], "dtype": dtype, "pieces": pieces}
-        self.partial.complete({**self.manifest, "tensors": tensors}, files, self.before)
+        self.partial.complete({**self.manifest, "tensors": tensors}, files, self.sync_first)
 
 
 class _Reader(_SingleCheckpointStorage, StorageReader):
@@ -180,12 +185,12 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
         streams = indices.index(ranks.index) if ranks.index in indices else 0
     content: dict[str, Any] = _read_rank(reader, number, parameters, same=same)
     for other in range(1, len(manifest["ranks"]["indices"])) if model is None and "state" in content else ():
-        differing = _read_rank(reader, other, {}, only=lambda path, own: own and path[0] == "state").get("state", {})
-        content["state"] = {**content["state"], f"rank {other}": differing}
+        differing = _read_rank(reader, other, {}, only=lambda path, is_own: is_own and path[0] == "state")
+        content["state"] = {**content["state"], f"rank {other}": differing.get("state", {})}
     if ranks is not None and ranks.index not in manifest["ranks"]["indices"]:
         content[FRESH_STREAMS] = True
     if streams != number:
-        other = _read_rank(reader, streams, parameters, only=lambda path, own: "generators" in path)
+        other = _read_rank(reader, streams, parameters, only=lambda path, is_own: "generators" in path)
         for name in ("state", "pre_epoch"):
             if isinstance(content.get(name), dict) and isinstance(other.get(name), dict):
                 content[name]["generators"] = other[name]["generators"]
@@ -196,7 +201,7 @@ def _read_rank(
     reader: _Reader,
     number: int,
     parameters: Mapping[str, Tensor],
-    only: Callable[[Keys, bool], bool] = lambda path, own: True,
+    only: Callable[[Keys, bool], bool] = lambda path, is_own: True,
     same: bool = False,
 ) -> Any:
     """Read the content that a rank wrote, its tensors laid out like the parameters that they belong to.

@@ -126,11 +126,13 @@ class CheckpointWriter:
         """Whether the last checkpoint is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def write(self, step: int, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]) -> None:
-        """Start writing in a thread; the files ``before`` are synced to disk before the checkpoint becomes valid."""
+    def write(
+        self, step: int, staged: Mapping[str, Any], manifest: Mapping[str, Any], sync_first: Sequence[Path]
+    ) -> None:
+        """Start writing in a thread; the files ``sync_first`` are synced before the checkpoint becomes valid."""
         folder, self.step = self._folder / checkpoint_name(step), step
         # Not a daemon thread, so that the interpreter waits at exit until the checkpoint is written.
-        arguments = (folder, staged, manifest, before)
+        arguments = (folder, staged, manifest, sync_first)
         self._thread = threading.Thread(target=self._write, args=arguments, name="loopscope checkpoint")
         self._thread.start()
 
@@ -157,16 +159,16 @@ class CheckpointWriter:
         self._failures += [f"The checkpoint {path} was removed during the run." for path in removed]
 
     def _write(
-        self, folder: Path, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]
+        self, folder: Path, staged: Mapping[str, Any], manifest: Mapping[str, Any], sync_first: Sequence[Path]
     ) -> None:
         try:
             spare, self._spare = self._spare, None
             if self._ranks.are_many:
                 from .parts import write_parts  # imported here, as it takes a second
 
-                written = write_parts(folder, staged, manifest, before, spare, self._ranks)
+                written = write_parts(folder, staged, manifest, sync_first, spare, self._ranks)
             else:
-                written = write_checkpoint(folder, staged, manifest, before, spare)
+                written = write_checkpoint(folder, staged, manifest, sync_first, spare)
         except Exception as error:
             self._failures.append(str(error))
             return

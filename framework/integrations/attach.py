@@ -143,8 +143,8 @@ def _attach_to_loop(
     ranks: Ranks | None,
 ) -> Scope:
     if accelerator is not None:
-        own = "An Accelerator has its own scaler and number of micro-batches; leave scaler= and accumulate= out."
-        require(scaler is None and accumulate == 1, own)
+        message = "An Accelerator has its own scaler and number of micro-batches; leave scaler= and accumulate= out."
+        require(scaler is None and accumulate == 1, message)
         scaler, accumulate = accelerator.scaler, accelerator.gradient_accumulation_steps
         from accelerate.optimizer import AcceleratedOptimizer
         from accelerate.scheduler import AcceleratedScheduler

@@ -100,9 +100,9 @@ def differences_from_run(path: Path, config: ExperimentConfig, model: nn.Module)
     """
     if not is_there(path.parent / CONFIG):
         return []
-    before = RunRecord.read(path.parent)
-    differing = differences(before.config, plain_json(config.as_dict()), IRRELEVANT)
-    if before.versions and before.environment:
+    record = RunRecord.read(path.parent)
+    differing = differences(record.config, plain_json(config.as_dict()), IRRELEVANT)
+    if record.versions and record.environment:
         now = {**versions(), **environment(model)}
-        differing += differences(before.surroundings, now, IRRELEVANT_SURROUNDINGS)
+        differing += differences(record.surroundings, now, IRRELEVANT_SURROUNDINGS)
     return [f"{name} {old} in the reference, {new} now" for name, old, new in differing]

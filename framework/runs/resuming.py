@@ -98,37 +98,37 @@ def checkpoint_errors(checkpoint: Checkpoint | None, loop: LoopState) -> Iterato
         ) from error
 
 
-def refuse_another_run(where: Path, before: RunRecord, now: RunRecord, *, warn: bool = True) -> None:
+def refuse_another_run(where: Path, earlier: RunRecord, current: RunRecord, *, warn: bool = True) -> None:
     """Raise :class:`UsageError` if two runs differ in anything that decides their numbers.
 
     With ``warn`` a notice names hooks that differ without changing the numbers.
     """
-    old, new = ({"experiment": run.experiment, "strategy": run.strategy, **run.config} for run in (before, now))
+    old, new = ({"experiment": run.experiment, "strategy": run.strategy, **run.config} for run in (earlier, current))
     if config_changes := differences(old, new, MAY_DIFFER):
         changes = [f"{name} was {old_value!r} and is {value!r}" for name, old_value, value in config_changes]
         raise UsageError(f"{where} belongs to another run: {listed(changes, 5)}. Resume it with its original options.")
-    if before.treatments != now.treatments:
-        names = [", ".join(run.treatments) or "none" for run in (before, now)]
+    if earlier.treatments != current.treatments:
+        names = [", ".join(run.treatments) or "none" for run in (earlier, current)]
         raise UsageError(
             f"{where} was trained with other committing hooks: {names[0]}; now: {names[1]}. These hooks change the "
             "run; use the original ones."
         )
-    if (others := differences(before.hooks, now.hooks)) and warn:
+    if (others := differences(earlier.hooks, current.hooks)) and warn:
         notice(
             f"These hooks differ from those in {where}: {listed(sorted(item.name for item in others), 5)}. The "
             "training is the same, but their metrics may differ."
         )
 
 
-def refuse_other_data(where: Path, before: RunRecord, now: RunRecord) -> None:
+def refuse_other_data(where: Path, earlier: RunRecord, current: RunRecord) -> None:
     """Raise :class:`UsageError` if the data are known to differ from those of the run in ``where``."""
-    if changed(before.rows, now.rows):
+    if changed(earlier.rows, current.rows):
         descriptions = [
             f"{rows('rows') or 'an unknown number of'} rows, digest {rows('xxh3_128')} over {rows('covers')}"
-            for rows in (before.rows.get, now.rows.get)
+            for rows in (earlier.rows.get, current.rows.get)
         ]
         raise UsageError(
-            f"The data of {where} ({before.data.get('source', before.experiment)}) have changed: {descriptions[0]} "
+            f"The data of {where} ({earlier.data.get('source', earlier.experiment)}) have changed: {descriptions[0]} "
             f"then, {descriptions[1]} now. Its record and checkpoints are still valid, but its steps cannot be trained "
             "again on other data, and its row numbers refer to the original data. Restore the original data."
         )
@@ -144,10 +144,10 @@ def check_environment(earlier: Checkpoint | RunRecord, now: RunRecord, *, exact:
         UsageError: if ``exact`` and the environment has changed.
     """
     if isinstance(earlier, RunRecord):
-        before, where = earlier, "the run"
+        record, where = earlier, "the run"
     else:
-        before, where = RunRecord.of(earlier.manifest, earlier.folder / MANIFEST), str(earlier.folder)
-    environment_changes = differences(before.surroundings, now.surroundings, {"command"})
+        record, where = RunRecord.of(earlier.manifest, earlier.folder / MANIFEST), str(earlier.folder)
+    environment_changes = differences(record.surroundings, now.surroundings, {"command"})
     changes = [f"{name}: {old} before, {new} now" for name, old, new in environment_changes]
     if changes and exact:
         raise UsageError(

@@ -154,10 +154,10 @@ class StrategyRun:
 
     def _refuse_other_data(self) -> None:
         """Raise :class:`UsageError` if a run would resume with other data."""
-        now = self.record_rows()
+        current = self.record_rows()
         if self.resumed is not None:
-            before = RunRecord.of(self.resumed.manifest, self.resumed.folder / MANIFEST)
-            refuse_other_data(self.folder.path, before, now)
+            earlier = RunRecord.of(self.resumed.manifest, self.resumed.folder / MANIFEST)
+            refuse_other_data(self.folder.path, earlier, current)
 
     def enter_new(self, contexts: ExitStack) -> None:
         """Create and lock the folder of a rewind, and write the record into it."""

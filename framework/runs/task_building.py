@@ -12,7 +12,7 @@ from .checks import call_method, plain
 from .runner import ExperimentRunner
 
 
-def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> list[str]:
+def chosen_strategies(runner: ExperimentRunner[Any], selected: Sequence[str]) -> list[str]:
     """Return the strategies that the user selected; none or ``all`` selects every one.
 
     Dashes and underscores are equivalent.
@@ -20,11 +20,11 @@ def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> l
     Raises:
         UsageError: for an unknown strategy.
     """
-    if not wanted:
+    if not selected:
         return list(runner.strategies)
     by_key = {strategy.replace("-", "_"): strategy for strategy in runner.strategies}
     chosen: list[str] = []
-    for name in wanted:
+    for name in selected:
         if name != "all" and name.replace("-", "_") not in by_key:
             raise unknown(f"strategy of {runner.name}:", name, [*runner.strategies, "all"])
         chosen += runner.strategies if name == "all" else [by_key[name.replace("-", "_")]]

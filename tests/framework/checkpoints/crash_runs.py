@@ -1,4 +1,4 @@
-"""Real runs of ``loopscope`` in processes of their own that die at a chosen moment, and what they leave behind."""
+"""Runs of ``loopscope`` in separate processes that are killed at a chosen moment, and a comparison of their files."""
 
 import json
 import multiprocessing
@@ -25,12 +25,12 @@ FILLED = (experiments, sinks, training_hooks)
 BOTH_SINKS = ("--hook-csv", "--hook-jsonl", "--no-console-output")
 
 
-# Where a process dies
+# Places at which a process is killed
 
 
 @dataclass(frozen=True)
 class Place:
-    """A function of the product, ``module:Class.name``, and when it is interrupted: before, after, or half done."""
+    """A function of the product, ``module:Class.name``, and the time of the kill: before, after, or half way (half)."""
 
     target: str
     when: str = "before"
@@ -57,7 +57,7 @@ PLACES = {
     "an evaluation": Place("loopscope.firing.manager:HookManager.isolated"),
     "the start of hooks": Place("loopscope.firing.manager:HookManager.start_hooks", "after"),
     "the configuration half written": Place("loopscope.runs.run_folder:RunFolder.write_record"),
-    "sinks going on": Place("loopscope.firing.dispatch:MetricDispatch.start", "after"),
+    "sinks resuming": Place("loopscope.firing.dispatch:MetricDispatch.start", "after"),
     "a whole file before it gets its name": Place("pathlib:Path.replace"),
     "the end of hooks and sinks": Place("loopscope.firing.manager:HookManager.end", "after"),
     "before the final weights": Place("loopscope.runs.run_folder:RunFolder.write_weights"),
@@ -92,7 +92,7 @@ HALVES = {"write": _half_of_bytes, "_write": _half_of_bytes, "rmtree": _half_of_
 
 
 def _watch(place: str, counts: dict[str, int], kill: Kill | None) -> None:
-    """Count the calls of a place, and die at the one that ``kill`` names."""
+    """Count the calls of a place, and kill the process at the call that ``kill`` selects."""
     module, _, path = PLACES[place].target.partition(":")
     *owners, name = path.split(".")
     owner = import_module(module)
@@ -116,11 +116,11 @@ def _watch(place: str, counts: dict[str, int], kill: Kill | None) -> None:
     setattr(owner, name, watched)
 
 
-# What is run
+# The command in its process
 
 
 class Stumbling(TrainingHook):
-    """Raises at one step, and counts those before."""
+    """Counts its steps, and raises at one of them."""
 
     name = "stumbling"
     hook_points = {HookPoint.POST_STEP}
@@ -149,7 +149,7 @@ class Stumbling(TrainingHook):
 
 
 def patiently(take: Callable[..., None]) -> Callable[..., None]:
-    """Have the loop wait where the disk is slower than the interval, so that both runs write the same checkpoints."""
+    """Let the loop wait for a slow disk, so that all runs write the same checkpoints."""
 
     def patient(checkpointing: Checkpointing, *, wait: bool) -> None:
         checkpointing.writer.wait()
@@ -160,7 +160,7 @@ def patiently(take: Callable[..., None]) -> Callable[..., None]:
 
 def _child(words: Sequence[str], log: Path, kill: Kill | None, counted: Path) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored if the tests run in the background
     for entry in (Small, SmallSteps):
         ExperimentRegistry.register(entry)
     HookRegistry.register(Stumbling)
@@ -177,9 +177,9 @@ def _child(words: Sequence[str], log: Path, kill: Kill | None, counted: Path) ->
 
 
 def start(words: Sequence[str], log: Path, kill: Kill | None = None) -> multiprocessing.Process:
-    """Start ``loopscope WORDS`` in a process and a process group of its own; what it says goes to ``log``.
+    """Start ``loopscope WORDS`` in a new process and process group, with its output in ``log``.
 
-    The process is forked from one that has imported everything and done nothing.
+    The process is forked from a server that has imported everything.
     """
     process = fork_server().Process(target=_child, args=([*words], log, kill, log.with_suffix(".counts")), daemon=True)
     process.start()
@@ -187,26 +187,26 @@ def start(words: Sequence[str], log: Path, kill: Kill | None = None) -> multipro
 
 
 def run(words: Sequence[str], log: Path, kill: Kill | None = None) -> int:
-    """Run ``loopscope WORDS`` to its end and return its status; -9 for one that was killed."""
+    """Run ``loopscope WORDS`` to its end and return its exit status, -9 after a kill."""
     process = start(words, log, kill)
     process.join(300)
     status = process.exitcode
-    assert status is not None, f"{words} did not end; it said: {log.read_text()}"
+    assert status is not None, f"{words} did not end; its output: {log.read_text()}"
     return status
 
 
-# What is left
+# Files of a finished run
 
 
 @dataclass
 class Outcome:
-    """What a finished run left, by name, in a form that compares bit for bit."""
+    """Files and values of a finished run, by name, in a form that compares bit for bit."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def differing_entries(self, other: "Outcome") -> list[str]:
-        """Name what differs."""
+        """Return the names of the files and values that differ."""
         pairs = ((self.files, other.files), (self.values, other.values))
         return [name for a, b in pairs for name in {**a, **b} if a.get(name, "nothing") != b.get(name, "nothing")]
 
@@ -214,34 +214,34 @@ class Outcome:
 def outcome(folder: Path) -> Outcome:
     """Read everything below ``folder`` that two equal runs have in common.
 
-    Of the checkpoints only the newest counts, and what is none. One that dies right after the last checkpoint leaves an
-    older one too many, and one that dies when all is done its lock: a finished run is not opened again.
+    Only the newest checkpoint counts, and leftovers of incomplete ones. A process that is killed right after its last
+    checkpoint leaves one older checkpoint more, and one that is killed at its very end leaves its lock.
     """
-    found = Outcome()
+    result = Outcome()
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.name == "summary.json":
-            found.values |= dict(leaves(_numbers(read_json(path)), name))
+            result.values |= dict(leaves(_numbers(read_json(path)), name))
         elif path.name == "experiment_config.json":
             content = read_json(path)
-            found.values |= dict(leaves({key: content[key] for key in ("hooks", "treatments", "data")}, name))
+            result.values |= dict(leaves({key: content[key] for key in ("hooks", "treatments", "data")}, name))
         elif path.parent.name == "checkpoints":
             if path == next(checkpoint_folders(path.parent), None):
-                found.values |= dict(leaves(open_checkpoint(path).content(), name))
+                result.values |= dict(leaves(open_checkpoint(path).content(), name))
             elif path.suffix:
-                found.files[name] = b"left by a crash"
+                result.files[name] = b"left by a crash"
         elif path.parent.parent.name != "checkpoints" and path.is_file() and path.name != "run.lock":
-            found.files[name] = path.read_bytes()
-    return found
+            result.files[name] = path.read_bytes()
+    return result
 
 
 def _numbers(summary: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a summary what no two runs have in common."""
+    """Return a summary without its times and its folder, which differ between equal runs."""
     return {key: value for key, value in summary.items() if key not in ("seconds", "steps_per_second", "output_dir")}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield nested values as bits that compare equal only if they are: type, form and bytes of tensors."""
+    """Yield nested values in a form that is equal only for equal types, shapes and bytes."""
     if isinstance(value, Mapping):
         yield f"{path} {{}}", [str(key) for key in value]
         for key, item in value.items():
@@ -259,7 +259,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and what it leaves when nothing kills it; ``counts`` says how often each place is reached then."""
+    """A command, its outcome without a kill, and the ``counts`` of calls of each place."""
 
     words: Sequence[str]
     expected: Outcome
@@ -267,15 +267,15 @@ class Case:
 
     @classmethod
     def of(cls, words: Sequence[str], folder: Path) -> "Case":
-        """Run the command to its end in ``folder``."""
+        """Run the command without a kill in ``folder``."""
         words, log = [*words, *BOTH_SINKS], folder.with_suffix(".log")
         assert run(["run", *words, "--output-dir", str(folder)], log) == 0, log.read_text()
         return cls(words, outcome(folder), read_json(log.with_suffix(".counts")))
 
     def killed(self, folder: Path, kills: Sequence[Kill], *, by_folder: bool = False) -> int:
-        """Run, die at each of ``kills`` and go on each time, to the end; return how often it died.
+        """Run the command, kill it at each of ``kills`` and resume it, to its end; return the number of kills.
 
-        ``by_folder``: go on with ``loopscope resume RUN``, else with the command and ``--resume``.
+        With ``by_folder`` it is resumed by ``loopscope resume RUN``, else by the command with ``--resume``.
         """
         log = folder.with_suffix(".log")
         for died, kill in enumerate([*kills, None]):

@@ -1,4 +1,4 @@
-"""Sessions on small that stop as if they were killed: what lies in the folder at that moment is all that remains."""
+"""Sessions of the experiment small that stop as if killed: a copy of their folder at one step is all that remains."""
 
 import shutil
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from tests.framework.runs.small_experiment import Small, session
 
 
 class Killed(BaseException):
-    """Unwinds a run whose folder was copied before."""
+    """Ends a run whose folder has been copied."""
 
 
 class Killing(NoProgress):
-    """Copies a folder after a step, as a kill would leave it, and ends the run."""
+    """Copies a folder after a step, in the state that a kill would leave, and ends the run."""
 
     def __init__(self, step: int, folder: Path, remains: Path) -> None:
         self._step, self._folder, self._remains = step, folder, remains
@@ -29,7 +29,7 @@ class Killing(NoProgress):
 
 
 class KillingDisplay(Display):
-    """Shows nothing, and kills the run after a step."""
+    """A display without output that kills the run after a step."""
 
     def __init__(self, progress: Killing) -> None:
         self._progress = progress
@@ -39,7 +39,7 @@ class KillingDisplay(Display):
 
 
 def copy(folder: Path, remains: Path) -> None:
-    """Copy a folder in which a checkpoint may be being written: again where one got its name meanwhile."""
+    """Copy a folder during checkpoint writing; try again if a checkpoint was renamed in the meantime."""
     while True:
         shutil.rmtree(remains, ignore_errors=True)
         try:
@@ -50,12 +50,12 @@ def copy(folder: Path, remains: Path) -> None:
 
 
 def kill_after(step: int, folder: Path, remains: Path, runner: type[Small] = Small, **options: Any) -> bool:
-    """Run or resume in ``folder`` until ``step`` is done; ``remains`` is what is left; tell whether it came so far."""
+    """Run or resume in ``folder`` up to ``step``, copy it to ``remains``, and return whether the step was reached."""
     return kill(session(folder, runner, **{"strategies": ["plain"], **options}), step, folder, remains)
 
 
 def kill(killed: Session, step: int, folder: Path, remains: Path) -> bool:
-    """Do so with a session in ``folder``."""
+    """Run a session in ``folder`` up to ``step``, copy it to ``remains``, and return whether the step was reached."""
     killed.display = KillingDisplay(Killing(step, folder, remains))
     try:
         killed.run()
@@ -69,7 +69,7 @@ Change = Callable[[bytes], bytes]
 
 
 def flipped(place: float) -> Change:
-    """Return what flips a bit at a fraction of a file."""
+    """Return a function that flips a bit at a fraction of a file."""
 
     def change(data: bytes) -> bytes:
         index = min(len(data) - 1, int(len(data) * place))

@@ -1,4 +1,4 @@
-"""An experiment in float64 that several processes train, stop in the middle and go on with, in any kind and number."""
+"""A float64 experiment that several processes train, stop and resume, in any number and ``--parallel`` mode."""
 
 import shutil
 import signal
@@ -32,7 +32,7 @@ OPTIONS = {"variance": {"window": 2, "every": 2}, "model_smoothing": {"update_in
 
 
 class Net(nn.Module):
-    """Two layers that ranks may cut up, after one that they may not."""
+    """Two layers that tensor parallelism splits, after a layer that it does not split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Shared(Small):
-    """Small without what draws, in float64, with groups of an optimizer that tensor parallelism has to split."""
+    """Small in float64 without random layers, with parameter groups that tensor parallelism has to split."""
 
     name = "shared"
 
@@ -58,8 +58,8 @@ class Shared(Small):
         return {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def build_optimizer(self, model: nn.Module) -> AdamW:
-        weights = [each for each in model.parameters() if each.ndim > 1]
-        others = [each for each in model.parameters() if each.ndim == 1]
+        weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
         return AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others}], lr=self.config.lr, fused=True)
 
     def build_scheduler(self, optimizer: Any) -> LambdaLR:
@@ -67,7 +67,7 @@ class Shared(Small):
 
 
 class Stop(TrainingHook):
-    """Sends the first rank the signal that ends a run after a step, with a checkpoint."""
+    """Sends SIGTERM to the first rank, which ends the run after a step with a checkpoint."""
 
     name = "stop"
     hook_points = frozenset({HookPoint.POST_STEP})
@@ -86,7 +86,7 @@ class Stop(TrainingHook):
 
 
 def train(folder: Path, kind: Any, hooks: Sequence[str] = HOOKS, lr: float = 0.01, **options: Any) -> None:
-    """Train, or go on, in a folder, as the processes that are there."""
+    """Train or resume in a folder with the current processes."""
     options_of = {name: options for name, options in OPTIONS.items() if name in hooks}
     with registered(Shared, Stop):
         given = RunOptions(
@@ -98,7 +98,7 @@ def train(folder: Path, kind: Any, hooks: Sequence[str] = HOOKS, lr: float = 0.0
             **options,
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))  # none is left out for want of time
+            patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))  # none is skipped for lack of time
             Session(Shared(SmallConfig(output_dir=folder, epochs=3, lr=lr)), given, lambda: [JSONLSink()]).run()
 
 
@@ -108,10 +108,10 @@ def stop(folder: Path, kind: Any) -> None:
         train(folder, kind, (*HOOKS, "stop"))
 
 
-def resume(begun: Path, folder: Path, kind: Any, **options: Any) -> None:
-    """Go on in a copy of the folder of a stopped run."""
+def resume(stopped_run: Path, folder: Path, kind: Any, **options: Any) -> None:
+    """Resume in a copy of the folder of a stopped run."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        shutil.copytree(begun, folder)
+        shutil.copytree(stopped_run, folder)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     train(folder, kind, resume=True, **options)

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: whole or not at all, refused when damaged, never executed, a few of them kept."""
+"""Checkpoint files: atomic writes, refusal of damaged files, no code execution, retention of a few checkpoints."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_written_checkpoint_reads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [STATE, MANIFEST])
-def test_a_flipped_bit_anywhere_is_noticed(name: str, tmp_path: Path) -> None:
+def test_any_flipped_bit_is_detected(name: str, tmp_path: Path) -> None:
     folder = written(tmp_path).folder
     whole = (folder / name).read_bytes()
     for place in range(0, len(whole), max(1, len(whole) // 60)):
@@ -93,7 +93,7 @@ def test_older_checkpoint_format_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 class Exploit:
-    """Makes a folder when it is unpickled by a careless reader."""
+    """Creates a folder when a careless reader unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -182,7 +182,7 @@ def test_writer_keeps_few_checkpoints_across_restarts(tmp_path: Path) -> None:
     assert sorted(path.name for path in checkpoint_folders(tmp_path)) == [checkpoint_name(step) for step in (2, 4, 5)]
 
 
-def test_checkpoint_written_over_longer_one_is_whole(tmp_path: Path) -> None:
+def test_checkpoint_over_longer_one_is_complete(tmp_path: Path) -> None:
     """A checkpoint that reuses the files of a longer, set-aside one reads back complete."""
     spare = set_aside(written(tmp_path, 1).folder)
     content = {"weights": torch.zeros(2)}

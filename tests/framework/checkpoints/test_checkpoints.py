@@ -1,4 +1,4 @@
-"""Durable checkpoints: a run that goes on from one is the run that was never interrupted, byte for byte."""
+"""Durable checkpoints: a resumed run equals the uninterrupted run, byte for byte."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +24,7 @@ HALF = 2
 
 
 class NoisyModel(nn.Module):
-    """A model that draws from every global generator when it trains, Gaussians in odd numbers among them."""
+    """A model that draws from every global generator in training, including an odd number of Gaussians."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def noisy_build(case: Case, seed: int = 3) -> tuple[TrainingTask, TrainingState]
 
 
 def run(task: TrainingTask, state: TrainingState, case: Case, path: Path | None = None) -> dict[str, int]:
-    """Train to the end, with a checkpoint at every half if there is a path, and return the final digest."""
+    """Train to the end, with checkpoints half way and at the end if ``path`` is given, and return the final digest."""
     manager = HookManager([], task, state, loop=case.loop)
     every = HALF * (STEPS_PER_EPOCH if case.loop == "step" else 1) if path is not None else 0
 
@@ -100,7 +100,7 @@ def test_hook_states_are_restored(tmp_path: Path) -> None:
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Write a checkpoint anew after a change of what it holds, with a manifest that is right."""
+    """Change the content of a checkpoint, and write it again with a correct manifest."""
     checkpoint = open_checkpoint(folder)
     content = checkpoint.content()
     change(content)
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         assert state.digest() == before, name
 
 
-def test_a_scheduler_on_one_side_only_is_refused(tmp_path: Path) -> None:
+def test_scheduler_in_only_one_run_is_refused(tmp_path: Path) -> None:
     _, state = build(Case())
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
     _, other = build(Case())

@@ -1,4 +1,4 @@
-"""``loopscope diff``: the first step and tensor at which two runs part, bit for bit."""
+"""``loopscope diff``: the first step and tensor at which two runs diverge, bit for bit."""
 
 import json
 import shutil
@@ -99,7 +99,7 @@ def test_planted_difference_is_found_at_first_step(change, pair, capfd) -> None:
     assert f"The runs part at step {first} (epoch {first // 3}), first in {PLANTED[change]}." in said
 
 
-def test_what_differs_in_one_bit_or_type_differs(finished: Path) -> None:
+def test_one_changed_bit_or_type_is_detected(finished: Path) -> None:
     newest = open_checkpoint(next(checkpoint_folders(finished / "checkpoints")))
     for change, name in PLANTED.items():
         content = newest.content()
@@ -172,7 +172,7 @@ def test_final_weights_that_differ_are_named(pair, capfd) -> None:
     assert (status, "The runs part by the final weights, first in 4.bias." in said) == (1, True)
 
 
-def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
+def test_runs_without_common_content_are_refused(pair, capfd) -> None:
     shutil.rmtree(pair[1] / "checkpoints")
     for name in ("plain.jsonl", "plain_final.pt", "digests.jsonl"):
         (pair[1] / name).unlink()
@@ -193,7 +193,7 @@ def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
         ("{}", "b/experiment_config.json cannot be used: it has no field 'experiment'."),
     ],
 )
-def test_what_is_not_a_run_is_refused(config: str | None, sentence: str, pair, capfd) -> None:
+def test_folder_without_run_is_refused(config: str | None, sentence: str, pair, capfd) -> None:
     path = pair[1] / "experiment_config.json"
     path.unlink() if config is None else path.write_text(config)
     status, said = diff(capfd, *pair)

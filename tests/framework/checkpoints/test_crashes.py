@@ -1,4 +1,4 @@
-"""Runs that are killed anywhere, and resumed, end with the bytes and the rows of the run that nothing interrupted."""
+"""Runs that are killed anywhere and resumed end with the bytes and the rows of the uninterrupted run."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""One table of parts: plain attributes of modules, and a part that is added, are known to all who walk it."""
+"""The table of state parts: checkpoints, digest, tripwire and snapshots cover module attributes and added parts."""
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ CALL = Call("spy", "POST_STEP", 1)
 
 
 class Phase(Enum):
-    """Where a module stands."""
+    """Phases of a module."""
 
     EARLY = 1
     LATE = 2
@@ -39,7 +39,7 @@ class Phase(Enum):
 
 @dataclass
 class Memory:
-    """An object of a user's own."""
+    """An object of a user's class."""
 
     total: float = 0.0
     seen: list[Any] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An object that many share and nobody changes, but for what it works out once."""
+    """A shared, frozen object with a cached property."""
 
     name: str
     steps: dict[str, int]
@@ -61,14 +61,14 @@ RECIPES = [Recipe("first", {"a": 1}), Recipe("second", {"a": 2})]
 
 
 class Scratch(Transient):
-    """What no later step reads."""
+    """Memory that no later step reads."""
 
     def __init__(self) -> None:
         self.calls = 0
 
 
 class Counting(nn.Module):
-    """A model whose outputs depend on what it keeps in attributes of every kind that is plain."""
+    """A model whose outputs depend on plain attributes of every kind."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_attribute_changes_are_detected_and_reverted(name: str) -> None:
     with pytest.raises(StateMutationError, match=r"changed the training state: ."), isolation.visit():
         isolation.observe(CALL, lambda: MUTATIONS[name](task.model))
     with pytest.raises(StateMutationError, match=rf"modules/\{name}"):
-        audit.check("Somebody")
+        audit.check("The caller")
 
 
 def test_evaluation_changes_to_attributes_are_reverted() -> None:
@@ -204,7 +204,7 @@ def test_training_between_dispatches_is_no_mutation() -> None:
 
 
 class Elsewhere:
-    """A place that no other part of a training state reaches."""
+    """An object that no other part of a training state reaches."""
 
     def __init__(self) -> None:
         self.kept = {"tensor": torch.zeros(3)}
@@ -255,7 +255,7 @@ def test_custom_part_is_watched_and_restored(name: str) -> None:
     with pytest.raises(StateMutationError, match=r"made.up"), isolation.visit():
         isolation.observe(CALL, lambda: CHANGES[name](place))
     with pytest.raises(StateMutationError, match=f"made up/{name}"):
-        audit.check("Somebody")
+        audit.check("The caller")
 
 
 def test_custom_part_is_checkpointed(tmp_path: Path) -> None:
@@ -271,15 +271,15 @@ def test_custom_part_is_checkpointed(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "a", build(Case())[1])
 
 
-# What no checkpoint can hold
+# Unstorable values
 
 
 class Opaque(BytesIO):
-    """An object with a state that is out of reach."""
+    """An object with an inaccessible state."""
 
 
 class Holding(nn.Sequential):
-    """A model with an attribute that no checkpoint can hold."""
+    """A model with an attribute that a checkpoint cannot store."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -308,7 +308,7 @@ def test_unstorable_attribute_is_refused_with_remedy(kind: str, tmp_path: Path) 
     assert not (tmp_path / "a").exists()
 
 
-def test_states_of_extras_and_hooks_are_named_too(tmp_path: Path) -> None:
+def test_unstorable_state_of_extras_and_hooks_is_named(tmp_path: Path) -> None:
     _, state = build(Case())
     with pytest.raises(UsageError, match=r"hooks/mine/0 is a collections\.deque"):
         save_checkpoint(tmp_path / "a", state, {"mine": [deque()]}, state.streams.save())
@@ -318,7 +318,7 @@ def test_states_of_extras_and_hooks_are_named_too(tmp_path: Path) -> None:
 
 
 class SmallHolding(Small):
-    """The small experiment with that model."""
+    """The small experiment with a Holding model."""
 
     name = "small_holding"
 

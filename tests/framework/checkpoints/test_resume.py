@@ -1,4 +1,4 @@
-"""Runs that go on: from the newest intact checkpoint of the same run, with what was there left as it was otherwise."""
+"""Resuming runs from their newest intact checkpoint; everything else in their folders stays unchanged."""
 
 import errno
 import json
@@ -63,7 +63,7 @@ def entries():
 
 @pytest.fixture(autouse=True, scope="module")
 def patience():
-    """Have every run wait for its disk, so that all leave the same checkpoints."""
+    """Let every run wait for its disk, so that all write the same checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpointing, "take", lambda checkpointing, wait: TAKE(checkpointing, wait=True))
         yield
@@ -74,7 +74,7 @@ def folder_of(folder: Path, runner: type[Small] = Small) -> Path:
 
 
 def resume(folder: Path, runner: type[Small] = Small, **options: Any) -> list[str]:
-    """Go on to the end, and return what was said."""
+    """Resume to the end, and return the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         session(folder, runner, **{"strategies": ["plain"], **OPTIONS, **options}, resume=True).run()
@@ -101,7 +101,7 @@ def killed(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Small], Path]:
-    """Return the folders of runs that nothing interrupted."""
+    """Return the folders of uninterrupted runs."""
     folders = {runner: tmp_path_factory.mktemp("whole") for runner in EXPERIMENTS}
     for runner, folder in folders.items():
         session(folder, runner, strategies=["plain"], **{**OPTIONS, "hooks": HOOKS[runner]}).run()
@@ -112,7 +112,7 @@ def assert_the_same(folder: Path, whole: Path) -> None:
     assert outcome(folder).differing_entries(outcome(whole)) == []
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_hook_left_out_late_stays_out(tmp_path: Path) -> None:
     """After a resume, the reason is still in hooks_left_out."""
 
     class Late(Stumbling):
-        """Finds out late that it does not suit."""
+        """Raises UnsuitableError late."""
 
         name = "late"
 
@@ -204,7 +204,7 @@ def test_hook_left_out_late_stays_out(tmp_path: Path) -> None:
             return super().compute(ctx)
 
     class Watched(Small):
-        """Has it on by default, so that it may be left out."""
+        """Has the hook in its default group, so that it may be left out."""
 
         name = "watched"
         minimal_hooks = ("training_metrics", "norms", "late")
@@ -221,7 +221,7 @@ def test_hook_left_out_late_stays_out(tmp_path: Path) -> None:
 
 def test_changed_observers_are_reported_and_run_is_unchanged(killed: Path, whole) -> None:
     """Resuming with other observers warns, and the final weights are those of the uninterrupted run."""
-    (folder_of(killed) / "plain.csv").unlink()  # whose columns are those of the hooks
+    (folder_of(killed) / "plain.csv").unlink()  # its columns depend on the hooks
     said = resume(killed, hooks=["norms", "model_smoothing", "weight_tracking"], sinks=False)
     assert any("These hooks differ from those" in sentence and "path_length" in sentence for sentence in said)
     weights = [folder_of(folder) / "plain_final.pt" for folder in (killed, whole[Small])]
@@ -234,7 +234,7 @@ def test_new_pre_epoch_hook_starts_at_next_epoch(tmp_path: Path) -> None:
     session(tmp_path / "whole", strategies=["plain"], **options).run()
     assert kill_after(6, tmp_path / "first", tmp_path / "killed", **options)
     assert steps_in(tmp_path / "killed")[0] == 4 > STEPS_PER_EPOCH
-    (folder_of(tmp_path / "killed") / "plain.csv").unlink()  # whose columns are those of the hooks
+    (folder_of(tmp_path / "killed") / "plain.csv").unlink()  # its columns depend on the hooks
     said = resume(tmp_path / "killed", hooks=["norms", "counterfactual"], hook_options={}, sinks=False)
     assert "Hook 'counterfactual' has needs_pre_epoch_state, and epoch 1 began without; its first epoch is 2." in said
     assert read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_samples"].keys() == {"counterfactual"}
@@ -246,7 +246,7 @@ def test_first_pass_of_a_hook_is_counted_once(tmp_path: Path) -> None:
     """The counts of passes match those of the uninterrupted run if a hook takes a pass at its start."""
 
     class Passing(Stumbling):
-        """Looks at a first pass when it starts."""
+        """Takes a pass when it starts."""
 
         name = "passing"
 
@@ -287,7 +287,7 @@ def test_newest_intact_checkpoint_is_used(name, place, killed: Path, whole) -> N
 
 
 def test_damaged_newer_checkpoint_evicts_no_intact_one(killed: Path, tmp_path: Path) -> None:
-    """With keep_checkpoints=1, the intact checkpoint of step 5 stays beside the damaged one of step 6."""
+    """With keep_checkpoints=1, the intact checkpoint of step 5 is kept in addition to the damaged one of step 6."""
     damage(killed, 6)
     options = {**OPTIONS, "checkpoint_every_steps": 1, "keep_checkpoints": 1, "resume": True}
     with pytest.warns(RunNotice, match="step_000000006.*damaged"):
@@ -349,7 +349,7 @@ def test_foreign_sink_files_are_refused(name, place, killed: Path) -> None:
         resume(killed)
 
 
-# What is refused
+# Refusals
 
 
 def command(folder: Path, *words: str, hooks: list[str] = HOOKS[Small]) -> list[str]:
@@ -360,7 +360,7 @@ def command(folder: Path, *words: str, hooks: list[str] = HOOKS[Small]) -> list[
 
 
 class Mistaken(Small):
-    """The small experiment, in whose loss somebody made a mistake since."""
+    """The small experiment, with a mistake in its loss that can be switched on."""
 
     name = "mistaken"
     is_wrong = False
@@ -372,7 +372,7 @@ class Mistaken(Small):
 
 
 class MistakenHook(PathLength):
-    """A hook in which somebody made a mistake since."""
+    """A hook with a mistake that can be switched on."""
 
     name = "mistaken_hook"
 
@@ -383,7 +383,7 @@ class MistakenHook(PathLength):
 
 
 def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatch: Any) -> None:
-    """An error in the loss or in a hook is raised as it is, not reported as a bad checkpoint."""
+    """An error in the loss or in a hook is raised unchanged, not reported as a bad checkpoint."""
     with registered(Mistaken, MistakenHook):
         options = {**OPTIONS, "hooks": ["mistaken_hook"], "hook_options": {}}
         assert kill_after(4, tmp_path / "first", tmp_path / "killed", Mistaken, **options)
@@ -540,7 +540,7 @@ def test_file_size_limit_costs_only_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> None:
-    """Checkpoints are left out with a notice, and training does not wait for the disk."""
+    """Checkpoints are skipped with a notice, and training does not wait for the disk."""
     monkeypatch.setattr(Checkpointing, "take", TAKE)
     write = checkpoint_files._DigestingFile.write
     begun: list[float] = []
@@ -562,7 +562,7 @@ def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> 
 
 @pytest.mark.parametrize("saved", [0, 1])
 def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> None:
-    """The error advises to resume from the last checkpoint, or to overwrite if there is none."""
+    """The error advises to resume from the last checkpoint, or to overwrite without one."""
 
     def full(file: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

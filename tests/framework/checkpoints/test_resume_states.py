@@ -1,4 +1,4 @@
-"""Any sequence of training, killing, damaging, resuming and evaluating ends like the run that nothing interrupted."""
+"""Any sequence of training, killing, damaging, resuming and evaluating ends like the uninterrupted run."""
 
 import shutil
 import tempfile
@@ -44,14 +44,14 @@ OPTIONS: dict[str, Any] = {
 
 
 def made(folder: Path, runner: type[Small], **options: Any) -> Session:
-    """Make a session that writes JSONL alone: the columns of CSV are those of one set of hooks."""
+    """Create a session that writes only JSONL, since the columns of CSV depend on the hooks."""
     found = session(folder, runner, strategies=["plain"], **{**OPTIONS, **options})
     found.make_sinks = lambda: [JSONLSink()]
     return found
 
 
 class Whole:
-    """The run that nothing interrupts, with a checkpoint after every step."""
+    """The uninterrupted run, with a checkpoint after every step."""
 
     def __init__(self, runner: type[Small], folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ class Whole:
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:
-    """Return what the hooks that are always on emitted, emit by emit."""
+    """Return the emits of the hooks that are always active."""
     found = []
     for record in read_jsonl(folder / "plain.jsonl"):
         metrics = {name: value for name, value in record.metrics.items() if name.split("/")[0] in ALWAYS}
@@ -79,7 +79,7 @@ def find_checkpoint(run_folder: Path) -> Checkpoint | None:
 
 
 MANY = 60
-"""Examples behind the slow marker, drawn anew each time; the few that are always run are always the same."""
+"""Number of random examples behind the slow marker; the quick tests use the same few examples each time."""
 
 
 class Lives(RuleBasedStateMachine):
@@ -112,7 +112,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 7), every=st.sampled_from([0, 1, 2, 3]), keep=st.integers(1, 3))
     def train_and_kill(self, steps: int, every: int, keep: int) -> None:
-        """Go on from the newest intact checkpoint and die some steps behind it."""
+        """Resume from the newest intact checkpoint, and kill the run some steps later."""
         newest = find_checkpoint(self.run_folder)
         until = min(STEPS, (newest.step if newest else 0) + steps)
         options = {"checkpoint_every_steps": every, "keep_checkpoints": keep, "hooks": self.hooks, "resume": True}
@@ -136,7 +136,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def evaluate(self) -> None:
-        """Evaluate the newest checkpoint again: the same numbers, and nothing is touched."""
+        """Evaluate the newest checkpoint again: the numbers are equal, and no file changes."""
         if (newest := find_checkpoint(self.run_folder)) is not None:
             before = contents(self.folder)
             task, state = build_run(self.runner(SmallConfig(epochs=EPOCHS)), "plain")
@@ -158,7 +158,7 @@ class Lives(RuleBasedStateMachine):
                     assert states[0] == states[1]
 
     def teardown(self) -> None:
-        """Go on to the end and compare."""
+        """Resume to the end and compare."""
         try:
             (summary,) = made(self.folder, self.runner, hooks=self.hooks, resume=True).run()
             assert (summary["status"], summary["steps"]) == ("completed", STEPS)

@@ -30,7 +30,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def held(tmp_path: Path):
+def locked(tmp_path: Path):
     """Return a run's folder whose lock another process holds."""
     folder = tmp_path / "small/plain"
     folder.mkdir(parents=True)
@@ -43,15 +43,20 @@ def held(tmp_path: Path):
 
 
 @pytest.mark.process
-def test_second_process_is_refused_naming_the_first(held: Path) -> None:
+def test_second_process_is_refused_naming_the_first(locked: Path) -> None:
     """The error names the process, the host and the start time of the holder."""
-    with pytest.raises(UsageError, match=r"process 4711 on elsewhere, since 2030-01-01 12:00:00; wait"), run_lock(held):
+    with (
+        pytest.raises(UsageError, match=r"process 4711 on elsewhere, since 2030-01-01 12:00:00; wait"),
+        run_lock(locked),
+    ):
         pass
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("option", ["--overwrite", "--resume", "--no-console-output"])
-def test_the_command_is_refused_before_anything_is_written(option: str, held: Path, tmp_path: Path, capfd) -> None:
+def test_the_command_is_refused_before_anything_is_written(
+    option: str, locked: Path, tmp_path: Path, capfd
+) -> None:
     before = contents(tmp_path)
     with registered(Small):
         words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--hook-csv"]
@@ -71,7 +76,7 @@ def test_lock_names_its_holder_and_is_removed(tmp_path: Path) -> None:
     assert contents(tmp_path) == {}
 
 
-def test_the_lock_goes_after_an_error_too(tmp_path: Path) -> None:
+def test_lock_is_removed_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
         raise ZeroDivisionError
     assert contents(tmp_path) == {}
@@ -93,7 +98,7 @@ def test_lock_file_deleted_before_locking_is_retried(tmp_path: Path, monkeypatch
     def late(descriptor: int, operation: int) -> None:
         tries.append(descriptor)
         if len(tries) == 1:
-            (tmp_path / LOCK).unlink()  # as its owner does at its end, between our open and our lock
+            (tmp_path / LOCK).unlink()  # like its owner at its end, between our open and our lock
         lock(descriptor, operation)
 
     monkeypatch.setattr("loopscope.checkpoints.lock.fcntl.flock", late)

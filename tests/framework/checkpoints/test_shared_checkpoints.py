@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write: bit for bit on as many, right on any number, whole or not at all."""
+"""Checkpoints of several processes: bitwise resume on the same number, resume on any number, atomic writes."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def by_two_again(folder: Path) -> dict[str, str]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """Return what refuses to start on this rank, and why."""
+    """Return the refusals to start on this rank, with their messages."""
     second = torch.distributed.get_rank() == 1
     return {
         "one process": refused(lambda: resume(folder / "begun by one", folder / "no run 1", "ddp")),
@@ -82,11 +82,11 @@ def by_three(folder: Path) -> dict[str, Any]:
         resume(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then 3, {kind}", kind, exact=True)
     resume(folder / "begun by 2, fsdp", folder / "2, fsdp, then 3, fsdp", "fsdp")
     resume(folder / "begun by 3, tp", folder / "3, tp, then 3, fsdp", "fsdp")
-    return {"disk": with_a_full_disk(folder / "full disk"), "own loop": in_an_own_loop(folder / "own loop")}
+    return {"disk": with_a_full_disk(folder / "full disk"), "custom loop": in_a_custom_loop(folder / "custom loop")}
 
 
-def in_an_own_loop(folder: Path) -> list[list[str]]:
-    """Save and load with functions for loops of one's own; return the parts in which the states differ, twice."""
+def in_a_custom_loop(folder: Path) -> list[list[str]]:
+    """Save and load in a custom loop; return the differing parts before and after loading."""
     (task, state), (other, fresh) = build("fsdp"), build("fsdp", length=1)
     epoch_loop(task, HookManager((), task, state))
     epoch_loop(other, HookManager((), other, fresh))
@@ -97,7 +97,7 @@ def in_an_own_loop(folder: Path) -> list[list[str]]:
 
 
 def with_a_full_disk(folder: Path) -> list[str]:
-    """Train while the second rank cannot write its first file; return what the writers tell on this rank."""
+    """Train while the second rank cannot write its first file; return the writer's failures on this rank."""
     write, told = PartialCheckpoint.write, list[str]()
 
     def full(self: PartialCheckpoint, *arguments: Any) -> Any:
@@ -115,7 +115,7 @@ def with_a_full_disk(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train in all ways, and return the folder of the runs."""
+    """Train in all modes, and return the folder of the runs."""
     folder = tmp_path_factory.mktemp("runs")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -186,7 +186,7 @@ def test_resume_on_another_world_size_matches_within_rounding(resumed, runs):
 def test_custom_training_loop_saves_and_loads_shards(runs):
     """After save_checkpoint and load_checkpoint the state of every rank is the saved one."""
     for rank in range(3):
-        before, after = torch.load(runs / "said by_three" / f"{rank}.pt")["own loop"]
+        before, after = torch.load(runs / "said by_three" / f"{rank}.pt")["custom loop"]
         assert len(before) > 20
         assert after == []
 
@@ -235,7 +235,7 @@ def test_damaged_file_is_reported_and_previous_checkpoint_used(name, begun):
 
 
 class Planted:
-    """What a pickle executes."""
+    """An object whose unpickling executes code."""
 
     ran: list[str] = []
 
@@ -269,7 +269,7 @@ def as_torch_file(path: Path) -> bytes:
 
 
 def sign(folder: Path, name: str) -> None:
-    """Write into the manifest the digests of a file as it is now."""
+    """Write the digest of a file's current content into the manifest."""
     import xxhash
 
     manifest = json.loads((folder / MANIFEST).read_text())

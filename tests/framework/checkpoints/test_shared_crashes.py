@@ -1,4 +1,4 @@
-"""Runs of several processes of which random ones are killed end with the bytes and rows of the run nobody killed."""
+"""Runs of several processes with randomly killed ranks end with the bytes and rows of the uninterrupted run."""
 
 import os
 import random

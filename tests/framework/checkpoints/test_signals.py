@@ -21,7 +21,7 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Signalling(TrainingHook):
-    """Raises signals in the middle of a step."""
+    """Raises signals within a step."""
 
     name = "signalling"
     hook_points = {HookPoint.POST_BACKWARD}
@@ -99,7 +99,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signalled(tmp_path, Small, signal.SIGINT)
     assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
@@ -111,7 +111,7 @@ def raise_if(condition: bool) -> None:
         raise ZeroDivisionError
 
 
-def test_earlier_handlers_are_put_back_after_an_error() -> None:
+def test_earlier_handlers_are_restored_after_an_error() -> None:
     def mine(number: int, frame: Any) -> None:
         pass
 
@@ -136,7 +136,7 @@ def test_run_in_thread_keeps_signal_handlers(tmp_path: Path) -> None:
 
 
 class Early(Small):
-    """Raises a signal where no step is under way: while the model of a strategy is built."""
+    """Raises a signal outside of a step: while the model of a strategy is built."""
 
     name = "early"
     number, strategy = signal.SIGTERM, "plain"
@@ -179,7 +179,7 @@ WORDS = ["run", "small", "--strategy", "plain", "clipped", "--hooks", "norms", "
 
 
 def when_training(words: list[str], folder: Path, number: int) -> tuple[int | None, str]:
-    """Send a signal to a process that trains, and return its status and what it said."""
+    """Send a signal to a training process, and return its exit status and its output."""
     log = folder.with_suffix(".log")
     process = start([*words, "--output-dir", str(folder)], log)
     until = time.monotonic() + 60

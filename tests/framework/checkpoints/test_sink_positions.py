@@ -1,4 +1,4 @@
-"""How sinks are asked for their positions, and told to go on at those of a checkpoint."""
+"""Positions of sinks: storing them in checkpoints, and resuming sinks at them."""
 
 import random
 
@@ -14,16 +14,16 @@ from tests.support import Case, RecordingSink, build
 
 
 class Keeping(MetricSink):
-    """Counts, and knows how often it was begun and where it was told to go on."""
+    """Counts its emits and its starts, and records the position that it resumes from."""
 
     name = "keeping"
 
     def __init__(self, name="keeping", includes=(), count=0):
         self.name, self.includes, self.count = name, includes, count
-        self.told = []
+        self.starts = []
 
     def set_run_context(self, run):
-        self.told.append("begin")
+        self.starts.append("begin")
 
     def position(self):
         return {"count": self.count}
@@ -32,28 +32,28 @@ class Keeping(MetricSink):
         return [f"{self.name}.txt"]
 
     def resume(self, run, position):
-        self.told.append(position["count"])
+        self.starts.append(position["count"])
 
     def emit(self, metrics, epoch, hook_point, *, step):
         self.count += 1
 
 
 class Full(Keeping):
-    """Finds no room for its position."""
+    """Fails for a full disk when asked for its position."""
 
     def position(self):
         raise OSError("No space left on device")
 
 
 class Refusing(Keeping):
-    """Misses its files."""
+    """Refuses to resume, as its files are missing."""
 
     def resume(self, run, position):
         raise UsageError("keeping.txt is missing.")
 
 
 class Drawing(Keeping):
-    """Draws from the generator of the run."""
+    """Draws from the run's generator in ``position``."""
 
     def position(self):
         return {"count": random.random()}
@@ -61,7 +61,7 @@ class Drawing(Keeping):
 
 @pytest.fixture
 def isolation():
-    """Visit a run that these sinks may not change."""
+    """Start the isolation of a run that the sinks must not change."""
     isolation = Isolation(build(Case())[1])
     with isolation.visit():
         yield isolation
@@ -83,16 +83,16 @@ def test_sink_positions_are_stored_by_name(isolation):
     assert positions_of(isolation, *sinks) == {"a": {"count": 3}, "b": {"count": 5}, "recording": {}}
 
 
-def test_without_positions_every_sink_begins(isolation):
+def test_without_positions_every_sink_starts(isolation):
     started(isolation, None, sink := Keeping())
-    assert sink.told == ["begin"]
+    assert sink.starts == ["begin"]
 
 
 def test_sinks_resume_at_their_own_positions(isolation):
     """A sink without a stored position starts from the beginning."""
     sinks = [Keeping("a"), Keeping("b"), Keeping("new"), recording := RecordingSink()]
     started(isolation, {"a": {"count": 3}, "b": {"count": 5}, "gone": {"count": 7}, "recording": {}}, *sinks)
-    assert [sink.told for sink in sinks[:3]] == [[3], [5], ["begin"]]
+    assert [sink.starts for sink in sinks[:3]] == [[3], [5], ["begin"]]
     assert recording.events == ["start", "flush"]
 
 
@@ -100,7 +100,7 @@ def test_sink_resumes_files_of_included_sink(isolation):
     """A sink and the sink that it includes use the same position, in both directions."""
     assert positions_of(isolation, Keeping("a", includes=("b",), count=3)) == {"a": {"count": 3}, "b": {"count": 3}}
     started(isolation, {"b": {"count": 5}}, sink := Keeping("a", includes=("b",)))
-    assert sink.told == [5]
+    assert sink.starts == [5]
 
 
 def test_sink_failing_at_its_position_is_disabled(isolation):
@@ -114,7 +114,7 @@ def test_failed_sink_stays_disabled_after_resume(isolation):
     """The resumed run issues a notice and again stores None as the position of the sink."""
     with pytest.warns(RunNotice, match="Sink 'full' had failed before the checkpoint, and stays off"):
         dispatch = started(isolation, {"full": None, "a": {"count": 3}}, full := Keeping("full"), a := Keeping("a"))
-    assert (full.told, a.told) == ([], [3])
+    assert (full.starts, a.starts) == ([], [3])
     assert dispatch.positions()["full"] is None
     assert dispatch.files() == ["a.txt"]
 
