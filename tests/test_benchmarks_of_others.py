@@ -51,7 +51,7 @@ def test_what_the_tests_need_is_installed():
 @pytest.mark.parametrize("clips", [False, True])
 def test_every_framework_trains_like_the_bare_loop(framework, clips, by_hand, tmp_path):
     """Final weights are equal bit for bit, with and without clipping."""
-    asked = Asked(hears_all=True, callbacks=THREE_VALUES, norms=True, clips=clips)
+    asked = Asked(receives_all_events=True, callbacks=THREE_VALUES, norms=True, clips=clips)
     assert all(map(torch.equal, trained(framework, tmp_path, asked), by_hand[clips]))
 
 

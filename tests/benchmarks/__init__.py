@@ -1,1 +1,1 @@
-"""Measures what loopscope costs: ``python -m tests.benchmarks`` writes docs/benchmarks.md."""
+"""Benchmarks of loopscope: ``python -m tests.benchmarks`` writes docs/benchmarks.md."""

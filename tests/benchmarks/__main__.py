@@ -1,4 +1,4 @@
-"""Measures everything and writes docs/benchmarks.md; ``--only NAME`` measures a part, ``--write`` renews it there."""
+"""Command that writes docs/benchmarks.md; ``--only NAME`` measures a part, ``--write`` updates it on the page."""
 
 import argparse
 import sys
@@ -72,7 +72,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the benchmarks that the command line asks for."""
+    """Run the selected benchmarks."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
     parser.add_argument("--share", type=float, default=1.0, help="part of the repetitions, for a quick look")
@@ -102,7 +102,7 @@ def measured(title: str, parts: Sequence[Callable[[Effort], Iterator[Shown]]], s
 
 
 def say(text: str) -> None:
-    """Write a line at once."""
+    """Write a line and flush it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

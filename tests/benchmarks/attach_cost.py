@@ -1,4 +1,4 @@
-"""What hooks cost in the loops that people have: attached to one written bare, to HF's Trainer, to Lightning's."""
+"""Costs of hooks attached to a bare custom loop, HF's Trainer and Lightning's Trainer."""
 
 import logging
 import warnings
@@ -32,7 +32,7 @@ Train = Callable[[str, Path, int], float]
 
 
 def bare_attach(effort: Effort) -> Iterator[Row]:
-    """Measure a step of a loop of one's own, with nothing but ``attach`` in it, against one of our own loop."""
+    """Compare a step of a custom loop with only ``attach`` with a step of loopscope's loop."""
     ours, other = small_mlp(), small_mlp()
     manager, task = ours.manager(), other.task
 
@@ -55,14 +55,14 @@ def bare_attach(effort: Effort) -> Iterator[Row]:
             turns.forget()
             for _ in range(effort.times(200)):
                 turns.round()
-    attached, own = ([seconds / len(task.loader) for seconds in each] for each in turns.seconds)
-    against = f"loopscope's loop, {median(own) * 1e3:.2f} ms"
+    attached, custom_seconds = ([seconds / len(task.loader) for seconds in each] for each in turns.seconds)
+    against = f"loopscope's loop, {median(custom_seconds) * 1e3:.2f} ms"
     figure = "Step of an attached loop without hooks, small MLP"
-    yield Row(figure, against, MICROSECONDS, difference(attached, own), 15e-6)
+    yield Row(figure, against, MICROSECONDS, difference(attached, custom_seconds), 15e-6)
 
 
 class Classifier(nn.Module):
-    """A model whose step takes about 20 ms; returns its loss, as a Trainer wants it."""
+    """A model whose step takes about 20 ms; it returns its loss, as a Trainer requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,20 +74,20 @@ class Classifier(nn.Module):
 
 
 def data(steps: int) -> TensorDataset:
-    """Draw rows for so many steps."""
+    """Draw rows for a number of steps."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(ROWS * steps, WIDTH, generator=generator)
     return TensorDataset(inputs, torch.randint(CLASSES, (len(inputs),), generator=generator))
 
 
 def collated(rows: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Make a batch as a Trainer takes it."""
+    """Build a batch in the form that a Trainer accepts."""
     inputs, labels = map(torch.stack, zip(*rows, strict=True))
     return {"inputs": inputs, "labels": labels}
 
 
 class Clocked(TrainerCallback):
-    """Notes the time after every step; logs the norm of every gradient, if it is to."""
+    """A callback that records the time after every step, and optionally logs the norm of every gradient."""
 
     def __init__(self, *, norms: bool) -> None:
         self.times: list[float] = []
@@ -119,7 +119,7 @@ def hugging_face(kind: str, folder: Path, steps: int) -> float:
 
 
 class Module(lightning.LightningModule):
-    """The same for Lightning; logs the norm of every gradient, if it is to."""
+    """The same callback for Lightning."""
 
     def __init__(self, *, norms: bool) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def with_lightning(kind: str, folder: Path, steps: int) -> float:
 
 
 def per_step(times: Sequence[float]) -> float:
-    """Return the median seconds between two steps, without the first, which start things."""
+    """Return the median seconds between two steps, without the first steps, which include the start-up."""
     return median(after - before for before, after in pairwise(times[FIRST_STEPS // 2 :]))
 
 
@@ -161,7 +161,7 @@ TRAINERS: Mapping[str, Train] = {"HF Trainer": hugging_face, "Lightning": with_l
 
 
 def trainers(effort: Effort) -> Iterator[Row]:
-    """Measure three observers in both trainers against the trainers alone, and their own way beside."""
+    """Compare both trainers with three observers, and with their own callback, with the trainers alone."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name, train in TRAINERS.items():
         seconds: dict[str, list[float]] = {"alone": [], OURS: [], THEIRS: []}

@@ -1,4 +1,4 @@
-"""What durable checkpoints cost: the copy for which the loop waits, the writing beside it, and the way back."""
+"""Costs of checkpoints: the copy that blocks the loop, the write in another thread, and the resume."""
 
 import os
 import subprocess
@@ -24,24 +24,24 @@ FIRST_STEP = Path(__file__).with_name("first_step.py")
 
 
 def checkpoints(effort: Effort) -> Iterator[Row]:
-    """Measure a checkpoint in the thread that trains and in that which writes, against steps and plain copies."""
+    """Measure a checkpoint in the training thread and in the writer thread, against steps and plain copies."""
     subject = mod_arithmetic(effort.paper)
-    found = Measured(subject)
-    found.train(effort.times(30))
+    measured = Measured(subject)
+    measured.train(effort.times(30))
     size = sum(tensor.nbytes for tensor in subject.tensors) / 1e6
-    against = f"a copy of the same {size:.0f} MB, {1e3 * Spread.of(found.copied).median:.1f} ms"
-    yield Row("Loop blocked by a checkpoint", against, TIMES, ratio(found.blocked, found.copied), 1.5)
-    interval = INTERVAL / WINDOW * Spread.of(found.alone).median
+    against = f"a copy of the same {size:.0f} MB, {1e3 * Spread.of(measured.copied).median:.1f} ms"
+    yield Row("Loop blocked by a checkpoint", against, TIMES, ratio(measured.blocked, measured.copied), 1.5)
+    interval = INTERVAL / WINDOW * Spread.of(measured.alone).median
     against = f"{INTERVAL} steps, {interval:.1f} s, wall clock"
-    slower = [(one - other) / interval for one, other in zip(found.beside, found.alone, strict=True)]
+    slower = [(one - other) / interval for one, other in zip(measured.beside, measured.alone, strict=True)]
     yield Row(f"A checkpoint every {INTERVAL} steps", against, PERCENT, Spread.of(slower), 0.01)
-    both = [seconds / interval for seconds in found.both]
+    both = [seconds / interval for seconds in measured.both]
     label = f"A checkpoint every {INTERVAL} steps, CPU time of both threads"
     yield Row(label, f"{INTERVAL} steps, {interval:.1f} s", PERCENT, Spread.of(both), 0.015)
 
 
 class Measured:
-    """Trains in windows of steps: in turn alone, and with a checkpoint at the beginning and its writing beside."""
+    """Trains in windows of steps, alternating between windows alone and windows with a checkpoint at their start."""
 
     def __init__(self, subject: Subject) -> None:
         self.blocked: list[float] = []
@@ -54,7 +54,7 @@ class Measured:
         self._steps = 0
 
     def train(self, rounds: int) -> None:
-        """Train so many pairs of windows, after one to warm up."""
+        """Train a number of pairs of windows, after one to warm up."""
         subject, ranks = self._subject, self._subject.task.ranks
         shared = {"ranks": ranks.arrangement(subject.task.model)} if ranks.are_many else {}
         describe = lambda: {"step": subject.state.loop.step, "score": None, **shared}
@@ -89,7 +89,7 @@ class Measured:
             self._begin = time.perf_counter()
 
     def _take_alone(self) -> float:
-        """Take a checkpoint as amid a run, but while nothing else runs, and return the CPU time of all that."""
+        """Take a checkpoint as during a run, but without other work, and return the CPU time of both threads."""
         begin = clock()
         self._checkpointing.take(wait=False)  # waiting also removes the file that the next one is written over
         self._writer.wait()
@@ -107,12 +107,12 @@ def _copy(subject: Subject, buffers: list[Tensor]) -> float:
 
 
 def resuming(effort: Effort) -> Iterator[Row]:
-    """Measure the CPU time of a process up to its first step: of a run that goes on, and of one that begins."""
+    """Measure the CPU time of a process up to its first step, for a resumed run and for a new one."""
     yield Row("Resume to the first step", "a fresh start, CPU time", TIMES, _resumed(effort, []), 2.0)
 
 
 def resuming_together(effort: Effort) -> Iterator[Row]:
-    """Measure the same of two processes that share the parameters."""
+    """Measure the same for two processes that share the parameters."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     against = "a fresh start of 2 processes, CPU time"
     yield Row("Resume to the first step, FSDP2", against, TIMES, _resumed(effort, torchrun), 2.0)
@@ -136,7 +136,7 @@ def _resumed(effort: Effort, launcher: list[str]) -> Spread:
 
 
 def _first_step(launcher: list[str], *words: str) -> float:
-    """Return the CPU seconds of a command up to its first step, of several processes one's."""
+    """Return the CPU seconds of a command up to its first step; with several processes those of one."""
     return float(_run(*launcher, str(FIRST_STEP), *words).split()[-1])
 
 

@@ -1,4 +1,4 @@
-"""What the displays of a run cost: the same epochs with a display on a pseudo terminal, and without one."""
+"""Costs of a run's displays: the same epochs with a display on a pseudo terminal, and without one."""
 
 import os
 import pty
@@ -70,7 +70,7 @@ class Shown:
 
 
 def run_info(manager: HookManager) -> RunInfo:
-    """Describe a run that writes no files."""
+    """Return the information of a run that writes no files."""
     return RunInfo(
         experiment="mod_arithmetic",
         strategy="stride",

@@ -1,4 +1,4 @@
-"""What digests of the training state cost, against a read of its bytes and against the steps between two snapshots."""
+"""Costs of digests of the training state, against a read of its bytes and the steps between two snapshots."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,7 +12,7 @@ from tests.benchmarks.subjects import Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, clock, ratio
 
 EPOCHS = 10
-"""Between two snapshots of the quick preset."""
+"""Epochs between two snapshots of the quick preset."""
 
 
 def digests(effort: Effort) -> Iterator[Row]:
@@ -62,7 +62,7 @@ def at_snapshots(effort: Effort) -> Iterator[Row]:
 
 
 def steps_of(subject: Subject, count: int) -> list[float]:
-    """Return the seconds of so many steps."""
+    """Return the seconds of a number of steps."""
     moments: list[float] = []
     subject.train(count + 1, lambda: moments.append(clock()))
     return [end - begin for begin, end in pairwise(moments)]

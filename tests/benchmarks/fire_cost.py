@@ -1,4 +1,4 @@
-"""What a fire costs: without listeners, and with observers that return a float."""
+"""Costs of ``HookManager.fire`` without listeners, and with observers that return a float."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +15,7 @@ POINT = HookPoint.POST_STEP
 
 
 def empty_fire(effort: Effort) -> Iterator[Row]:
-    """Measure a fire at a point to which nobody listens."""
+    """Measure a call of ``fire`` at a point without listeners."""
     manager = mod_arithmetic(effort.quick).manager(observers(1))
     turns = Turns([partial(manager.fire, HookPoint.PRE_STEP)], calls=effort.times(2000))
     for _ in range(effort.times(200)):
@@ -35,7 +35,7 @@ def observers_in_a_fire(effort: Effort) -> Iterator[Row]:
 
 
 def _fires(subject: Subject, hooks: list[TrainingHook], calls: int, steps: int) -> Spread:
-    """Time fires after each of ``steps`` training steps, while gradients, batch and loss are there."""
+    """Time dispatches after each of ``steps`` training steps, while gradients, batch and loss exist."""
     manager = subject.manager(hooks)
     fire = partial(manager.fire, POINT)
     subject.train(1, fire)

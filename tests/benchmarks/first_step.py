@@ -10,7 +10,7 @@ from typing import Any
 
 
 def leave(*step: Any) -> None:
-    """Write this process' CPU time since it began, the interpreter's own start included."""
+    """Write the process's CPU time since its start, including the interpreter's start."""
     os.write(sys.__stdout__.fileno(), b"\n%f\n" % time.process_time())
     os._exit(0)
 

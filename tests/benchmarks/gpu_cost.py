@@ -1,4 +1,4 @@
-"""What is worth measuring on a GPU alone: steps a second, copies at its bandwidth, hooks beside compiled steps."""
+"""GPU benchmarks: steps a second, copies relative to memory bandwidth, hooks with compiled steps."""
 
 import time
 import warnings
@@ -40,7 +40,7 @@ def on_a_gpu(effort: Effort) -> Iterator[Row]:
 
 
 def on_device(device: torch.device, effort: Effort, modes: Mapping[str, str | None]) -> Iterator[Row]:
-    """Measure everything on one device, and in some modes of compilation what hooks cost."""
+    """Measure everything on one device, and the costs of hooks in several modes of compilation."""
     yield from speed(device, effort)
     yield from guardian(device, effort)
     yield from checkpoint(device, effort)
@@ -49,7 +49,7 @@ def on_device(device: torch.device, effort: Effort, modes: Mapping[str, str | No
 
 
 def paper(device: torch.device, effort: Effort) -> Subject:
-    """Build the paper preset's run on a device, with its own batch, and data for one epoch of some steps."""
+    """Build the paper preset's run on a device, with data for one epoch of a few steps."""
     batch = ModArithmeticConfig().batch_size if effort.share > 0 else effort.paper["batch_size"]
     rows = {"train_size": effort.times(STEPS) * batch, "batch_size": batch}
     config = ModArithmeticConfig(**effort.paper | rows)
@@ -58,7 +58,7 @@ def paper(device: torch.device, effort: Effort) -> Subject:
 
 
 def settled(device: torch.device) -> None:
-    """Wait until a device has done what it was told to."""
+    """Wait until a device has completed its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -76,7 +76,7 @@ def epochs(subject: Subject, hooks: Sequence[TrainingHook], device: torch.device
 
 
 def bare_epochs(subject: Subject, device: torch.device) -> Callable[[], None]:
-    """Return a function that trains an epoch as one would write it, to its end on the device."""
+    """Return a function that trains an epoch in a hand-written loop, to its end on the device."""
     model, optimizer = subject.task.model, subject.task.optimizer
     pairs = list(zip(*(part.split(subject.batch_size) for part in (subject.inputs, subject.targets)), strict=True))
 
@@ -102,7 +102,7 @@ def in_turns(functions: Sequence[Callable[[], None]], rounds: int, calls: int = 
 
 
 def speed(device: torch.device, effort: Effort) -> Iterator[Row]:
-    """Measure the steps a second of the paper preset, in our loop and in a bare one, and hooks on it."""
+    """Measure the steps per second of the paper preset, in loopscope's loop and in a bare one, and hooks on it."""
     subjects = [paper(device, effort) for _ in range(3)]
     trained = [epochs(subjects[0], (), device), epochs(subjects[1], observers(3), device)]
     seconds = in_turns([*trained, bare_epochs(subjects[2], device)], effort.times(20))
@@ -113,7 +113,7 @@ def speed(device: torch.device, effort: Effort) -> Iterator[Row]:
 
 
 def guardian(device: torch.device, effort: Effort) -> Iterator[Row]:
-    """Measure the copies that undo an intervention against plain ones, which go at the bandwidth of the memory."""
+    """Compare the copies that undo an intervention with plain copies, which reach the memory bandwidth."""
     subject, snapshot = paper(device, effort), Snapshot()
     epochs(subject, (), device)()
     plain = PlainCopy(subject)
@@ -137,7 +137,7 @@ def guardian(device: torch.device, effort: Effort) -> Iterator[Row]:
 
 
 def checkpoint(device: torch.device, effort: Effort) -> Iterator[Row]:
-    """Measure for how long a checkpoint holds the loop up, against one copy of the same tensors to the host."""
+    """Measure the time for which a checkpoint blocks the loop, against one copy of the same tensors to the host."""
     subject = paper(device, effort)
     train, ours, reference = epochs(subject, (), device), [], []
     train()
@@ -163,7 +163,7 @@ def checkpoint(device: torch.device, effort: Effort) -> Iterator[Row]:
 
 
 class CopyToHost:
-    """Copies every tensor of the training state into memory that a GPU writes to at full speed."""
+    """Copies every tensor of the training state into pinned memory."""
 
     def __init__(self, subject: Subject, device: torch.device) -> None:
         self._subject, self._device = subject, device
@@ -171,7 +171,7 @@ class CopyToHost:
         self._buffers = [torch.empty_like(each, device="cpu", pin_memory=pinned) for each in subject.tensors]
 
     def prepare(self) -> None:
-        """Find the tensors of this moment, untimed."""
+        """Collect the current tensors, untimed."""
         self._tensors = [tensor.detach() for tensor in self._subject.tensors]
 
     def __call__(self) -> None:
@@ -181,7 +181,7 @@ class CopyToHost:
 
 
 def hooks_beside(device: torch.device, effort: Effort, name: str, mode: str | None) -> Iterator[Row]:
-    """Measure what three observers add to a step whose model runs eagerly or compiled."""
+    """Measure the cost of three observers in a step whose model runs eagerly or compiled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RunNotice)
         alone, observed = (compiled(paper(device, effort), mode) for _ in range(2))
@@ -194,7 +194,7 @@ def hooks_beside(device: torch.device, effort: Effort, name: str, mode: str | No
 
 
 def compiled(subject: Subject, mode: str | None) -> Subject:
-    """Compile a run's model in place, in one of torch's modes; nothing for ``None``."""
+    """Compile a run's model in place, in one of torch's modes; do nothing for ``None``."""
     if mode is not None:
         subject.task.model.compile(mode=mode, dynamic=False)
     return subject

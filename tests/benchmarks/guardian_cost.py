@@ -1,4 +1,4 @@
-"""What an intervention costs: saving and restoring the training state, and nothing of it with ``mutates = False``."""
+"""Costs of an intervention: saving and restoring the training state, and neither with ``mutates = False``."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -39,7 +39,7 @@ def save_and_restore(effort: Effort) -> Iterator[Row]:
 
 
 def on_a_shard(effort: Effort) -> tuple[Seconds, Seconds, float]:
-    """Time the guardian and plain copies of this rank's shards under FSDP2; the last number is their megabytes."""
+    """Time the guardian and plain copies of this rank's shards under FSDP2; the last value is their megabytes."""
     subject = large_shards(effort)
     seconds = _pairs(subject, PlainCopy(subject), partial(_guard, subject, Snapshot()), effort.times(40))
     return *seconds, sum(tensor.nbytes for tensor in local_shards(subject.tensors)) / 1e6
@@ -65,14 +65,14 @@ def sharded(subject: Subject) -> Subject:
 
 
 class PlainCopy:
-    """Copies every tensor of the training state to a buffer and back, and does nothing else."""
+    """Copies every tensor of the training state to a buffer and back."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._buffers: list[Tensor] = []
 
     def prepare(self) -> None:
-        """Find the tensors of this moment, untimed."""
+        """Collect the current tensors, untimed."""
         self._tensors = [tensor.detach() for tensor in local_shards(self._subject.tensors)]
         if [buffer.shape for buffer in self._buffers] != [tensor.shape for tensor in self._tensors]:
             self._buffers = [torch.empty_like(tensor) for tensor in self._tensors]
@@ -83,14 +83,14 @@ class PlainCopy:
 
 
 def _guard(subject: Subject, snapshot: Snapshot) -> None:
-    """Do what the isolation does around an intervention."""
+    """Save and restore the state as the isolation does around an intervention."""
     snapshot.save(subject.state)
     snapshot.restore(subject.state)
     snapshot.release()
 
 
 def _naive(subject: Subject) -> None:
-    """Save and restore model, gradients and optimizer as a user would; afterwards the copies alias live tensors."""
+    """Save and restore model, gradients and optimizer in the usual way; afterwards the copies alias live tensors."""
     model, optimizer = subject.task.model, subject.task.optimizer
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
@@ -102,7 +102,7 @@ def _naive(subject: Subject) -> None:
 
 
 def _pairs(subject: Subject, plain: PlainCopy, other: Callable[[], None], pairs: int) -> tuple[Seconds, Seconds]:
-    """Time ``other`` and the plain copy in turn, each after a training step of its own: same caches, new gradients."""
+    """Time ``other`` and the plain copy in turn, each after a separate training step: same caches, new gradients."""
     seconds: tuple[Seconds, Seconds] = ([], [])
 
     def measure() -> None:
@@ -136,7 +136,7 @@ class CopyMeter(TorchDispatchMode):
 
 
 def interventions(effort: Effort) -> Iterator[Row]:
-    """Count the bytes that a fire with one intervention copies, and time it."""
+    """Count the bytes that a dispatch with one intervention copies, and time it."""
     subject = mod_arithmetic(effort.quick)
     for label, hook, bar in (("mutates = False", Reader(), 0.0), ("mutates = True", Mutator(), None)):
         copied, seconds = _fires(subject, hook, effort.times(90))
@@ -146,7 +146,7 @@ def interventions(effort: Effort) -> Iterator[Row]:
 
 
 def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[Spread, Spread]:
-    """Fire after each of ``steps`` training steps, counting the bytes of every other fire and timing the rest."""
+    """Call ``fire`` after each of ``steps`` training steps; count the bytes of every other call and time the rest."""
     manager = subject.manager([hook])
     copied: list[float] = []
     seconds: list[float] = []

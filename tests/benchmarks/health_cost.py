@@ -1,4 +1,4 @@
-"""What checking gradients and weight updates of a model of 10M parameters costs, and against full clones of it."""
+"""Costs of checks of gradients and weight updates of a model of 10M parameters, also against full clones."""
 
 import gc
 import warnings
@@ -26,12 +26,12 @@ BARS: Mapping[str, tuple[dict[str, Any], float]] = {"sampled": ({}, 0.05), "exac
 
 
 def _subject(effort: Effort) -> Subject:
-    """Build the language model; a smaller one for no effort at all."""
+    """Build the language model, or a smaller one if the effort is zero."""
     return language_model() if effort.share > 0 else language_model(**SMALL)
 
 
 class TimedManager(HookManager):
-    """A manager that adds up the time of the fires of a step."""
+    """A manager that sums the time of the dispatches of a step."""
 
     fires: float = 0.0
 
@@ -43,7 +43,7 @@ class TimedManager(HookManager):
 
 @dataclass
 class Steps:
-    """The seconds of steps in the real loop, and those of them that were spent on fires."""
+    """Records the seconds of steps in the real loop, and their share spent on dispatches."""
 
     manager: TimedManager
     seconds: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Steps:
     _begin: float = 0.0
 
     def take(self) -> None:
-        """Note that a step is over."""
+        """Record the end of a step."""
         now, fires = clock(), self.manager.fires
         self.seconds.append(now - self._begin)
         self.fires.append(fires)
@@ -59,7 +59,7 @@ class Steps:
 
 
 def checked_every_other_step(effort: Effort) -> Iterator[Row]:
-    """Compare steps that are checked with their neighbours that are not, in one run of each mode."""
+    """Compare checked steps with their unchecked neighbours, in one run of each mode."""
     for mode, (options, bar) in BARS.items():
         subject = _subject(effort)
         steps = _trained(subject, WeightUpdates(interval=2, **options), max(8, effort.times(80)))
@@ -118,7 +118,7 @@ def _check(monitor: WeightUpdateMonitor, model: nn.Module, optimizer: torch.opti
 
 @torch.no_grad()
 def _clone_and_compare(model: nn.Module) -> dict[str, tuple[float, ...]]:
-    """Measure the same by the book: a clone of every parameter, and a number at a time."""
+    """Compute the same metrics naively: a clone of every parameter, and one number at a time."""
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     found: dict[str, tuple[float, ...]] = {}
     for name, value in model.named_parameters():
@@ -131,7 +131,7 @@ def _clone_and_compare(model: nn.Module) -> dict[str, tuple[float, ...]]:
 
 
 def _kept(options: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the tensors that a monitor's first check leaves alive."""
+    """Return the bytes of the tensors that a monitor keeps after its first check."""
     gc.collect()
     before = tensor_bytes()
     monitor = WeightUpdateMonitor(**options)

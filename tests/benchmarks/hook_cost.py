@@ -1,4 +1,4 @@
-"""What the hooks that come with loopscope cost: each of them, in groups, and the two dearest building blocks."""
+"""Costs of the shipped hooks: each of them, in groups, and the two most expensive building blocks."""
 
 import tempfile
 import warnings
@@ -38,14 +38,14 @@ from tests.benchmarks.timing import Spread, Turns, clock, in_slices, ratio
 assert training_hooks.__all__
 Summary = Mapping[str, Any]
 PRODUCT_IN_PASSES = 3
-"""Forward-backward passes that a Hessian-vector product counts as: a gradient, and the gradient of that."""
+"""Forward-backward passes equivalent to a Hessian-vector product: a gradient, and its gradient."""
 FORWARD_IN_PASSES = 1 / 3
 BESIDE = 6
-"""Bare runs that stand, one after another, beside a run with all hooks, which takes about so many times as long."""
+"""Number of consecutive bare runs that are compared with a run with all hooks, which takes about as long."""
 
 
 class Measured(ModArithmeticRunner):
-    """The experiment with one more group: the observers that fire between epochs only."""
+    """The experiment with one more group: the observers that are called only between epochs."""
 
     @property
     def hook_sets(self) -> Mapping[str, Sequence[str]]:
@@ -83,13 +83,13 @@ def seconds(summary: Summary) -> float:
 
 
 def cpu_time(function: Callable[..., Summary], *arguments: Any, **options: Any) -> Summary:
-    """Call a function in a process of its own whose runs note their CPU time, not that of the clock on the wall."""
+    """Call a function in a separate process whose runs record CPU time instead of wall-clock time."""
     with mock.patch.object(strategy_run, "perf_counter", clock):
         return function(*arguments, **options)
 
 
 def epoch_end_observers() -> list[str]:
-    """Name the observers that fire between epochs only."""
+    """Return the names of the observers that are called only between epochs."""
     names = bulk_hooks("observers")
     windows = {
         name: windows_for(HookRegistry.get(name).hook_points, HookRegistry.get(name).loop_points, "epoch")
@@ -99,7 +99,7 @@ def epoch_end_observers() -> list[str]:
 
 
 class TimedManager(HookManager):
-    """A manager that notes how long every fire at POST_EPOCH takes."""
+    """A manager that records the time of every dispatch at POST_EPOCH."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -113,7 +113,7 @@ class TimedManager(HookManager):
 
 
 def observers_at_the_end_of_epochs(effort: Effort) -> Iterator[Row]:
-    """Compare the fires of all observers at POST_EPOCH with an epoch of the same run."""
+    """Compare the dispatches of all observers at POST_EPOCH with an epoch of the same run."""
     subject, epochs = mod_arithmetic(effort.quick), max(4, effort.times(20))
     task, state = replace(subject.task, length=epochs), subject.state
     hooks = [HookRegistry.get(name)() for name in epoch_end_observers()]
@@ -142,7 +142,7 @@ def observers_at_the_end_of_epochs(effort: Effort) -> Iterator[Row]:
 
 
 def groups_of_observers(effort: Effort) -> Iterator[Row]:
-    """Compare runs with observers with bare ones, in slices of their time."""
+    """Compare runs with observers with bare runs, in slices of their time."""
     epochs, rounds = max(2, effort.times(25)), effort.times(3)
     kinds: dict[str, dict[str, Any]] = {
         "bare": {},
@@ -159,7 +159,7 @@ def groups_of_observers(effort: Effort) -> Iterator[Row]:
 
 
 def passes(summary: Summary) -> float:
-    """Return what hooks sent through the model, in forward-backward passes of a whole batch."""
+    """Return the passes of hooks through the model, in forward-backward passes of a whole batch."""
     weights = {
         "forward": FORWARD_IN_PASSES,
         "forward_backward": 1.0,
@@ -171,12 +171,12 @@ def passes(summary: Summary) -> float:
 
 
 def several(function: Callable[..., Summary], count: int, *arguments: Any, **options: Any) -> list[Summary]:
-    """Call a function several times and return what it returned."""
+    """Call a function several times and return the results."""
     return [function(*arguments, **options) for _ in range(count)]
 
 
 def full_group(effort: Effort) -> Iterator[Row]:
-    """Compare a run with all hooks with what its passes cost at the rate of bare runs in the same minutes."""
+    """Compare a run with all hooks with the cost of its passes at the speed of simultaneous bare runs."""
     epochs = effort.times(60)
     kinds: list[tuple[int, dict[str, Any]]] = [(BESIDE, {}), (1, {"with_hooks": "full"})]
     runs = [partial(several, partial(cpu_time, train, effort, epochs, **options), count) for count, options in kinds]
@@ -190,7 +190,7 @@ def full_group(effort: Effort) -> Iterator[Row]:
 
 
 def each_hook(effort: Effort) -> Iterator[Row]:
-    """Take the cost of every hook from a profiled run with all of them."""
+    """Read the cost of every hook from a profiled run with all of them."""
     epochs = effort.times(20)
     bare = seconds(train(effort, epochs)) / epochs
     debug = [hook.name for hook in HookRegistry if hook.debug]
@@ -236,7 +236,7 @@ def _context(subject: Subject) -> ModelDataContext:
 
 
 def counterfactual(effort: Effort) -> Iterator[Row]:
-    """Compare what a counterfactual adds to a run with K epochs of it."""
+    """Compare the cost of a counterfactual with K epochs of its run."""
     epochs, shuffles = effort.times(6), Counterfactual().k
     found: list[list[float]] = [[], []]
     for _ in range(effort.times(5)):

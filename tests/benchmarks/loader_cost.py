@@ -1,4 +1,4 @@
-"""What starting an epoch in its middle costs: the first batch, with many batches before it and with few."""
+"""Costs of starting an epoch in the middle: the first batch after many skipped batches and after few."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ BATCH = 4
 
 
 def first_batches(effort: Effort) -> Iterator[Row]:
-    """Compare the first batch of an epoch begun late with that of one begun early, for every kind of loader."""
+    """Compare the first batch of an epoch started late with that of one started early, for every kind of loader."""
     late = LATE if effort.share else LATE // 100
     for name, loader in _loaders(torch.arange((late + 10) * BATCH)).items():
         turns = Turns([partial(_first, loader, late), partial(_first, loader, EARLY)], calls=3)
@@ -47,7 +47,7 @@ def _first(loader: Loader, start: int) -> None:
 
 
 def skipping(effort: Effort) -> Iterator[Row]:
-    """Measure what is left where a sampler must be iterated over up to the batch."""
+    """Measure the remaining cost if a sampler must be iterated up to the batch."""
     late = LATE if effort.share else LATE // 100
     dataset = TensorDataset(torch.arange((late + 10) * BATCH))
     sampler: DistributedSampler[object] = DistributedSampler(dataset, num_replicas=1, rank=0)
@@ -60,7 +60,7 @@ def skipping(effort: Effort) -> Iterator[Row]:
 
 
 def every_batch(effort: Effort) -> Iterator[Row]:
-    """Measure what seeding each batch, and keeping the run's streams apart from it, cost."""
+    """Measure the cost of seeding each batch and of isolating the run's random streams from it."""
     bare = DataLoader(TensorDataset(torch.arange(200 * BATCH)), BATCH)
     loader = TorchLoader(DataLoader(bare.dataset, BATCH), 1)
     turns = Turns([lambda: deque(loader.batches(0), maxlen=0), lambda: deque(bare, maxlen=0)])

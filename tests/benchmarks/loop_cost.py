@@ -1,4 +1,4 @@
-"""What a training step costs more than the same step written bare: without hooks, with observers, with clipping."""
+"""Extra costs of a training step over the same bare step: without hooks, with observers, with clipping."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ MAX_NORM = 1.0
 
 @dataclass
 class HeavyWork:
-    """Adds up the time inside zero_grad, forward, backward and update: what is left of a step is the loop's own."""
+    """Sums the time inside zero_grad, forward, backward and update; the remainder of a step is the loop's own time."""
 
     seconds: float = 0.0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its time added up."""
+        """Return a wrapper that adds the function's time to the sum."""
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
@@ -62,7 +62,7 @@ class HeavyWork:
 
 
 class TwoSweeps:
-    """Sweeps the training state twice, as a fire must to see what changed in it, and notes how long that takes."""
+    """Reads the training state twice, as a check for mutations must, and records the time."""
 
     def __init__(self, subject: Subject) -> None:
         self._tensors = subject.tensors
@@ -78,23 +78,23 @@ class TwoSweeps:
 
 
 class Step(NamedTuple):
-    """The seconds of one step, and those of them that the loop spent on its own."""
+    """The seconds of one step, and the loop's own share of them."""
 
     total: float
     own: float
 
 
 class Alternating(Loader):
-    """Gives a loop its batches and takes one step of another loop before each, both timed: A B A B on one model."""
+    """A loader that takes one step of another loop before each batch and times both: A B A B on one model."""
 
     def __init__(self, loader: Loader, other: Iterator[None], work: HeavyWork, sweeps: TwoSweeps | None = None) -> None:
         self._loader = loader
         self._other = other
         self._work, self._sweeps = work, sweeps
         self.pairs: list[list[tuple[Step, Step]]] = []
-        """For each epoch, for each step, the other loop's step and this one's."""
+        """The times of the other loop's step and of this loop's step, by epoch and step."""
         self.left = 0.0
-        """When the loop was told that its epoch has no more batches."""
+        """The time at which the loop reached the end of the epoch's batches."""
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         batches = self._loader.batches(epoch, start)
@@ -112,7 +112,7 @@ class Alternating(Loader):
             pairs.append((_step(begin, middle), _step(middle, self.now())))
 
     def now(self) -> tuple[float, float]:
-        """Return the seconds so far, without those of the sweeps, and those of the heavy work among them."""
+        """Return the seconds so far without the sweeps, and the seconds of the heavy work among them."""
         apart = 0.0 if self._sweeps is None else self._sweeps.total
         return clock() - apart, self._work.seconds
 
@@ -129,7 +129,7 @@ def _step(begin: tuple[float, float], end: tuple[float, float]) -> Step:
 
 
 class Comparison:
-    """One loop with hooks against one written bare; a block is one epoch, its value the median over its steps."""
+    """Comparison of a loop with hooks with a bare one; a block is one epoch, its value the median over its steps."""
 
     def __init__(
         self, subject: Subject, hooks: Iterable[TrainingHook], epochs: int, max_norm: float | None = None
@@ -151,29 +151,29 @@ class Comparison:
         self.unit = median(sweeps.seconds)
 
     def _extra(self, part: Callable[[Step], float]) -> Spread:
-        """Summarise how many seconds a step takes longer, with its share of the end of an epoch."""
+        """Summarise the extra seconds of a step, including its share of the end of an epoch."""
         epochs = [[(part(bare), part(ours)) for bare, ours in pairs] for pairs in self._epochs]
         values = [median(ours - bare for bare, ours in pairs) for pairs in epochs]
         bare, ours = ([median(pair[loop] for pair in pairs) for pairs in epochs] for loop in (0, 1))
         return Spread.of(values, min(ours) - min(bare)).plus(self._epoch_end)
 
     def share(self, figure: str, against: str, bar: float) -> Row:
-        """Return the row of what a step takes longer, as a fraction of a bare step."""
+        """Return the row of a step's extra time, as a fraction of a bare step."""
         extra = self._extra(lambda step: step.total)
         share = Spread(*(seconds / self.step for seconds in (extra.median, extra.best, extra.noise)))
         return Row(figure, self._against(against), PERCENT, share, bar)
 
     def total(self, figure: str, against: str, bar: float | None = None) -> Row:
-        """Return the row of what a step takes longer."""
+        """Return the row of a step's extra time."""
         return Row(figure, self._against(against), MICROSECONDS, self._extra(lambda step: step.total), bar)
 
     def own(self, figure: str, against: str, bar: float | None = None) -> Row:
-        """Return the row of what a step takes longer outside forward, backward, zero_grad and update."""
+        """Return the row of a step's extra time outside forward, backward, zero_grad and update."""
         figure = f"{figure}, own time"
         return Row(figure, self._against(against), MICROSECONDS, self._extra(lambda step: step.own), bar)
 
     def in_sweeps(self, figure: str, bar: float) -> Row:
-        """Return the row of the same, in units of two plain sweeps at the same place of the bare step."""
+        """Return the row of the same time, in units of two plain sweeps at the same position of the bare step."""
         own = self._extra(lambda step: step.own)
         units = Spread(*(seconds / self.unit for seconds in (own.median, own.best, own.noise)))
         return Row(f"{figure}, own time", f"two plain sweeps of the state, {self.unit * 1e6:.0f} µs", TIMES, units, bar)

@@ -1,4 +1,4 @@
-"""What a cast to a narrow format costs on two cores, compiled and not, against reading and writing the same bytes."""
+"""Costs of casts to narrow formats on two cores, compiled and not, against reading and writing the same bytes."""
 
 import ctypes
 import json
@@ -25,11 +25,11 @@ ELEMENTS = 2**24
 THREADS = 2
 RULES = ("block", "tensor", "nvfp4", "mx_floor")
 KEPT_IN_THE_PROCESS = 2**30
-"""Bytes up to which memory that is freed stays with the process, so that the next tensor needs no new pages."""
+"""Size in bytes up to which freed memory stays with the process, so that the next tensor needs no new pages."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's ``mallopt``."""
+"""Constants of glibc's ``mallopt``."""
 PASS, GIVEN, COMPUTED, COUNTED, COMPILED, EAGER, STOCHASTIC, EAGER_STOCHASTIC = range(8)
-"""Places in the list of what is timed."""
+"""Indices of the timed functions."""
 
 Measured = dict[str, Any]
 
@@ -42,9 +42,7 @@ def casts(effort: Effort) -> Iterator[Row]:
     for rule, blocks in measured["seconds"].items():
         yield from _rows(rule, blocks, options["elements"])
     compiling = Spread.of(measured["compiling"])
-    yield Row(
-        "Compiling one cast, counted and not", "the first compilation, import included", SECONDS, compiling
-    )
+    yield Row("Compiling one cast, counted and not", "the first compilation, import included", SECONDS, compiling)
 
 
 def _rows(rule: str, blocks: list[list[float]], elements: int) -> Iterator[Row]:

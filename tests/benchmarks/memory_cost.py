@@ -1,4 +1,4 @@
-"""What hooks cost in memory: peak and tensors of runs in processes of their own."""
+"""Memory costs of hooks: peak and tensors of runs in separate processes."""
 
 import gc
 import json
@@ -31,13 +31,13 @@ Measured = Mapping[str, float]
 
 
 def peak_memory(effort: Effort) -> Iterator[Row]:
-    """Measure each kind of run in processes of its own, against the bare loop."""
+    """Measure each kind of run in separate processes, against the bare loop."""
     rounds = [{kind: _in_a_process(kind, effort.paper) for kind in (BARE, *HOOKS)} for _ in range(effort.times(2))]
     return memory_rows(rounds)
 
 
 def memory_rows(rounds: Sequence[Mapping[str, Measured]]) -> Iterator[Row]:
-    """Compare what was measured in rounds, by kind of run, with the bare loop."""
+    """Compare the measured rounds, by kind of run, with the bare loop."""
     for kind in HOOKS:
         copies = 1.0 if kind == MUTATING else 0.0
         state = rounds[0][kind]["state"]
@@ -50,27 +50,27 @@ def memory_rows(rounds: Sequence[Mapping[str, Measured]]) -> Iterator[Row]:
 def _in_a_process(kind: str, options: Mapping[str, Any]) -> Measured:
     command = [sys.executable, "-m", "tests.benchmarks.memory_cost", kind, json.dumps(dict(options))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found: Measured = json.loads(done.stdout)
-    return found
+    measurements: Measured = json.loads(done.stdout)
+    return measurements
 
 
 def measure(kind: str, options: Mapping[str, Any]) -> Measured:
-    """Train a few steps; return this process' peak and, in bytes too, the tensors that came alive and the state's."""
+    """Train a few steps; return the process's peak memory, the bytes of new tensors, and the bytes of the state."""
     gc.collect()
     before = tensor_bytes()
     subject = mod_arithmetic(options)
-    found: list[Measured] = []
+    measurements: list[Measured] = []
 
     def look() -> None:
         state = sum(tensor.nbytes for tensor in subject.tensors)
-        found.append({"peak": peak_resident(), "tensors": tensor_bytes() - before, "state": state})
+        measurements.append({"peak": peak_resident(), "tensors": tensor_bytes() - before, "state": state})
 
     _train(subject, kind, look)
-    return found[0]
+    return measurements[0]
 
 
 def _train(subject: Subject, kind: str, look: Callable[[], None]) -> None:
-    """Train, and look after a few steps, while the last one's gradients are there."""
+    """Train, and measure after a few steps, while the last gradients exist."""
     if kind == BARE:
         steps = bare_steps(subject)
         for _ in range(STEPS):
@@ -83,9 +83,9 @@ def _train(subject: Subject, kind: str, look: Callable[[], None]) -> None:
 
 def tensor_bytes() -> int:
     """Return the bytes of all storages that Python can reach through a tensor or its gradient."""
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
-    storages = [tensor.untyped_storage() for tensor in found]
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     real = [storage for storage in storages if storage.device.type != "meta"]  # a compiler leaves fake tensors behind
     return sum({storage.data_ptr(): storage.nbytes() for storage in real}.values())
 

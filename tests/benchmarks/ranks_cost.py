@@ -1,4 +1,4 @@
-"""What ranks that train together pay: to agree, against a bare all-reduce; to roll back and to keep, against copies."""
+"""Costs of distributed training: agreements against a bare all-reduce, rollback and checkpoints against copies."""
 
 from collections.abc import Iterator
 from functools import partial

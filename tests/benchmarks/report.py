@@ -110,9 +110,9 @@ METHOD = """
 - *Casts to narrow formats.* In a separate process, on two threads, in wall-clock time. The plain pass reads as many
   bytes and writes them into a new tensor, like the cast; the process keeps freed memory (`mallopt`), because new pages
   would dominate the cost. *Scales given* excludes the pass that determines the largest magnitudes.
-- *Overflow of narrow formats.* Hypothetical casts: the hook's own time at every other step, relative to the steps between, divided
-  by 100. Counting: the difference between a step with counted casts and the next one without, cache effects included;
-  *one step in 4* is a quarter of that, not a separate run.
+- *Overflow of narrow formats.* Hypothetical casts: the hook's own time at every other step, relative to the steps
+  between, divided by 100. Counting: the difference between a step with counted casts and the next one without, cache
+  effects included; *one step in 4* is a quarter of that, not a separate run.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both minus those of the bare loop, in copies of the training state.
   The bars allow 5 % for rounding by the allocator, and 1 % for state of the loop in addition to the training state.

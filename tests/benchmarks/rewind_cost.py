@@ -1,4 +1,4 @@
-"""What a stretch of a run costs that is trained again: its steps, a start and a load, and nothing for each step."""
+"""Costs of a retrained interval: its steps, a start and a load, and no extra cost per step."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,11 @@ from tests.benchmarks.rows import SECONDS, TIMES, Effort, Row
 from tests.benchmarks.timing import Spread, clock
 
 EPOCHS, LONG, SHORT = 9, 8, 2
-"""Of the run, and of two stretches at its end: what an epoch costs is the difference."""
+"""Epochs of the run and of two intervals at its end: their difference is the cost of an epoch."""
 
 
 def rewinds(effort: Effort) -> Iterator[Row]:
-    """Compare epochs trained again with the same epochs in the run, evaluations and comparisons included."""
+    """Compare retrained epochs with the same epochs in the run, evaluations and comparisons included."""
     ratios, starts = [], []
     for _ in range(max(2, effort.times(7))):
         with TemporaryDirectory() as folder:

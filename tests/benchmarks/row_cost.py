@@ -1,4 +1,4 @@
-"""What the record of rows costs a step, and the disk; and what it takes to know the data."""
+"""Costs of the record of rows per step and on disk, and of the digest of the data."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -40,9 +40,9 @@ def recorded_rows(effort: Effort) -> Iterator[Row]:
         subject.task.loader = loader
         manager, steps = subject.manager(), Steps(RowNumbers(loader))
         if not loader.source_of_rows().by_function:  # a run has drawn them for the file
-            known = [*loader.row_indices(0)]
+            row_indices = [*loader.row_indices(0)]
             for epoch in range(effort.times(100) * EVERY // count + 2):
-                steps.numbers.know(epoch, 0, known)
+                steps.numbers.know(epoch, 0, row_indices)
         shares = [each / EVERY / step for each in _seconds(partial(steps.digest, manager), effort.times(100))]
         yield Row(f"Digests of rows every {EVERY} steps: {name}", against, PERCENT, Spread.of(shares), 0.001)
     with TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def recorded_rows(effort: Effort) -> Iterator[Row]:
 
 @dataclass
 class Steps:
-    """Steps of a run, as far as its digests of rows are concerned."""
+    """The steps of a run, reduced to their digests of rows."""
 
     numbers: RowNumbers
     since: int = 0
@@ -64,7 +64,7 @@ class Steps:
 
 
 def bytes_of_rows(effort: Effort) -> Iterator[Row]:
-    """Count the bytes on the disk for each row that was trained on."""
+    """Measure the bytes on disk for each training row."""
     subject = mod_arithmetic(effort.quick)
     entry = rows_entry(subject.manager(), RowNumbers(subject.task.loader), 0, EVERY)
     each = len(json.dumps({**entry, "since": EVERY})) / EVERY / subject.batch_size
@@ -79,7 +79,7 @@ def bytes_of_rows(effort: Effort) -> Iterator[Row]:
 
 
 def known_data(effort: Effort) -> Iterator[Row]:
-    """Time the digest of the paper preset's data, once a run."""
+    """Time the digest of the paper preset's data, which is computed once per run."""
     pairs = torch.randint(9973, (PAPER_ROWS, 2))
     loader = TensorLoader((pairs, pairs.sum(1)), 256, random_order(PAPER_ROWS, 1))
     seconds = _seconds(lambda: fingerprint(loader, lambda: None), effort.times(40))

@@ -1,4 +1,4 @@
-"""The rows of the table: a figure, what was measured, and the bar it must not pass, or the one it must reach."""
+"""Rows of the tables: a figure, its measurement, and the bar as an upper or a lower limit."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from tests.benchmarks.timing import Spread
 
 
 class Shown(Protocol):
-    """A row of some table of the page."""
+    """Base class of the rows of a table."""
 
     columns: ClassVar[Sequence[str]]
     to_the_right: ClassVar[range]
@@ -29,14 +29,14 @@ class Shown(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """How a number is written."""
+    """Unit and format of a number."""
 
     symbol: str
     factor: float
     digits: int
 
     def text(self, value: float) -> str:
-        """Write a value."""
+        """Format a value."""
         shown = round(value * self.factor, self.digits) + 0.0  # turns -0.0 into 0.0
         return f"{shown:,.{self.digits}f} {self.symbol}"
 
@@ -53,7 +53,7 @@ PER_SECOND = Unit("/s", 1, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; without a ``bar`` (at most) or ``floor`` (at least) it is there for comparison."""
+    """One figure with a ``bar`` (at most) or ``floor`` (at least); without either it is for comparison only."""
 
     columns: ClassVar[Sequence[str]] = ["Figure", "Against", "Measured", "Best", "Noise", "Bar", "Result"]
     to_the_right: ClassVar[range] = range(2, 6)
@@ -68,12 +68,12 @@ class Row:
 
     @property
     def numbers(self) -> Iterable[float]:
-        """All numbers that were measured."""
+        """All measured numbers."""
         return vars(self.value).values()
 
     @property
     def result(self) -> str:
-        """Return ``pass``, ``miss``, or nothing where there is no bar."""
+        """Return ``pass``, ``miss``, or an empty string without a bar."""
         if self.bar is None and self.floor is None:
             return ""
         over = self.bar is not None and self.value.median > self.bar
@@ -90,12 +90,12 @@ class Row:
 
 
 PAPER = {"train_size": 320, "test_size": 320, "batch_size": 32}
-"""Options of the paper preset's model on little data: what is measured depends on the model, not on the batch."""
+"""Options of the paper preset's model on little data: the costs depend on the model, not on the batch."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure, and on what; a smaller ``share`` serves a look, smaller models a test."""
+    """The effort of the measurements; a smaller ``share`` gives a quick look, and smaller models suit tests."""
 
     share: float = 1.0
     quick: dict[str, Any] = field(default_factory=lambda: QUICK | {"train_size": 90 * 32})
@@ -103,5 +103,5 @@ class Effort:
     paper: dict[str, Any] = field(default_factory=lambda: dict(PAPER))
 
     def times(self, count: int) -> int:
-        """Return how often to repeat what takes ``count`` repetitions at full effort; at least once."""
+        """Return the number of repetitions for ``count`` repetitions at full effort; at least one."""
         return max(1, round(count * self.share))

@@ -1,4 +1,4 @@
-"""How many scalars the files of metrics take in a second, beside Lightning's CSVLogger and torch's SummaryWriter."""
+"""Throughput of the metric files in scalars a second, compared with Lightning's CSVLogger and torch's SummaryWriter."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ Writer = Callable[[], None]
 
 @dataclass(frozen=True)
 class Load:
-    """What a block writes: emits of one kind."""
+    """The contents of a block: emits of one kind."""
 
     title: str
     point: HookPoint
@@ -37,16 +37,16 @@ class Load:
 
     @property
     def scalars(self) -> int:
-        """How many numbers are written."""
+        """The number of scalars written."""
         return sum(len(row) for row in self.rows())
 
     def described(self) -> list[str]:
-        """Return the names that hooks would describe."""
+        """Return the names of the described metrics."""
         names = {name: None for emit in self.emits for name in emit}
         return list(dict.fromkeys(FAMILY if name.startswith("norms/") else name for name in names))
 
     def rows(self) -> list[dict[str, float]]:
-        """Return the same numbers as loggers of steps take them: those of each step, by name."""
+        """Return the same numbers in the form of step loggers: those of each step, by name."""
         return list(chain.from_iterable(_rows(emit) for emit in self.emits))
 
 
@@ -64,7 +64,7 @@ def _rows(emit: Metrics) -> list[dict[str, float]]:
 
 
 def loads() -> Iterator[Load]:
-    """Yield what runs emit: random numbers as float32 tensors bring them to the host."""
+    """Yield typical emits of runs: random numbers converted from float32 tensors."""
     random = Random(0)
 
     def numbers(length: int) -> list[float]:
@@ -84,7 +84,7 @@ def loads() -> Iterator[Load]:
 
 
 def file_sinks(effort: Effort) -> Iterator[Row]:
-    """Measure both sinks under every load, and beside them the loggers that are installed."""
+    """Measure both sinks under every load, and the installed loggers for comparison."""
     loggers = dict(installed())
     for load in loads():
         seconds = measured(load, loggers, effort.times(25))
@@ -99,7 +99,7 @@ def file_sinks(effort: Effort) -> Iterator[Row]:
 
 
 def installed() -> Iterator[tuple[str, Logger]]:
-    """Yield the loggers whose packages are there, by name, and say which are left out."""
+    """Yield the installed loggers by name, and report the missing ones."""
     for name, (package, logger) in LOGGERS.items():
         if find_spec(package) is not None:
             yield name, logger
@@ -122,7 +122,7 @@ def measured(load: Load, loggers: Mapping[str, Logger], rounds: int) -> dict[str
 
 
 def emitted(load: Load, sink: MetricSink, folder: Path, stack: ExitStack) -> Writer:
-    """Return a block of emits, all of which have reached the operating system when it ends."""
+    """Return a block of emits that have all reached the operating system at its end."""
     sink.set_run_context(run_info(folder, described=load.described()))
     stack.callback(sink.close, "completed")
 

@@ -1,4 +1,4 @@
-"""What smoothing and averaging the weights of a model of 10M parameters costs, against lerps of the same bytes."""
+"""Costs of smoothing and averaging the weights of a model of 10M parameters, against lerps of the same bytes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.benchmarks.timing import Spread, Turns, clock, ratio
 
 ALPHA = 0.5
 TRASH = 2**24
-"""Elements that are read before every measurement, so that nothing of the last one lies in the caches."""
+"""Elements read before every measurement, so that the caches contain nothing of the previous one."""
 
 
 def smoothing(effort: Effort) -> Iterator[Row]:
@@ -37,7 +37,7 @@ def smoothing(effort: Effort) -> Iterator[Row]:
 
 
 def fires(effort: Effort) -> Iterator[Row]:
-    """Time the fires of the two hooks after training steps."""
+    """Time the dispatches of the two hooks after training steps."""
     hooks: list[TrainingHook] = [ModelSmoothing(update_interval=1), WeightAverage(interval=1, averages="ema")]
     for hook in hooks:
         subject = _subject(effort)
@@ -47,7 +47,7 @@ def fires(effort: Effort) -> Iterator[Row]:
 
 
 def _subject(effort: Effort) -> Subject:
-    """Build the language model; at no effort at all a small model stands for it."""
+    """Build the language model, or a small model if the effort is zero."""
     return language_model() if effort.share > 0 else mod_arithmetic(effort.quick)
 
 
@@ -71,7 +71,7 @@ def _emptied_caches() -> Callable[[], Tensor]:
 
 
 def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each of ``steps`` steps, and of the fire after each."""
+    """Return the seconds of each of ``steps`` steps, and of the dispatch after each."""
     manager = subject.manager([hook])
     manager.start_hooks(_run(subject, steps))
     step_seconds: list[float] = []

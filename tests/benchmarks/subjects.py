@@ -1,4 +1,4 @@
-"""What is measured: models in runs of their own, a loop written bare, and hooks that do nothing."""
+"""Measured subjects: models in separate runs, a bare loop, and hooks that do nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Subject:
 
     @classmethod
     def of(cls, task: TrainingTask, state: TrainingState, batch_size: int) -> "Subject":
-        """Take a run as it is built, without its evaluations and snapshots."""
+        """Use a built run, without its evaluations and snapshots."""
         inputs, targets = map(torch.cat, zip(*task.loader.batches(0), strict=True))
         return cls(replace(task, eval_every=0, snapshot_every=0), state, inputs, targets, batch_size)
 
@@ -78,7 +78,7 @@ def mod_arithmetic(options: Mapping[str, Any]) -> Subject:
 
 
 def small_mlp() -> Subject:
-    """Build a run whose step takes 0.2 to 0.4 ms, so that 10 µs show."""
+    """Build a run whose step takes 0.2 to 0.4 ms, so that 10 µs are visible."""
     seed_everything(1)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)
@@ -152,7 +152,7 @@ def language_model(
 
 
 def sweep(tensors: Sequence[Tensor]) -> None:
-    """Read the version and the data pointer of every tensor, as plainly as Python can."""
+    """Read the version and the data pointer of every tensor, in plain Python."""
     [tensor._version for tensor in tensors]
     [tensor.data_ptr() for tensor in tensors]
 
@@ -218,7 +218,7 @@ class Reader(InterventionHook):
 
 
 class Mutator(Reader):
-    """The same, but free to change the training state."""
+    """The same, but permitted to change the training state."""
 
     name = "mutator"
     mutates = True

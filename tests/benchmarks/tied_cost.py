@@ -1,4 +1,4 @@
-"""What watching and clipping the two gradients of a tied matrix costs, and the loop and the start of ``tied_lm``."""
+"""Costs of measuring and clipping the two gradients of a tied matrix, and of the loop and the start of ``tied_lm``."""
 
 import subprocess
 import sys
@@ -39,11 +39,11 @@ HOOKS: Mapping[str, tuple[Callable[[], TrainingHook], float | None]] = {
     "output_projection_clip, weight": (OutputProjectionClip, 0.03),
     "output_projection_clip, logits": (lambda: OutputProjectionClip(scope="logits"), None),
 }
-"""The hooks by label, with the share of a step that each may cost."""
+"""The hooks by label, each with its permitted share of a step."""
 
 
 class LanguageRun(NamedTuple):
-    """A run of the experiment, and its training tokens."""
+    """A run of the experiment with its training tokens."""
 
     task: TrainingTask
     state: TrainingState
@@ -58,12 +58,12 @@ def language_model(options: Mapping[str, Any]) -> LanguageRun:
 
 
 def run_options(effort: Effort) -> dict[str, Any]:
-    """Return the quick preset; a smaller model for no effort at all."""
+    """Return the quick preset, or a smaller model if the effort is zero."""
     return QUICK if effort.share > 0 else TINY
 
 
 class TimedManager(HookManager):
-    """A manager that adds up the time of the fires and of the taps."""
+    """A manager that sums the time of the dispatches and of the taps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -77,18 +77,18 @@ class TimedManager(HookManager):
 
 
 def hooks_on_the_tied_matrix(effort: Effort) -> Iterator[Row]:
-    """Compare what a hook takes at every other step of a run with the steps between, which it leaves alone."""
+    """Compare a hook's time at every other step of a run with the steps between, without the hook."""
     for label, (make, bar) in HOOKS.items():
-        totals, own = _every_other_step(language_model(run_options(effort)), make(), max(5, effort.times(80)))
+        totals, hook_seconds = _every_other_step(language_model(run_options(effort)), make(), max(5, effort.times(80)))
         step = median(totals[1::2])
         against = f"a step without it, quick preset, {step * 1e3:.0f} ms"
-        yield Row(f"{label}, every step", against, PERCENT, Spread.of([each / step for each in own[::2]]), bar)
+        yield Row(f"{label}, every step", against, PERCENT, Spread.of([each / step for each in hook_seconds[::2]]), bar)
         extra = [(due - idle) / step for due, idle in zip(totals[::2], totals[1::2], strict=True)]
         yield Row(f"Steps with {label} minus steps without", against, PERCENT, Spread.of(extra))
 
 
 def _every_other_step(run: LanguageRun, hook: TrainingHook, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of steps in the real loop, of which every other one is measured, and the hook's share."""
+    """Return the seconds of steps in the real loop, with every other step measured, and the hook's share."""
     hook.step_schedule = StepSchedule(mode="stride", every_n_steps=2)
     task, state = replace(run.task, length=WARM_UP + 2 * pairs), run.state
     manager = TimedManager([hook], task, state, loop="step")
@@ -97,7 +97,7 @@ def _every_other_step(run: LanguageRun, hook: TrainingHook, pairs: int) -> tuple
     step_loop(task, manager, progress=AfterStep(lambda: ends.append((clock(), manager.work.seconds))))
     manager.end("completed")
     steps = [(end[0] - begin[0], end[1] - begin[1]) for begin, end in pairwise(ends)]
-    return [total for total, _ in steps[WARM_UP:]], [own for _, own in steps[WARM_UP:]]
+    return [total for total, _ in steps[WARM_UP:]], [hook_seconds for _, hook_seconds in steps[WARM_UP:]]
 
 
 def run_info(task: TrainingTask) -> RunInfo:

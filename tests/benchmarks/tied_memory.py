@@ -1,4 +1,4 @@
-"""What the hooks on a tied matrix cost in memory: the peak of all tensors, in copies of the matrix."""
+"""Memory costs of the hooks on a tied matrix: the peak of all tensors, in copies of the matrix."""
 
 import json
 import tempfile
@@ -20,7 +20,7 @@ NO_HOOKS = "no hooks"
 STEPS = 4
 SLACK = 0.01
 LARGE = {"vocabulary": 20_000, "width": 256, "layers": 1, "context": 8, "batch_size": 2}
-"""A matrix of 20 MB, beside logits of 1.3 MB."""
+"""The model's sizes: a matrix of 20 MB and logits of 1.3 MB."""
 MICRO_BATCHES = {"one micro-batch": 1, "two micro-batches": 2}
 
 

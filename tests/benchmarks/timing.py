@@ -1,4 +1,4 @@
-"""Times what is compared in turn, within one process, and sums the differences up so that load hardly shows."""
+"""Timing of alternatives in turn, within one process, with differences that are insensitive to load."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 clock = time.process_time
-"""CPU time of this process, in seconds: other processes slow it down through the caches, not by being scheduled."""
+"""CPU time of this process, in seconds: other processes affect it only through the caches, not through scheduling."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Spread:
 
 
 def difference(ours: Sequence[float], reference: Sequence[float]) -> Spread:
-    """Return by how much ``ours`` is slower, block by block."""
+    """Return the extra time of ``ours``, block by block."""
     values = [one - other for one, other in zip(ours, reference, strict=True)]
     return Spread.of(values, min(ours) - min(reference))
 
 
 def ratio(ours: Sequence[float], reference: Sequence[float]) -> Spread:
-    """Return how many times as long ``ours`` takes, block by block."""
+    """Return the time of ``ours`` as a multiple of the reference, block by block."""
     values = [one / other for one, other in zip(ours, reference, strict=True)]
     return Spread.of(values, min(ours) / min(reference))
 
@@ -75,7 +75,7 @@ class Turns:
         self._forward = not self._forward
 
     def forget(self) -> None:
-        """Drop what was timed so far, as a warm-up."""
+        """Discard the times so far, as a warm-up."""
         for seconds in self.seconds:
             seconds.clear()
 
@@ -84,7 +84,7 @@ SLICE = 0.5  # seconds
 
 
 def in_slices(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return what functions return that run in a process each, half a second in turn: a slow minute slows down all."""
+    """Return the results of functions that run in separate processes, half a second in turn, under equal load."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in functions]
     begun = zip(functions, pipes, strict=True)

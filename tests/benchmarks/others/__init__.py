@@ -1,3 +1,3 @@
-"""The same training in other frameworks: what each costs beside a bare loop, and what it guarantees."""
+"""The same training in other frameworks: their costs relative to a bare loop, and their guarantees."""
 
 

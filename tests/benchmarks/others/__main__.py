@@ -1,4 +1,4 @@
-"""Measures one framework in the environment that runs this: ``python -m tests.benchmarks.others TITLE SHARE WHAT``."""
+"""Measurement of one framework in the current environment: ``python -m tests.benchmarks.others TITLE SHARE WHAT``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The training as one writes it by hand; everything beside it is by hand, too."""
+"""The training in a hand-written loop, with hand-written extras."""
 
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
@@ -11,11 +11,11 @@ CLIPS, AVERAGES, NORMS = "clip_grad_norm_", "AveragedModel", "one _foreach_norm"
 
 
 def train(work: Work, asked: Asked) -> None:
-    """Train, with what is asked beside it."""
+    """Train, with the requested extras."""
     model, optimizer = work.model, work.optimizer
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if asked.averages else None
     callbacks = [*asked.callbacks, *[norm_of_each] * asked.norms]
-    if asked.hears_all:
+    if asked.receives_all_events:
         callbacks.append(lambda seen: {})
     logged = []
     for _ in range(work.epochs):

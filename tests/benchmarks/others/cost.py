@@ -1,4 +1,4 @@
-"""What a step costs in each framework over one of a bare loop, alone and with callbacks; and what each guarantees."""
+"""Costs of a step in each framework relative to a bare loop, with and without callbacks, and its guarantees."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from tests.benchmarks.timing import Spread, difference
 
 BATCHES, EPOCHS, ROUNDS = 100, 3, 3
 ASKED: Mapping[str, Asked] = dict(
-    zip(KINDS, (Asked(), Asked(hears_all=True), Asked(callbacks=THREE_VALUES)), strict=True)
+    zip(KINDS, (Asked(), Asked(receives_all_events=True), Asked(callbacks=THREE_VALUES)), strict=True)
 )
 Build = Callable[[], Subject]
 Train = Callable[[Work], None]
@@ -27,13 +27,13 @@ Seconds = list[float]
 
 
 def side_by_side(effort: Effort) -> Iterator[Side]:
-    """Measure every framework that is installed, and name those that are not."""
+    """Measure every installed framework, and list the missing ones."""
     for framework in FRAMEWORKS:
         yield side(framework, effort)
 
 
 def side(framework: Framework, effort: Effort) -> Side:
-    """Measure one framework, here or in the environment that it has to itself."""
+    """Measure one framework, here or in its separate environment."""
     try:
         assert framework.train
     except ImportError:
@@ -52,7 +52,7 @@ def _apart(framework: Framework, effort: Effort) -> Side:
 
 
 def from_apart(framework: Framework, effort: Effort, what: str) -> str:
-    """Return what the environment that a framework has to itself writes of it, or nothing where there is none."""
+    """Return the output of a framework's separate environment, or nothing if it does not exist."""
     if framework.title != "fastai" or not APART.exists() or not effort.share:
         return ""
     command = [str(APART), "-m", "tests.benchmarks.others", framework.title, str(effort.share), what]
@@ -71,14 +71,14 @@ def written(side: Side) -> str:
 
 
 def asking(framework: Framework, asked: Asked) -> Train:
-    """Return the framework's training with what is asked of it."""
+    """Return the framework's training with the requested extras."""
     return lambda work: framework.train(work, asked)
 
 
 def in_turns(
     trainings: Mapping[str, Train], epochs: Callable[[Train], TurnsOfData], effort: Effort
 ) -> dict[str, list[TurnsOfData]]:
-    """Train in turn in several ways; return for each what was timed."""
+    """Train in turn in several ways; return the times of each."""
     found: dict[str, list[TurnsOfData]] = {name: [] for name in trainings}
     for turn in range(effort.times(ROUNDS)):
         for name in trainings if turn % 2 else reversed(list(trainings)):
@@ -87,7 +87,7 @@ def in_turns(
 
 
 def timed(train: Train, effort: Effort, build: Build = small_mlp, count: int = BATCHES) -> TurnsOfData:
-    """Train once, and in its turns a bare loop, both on models of their own."""
+    """Train once, in turn with a bare loop, on separate models."""
     ours, other = build(), build()
     batches = batches_of(ours, effort.times(count) + 1)
     data = TurnsOfData(batches, bare_steps(other.task.model, other.task.optimizer, batches))
@@ -97,6 +97,6 @@ def timed(train: Train, effort: Effort, build: Build = small_mlp, count: int = B
 
 
 def joined(runs: Iterable[tuple[Seconds, Seconds]]) -> tuple[Seconds, Seconds]:
-    """Join the blocks of several trainings: of the framework, and of the bare loop."""
+    """Join the blocks of several trainings, of the framework and of the bare loop."""
     theirs, bare = zip(*runs, strict=True)
     return list(chain(*theirs)), list(chain(*bare))

@@ -1,4 +1,4 @@
-"""Clipping, averages of weights, gradient norms and histograms of gradients, as each framework does them."""
+"""Clipping, averages of weights, gradient norms and histograms of gradients, in each framework's own way."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from tests.benchmarks.timing import Spread, difference
 EXTRAS = {"CLIPS": ("Clipping", Asked(clips=True)), "AVERAGES": ("Average of weights", Asked(averages=True))}
 EXTRAS |= {"NORMS": ("Norm of every gradient", Asked(norms=True))}
 BINS = 64
-"""As many as ``watch`` has."""
+"""Number of bins, as in ``watch``."""
 ALONE, BATCHES = "alone", 15
 
 
@@ -52,12 +52,12 @@ def written_rows(rows: Sequence[Row]) -> str:
 
 
 def read_rows(text: str) -> list[Row]:
-    """Return what :func:`written_rows` wrote."""
+    """Parse the output of :func:`written_rows`."""
     return [Row(figure, against, MICROSECONDS, Spread(**value)) for figure, against, value in json.loads(text)]
 
 
 def watch(effort: Effort) -> Iterator[Row]:
-    """Measure W&B's ``watch`` against its ``log`` alone, and an observer of ours that records the same."""
+    """Measure W&B's ``watch`` against its ``log`` alone, and an observer that records the same."""
     label = "Histogram of every gradient"
     trainings = {
         ALONE: asking(OURS, Asked(callbacks=[loss])),
@@ -78,7 +78,7 @@ def watch(effort: Effort) -> Iterator[Row]:
 
 
 def histograms(seen: Seen) -> Metrics:
-    """Return a histogram of every gradient between its least and its largest value, and these two."""
+    """Return a histogram of every gradient between its smallest and its largest value, and these two."""
     found = {}
     for name, parameter in seen.model.named_parameters():
         if parameter.grad is not None:

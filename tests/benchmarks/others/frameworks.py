@@ -1,4 +1,4 @@
-"""The frameworks that are compared, each in a file of its own, which is imported only where it is installed."""
+"""The compared frameworks, each in a separate file, which is imported only if the framework is installed."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from types import ModuleType
 from tests.benchmarks.others.work import Asked, Work
 
 APART = Path(__file__).parents[3] / ".venv-fastai" / "bin" / "python"
-"""The environment of ``make fastai``; fastai brings a torchvision that must be of torch's own build."""
+"""The environment of ``make fastai``; fastai needs a torchvision that matches torch's build."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Framework:
 
     @cached_property
     def module(self) -> ModuleType:
-        """The file that trains; raises ``ImportError`` where the framework is not installed."""
+        """The module that trains; raises ``ImportError`` if the framework is not installed."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what frameworks import: it is not theirs that is measured or tested
             return import_module(f"tests.benchmarks.others.{self.file}")
 
     @property
     def name(self) -> str:
-        """The title with the version that is installed."""
+        """The title with the installed version."""
         try:
             return f"{self.title} {version(self.package)}" if self.package else self.title
         except PackageNotFoundError:
@@ -40,7 +40,7 @@ class Framework:
 
     @property
     def train(self) -> Callable[[Work, Asked], None]:
-        """The function that trains."""
+        """The training function."""
         return self.module.train
 
 
@@ -56,7 +56,7 @@ FRAMEWORKS: Sequence[Framework] = (BARE, OURS, *OTHERS)
 
 
 def installed() -> Iterator[Framework]:
-    """Yield the frameworks that can be imported here."""
+    """Yield the importable frameworks."""
     for framework in FRAMEWORKS:
         try:
             assert framework.train

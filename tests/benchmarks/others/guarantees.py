@@ -1,4 +1,4 @@
-"""What a framework lets a callback do to the training: the same training with and without one, compared bit for bit."""
+"""Effects of callbacks in a framework: the same training with and without a callback, compared bit for bit."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,19 +27,19 @@ def draws(seen: Seen) -> Mapping[str, float]:
 
 
 def writes(seen: Seen) -> Mapping[str, float]:
-    """Make every weight a little larger, past autograd."""
+    """Increase every weight slightly, bypassing autograd."""
     for parameter in seen.model.parameters():
         parameter.data.mul_(FACTOR)
     return {}
 
 
 def what_a_draw_does(framework: Framework) -> str:
-    """Say whether a callback that draws a random number after every step changes the weights at the end."""
+    """Return whether a callback that draws a random number after every step changes the final weights."""
     return _verdict(framework.train, draws)
 
 
 def what_a_write_does(framework: Framework) -> str:
-    """Say whether a callback that writes to the weights after every step is caught, undone or not noticed."""
+    """Return whether a callback that writes to the weights after every step is caught, undone or not noticed."""
     said = {UNCHANGED: "undone", CHANGED: "not noticed", CAUGHT: CAUGHT, NAMED: NAMED}
     found = said[_verdict(framework.train, writes)]
     if framework.file != "with_loopscope":

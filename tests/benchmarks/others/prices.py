@@ -1,4 +1,4 @@
-"""What was found out about one framework: its prices, and what it lets callbacks do; a row of the first table."""
+"""Results for one framework: its costs and the effects of callbacks; a row of the first table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ KINDS = ("nothing", "hears all", "three values")
 
 @dataclass(frozen=True)
 class Side:
-    """A framework beside the others; where it could not be measured, ``why_not`` says so."""
+    """A framework's row; ``why_not`` is the reason if it could not be measured."""
 
     columns: ClassVar[Sequence[str]] = [
         "Framework", "Own time per step", "with a callback of all events", "with three callbacks and values",

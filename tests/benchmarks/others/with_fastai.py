@@ -19,7 +19,7 @@ EVENTS = [name for name in vars(event) if name.startswith(("before_", "after_"))
 
 
 class Logs(FastaiCallback):
-    """Keeps what a callback returns."""
+    """Stores the results of a callback."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -38,9 +38,9 @@ for _name in EVENTS:
 
 
 def train(work: Work, asked: Asked) -> None:
-    """Train, with what is asked beside it."""
+    """Train, with the requested extras."""
     callbacks: list[Any] = [Logs(callback) for callback in [*asked.callbacks, *[norm_of_each] * asked.norms]]
-    callbacks += [HearsAll()] * asked.hears_all
+    callbacks += [HearsAll()] * asked.receives_all_events
     callbacks += [GradientClip(MAX_NORM)] if asked.clips else []
     learner = Learner(
         DataLoaders(work.data, []), work.model, loss_func=functional.cross_entropy, cbs=callbacks, path=work.folder,

@@ -30,7 +30,7 @@ class Named(Data):
 
 
 class OwnLoss(Trainer):
-    """A Trainer whose batches and loss are those of the work; keeps the loss for callbacks."""
+    """A Trainer with the batches and the loss of the work; it keeps the loss for callbacks."""
 
     loss: Tensor
     data: Data
@@ -45,29 +45,31 @@ class OwnLoss(Trainer):
 
 
 class Logs(TrainerCallback):
-    """Logs what a callback returns."""
+    """Logs the results of a callback."""
 
     trainer: OwnLoss
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        rate = known["optimizer"].param_groups[0]["lr"]
-        logs = dict(self._callback(Seen(known["model"], self.trainer.loss, rate)))
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+        rate = arguments["optimizer"].param_groups[0]["lr"]
+        logs = dict(self._callback(Seen(arguments["model"], self.trainer.loss, rate)))
         if logs:
             self.trainer.log(logs)
 
 
 def train(work: Work, asked: Asked) -> None:
-    """Train, with what is asked beside it."""
+    """Train, with the requested extras."""
     args = TrainingArguments(
         str(work.folder), num_train_epochs=work.epochs, report_to=[], use_cpu=True, disable_tqdm=True,
         logging_strategy="no", save_strategy="no", max_grad_norm=MAX_NORM if asked.clips else 0,
     )  # fmt: skip
-    # A class of its own for each: the Trainer warns of two callbacks of one class.
-    ours = [type("Logs", (Logs,), {})(callback) for callback in [*asked.callbacks, *[norm_of_each] * asked.norms]]
-    callbacks = [*ours, *[TrainerCallback()] * asked.hears_all]
+    # Each callback gets a separate class, because the Trainer warns about two callbacks of one class.
+    log_callbacks = [
+        type("Logs", (Logs,), {})(callback) for callback in [*asked.callbacks, *[norm_of_each] * asked.norms]
+    ]
+    callbacks = [*log_callbacks, *[TrainerCallback()] * asked.receives_all_events]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = OwnLoss(
@@ -76,6 +78,6 @@ def train(work: Work, asked: Asked) -> None:
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.data = Named(work.data)
-        for each in ours:
+        for each in log_callbacks:
             each.trainer = trainer
         trainer.train()

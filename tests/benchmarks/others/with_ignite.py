@@ -15,7 +15,7 @@ CLIPS, AVERAGES, NORMS = "clip_grad_norm_ in the step", "EMAHandler", "a handler
 
 
 def train(work: Work, asked: Asked) -> None:
-    """Train, with what is asked beside it."""
+    """Train, with the requested extras."""
     model, optimizer = work.model, work.optimizer
     if asked.clips:
         engine = Engine(partial(_clipped, work))
@@ -23,7 +23,7 @@ def train(work: Work, asked: Asked) -> None:
         engine = create_supervised_trainer(
             model, optimizer, functional.cross_entropy, output_transform=lambda x, y, y_pred, loss: loss.detach()
         )
-    if asked.hears_all:
+    if asked.receives_all_events:
         for event in Events:
             engine.add_event_handler(event, lambda *_: None)
     for callback in [*asked.callbacks, *[norm_of_each] * asked.norms]:
@@ -39,7 +39,7 @@ def _logged(engine: Engine, work: Work, callback: Callback) -> None:
 
 
 def _clipped(work: Work, engine: Engine, batch: Batch) -> Tensor:
-    """Take a step as the documentation writes one with clipping."""
+    """Take a step with clipping, as in the documentation."""
     model: nn.Module = work.model
     model.train()
     work.optimizer.zero_grad()

@@ -39,7 +39,7 @@ class Module(lightning.LightningModule):
 
 
 class Logs(lightning.Callback):
-    """Logs what a callback returns."""
+    """Logs the results of a callback."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -51,9 +51,9 @@ class Logs(lightning.Callback):
 
 
 def train(work: Work, asked: Asked) -> None:
-    """Train, with what is asked beside it."""
+    """Train, with the requested extras."""
     callbacks: list[lightning.Callback] = [Logs(callback) for callback in asked.callbacks]
-    callbacks += [lightning.Callback()] * asked.hears_all
+    callbacks += [lightning.Callback()] * asked.receives_all_events
     callbacks += [EMAWeightAveraging(decay=DECAY)] if asked.averages else []
     logs = asked.norms or bool(asked.callbacks)
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)

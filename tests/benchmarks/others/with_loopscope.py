@@ -33,7 +33,7 @@ CLIPS, AVERAGES, NORMS = "hook grad_clip", "hook weight_average, every step", "a
 class HearsAll(TrainingHook):
     """An observer at every point that does nothing."""
 
-    name = "hears_all"
+    name = "receives_all_events"
     hook_points = frozenset(HookPoint)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
@@ -77,7 +77,7 @@ class Intervenes(InterventionHook):
 
 
 class Loaded(Loader):
-    """The batches as our loop takes them."""
+    """A loader of the batches for loopscope's loop."""
 
     def __init__(self, data: Data) -> None:
         self._data = data
@@ -93,20 +93,20 @@ class Loaded(Loader):
 
 
 def train(work: Work, asked: Asked) -> None:
-    """Train, with what is asked beside it."""
+    """Train, with the requested extras."""
     _train(work, hooks(asked))
 
 
 def train_with_interventions(work: Work, asked: Asked) -> None:
-    """Train with callbacks that may do what they like, and are undone."""
+    """Train with unrestricted callbacks that are rolled back."""
     _train(work, [Intervenes(callback) for callback in asked.callbacks])
 
 
 def hooks(asked: Asked) -> list[TrainingHook]:
-    """Return the hooks that do what is asked."""
+    """Return the hooks for the requested extras."""
     callbacks = [*asked.callbacks, *[norm_of_each] * asked.norms]
     found: list[TrainingHook] = [Observes(callback, number) for number, callback in enumerate(callbacks)]
-    found += [HearsAll()] * asked.hears_all
+    found += [HearsAll()] * asked.receives_all_events
     found += [GradClip(max_norm=MAX_NORM)] * asked.clips
     average = {"decay": DECAY, "interval": 1, "averages": "ema", "evaluate": False}
     return found + [WeightAverage(**average)] * asked.averages

@@ -9,11 +9,11 @@ from torch.nn import functional
 from tests.benchmarks.others.work import Work
 
 DEFAULT_EVERY = 1000
-"""Steps between two of ``watch``'s histograms unless one says otherwise."""
+"""Default number of steps between two of ``watch``'s histograms."""
 
 
 def train(work: Work, every: int | None) -> None:
-    """Train; every so many steps ``watch`` logs a histogram of each gradient."""
+    """Train; ``watch`` logs a histogram of each gradient at regular intervals."""
     homes = ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
     with patch.dict(os.environ, dict.fromkeys(homes, str(work.folder))):
         settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)

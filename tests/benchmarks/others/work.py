@@ -1,4 +1,4 @@
-"""What every framework is given: a model, its optimizer and batches, and what is asked of it beside training."""
+"""Input of every framework: a model, its optimizer and batches, and the requested extras."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Seen(NamedTuple):
-    """What a callback sees after a step: gradients are still there."""
+    """The values that a callback receives after a step, while gradients still exist."""
 
     model: nn.Module
     loss: Tensor
@@ -28,25 +28,25 @@ class Seen(NamedTuple):
 
 
 Callback = Callable[[Seen], Mapping[str, float]]
-"""What is called after every step; the framework logs what it returns."""
+"""A function that is called after every step; the framework logs its result."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a framework does beside training, each in its own way."""
+    """The requested extras, which each framework implements in its own way."""
 
-    hears_all: bool = False
-    """One callback that is called at every event and does nothing."""
+    receives_all_events: bool = False
+    """Whether one callback is called at every event and does nothing."""
     callbacks: Sequence[Callback] = ()
     clips: bool = False
     averages: bool = False
     norms: bool = False
-    """The norm of every gradient, logged."""
+    """Whether the norm of every gradient is logged."""
 
 
 @dataclass
 class Work:
-    """What is trained; ``data`` is iterated once for each of the ``epochs``."""
+    """The training; ``data`` is iterated once for each of the ``epochs``."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -69,13 +69,13 @@ class Data:
 
 
 class TurnsOfData(Data):
-    """Gives a framework its batches and takes one step of another loop before each, both timed: A B A B."""
+    """Batches for a framework that take one step of another loop before each batch and time both: A B A B."""
 
     def __init__(self, batches: Sequence[Batch], other: Iterator[None]) -> None:
         super().__init__(batches)
         self._other = other
         self.begins: list[float] = []
-        """When each epoch began."""
+        """The start time of each epoch."""
         self.bare: list[list[float]] = []
         """Seconds of the other loop's steps, for each epoch."""
         self.theirs: list[list[float]] = []
@@ -104,7 +104,7 @@ class TurnsOfData(Data):
         return [(all_ - bare) / len(self) for all_, bare in pairs], [bare / len(self) for _, bare in pairs]
 
     def median_step(self) -> tuple[list[float], list[float]]:
-        """Return the same for the median step, without what happens only now and then."""
+        """Return the same for the median step, without occasional work."""
         return list(map(median, self.theirs[1:-1])), list(map(median, self.bare[1:-1]))
 
 
@@ -116,7 +116,7 @@ def batches_of(subject: Subject, most: int) -> list[Batch]:
 
 
 def bare_steps(model: nn.Module, optimizer: Optimizer, batches: Iterable[Batch]) -> Iterator[None]:
-    """Train without end in a loop as one would write it, stopping after every step."""
+    """Train endlessly in a hand-written loop, stopping after every step."""
     for inputs, targets in cycle(batches):
         optimizer.zero_grad()
         functional.cross_entropy(model(inputs), targets).backward()
