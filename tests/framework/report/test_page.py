@@ -222,7 +222,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused(words: str, finished: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_invalid_report_is_refused(words: str, finished: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.html").write_text("mine")
     assert main(["report", *words.format(run=finished).split()]) == 2

@@ -1,4 +1,4 @@
-"""Fixtures that several tests of runs share."""
+"""Shared fixtures for tests of runs."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.framework.runs.patience import patient_experiments
 
 @pytest.fixture(scope="module")
 def patient_small() -> Iterator[None]:
-    """Register the small experiments, and make their loops wait until each checkpoint is written."""
+    """Register the small experiments, and let their loops wait until each checkpoint is written."""
     with patient_experiments():
         yield

@@ -1,4 +1,4 @@
-"""A small experiment with dropout and batch statistics, in both loops, and ways to run it and to look at a folder."""
+"""A small experiment with dropout and batch statistics, in both loops, and helpers to run it and read its folder."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class SmallConfig(GrokkingConfig):
 
 
 class Small(GrokkingRunner[SmallConfig]):
-    """Tell two noisy classes apart."""
+    """Classify two noisy classes."""
 
     name = "small"
     config_class = SmallConfig
@@ -86,7 +86,7 @@ class SmallSteps(Small):
 
 @contextmanager
 def registered(*entries: type[Any]) -> Iterator[None]:
-    """Have hooks and experiments in the registries for the time of the body."""
+    """Register hooks and experiments for the body."""
     owners = [(HookRegistry if issubclass(entry, TrainingHook) else ExperimentRegistry, entry) for entry in entries]
     try:
         for owner, entry in owners:
@@ -98,7 +98,7 @@ def registered(*entries: type[Any]) -> Iterator[None]:
 
 
 def session(folder: Path, runner: type[Small] = Small, *, sinks: bool = True, **options: Any) -> Session:
-    """Make a session on small; ``options`` are fields of its config and of RunOptions."""
+    """Create a session of small; ``options`` are fields of its config and of RunOptions."""
     of_config = {name: options.pop(name) for name in list(options) if name in SmallConfig.__dataclass_fields__}
     make_sinks = (lambda: [CSVSink(), JSONLSink()]) if sinks else list
     return Session(runner(SmallConfig(output_dir=folder, **of_config)), RunOptions(**options), make_sinks)

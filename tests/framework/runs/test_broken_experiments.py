@@ -1,4 +1,4 @@
-"""Mistakes of an experiment's author: each told in one line with file and remedy, status 2, and nothing is written."""
+"""Mistakes in experiments: each is reported in one line with file and remedy, with status 2, and nothing is written."""
 
 import runpy
 import sys
@@ -91,7 +91,7 @@ ABSTRACT = GOOD[GOOD.index("    def build_model") : GOOD.index("    def evaluate
 
 
 def method(text: str) -> str:
-    """Return what adds a method, or anything else, to the end of the class."""
+    """Return a change that appends a method, or other text, to the class."""
     return f"{EVALUATION}\n\n{text.rstrip()}"
 
 
@@ -200,7 +200,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     ),
     "a preset with a bad value": (PRESET, '{"tiny": {"epochs": "1"}}', ["epochs to '1'", "'tiny'", "an integer"]),
     "presets as a list": (PRESET, '["tiny"]', ["presets = ['tiny']", "{'quick':"]),
-    # What it names
+    # Its references
     "a misspelt hook": (
         LIVE,
         '{"loss": ["training_metric/loss"]}',
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         method('    default_group = "minimum"\n'),
         ["'minimum'", "'minimal'"],
     ),
-    # What it builds
+    # Its objects
     "a length that is no integer": (LENGTH, "        return 2.0\n", ["length = 2.0", "an int of at least 1"]),
     "a length of nothing": (LENGTH, "        return 0\n", ["length = 0", "at least 1"]),
     "a model of nothing": (MODEL, "return None", ["build_model()", "returned None", "an nn.Module"]),
@@ -293,7 +293,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ),
         ["StepLR", "one of the optimizer"],
     ),
-    # What it computes
+    # Its numbers
     "a loss that is a float": (LOSS, f"{LOSS}.item()", ["returned 0.", "without .item()"]),
     "a loss of nothing": (LOSS, LOSS.removeprefix("return "), ["returned None", "the loss"]),
     "a loss for each row": (LOSS, "return (model(batch[0]) - batch[1]).squeeze()", ["tensor([", "mean()"]),
@@ -321,7 +321,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         method('    def should_stop(self, evaluation):\n        evaluation["val_loss"] < 0.1\n'),
         ["should_stop()", "returned None", "True or False"],
     ),
-    # What was found when others were tried
+    # Further mistakes
     "strategies as a property": (
         f"    strategies = {STRATEGIES}\n",
         "    @property\n    def strategies(self):\n        return ('plain',)\n",
@@ -360,7 +360,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ["the field 'x'", "make it a property"],
     ),
     "an option that is the help": (OPTION, f"{OPTION}    help: int = 1\n", ["has an option --help already", "'help'"]),
-    "an option of a type of its own": (
+    "an option of an unsupported type": (
         OPTION,
         f"{OPTION}    size: torch.Size = torch.Size([1])\n",
         ["'size'", "of type Size", "lists and dicts"],
@@ -446,13 +446,13 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         method("    def should_stop(self, evaluation):\n        return 'no'\n"),
         ["should_stop()", "returned 'no'", "True or False"],
     ),
-    # What is not there
+    # Missing names
     "no decorator": (REGISTER, "", ["@ExperimentRegistry.register", "broken_module.py:"]),
 }
 
 
 def told(text: str, folder: Path, monkeypatch: Any, capfd: Any) -> str:
-    """Save an experiment as a module, run it, check what holds for every mistake, and return the line."""
+    """Save an experiment as a module, run it, check the status and the files, and return the error line."""
     (folder / "broken_module.py").write_text(text)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
@@ -483,7 +483,7 @@ def test_broken_experiment_is_refused_and_writes_nothing(case, tmp_path, monkeyp
 
 
 def mismatch() -> str:
-    """Return what this torch says of the 512 points of two numbers in a layer for three: its words vary by version."""
+    """Return torch's message for 512 points of two numbers in a layer for three, since its words vary by version."""
     with pytest.raises(RuntimeError) as caught:
         torch.nn.Linear(3, 32)(torch.ones(512, 2))
     return str(caught.value)
@@ -501,7 +501,7 @@ SPIRALS = {
     ): "should_stop() of experiment 'broken' (broken_module.py:31) raised KeyError: 'val_acc'",
     ("TensorLoader((points, labels),", "TensorLoader((points,),"): "compute_loss() of experiment 'broken' (broken",
 }
-"""Mistakes in the example of the documentation that show in code of the framework alone, with what is told."""
+"""Mistakes in the documentation's example that raise only in code of the framework, with parts of their messages."""
 
 
 @pytest.mark.parametrize("case", SPIRALS, ids=lambda case: case[1])
@@ -597,12 +597,12 @@ def test_script_reports_broken_experiment_in_one_line(tmp_path: Path, monkeypatc
     Path("script.py").write_text(GOOD.replace(STRATEGIES, '"plain"'))
     with pytest.raises(UnfitError) as refused:
         runpy.run_path("script.py", run_name="__main__")
-    with pytest.raises(SystemExit, match="2"):  # as the interpreter does with what a script raises
+    with pytest.raises(SystemExit, match="2"):  # like the interpreter after an error of a script
         without_traceback(sys.__excepthook__)(refused.type, refused.value, refused.tb)
     assert capfd.readouterr().err.startswith("loopscope: Experiment 'broken' (class Broken, ")
 
 
-def test_the_experiment_that_these_tests_break_works(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_unbroken_experiment_works(tmp_path: Path, monkeypatch, capfd) -> None:
     with pytest.raises(AssertionError, match="assert \\(0, "):
         told(GOOD, tmp_path, monkeypatch, capfd)
     assert (tmp_path / "output/broken/plain/summary.json").exists()

@@ -1,4 +1,4 @@
-"""Options of experiments: every value is checked, by type and by range, when a config is made."""
+"""Options of experiments: the type and the range of every value are checked when a config is created."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""One damage to any file or folder that a run leaves: a command does right, or names it in a sentence."""
+"""Damage to one file or folder of a run: every command works correctly or names the damage in a sentence."""
 
 import json
 import shutil
@@ -22,15 +22,15 @@ from tests.framework.runs.test_resigned_checkpoints import MISSING, OF_MANIFEST,
 from tests.framework.runs.test_resigned_checkpoints import changed as other
 from tests.sinks.event_files import values
 
-pytestmark = pytest.mark.filterwarnings("always")  # what the commands say is looked at
+pytestmark = pytest.mark.filterwarnings("always")  # the tests read the output of the commands
 FILLED = (sinks, training_hooks)
 SINKS = ["--hook-jsonl", "--hook-csv", "--hook-tensorboard"]
 HOOKS = ["norms", "weight_average", "gradient_overflow"]
 RUN = ["run", "small", "--strategy", "plain", "--epochs", "2", "--silent", "--hooks", *HOOKS, *SINKS]
 SAVING = [*RUN, "--save-checkpoints", "--output-dir", "{output}"]
-GOING_ON = {"resume": ["resume", "{run}"], "--resume": [*SAVING, "--resume"]}
+RESUMING = {"resume": ["resume", "{run}"], "--resume": [*SAVING, "--resume"]}
 COMMANDS = {
-    **GOING_ON,
+    **RESUMING,
     "neither": SAVING,
     "--overwrite": [*SAVING, "--overwrite"],
     "--validate-checkpoints": [*SAVING, "--validate-checkpoints"],
@@ -41,8 +41,8 @@ COMMANDS = {
 }
 AVERAGES = [average_name("plain", kind) for kind in KINDS]
 EVENTS = "tensorboard/events.out.tfevents.plain"
-TOLD = ["No sink goes on in", "These hooks differ from those"]
-"""With which a run that goes on says that its rows are others."""
+ANNOUNCEMENTS = ["No sink goes on in", "These hooks differ from those"]
+"""Messages of a resumed run that announce other rows."""
 Damage = Callable[[Path], None]
 
 
@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def killed(run: Path) -> None:
-    """Make a whole run one that was killed after its first checkpoint."""
+    """Turn a completed run into one that was killed after its first checkpoint."""
     shutil.rmtree(next(checkpoint_folders(run / "checkpoints")))
     for name in ("summary.json", "plain_final.pt", *AVERAGES):
         (run / name).unlink(missing_ok=True)
@@ -74,19 +74,19 @@ def killed(run: Path) -> None:
 
 
 def results(run: Path) -> dict[str, Any]:
-    """Return what a run has found out: its weights and the rows of all its sinks, without times."""
+    """Return the results of a run: its weights and the rows of all its sinks, without times."""
     weights = {name: torch.load(run / name) for name in ("plain_final.pt", *AVERAGES) if (run / name).is_file()}
     rows = {name: (run / name).read_bytes() for name in ("plain.csv", "plain.jsonl")}
     events = [(step, value.SerializeToString()) for step, value in values(run / EVENTS) if "_hparams_" not in value.tag]
     config = [(step, value.tag) for step, value in values(run / EVENTS) if "_hparams_" in value.tag]
-    # The options say where the run lies.
+    # The options contain the path of the run.
     events = [found for found in events if b"output_dir" not in found[1]]
     return {"state": {"weights": weights, "rows": rows, "events": events, "config": config}}
 
 
 @st.composite
 def damages(draw: Any, run: Path) -> tuple[str, Damage]:
-    """Draw a file or folder of a run, and what damages it."""
+    """Draw a file or folder of a run and a damage to it."""
     found = sorted(run.rglob("*"))
     read = [path for path in found if path.suffix == ".json"]
     path = draw(st.sampled_from(found) | st.sampled_from(read), label="what is damaged")
@@ -133,7 +133,7 @@ def a_link(path: Path) -> None:
 
 
 def changed(draw: Any, kind: str, data: bytes) -> bytes:
-    """Return the bytes of a file with a damage inside."""
+    """Return the damaged bytes of a file."""
     at = draw(st.integers(0, max(0, len(data) - 1)), label="byte")
     if kind == "empty":
         return b""
@@ -155,7 +155,7 @@ def changed(draw: Any, kind: str, data: bytes) -> bytes:
 
 
 def check(whole: Path, capfd: Any, data: Any) -> None:
-    """Damage a copy of a run, carry out a command, and look at what it says and leaves."""
+    """Damage a copy of a run, run a command, and check its output and the files."""
     command = data.draw(st.sampled_from(sorted(COMMANDS)), label="command")
     with tempfile.TemporaryDirectory() as scratch:
         output, elsewhere = Path(scratch) / "output", Path(scratch) / "elsewhere"
@@ -186,9 +186,9 @@ def check(whole: Path, capfd: Any, data: Any) -> None:
             }, said
             refused = command == "neither" or (was_killed and command in ("--reference", "--validate-checkpoints"))
             assert refused or status == 1 or Path(name).name in said or Path(name).parent.name in said, said
-        elif command == "--overwrite" or (command in GOING_ON and (was_killed or contents(run) != before)):
-            is_told = any(sentence in shown for sentence in TOLD)
-            assert is_told or differing_entries(results(whole), results(run)) == [], said
+        elif command == "--overwrite" or (command in RESUMING and (was_killed or contents(run) != before)):
+            is_announced = any(sentence in shown for sentence in ANNOUNCEMENTS)
+            assert is_announced or differing_entries(results(whole), results(run)) == [], said
 
 
 REST: Mapping[str, Any] = {
@@ -237,7 +237,7 @@ def test_resume_without_a_sink_names_its_file(whole: Path, tmp_path: Path, capfd
     run = tmp_path / "small/plain"
     shutil.copytree(whole, run)
     killed(run)
-    assert main([word.format(output=tmp_path) for word in GOING_ON["--resume"] if word != "--hook-csv"]) == 0
+    assert main([word.format(output=tmp_path) for word in RESUMING["--resume"] if word != "--hook-csv"]) == 0
     assert f"No sink goes on in {run}/plain.csv, as one did before: it stays as it is." in capfd.readouterr().out
     assert (run / "plain.csv").read_bytes() > (whole / "plain.csv").read_bytes()
 

@@ -1,4 +1,4 @@
-"""Folders of runs whose files are damaged: every command that reads them says a sentence, and shows no traceback."""
+"""Damaged files of runs: every command that reads them prints an error message without a traceback."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said_by(command: str, whole: Path, damage: Callable[[Path], None], capfd: Any) -> tuple[int, str]:
-    """Damage a copy of a run, and return the status of a command that reads it and what it says on standard error."""
+    """Damage a copy of a run, and return the exit status and the standard error of a command that reads it."""
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "small/plain"
         shutil.copytree(whole, run)
@@ -63,7 +63,7 @@ def said_by(command: str, whole: Path, damage: Callable[[Path], None], capfd: An
 
 
 def written(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """Return what writes ``content`` in the place of a file."""
+    """Return a damage that replaces a file by ``content``."""
 
     def damage(run: Path) -> None:
         (run / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -72,7 +72,7 @@ def written(name: str, content: str | bytes) -> Callable[[Path], None]:
 
 
 def a_folder(name: str) -> Callable[[Path], None]:
-    """Return what puts a folder in the place of a file."""
+    """Return a damage that replaces a file by a folder."""
 
     def damage(run: Path) -> None:
         (run / name).unlink()
@@ -82,12 +82,12 @@ def a_folder(name: str) -> Callable[[Path], None]:
 
 
 def without(name: str, field: str) -> Callable[[Path], None]:
-    """Return what takes a field out of a file."""
+    """Return a damage that removes a field from a file."""
     return changed(name, lambda content: content.pop(field))
 
 
 def changed(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return what changes the object in a file."""
+    """Return a damage that changes the object in a file."""
 
     def damage(run: Path) -> None:
         content = json.loads((run / name).read_text())
@@ -210,7 +210,7 @@ JSON = st.recursive(
 
 @st.composite
 def damages(draw: Any, whole: Path) -> Callable[[Path], None]:
-    """Draw bytes that differ, a file that is cut off, and fields of other types, in any file of a run."""
+    """Draw changed bytes, a truncation or a field of another type, in any file of a run."""
     checkpoint = next((whole / "checkpoints").iterdir()).relative_to(whole)
     tensors = ["plain_final.pt", f"{checkpoint}/state.pt"]
     name = draw(st.sampled_from([CONFIG, SUMMARY, RECORD, f"{checkpoint}/manifest.json", *tensors]))
@@ -236,7 +236,7 @@ TRAINING = sorted(COMMANDS.keys() - set(READING))
 
 
 def check_reading(whole, capfd, data, command) -> None:
-    """Damage a run at random and let a command read it: it succeeds, or refuses in a sentence."""
+    """Damage a run at random and let a command read it: the command succeeds or prints an error message."""
     status, said = said_by(command, whole, data.draw(damages(whole)), capfd)
     assert status in (0, 1, 2), said
     assert all(line.startswith("loopscope: ") for line in said.splitlines()), said
@@ -258,7 +258,7 @@ def test_many_damaged_runs_are_read_or_refused(whole, capfd, data, command) -> N
 
 
 def check_training(whole, capfd, data, command) -> None:
-    """Damage a run at random and let a command train from it: it starts, or refuses in a sentence."""
+    """Damage a run at random and let a command train from it: the command starts or prints an error message."""
     status, said = said_by(command, whole, data.draw(damages(whole)), capfd)
     assert status in (0, 2), said
     assert all(line.startswith("loopscope: ") for line in said.splitlines()), said
@@ -266,7 +266,7 @@ def check_training(whole, capfd, data, command) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 300, "no/such/folder"])
 @pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--reference"])
-def test_a_place_that_cannot_be_is_refused(command, name, whole, tmp_path, capfd) -> None:
+def test_impossible_path_is_refused(command, name, whole, tmp_path, capfd) -> None:
     words = [word.format(whole=whole, run=name, output=tmp_path) for word in COMMANDS[command]]
     assert main(words) == 2
     assert capfd.readouterr().err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The first batch is looked at before an earlier run is removed, and nobody can tell that it was."""
+"""The first batch is read before an earlier run is removed, without an effect on the training."""
 
 import random
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from tests.framework.runs.small_experiment import BATCH, ROWS, STEPS_PER_EPOCH, 
 
 
 class Opaque:
-    """A batch whose data nobody finds."""
+    """A batch with inaccessible data."""
 
     def __init__(self, *data: Any) -> None:
         self.read = lambda: data
 
 
 class Rows(Dataset):
-    """Rows that count how often they are asked for."""
+    """Rows that count their requests."""
 
     def __init__(self, data: Any) -> None:
         self.data, self.asked = data, 0
@@ -36,7 +36,7 @@ class Rows(Dataset):
 
 
 class Counting(Loader):
-    """Gives batches that depend on all that was drawn before, by counts, by generators of every kind, by an order."""
+    """Yields batches that depend on all earlier draws: by counts, by generators of every kind, and by an order."""
 
     def __init__(self, data: Any, kind: Any) -> None:
         self.data, self.kind = Rows(data), kind
@@ -61,7 +61,7 @@ class Counting(Loader):
 
 
 class Counted(Small):
-    """The small experiment with that loader, and a state that counts what was drawn."""
+    """The small experiment with this loader, and a state that counts the batches."""
 
     name = "counted"
     kind: type[Any] = tuple
@@ -87,7 +87,7 @@ class Counted(Small):
 
 
 class Acting(InterventionHook):
-    """Does nothing, within steps."""
+    """An intervention within steps that does nothing."""
 
     name = "acting"
     hook_points = {HookPoint.PRE_STEP}
@@ -100,7 +100,7 @@ class Acting(InterventionHook):
 
 
 class Looking(TrainingHook):
-    """Asks for the first pass, as it starts."""
+    """A hook that takes the first pass when it starts."""
 
     name = "looking"
     hook_points = {HookPoint.POST_EPOCH}

@@ -1,4 +1,4 @@
-"""What the record says of rows: which data, in which order, and that they have changed."""
+"""Rows in the record: the data, their order, and the detection of changes."""
 
 import json
 from collections.abc import Iterator
@@ -42,12 +42,12 @@ OPTIONS: dict[str, Any] = {"strategies": ["plain"], "epochs": 3, "sinks": False}
 
 
 class Sampled(Small):
-    """Draws its rows by a sampler that no function of ours stands for."""
+    """Draws its rows with a custom sampler."""
 
     name = "sampled"
     strategies = ("plain",)
     shift = 0.0
-    """Added to the data."""
+    """Offset of the data."""
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = super().data()
@@ -60,7 +60,7 @@ class Sampled(Small):
 
 
 class Shifted(Sampled):
-    """The same on other data."""
+    """The same experiment on other data."""
 
     shift = 1.0
 
@@ -146,11 +146,13 @@ def test_changed_data_are_refused(tmp_path, kind):
     assert f"have changed: {COUNT} rows, digest {was} over every row then, {COUNT} rows, digest " in sentence
     assert "are still valid, but its steps cannot be trained again" in sentence
     assert record.read_bytes() == before
-    if kind != "resume":  # whose checkpoints say it too
+    if kind != "resume":  # a resume also checks the record in the checkpoint
         old = read_json(record)
         del old["rows"]
         record.write_text(json.dumps(old))
-        with pytest.raises(Exception, match="diverges from"):  # nobody told of the data, so that the bits do
+        with pytest.raises(
+            Exception, match="diverges from"
+        ):  # without a digest the comparison of bits detects the change
             acts[kind]()
 
 
@@ -189,7 +191,7 @@ def test_fingerprint_states_coverage_order_and_rows(made, covers, order, rows):
 
 
 class Held(Loader):
-    """Holds an array and gives none of it."""
+    """A loader that contains an array but yields no rows."""
 
     def __init__(self, array: Any) -> None:
         self.array = array

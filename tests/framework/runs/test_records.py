@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and that what it says there is true."""
+"""Files in the folder of a run, and the truth of their content."""
 
 import json
 import math
@@ -126,7 +126,7 @@ def test_a_target_that_was_not_reached_is_null(tmp_path: Path) -> None:
     assert train(tmp_path)["target_reached"] is None
 
 
-def test_seconds_are_those_that_passed(tmp_path: Path) -> None:
+def test_seconds_match_elapsed_time(tmp_path: Path) -> None:
     class Slow(Small):
         name = "slow"
 
@@ -148,7 +148,7 @@ def test_the_profile_counts_every_call_of_a_hook(tmp_path: Path) -> None:
     assert all(entry["seconds"] > 0 for entry in profile.values())
 
 
-def test_numbers_that_are_none_survive_as_such(tmp_path: Path) -> None:
+def test_nan_numpy_and_tensor_numbers_are_recorded(tmp_path: Path) -> None:
     class Odd(Small):
         name = "odd"
 
@@ -249,7 +249,7 @@ def test_nonempty_folder_is_not_removed(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"small": b"a folder", "small/note": b"x"}
 
 
-# Files written whole
+# Atomic writes
 
 
 def test_failed_write_keeps_only_the_old_file(tmp_path: Path) -> None:

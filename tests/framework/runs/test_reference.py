@@ -1,4 +1,4 @@
-"""Reference solutions: where they are found, what is refused, and what is said about those that differ."""
+"""Reference solutions: their search, refusals, and notices about references that differ."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ seen: list[tuple[str, dict[str, float]]] = []
 
 
 class Distance(TrainingHook):
-    """Measures how far away the reference is, without needing one."""
+    """Measures the distance to an optional reference."""
 
     name = "distance"
     hook_points = frozenset({HookPoint.POST_EPOCH})
@@ -40,7 +40,7 @@ class Distance(TrainingHook):
 
 
 class NeedsReference(Distance):
-    """Measures the same and cannot do without."""
+    """Measures the distance to a required reference."""
 
     name = "needs_reference"
     needs_reference_weights = True
@@ -71,7 +71,7 @@ def test_repeated_run_reaches_its_reference(earlier, tmp_path):
     assert [max(far.values()) == 0 for _, far in seen] == [False, True]
 
 
-def test_a_folder_gives_every_strategy_its_own(earlier, tmp_path):
+def test_folder_has_a_reference_per_strategy(earlier, tmp_path):
     run_again(tmp_path / "again", reference=earlier, strategies=["plain", "other-order"])
     assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain", "other-order"]
 
@@ -128,7 +128,7 @@ def test_unused_reference_is_refused(earlier, tmp_path):
         run_again(tmp_path / "again", reference=earlier, hooks=["norms"])
 
 
-def test_a_run_that_differs_is_named(earlier, tmp_path):
+def test_differences_from_reference_run_are_named(earlier, tmp_path):
     with pytest.warns(UserWarning, match="lr 0.01 in the reference, 0.02 now"):
         run_again(tmp_path / "again", reference=earlier, lr=0.02)
 

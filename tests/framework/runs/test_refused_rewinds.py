@@ -1,4 +1,4 @@
-"""``loopscope rewind`` refuses what cannot be before it trains, and says beforehand what it costs and cannot show."""
+"""``loopscope rewind`` refuses impossible rewinds before training, and announces costs and limits of the others."""
 
 import json
 import shutil
@@ -108,7 +108,7 @@ def test_different_torch_build_is_reported(begins, run, capfd):
         assert main(["rewind", str(run), "--step", "7"]) == 0
         told = f"may differ in the last bits: torch: 2.0.0+cu118 before, {torch.__version__} now."
         assert told in " ".join(capfd.readouterr().out.split())
-    else:  # whose own record says that it is the same
+    else:  # the checkpoint's record has the same version
         assert main(["rewind", str(run), "--step", "7"]) == 0
         assert "last bits" not in capfd.readouterr().out
 
@@ -134,7 +134,7 @@ def test_cost_of_full_rewind_is_reported(run, capfd):
         assert "Trained again from step 0 on" in out
     assert main(["rewind", str(run), "--verify", "1"]) == 2
     assert "holds no intact checkpoints to begin from" in capfd.readouterr().err
-    assert main(["rewind", str(run), "--step", "10"]) == 2  # though nothing says how far it came
+    assert main(["rewind", str(run), "--step", "10"]) == 2  # even without a summary
 
 
 def test_rewind_reaches_failed_step_but_no_further(run, capfd):

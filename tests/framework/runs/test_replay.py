@@ -1,4 +1,4 @@
-"""``loopscope replay``: what it sends is what the sink would have written, and what it cannot send it refuses first."""
+"""``loopscope replay`` sends what the sink would have written, and refuses an impossible replay before it sends."""
 
 import json
 import shutil
@@ -34,14 +34,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recorded(finished: Path, tmp_path: Path) -> Path:
-    """The same runs, as they would be without TensorBoard."""
+    """Return the same runs without their TensorBoard files."""
     folder = tmp_path / "small"
     shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("tensorboard"))
     return folder
 
 
 def refused(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Run the command, which must refuse, and return its one line."""
+    """Run the command, require its refusal, and return the error line."""
     assert main(["replay", *map(str, words)]) == 2
     output, errors = capfd.readouterr()
     assert (output, errors.count("\n")) == ("", 1)

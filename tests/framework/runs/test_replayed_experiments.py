@@ -1,4 +1,4 @@
-"""The experiments trained again from every checkpoint: digests are equal at every place, and hooks' numbers too."""
+"""Experiments trained again from every checkpoint: all digests and all metrics of hooks are equal."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,21 +34,21 @@ VARIANTS = {"plain": "", "bf16": "--amp bf16", "accumulation": "--accumulation-s
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of tokens, which unlike a text need no tokenizer."""
+    """Return a file of tokens, which needs no tokenizer."""
     path = tmp_path_factory.mktemp("data") / "tokens.u16"
     np.random.default_rng(1).zipf(1.5, 5000).clip(max=299).astype("<u2").tofile(path)
     return path
 
 
 def train(folder: Path, name: str, tokens: Path, *more: str) -> Path:
-    """Train, and return the folder of the run, with several seeds that of the last one."""
+    """Train, and return the folder of the run, or of the last seed's run."""
     words = WORDS[name].replace("TOKENS", str(tokens)).split()
     assert main(["run", *words, *KEPT.split(), *more, "--output-dir", str(folder)]) == 0
     return max(path.parent for path in folder.glob("**/experiment_config.json"))
 
 
 def again(run: Path, stretch: Stretch, **changes: Any) -> tuple[Path, int, Sequence[int]]:
-    """Train a stretch of a run again with the recorded options, but for some."""
+    """Train a stretch of a run again with the recorded options and some changes."""
     experiment, options = parse_recorded(run)
     options |= {"resume": False, "jobs": None, **changes}
     runner = experiment(config_of(experiment, options), check_device("cpu"))
@@ -56,7 +56,7 @@ def again(run: Path, stretch: Stretch, **changes: Any) -> tuple[Path, int, Seque
 
 
 def replay(run: Path, groups: Mapping[str, Path]) -> None:
-    """Begin at every checkpoint of a run with its own hooks, and with each of the groups, of which there are runs."""
+    """Rewind from every checkpoint of a run, with its hooks and with those of each group's run."""
     last = max(step for _, step in read_digests(run))
     begins = sorted({0, *(step for _, step in checkpoints_by_moment(run / "checkpoints"))} - {last})
     for begin in begins:

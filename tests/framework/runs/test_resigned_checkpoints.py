@@ -1,4 +1,4 @@
-"""Checkpoints whose digests are right and whose content is not: one field of manifest or state at a time is another."""
+"""Checkpoints with valid digests and one wrong field in their manifest or state."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from loopscope.cli import main
 from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.runs.small_experiment import Small, read_json, registered
 
-pytestmark = pytest.mark.filterwarnings("always")  # what the commands say is looked at
+pytestmark = pytest.mark.filterwarnings("always")  # the tests read the output of the commands
 FILLED = (sinks, training_hooks)
 HOOKS = ["norms", "consecutive", "gradient_overflow", "weight_updates"]
 RUN = ["run", "small", "--strategy", "plain", "--epochs", "2", "--no-console-output", "--hooks", *HOOKS]
@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def paths(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Yield the ways to every entry of nested values."""
+    """Yield the paths of all entries of nested values."""
     if path:
         yield path
     keys = value if isinstance(value, Mapping) else range(min(3, len(value))) if type(value) in (list, tuple) else ()
@@ -66,7 +66,7 @@ def paths(value: Any, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def changed(value: Any, path: Path_, new: Any) -> Any:
-    """Return nested values with another entry, or without it."""
+    """Return nested values with one entry replaced or removed."""
     if not path:
         return new
     items = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
@@ -147,7 +147,7 @@ def test_signed_state_is_used_or_refused(whole, capfd, data, command) -> None:
 @pytest.mark.slow
 @settings(max_examples=1500, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)), of_state=st.booleans())
-def test_whatever_a_signed_checkpoint_holds(whole, capfd, data, command, of_state) -> None:
+def test_any_signed_checkpoint_is_used_or_refused(whole, capfd, data, command, of_state) -> None:
     (check_state if of_state else check_manifest)(whole, capfd, data, command)
 
 
@@ -186,7 +186,7 @@ def test_impossible_state_is_refused_with_reason(path: str, whole: Path, tmp_pat
 
 
 class Enormous(Small):
-    """Evaluates to a number that is no float."""
+    """Evaluates to an integer beyond the range of floats."""
 
     name = "enormous"
 
@@ -199,7 +199,7 @@ NUMBERS = [1]
 
 @pytest.mark.parametrize("display", ["--silent", "--no-console-output", "--live"])
 @pytest.mark.parametrize("digits", [400, 5000])
-def test_a_score_beyond_all_floats_ends_no_run(digits: int, display: str, tmp_path: Path, capfd) -> None:
+def test_score_beyond_floats_does_not_end_run(digits: int, display: str, tmp_path: Path, capfd) -> None:
     NUMBERS[0] = 10**digits
     words = ["run", "enormous", "--strategy", "plain", "--epochs", "4", "--save-checkpoints", "1", "--hooks", "norms"]
     with registered(Enormous):

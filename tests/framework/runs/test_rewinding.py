@@ -1,4 +1,4 @@
-"""``loopscope rewind``: a stretch of a run trained again is the run, with whatever hooks, and leaves it as it was."""
+"""``loopscope rewind``: a stretch trained again equals the run, with any hooks, and leaves its files unchanged."""
 
 import json
 import re
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("patient_small")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train bare runs, and ones that had many hooks from the start."""
+    """Train runs without hooks, and runs with many hooks from the start."""
     folder = tmp_path_factory.mktemp("runs")
     for runner, amp in ((Small, "none"), (SmallSteps, "bf16")):
         own = {**OPTIONS, "amp": amp, "accumulation_steps": 2 if runner is SmallSteps else 1}
@@ -44,7 +44,7 @@ def hooks_of(runner: type[Small]) -> list[str]:
 
 
 def last_step(runner: type[Small], until: int) -> int:
-    """Return the step at which the training ends: in the epoch loop with an epoch."""
+    """Return the last trained step, which in the epoch loop is the end of an epoch."""
     return until if runner is SmallSteps else -(-until // STEPS_PER_EPOCH) * STEPS_PER_EPOCH
 
 
@@ -56,7 +56,7 @@ def rewind(folder: Path, stretch: Stretch, runner: type[Small] = Small, **option
 
 
 def points(folder: Path) -> dict[tuple[str, str, int], Any]:
-    """Return every number of a record by metric, hook point and step, whenever it was written."""
+    """Return every number of a record by metric, hook point and step."""
     found: dict[tuple[str, str, int], Any] = {}
     (path,) = [path for path in folder.glob("*.jsonl") if path.name not in ("alerts.jsonl", DIGESTS)]
     for line in map(json.loads, path.read_text().splitlines()):
@@ -70,7 +70,7 @@ def points(folder: Path) -> dict[tuple[str, str, int], Any]:
 
 
 def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
-    """Compare what a run that was whole has of the steps; final weights, which it had not, give numbers more."""
+    """Compare the numbers of these steps to those of a complete run, except for numbers of its final weights."""
     ours, wanted = points(found), points(expected)
     of_stretch = {key: value for key, value in wanted.items() if first <= key[2] <= last}
     assert of_stretch
@@ -113,7 +113,7 @@ def test_rewind_starts_at_nearest_earlier_checkpoint(step, since, finished, tmp_
     assert_the_same(path, runs / "small/plain", since + 1, step + 1)
 
 
-def test_other_hooks_begin_between_two_epochs(finished, tmp_path):
+def test_new_hooks_start_between_two_epochs(finished, tmp_path):
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")
     path, began, _ = rewind(runs, Stretch(8, 9), hooks=["counterfactual", "norms"])
     assert began == 6
@@ -136,7 +136,7 @@ def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
     assert "at step 4 (epoch 1), first in parameters" in summary["error"]
 
 
-def test_what_cannot_be_is_refused(finished, tmp_path):
+def test_impossible_rewind_is_refused(finished, tmp_path):
     for change, sentence in (
         ({"hooks": ["grad_clip"]}, "was trained with other committing hooks: none; now: grad_clip"),
         ({"lr": 0.5}, "belongs to another run: lr was 0.01 and is 0.5"),
@@ -188,7 +188,7 @@ def test_verify_compares_random_stretches(finished, tmp_path, capfd):
     assert main(["rewind", str(run), "--verify", "0"]) == 2
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_rewind_of_no_run_is_refused(tmp_path):
     assert main(["rewind", str(tmp_path / "none"), "--step", "3"]) == 2
 
 

@@ -1,4 +1,4 @@
-"""The base classes of experiments: optimizers, decay, evaluation in pieces, the target, the groups of hooks."""
+"""Base classes of experiments: optimizers, decay, evaluation in batches, the target, and groups of hooks."""
 
 import math
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_max_epochs_only_shortens_training(options: dict[str, int], length: int)
     assert runner(**options).length == length
 
 
-def test_evaluation_in_pieces_is_evaluation_of_the_whole() -> None:
+def test_evaluation_in_batches_equals_full_evaluation() -> None:
     class InPieces(Small):
         evaluation_batch = 7
 
@@ -94,7 +94,7 @@ def test_training_stops_at_the_target_and_not_before() -> None:
 
 
 class Counting(Small):
-    """An experiment with a state of its own, on which its loss depends."""
+    """An experiment with a state that its loss depends on."""
 
     name = "counting"
     batches = 0

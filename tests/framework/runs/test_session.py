@@ -1,4 +1,4 @@
-"""Sessions: strategies one after the other, hooks shared between them, and what is refused before the first step."""
+"""Sessions: strategies in turn, hooks shared between them, and refusals before the first step."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ lives: list[tuple[str, Any]] = []
 
 
 class Diary(TrainingHook):
-    """Writes down its life."""
+    """Records the calls of its methods."""
 
     name = "diary"
     hook_points = {HookPoint.POST_EPOCH}
@@ -58,7 +58,7 @@ class Diary(TrainingHook):
 
 
 class PerStrategy(Small):
-    """An experiment whose strategies bring the diary with them."""
+    """An experiment whose strategies have the diary as a hook."""
 
     name = "per_strategy"
     strategies = ("plain", "other-order", "clipped")
@@ -78,7 +78,7 @@ def diary():
 
 
 class Watched(Small):
-    """An experiment with hooks of its own choice in its smallest group, which is on by default."""
+    """An experiment that chooses the hooks of its minimal group, which is its default."""
 
     name = "watched"
     minimal_hooks = ("training_metrics", "norms")
@@ -94,7 +94,7 @@ class Watched(Small):
         (None, False, {"training_metrics", "norms"}),
     ],
 )
-def test_an_experiment_chooses_what_is_on_by_default(tmp_path: Path, group, sinks: bool, active: set[str]) -> None:
+def test_experiment_chooses_its_default_hooks(tmp_path: Path, group, sinks: bool, active: set[str]) -> None:
     with registered(Watched):
         session(tmp_path, Watched, sinks=sinks, strategies=["plain"], epochs=1, with_hooks=group).run()
     config = read_json(tmp_path / "watched/plain/experiment_config.json")
@@ -228,7 +228,7 @@ def test_strategies_start_from_the_same_weights() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_a_strategy_after_another_is_the_run_alone(tmp_path: Path) -> None:
+def test_second_strategy_equals_its_run_alone(tmp_path: Path) -> None:
     session(tmp_path / "both", strategies=["plain", "other-order"], sinks=False).run()
     session(tmp_path / "alone", strategies=["other-order"], sinks=False).run()
     weights = "small/other-order/other-order_final.pt"
@@ -345,7 +345,7 @@ def test_both_loops_run_in_a_session(tmp_path: Path) -> None:
 
 
 class Talking(Small):
-    """An experiment that tells of its data, shows what its model does, and compares metrics; one hook is off."""
+    """An experiment that describes its data, samples its model, and compares metrics, one of an inactive hook."""
 
     name = "talking"
     compared_metrics = ("norms/total_weight_norm", "parameter_delta/total_relative_delta")

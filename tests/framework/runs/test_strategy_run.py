@@ -1,4 +1,4 @@
-"""How a run ends (completed, by a hook that raises, by a damaged state, by Ctrl-C) and what it then leaves behind."""
+"""Ends of a run (completed, raising hook, damaged state, Ctrl-C), and the files that remain."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ CALLS: list[tuple[str, str]] = []
 
 
 class Culprit(TrainingHook):
-    """Acts once, late; a subclass says how."""
+    """Acts once, late in the run; subclasses define the action."""
 
     name = "culprit"
     hook_points = frozenset(HookPoint)
@@ -65,7 +65,7 @@ class MisbehavingHook(Culprit):
 
 
 class Interrupted(Culprit):
-    """Is running when the user presses Ctrl-C."""
+    """Raises SIGINT, as Ctrl-C does."""
 
     name = "interrupted"
 
@@ -192,7 +192,7 @@ def test_mutating_evaluation_is_fatal(tmp_path: Path) -> None:
 
 
 class Steps:
-    """Stands for a metric that a record does not have."""
+    """Stands for a metric that is missing from a record."""
 
     steps: list[int] = []
 
@@ -236,7 +236,7 @@ def test_unsavable_hook_state_is_excluded(tmp_path: Path) -> None:
 
     def state_dict(self: Any) -> dict[str, Any]:
         asked.append(1)
-        if len(asked) > 1:  # the first time is at the start, where what no checkpoint holds is refused
+        if len(asked) > 1:  # the first call is the check for unstorable values at the start
             raise ZeroDivisionError("no state")
         return {}
 
@@ -250,7 +250,7 @@ def test_unsavable_hook_state_is_excluded(tmp_path: Path) -> None:
 
 @pytest.fixture
 def ctrl_c_interrupts():
-    """Let SIGINT raise, as in a terminal: a process started in the background ignores it."""
+    """Let SIGINT raise as in a terminal, since a background process ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -306,7 +306,7 @@ def test_unwritable_checkpoint_causes_warning(tmp_path: Path) -> None:
     """The run completes without the checkpoint."""
 
     class Squatter(Culprit):
-        """Puts a file where the folder of checkpoints would be."""
+        """Creates a file at the path of the checkpoints' folder."""
 
         name = "squatter"
         hook_points = {HookPoint.PRE_EPOCH}
@@ -332,7 +332,7 @@ def test_checkpoint_interval_changes_no_weights(runner, hooks, tmp_path: Path) -
         steps = {0: [], 1: [3, 6], 2: [6]} if runner is Small else {0: [], 1: [1, 2, 3, 4, 5, 6], 2: [2, 4, 6]}
         found = sorted((folder / runner.name / "plain").glob("checkpoints/*"))
         expected = [f"step_{step:09d}" for step in steps[every]]
-        assert {path.name for path in found} <= set(expected)  # some are left out where the disk is slow
+        assert {path.name for path in found} <= set(expected)  # some are skipped on a slow disk
         assert bool(found) == bool(expected)
     assert results[0] == results[1] == results[2]
 
@@ -360,7 +360,7 @@ def test_evaluation_interval_changes_no_weights(tmp_path: Path) -> None:
 
 
 class Quitting(Small):
-    """Leaves the program in the middle of a step."""
+    """Exits the program within a step."""
 
     def compute_loss(self, model: Any, batch: Any) -> Any:
         if model.training and len(CALLS) > 0:

@@ -1,4 +1,4 @@
-"""Two processes that come to one run, one after the other: the second asks again once it holds the lock."""
+"""Two processes with the same run: the second checks the files again after it has the lock."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ WORDS = ["run", "small", "--epochs", "1", "--save-checkpoints", "1", *BOTH_SINKS
 
 
 class Meanwhile(Display):
-    """Has another process train other-order when plain has ended."""
+    """Lets another process train other-order after the end of plain."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self._folder, self._flags = folder, flags

@@ -43,7 +43,7 @@ def validate(folder: Path, runner: type[Small] = Small, **options: Any) -> dict[
 
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 @pytest.mark.parametrize("hooks", [[], ["path_length"], ["norms", "hessian", "weight_average"]])
-def test_a_run_with_whatever_observers_equals_every_checkpoint(runner, hooks, finished: Path) -> None:
+def test_run_with_any_observers_equals_every_checkpoint(runner, hooks, finished: Path) -> None:
     if runner is SmallSteps:
         hooks = [hook for hook in hooks if hook != "norms"]
     before = contents(finished)
