@@ -64,7 +64,7 @@ class Consecutive(TrainingHook):
         relative_change | ‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂ | [0, ∞]
             | 0: the same gradient; √2 at equal norms: orthogonal. Unlike the cosine it depends on the length.
         parameter_cosine/<parameter> | ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both epochs
-            | [−1, 1] | Which layers still have a steady direction.
+            | [−1, 1] | Shows which layers still have a steady direction.
     """
 
     def __init__(self, *, interval: int = 0) -> None:

@@ -122,7 +122,7 @@ class GradientFlow(TrainingHook):
     _amplifying = Remembered(list[str])
     metrics = """
         norm/<parameter> | ‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss | [0, ∞)
-            | How much of the gradient reaches the block. Compare between blocks and steps of equal batches only.
+            | The size of the gradient that reaches the block. Compare between blocks and steps of equal batches only.
         gain/<parameter> | ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before it
             | [0, ∞] | The factor by which the block multiplies the gradient. Far from 1 in one block: look at its
             normalisation layers and the scale of its weights. NaN: both gradients are zero.

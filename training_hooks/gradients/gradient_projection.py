@@ -79,7 +79,7 @@ class GradientProjection(TrainingHook):
         displacement_cosine | cos(θ − θ₀, D) | [−1, 1]
             | The direction of the total displacement. NaN while no parameter has moved.
         parameter_progress/<parameter> | progress, over the elements of one parameter | (−∞, ∞)
-            | Which layers arrive first. NaN: the parameter is the same in the reference as at the start.
+            | Shows which layers arrive first. NaN: the parameter is the same in the reference as at the start.
     """
 
     def start(self, run: RunInfo) -> None:

@@ -28,7 +28,7 @@ class Norms(TrainingHook):
         max_abs_grad | max |ḡᵢ| over all elements | [0, ∞) | Near total_grad_norm: one element carries the gradient.
         grad_norm/<parameter> | ‖ḡ_p‖₂ of one parameter | [0, ∞)
             | Shows which layers the gradient reaches. 0: the parameter has a gradient of exactly zero.
-        weight_norm/<parameter> | ‖θ_p‖₂ of one parameter | [0, ∞) | Which layers grow or decay.
+        weight_norm/<parameter> | ‖θ_p‖₂ of one parameter | [0, ∞) | Shows which layers grow or decay.
     """
 
     def compute(self, ctx: RunDataContext) -> Metrics:

@@ -115,8 +115,8 @@ class Variance(TrainingHook):
     _last_step = Remembered(int)
     metrics = """
         total_variance | tr Σ̂ = Σ_t ‖g_t − ḡ‖² / (W − 1), g_t the W = window gradients, ḡ their mean | [0, ∞)
-            | How far a step's gradient deviates from the mean. Inversely proportional to the batch size if the steps
-            are independent draws.
+            | The mean squared deviation of a step's gradient from the mean. Inversely proportional to the batch size if
+            the steps are independent draws.
         mean_norm | ‖ḡ‖₂ | [0, ∞) | The part of the gradient that persists over the window.
         signal_to_noise | ‖ḡ‖² / tr Σ̂; NaN if all gradients are zero | [0, ∞]
             | Noise alone gives about 1/W. Above 1: the steps agree; far below 1: they wander.
@@ -131,9 +131,9 @@ class Variance(TrainingHook):
             | About 1: independent draws around one mean, as assumed. Below 1: the mean drifts, and the drift is part of
             total_variance. Above 1: the gradients alternate, as in an oscillation.
         parameter_variance/<parameter> | tr Σ̂ of one parameter that had a gradient in the window | [0, ∞)
-            | Which layers have noisy gradients. The values add up to total_variance.
+            | Shows which layers have noisy gradients. The values add up to total_variance.
         parameter_signal_to_noise/<parameter> | ‖ḡ_p‖² / tr Σ̂_p of one parameter; NaN if its gradients are all zero
-            | [0, ∞] | Which layers still have a signal. Noise alone gives about 1/W.
+            | [0, ∞] | Shows which layers still have a signal. Noise alone gives about 1/W.
     """
 
     def __init__(self, *, window: int = 20, every: int = 200) -> None:

@@ -55,7 +55,7 @@ class ParameterDelta(TrainingHook):
             | Near total_delta: a single element moves. Under Adam about the learning rate × steps at most.
         changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1] | Below 1: rows of tokens that never occur,
             parameters without gradient, or updates rounded away in low precision.
-        delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Which layers move. 0: the parameter does not move.
+        delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Shows which layers move. 0: no movement.
         relative_delta/<parameter> | ‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter | [0, ∞]
             | Comparable between layers. ∞: the parameter was all zero before, like initial biases; NaN: it still is.
         max_abs/<parameter> | max |Δᵢ| over the parameter's elements | [0, ∞) | Shows the layer of an outlier.

@@ -130,7 +130,7 @@ class WeightTracking(TrainingHook):
     metrics = """
         total_norm | ‖θ‖₂ over all trainable parameters | [0, ∞)
             | Weight decay reduces it; in grokking it peaks while the data are memorised and falls afterwards.
-        norm/<parameter> | ‖W‖_F of one parameter | [0, ∞) | Which layers grow or decay.
+        norm/<parameter> | ‖W‖_F of one parameter | [0, ∞) | Shows which layers grow or decay.
         spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
             | The largest factor by which the matrix stretches a vector. NaN here and below: an element is not finite.
         effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)
@@ -139,11 +139,11 @@ class WeightTracking(TrainingHook):
         stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
             | The number of directions as strong as the strongest. Unlike the effective rank insensitive to small
             singular values.
-        mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | Whether the matrices grow.
+        mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | Shows whether the matrices grow.
         mean_effective_rank | mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT) | [1, ∞)
-            | Whether the model as a whole becomes simpler.
+            | Falls as the model as a whole becomes simpler.
         mean_stable_rank | mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT) | [1, ∞)
-            | Whether a few directions come to dominate the model as a whole.
+            | Falls as a few directions come to dominate the model as a whole.
         alpha/<parameter> | α = 1 + n/Σ ln(λ/λ_min) over the n eigenvalues λ ≥ λ_min of WᵀW (SNAPSHOT) | (1, ∞)
             | 2 to 6: the heavy tail of well-trained layers. Below 2: few directions dominate, often by overfitting.
             Large: no heavy tail, as at initialisation. Standard error (α − 1)/√alpha_tail. Omitted for a matrix with
