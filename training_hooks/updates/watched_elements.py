@@ -145,8 +145,8 @@ class ElementBuffer:
         Args:
             shards: this rank's parts of the parameters after the step.
             gradients: their gradients, ``None`` if not available.
-            decays: the share of a weight that decay removes in the step; ``None`` if the learning rate is 0, in which
-                case no element is driven or decayed.
+            decays: the share of a weight that decay removes in the step; ``None`` if the learning rate is 0 or unknown,
+                in which case no element is driven or decayed.
         """
         if self.is_wide:
             none = torch.zeros(len(self.names), device=self.rows.device)
@@ -243,7 +243,7 @@ class WatchedElements:
 
         Args:
             parameters: the parameters of :attr:`names`.
-            decays: the shares that decay removes, by name; parameters with learning rate 0 have none.
+            decays: the shares that decay removes, by name, without parameters whose learning rate is 0 or unknown.
 
         Returns:
             Rows with the norm before the step, the norm of the change, and the counts of :meth:`ElementBuffer.compare`.
