@@ -1,6 +1,6 @@
-# The whole tool set: run, test, lint, docs, site, bench. Each makes the environment first, once.
+# All tools: run, test, lint, docs, site, bench. Each target first creates the environment, once.
 
-# The first Python that runs and is 3.11 or newer; PYTHON=... names another.
+# The first working Python 3.11 or newer; PYTHON=... selects another.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3.14 python3 python,$(shell \
 	$(python) -c 'import sys; sys.version_info >= (3, 11) and print("$(python)")' 2>/dev/null)))
 VENV := .venv
@@ -8,15 +8,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
-# One thread: the model is too small for two, and processes that share two cores slow each other down many times.
+# One thread: the model is too small for two, and processes that share two cores slow each other down severalfold.
 export OMP_NUM_THREADS ?= 1
-# Compiled modules are kept, whatever the shell says: tests start many processes, each of which would compile all again.
+# Bytecode is cached even if the shell disables it: tests start many processes, each of which would compile everything.
 unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := not slow and not statistical and not process and not ranks and not compile and not browser and not trainer \
 	and not gpu and not xla
-# Seconds of processor time that a quick test may take; hosts of CI are slower. make test has no limit: what it finds must
-# not depend on the host.
+# Limit of processor time for a quick test, in seconds; CI hosts are slower. make test has no limit, so that its results
+# do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)
 
 .PHONY: types run fast fast-oldest fast-newest test slow oracle oracle-update lint docs site bench fastai xla clean
@@ -27,15 +27,15 @@ run: $(STAMP)
 	$(BIN)/loopscope report output/mod_arithmetic/stride output/mod_arithmetic/target \
 		--out output/mod_arithmetic/report.html --overwrite
 
-# Three tiers of tests. The quick ones start nothing; the markers in pyproject.toml say what the others start.
+# Three tiers of tests. Quick tests start no processes; the markers in pyproject.toml list what the others start.
 fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" --quick-limit $(QUICK_LIMIT) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-# Both ends of the supported range, each in an environment of its own with torch's default build, which takes several GB;
-# everything else is as in constraints.txt. torchao 0.18 does not import with torch 2.9, so its tests are skipped there.
+# Both ends of the supported range, each in a separate environment with torch's default build, which takes several GB;
+# all other versions are from constraints.txt. torchao 0.18 does not import with torch 2.9, so its tests are skipped there.
 fast-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pip uninstall --quiet --yes torchao
 	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" --quick-limit $(QUICK_LIMIT) $(ARGS)
@@ -54,7 +54,7 @@ fast-newest: .venv-newest/.installed
 		"$(END_TORCH)" --editable '.[dev,wandb,tensorboard,plot,report,lm,site]'
 	touch $@
 
-# torch_xla has no build for the torch that the constraints name; this one has several GB.
+# torch_xla has no build for the torch version in constraints.txt; this environment takes several GB.
 xla:
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.9.*" "torch_xla==2.9.*" pytest hypothesis --editable .
@@ -63,15 +63,15 @@ xla:
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "slow or statistical" --hypothesis-profile "new examples" $(ARGS)
 
-# Nothing printed: the code does what it did. PART=hooks|experiments|trainers|ranks|help compares one part.
+# Prints nothing if behaviour is unchanged. PART=hooks|experiments|trainers|ranks|help compares one part.
 oracle: $(STAMP)
 	@$(BIN)/python -m tests.oracle compare $(PART)
 
-# The only content of a commit that says why behaviour changes (docs/decisions/0027-behaviour-is-recorded.md).
+# Commit its files separately, with the reason of the change (docs/decisions/0027-behaviour-is-recorded.md).
 oracle-update: $(STAMP)
 	@$(BIN)/python -m tests.oracle update $(PART)
 
-# mypy and editors cannot see through an editable install whose folders are renamed: a folder of links shows them the package.
+# mypy and editors cannot resolve an editable install with renamed folders, so they use a folder of links.
 types:
 	rm -rf build/types && mkdir -p build/types/loopscope
 	ln -s $(CURDIR)/framework/* $(foreach folder,training_hooks sinks experiments,$(CURDIR)/$(folder)) build/types/loopscope/
@@ -92,7 +92,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 	$(BIN)/python -m docs.generate
 
-# fastai brings a torchvision, which must be of torch's own build: beside another it breaks what lightning imports.
+# fastai needs a torchvision that matches torch's build; otherwise imports of lightning fail.
 fastai:
 	test -x .venv-fastai/bin/python || $(PYTHON) -m venv .venv-fastai
 	.venv-fastai/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fastai]'

@@ -11,7 +11,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "phrases.toml"
 SUFFIXES = ("*.py", "*.md", "*.toml", "*.yml", "*.txt", "*.js", "*.html", "*.css", "Makefile")
-LEFT_OUT = ("phrases.toml", "constraints.txt", "tests/test_language.py")
+EXCLUDED = ("phrases.toml", "constraints.txt", "tests/test_language.py")
 
 
 class Finding(NamedTuple):
@@ -30,7 +30,7 @@ def patterns() -> list[tuple[re.Pattern[str], str]]:
 
 
 def findings(text: str, phrases: list[tuple[re.Pattern[str], str]]) -> Iterator[Finding]:
-    """Yield the phrases in a text, also those that the end of a line breaks; a name is read as words."""
+    """Yield the phrases in a text, also across line breaks; names are read as words."""
     words = re.sub(r"\n[ \t]*(?:[#>*]+ )?", "\n", text).replace("_", " ")
     for pattern, instead in phrases:
         for match in pattern.finditer(words):
@@ -38,10 +38,10 @@ def findings(text: str, phrases: list[tuple[re.Pattern[str], str]]) -> Iterator[
 
 
 def checked_files() -> list[Path]:
-    """Return the files that git tracks or would add, those left out aside."""
+    """Return the files that git tracks or would add, without the excluded ones."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *SUFFIXES]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    return [ROOT / name for name in sorted(set(names)) if name and name not in LEFT_OUT and (ROOT / name).is_file()]
+    return [ROOT / name for name in sorted(set(names)) if name and name not in EXCLUDED and (ROOT / name).is_file()]
 
 
 def main() -> int:

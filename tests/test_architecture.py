@@ -1,4 +1,4 @@
-"""The house: rooms in one order of imports, doors that outsiders use, files and rooms of bounded size, one name."""
+"""Architecture rules: the order of imports between rooms, imports through interfaces, and one name per module."""
 
 import ast
 import subprocess
@@ -37,21 +37,21 @@ ORDER = (
     *("training", "hooks", "firing", "loops", "checkpoints", "runs", "report", "console", "explaining"),
     *("integrations", "cli"),
 )
-"""The rooms of ``framework/`` and the files on top of it, lowest first: imports only point down."""
+"""The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""
 MEASURES = ("errors", "durable_files", "state", "isolation", "data", "lowbit.casts", "lowbit", "training", "hooks")
 ALLOWED = {
     "training_hooks": {"", *MEASURES},
     "sinks": {"", "errors", "durable_files", "hooks", "runs"},
     "experiments": {"", "errors", "state", "data", "lowbit.casts", "lowbit", "training", "hooks", "runs"},
 }
-"""What the other folders import of ``framework/``: what a stranger's hook, sink or experiment may."""
-ALSO = {("sinks/console.py", "console"), ("framework/__main__.py", "cli")}
-"""Single files with one import more than their room."""
-MOST_FLOORS = 10
+"""The rooms of ``framework/`` that the other folders may import, which are also those for third-party code."""
+EXCEPTIONS = {("sinks/console.py", "console"), ("framework/__main__.py", "cli")}
+"""Single files with one more permitted import than their room."""
+MOST_LEVELS = 10
 
 
 class Import(NamedTuple):
-    """One import of something of ours: the file with it, and the dotted module that it names."""
+    """An import from loopscope: the importing file, and the dotted name of the module."""
 
     file: str
     module: str
@@ -75,7 +75,7 @@ MODULES = {dotted(file): file for file in files()}
 
 
 def room(file: str) -> str:
-    """Return the room of a file of ``framework/`` (a file on top is one itself), or the folder that holds it."""
+    """Return the room of a file of ``framework/`` (a top-level file is its own room), or its top-level folder."""
     folder, *inner = Path(file).with_suffix("").parts
     if folder != "framework":
         return folder
@@ -84,7 +84,7 @@ def room(file: str) -> str:
 
 @cache
 def imports() -> list[Import]:
-    return [found for file, tree in files().items() for found in _imports(file, tree)]
+    return [found_import for file, tree in files().items() for found_import in _imports(file, tree)]
 
 
 def _imports(file: str, tree: ast.Module) -> Iterator[Import]:
@@ -107,95 +107,106 @@ def _is_for_types(node: ast.AST) -> bool:
 
 
 def _named(file: str, module: str, names: tuple[str, ...]) -> Iterator[Import]:
-    """Take names that are modules themselves for imports of these."""
+    """Yield the import of a name as an import of a module if the name is a module."""
     for name in names:
         inner = f"{module}.{name}"
         yield Import(file, inner, ()) if inner in MODULES else Import(file, module, (name,))
 
 
 def crossing() -> Iterator[tuple[Import, str]]:
-    """Yield the imports from one room or folder into another, with the file that is imported."""
-    for found in imports():
-        target = MODULES[found.module]
-        if Path(target).parent != Path(found.file).parent:
-            yield found, target
+    """Yield the imports from one room or folder into another, with the imported file."""
+    for found_import in imports():
+        target = MODULES[found_import.module]
+        if Path(target).parent != Path(found_import.file).parent:
+            yield found_import, target
 
 
 def test_imports_point_down() -> None:
-    wrong = []
-    for found, target in crossing():
-        here, there = room(found.file), room(target)
-        if found.file == "framework/__init__.py" or (found.file, there) in ALSO or here == there:
+    upward_imports = []
+    for found_import, target in crossing():
+        source_room, target_room = room(found_import.file), room(target)
+        if (
+            found_import.file == "framework/__init__.py"
+            or (found_import.file, target_room) in EXCEPTIONS
+            or source_room == target_room
+        ):
             continue
-        if here in FOLDERS:
-            known = there in FOLDERS or ("" if there == "__init__" else there) in ALLOWED[here]
+        if source_room in FOLDERS:
+            permitted = target_room in FOLDERS or ("" if target_room == "__init__" else target_room) in ALLOWED[source_room]
         else:
-            known = there in ORDER and ORDER.index(there) < ORDER.index(here)
-        if not known:
-            wrong.append(f"{found.file} imports {found.module}")
-    assert not wrong
+            permitted = target_room in ORDER and ORDER.index(target_room) < ORDER.index(source_room)
+        if not permitted:
+            upward_imports.append(f"{found_import.file} imports {found_import.module}")
+    assert not upward_imports
 
 
 def test_top_level_folders_are_independent() -> None:
     """Only files in the same folder import from training_hooks, sinks or experiments."""
-    between = {(room(found.file), room(target)) for found, target in crossing()}
-    outside = {(here, there) for here, there in between if here != there and there in FOLDERS}
+    between = {(room(found_import.file), room(target)) for found_import, target in crossing()}
+    outside = {
+        (source_room, target_room)
+        for source_room, target_room in between
+        if source_room != target_room and target_room in FOLDERS
+    }
     assert outside == set()
 
 
 def test_imports_use_package_interfaces() -> None:
     """Only a package itself may import its inner files; other code imports from the package."""
-    past_it = []
-    for found, target in crossing():
-        inside = Path(target).parent in Path(found.file).parents
+    violations = []
+    for found_import, target in crossing():
+        inside = Path(target).parent in Path(found_import.file).parents
         if not (inside or target.endswith("__init__.py") or Path(target).parent.name in FOLDERS):
-            past_it.append(f"{found.file} imports {found.module}")
-    assert not past_it
+            violations.append(f"{found_import.file} imports {found_import.module}")
+    assert not violations
 
 
-def test_a_door_names_what_outsiders_use() -> None:
-    """Names that nobody outside of the room imports, in the source, the tests or the docs, need no door."""
+def test_interfaces_export_only_names_used_outside() -> None:
+    """An interface exports only names that other rooms, tests or docs use."""
     text = "\n".join(
         path.read_text("utf-8")
         for name in ("tests", "docs")
         for path in (ROOT / name).rglob("*.*")
         if path.suffix in (".py", ".md")
     )
-    used = {(found.module, name) for found, _ in crossing() for name in found.names}
-    idle = [
+    used = {(found_import.module, name) for found_import, _ in crossing() for name in found_import.names}
+    unused = [
         f"{module}.{name}"
         for module, file in MODULES.items()
         if file.endswith("__init__.py") and file.startswith("framework/") and file != "framework/__init__.py"
         for name in getattr(import_module(module), "__all__", ())
         if (module, name) not in used and name not in text
     ]
-    assert not idle
+    assert not unused
 
 
-def test_there_are_few_floors() -> None:
+def test_levels_of_imports_are_limited() -> None:
     below: dict[str, set[str]] = {}
-    for found, target in crossing():
-        if found.file.startswith("framework/") and found.file not in ("framework/__init__.py", "framework/__main__.py"):
-            below.setdefault(room(found.file), set()).add(room(target))
+    for found_import, target in crossing():
+        if found_import.file.startswith("framework/") and found_import.file not in (
+            "framework/__init__.py",
+            "framework/__main__.py",
+        ):
+            below.setdefault(room(found_import.file), set()).add(room(target))
 
     @cache
-    def floor(name: str) -> int:
+    def level(name: str) -> int:
         rooms = (other for other in below.get(name, ()) if other != name)
-        return 1 + max((floor(other) for other in rooms if not (ROOT / f"framework/{other}.py").is_file()), default=0)
+        return 1 + max((level(other) for other in rooms if not (ROOT / f"framework/{other}.py").is_file()), default=0)
 
-    assert max(map(floor, below)) <= MOST_FLOORS, {name: floor(name) for name in below}
+    assert max(map(level, below)) <= MOST_LEVELS, {name: level(name) for name in below}
 
 
 def test_files_have_no_import_cycles() -> None:
     below: dict[str, set[str]] = {}
-    for found in imports():
-        target = MODULES[found.module]
-        if target != found.file and not target.endswith("__init__.py"):  # doors import their rooms
-            below.setdefault(found.file, set()).add(target)
-    TopologicalSorter(below).prepare()  # raises CycleError with the circle
+    for found_import in imports():
+        target = MODULES[found_import.module]
+        if target != found_import.file and not target.endswith("__init__.py"):  # interfaces import their rooms
+            below.setdefault(found_import.file, set()).add(target)
+    TopologicalSorter(below).prepare()  # raises CycleError with the cycle
 
 
-def test_hook_points_are_fired_in_one_place() -> None:
+def test_one_file_fires_hook_points() -> None:
     firing = {
         file
         for file, tree in files().items()
@@ -206,7 +217,7 @@ def test_hook_points_are_fired_in_one_place() -> None:
 
 
 def test_tensor_files_are_handled_in_one_place() -> None:
-    """Only there are warnings of torch kept from looking like damage."""
+    """Only this file prevents torch's warnings from being mistaken for damage."""
     calls = {
         file
         for file, tree in files().items()
@@ -216,17 +227,17 @@ def test_tensor_files_are_handled_in_one_place() -> None:
     assert calls == {"framework/durable_files.py"}
 
 
-def test_every_name_of_a_door_is_documented() -> None:
-    bare = []
+def test_every_exported_name_is_documented() -> None:
+    undocumented = []
     for module in (name for name, file in MODULES.items() if file.endswith("__init__.py")):
-        door = import_module(module)
-        assert door.__doc__, module
-        for name in getattr(door, "__all__", ()):
-            thing = getattr(door, name)
-            ours = getattr(thing, "__module__", "").startswith("loopscope")
-            if callable(thing) and ours and not thing.__doc__:
-                bare.append(f"{module}.{name}")
-    assert not bare
+        interface = import_module(module)
+        assert interface.__doc__, module
+        for name in getattr(interface, "__all__", ()):
+            exported = getattr(interface, name)
+            ours = getattr(exported, "__module__", "").startswith("loopscope")
+            if callable(exported) and ours and not exported.__doc__:
+                undocumented.append(f"{module}.{name}")
+    assert not undocumented
 
 
 def test_pyproject_lists_every_package() -> None:
@@ -240,13 +251,13 @@ def test_pyproject_lists_every_package() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_folder_is_imported_under_its_own_name(folder: str) -> None:
-    """A second copy of a module would have registries and classes of its own."""
+    """The source folders cannot be imported, because a second copy of a module would have separate registries."""
     with pytest.raises(ImportError, match="loopscope"):
         import_module(folder)
 
 
 @pytest.mark.process
-def test_a_whole_run_loads_no_module_twice(tmp_path: Path) -> None:
+def test_complete_run_loads_no_module_twice(tmp_path: Path) -> None:
     code = (
         "import sys; from loopscope.__main__ import main; main();"
         f"print([name for name in sys.modules if name.partition('.')[0] in {[*FOLDERS]!r}])"

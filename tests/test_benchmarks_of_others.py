@@ -1,4 +1,4 @@
-"""The other frameworks take the steps of the bare loop; what they let callbacks do is found by trying; GPU rows."""
+"""The other frameworks take the same steps as the bare loop, their guarantees are measured, and GPU rows exist."""
 
 import math
 from pathlib import Path
@@ -37,12 +37,12 @@ def trained(framework: Framework, folder: Path, asked: Asked, data: Data | None 
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory) -> dict[bool, list[torch.Tensor]]:
-    """The weights that the bare loop trains, without clipping and with it."""
+    """Return the weights of the bare loop, without and with clipping."""
     folder = tmp_path_factory.mktemp("bare")
     return {clips: trained(BARE, folder, Asked(clips=clips)) for clips in (False, True)}
 
 
-def test_what_the_tests_need_is_installed():
+def test_required_frameworks_are_installed():
     assert {"bare loop", "loopscope", "Lightning", "HF Trainer"} <= {framework.title for framework in HERE}
 
 

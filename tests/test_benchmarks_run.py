@@ -1,4 +1,4 @@
-"""The benchmarks run, compare equal work and count what they say they count; nothing here is timed."""
+"""The benchmarks run, compare equal work and count correctly; nothing here is timed."""
 
 import math
 import multiprocessing
@@ -23,7 +23,7 @@ from tests.support.processes import own_process
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
 DEAR = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
-"""Together three minutes, which go by in what other tests run, too; those of others have tests of their own."""
+"""Benchmarks that together take three minutes and whose code other tests also run."""
 WITHOUT_BARS = ("each", "others")
 LOOK = Effort(share=0.0, quick=TINY, paper=TINY)
 
@@ -33,7 +33,7 @@ def weights(subject: Subject) -> list[torch.Tensor]:
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of the test of a benchmark."""
+    """Return the marks of a benchmark's test."""
     on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
     return [pytest.mark.slow] * (name in DEAR) + on_gpu * (name == "gpu")
 

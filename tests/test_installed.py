@@ -1,4 +1,4 @@
-"""The wheel beside a project whose folders have the names of ours: both work, whoever is imported first."""
+"""The installed wheel works with a project whose folders have the same names, in any order of imports."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ sys.exit(main())
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel, not the editable folders, into a folder of its own."""
+    """Install the wheel, not the editable folders, into a separate folder."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     names = tracked.stdout.split("\n") if tracked.returncode == 0 else []

@@ -1,4 +1,4 @@
-"""The benchmark of the file sinks writes the same numbers to whatever it compares."""
+"""The benchmark of the file sinks writes the same numbers to every sink and logger."""
 
 import csv
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ WRITTEN = pytest.mark.parametrize("load", list(loads()), ids=lambda load: load.t
 
 
 def numbers(value) -> list[float]:
-    """Return every number within a metric's value."""
+    """Return every number in a metric's value."""
     if isinstance(value, Series):
         return value.values
     if isinstance(value, dict):

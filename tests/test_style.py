@@ -1,4 +1,4 @@
-"""House rules that a parser can check."""
+"""House rules that are checked automatically."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ MOST_WORDS = 8
 
 
 def test_names_of_tests_are_short() -> None:
-    """Details go into the docstring."""
+    """Names of tests have at most eight words; details belong into the docstring."""
     long = []
     for file in Path(__file__).parent.rglob("test_*.py"):
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -17,7 +17,7 @@ def test_names_of_tests_are_short() -> None:
 
 
 def test_markers_have_a_reason_in_the_settings() -> None:
-    """Every marker of pyproject.toml is used, so that none is left over from tests that were removed."""
+    """Every marker of pyproject.toml is in use."""
     settings = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     lines = settings.split("markers = [")[1].split("]")[0].splitlines()
     markers = [line.split('"')[1].partition(":")[0] for line in lines if '"' in line]

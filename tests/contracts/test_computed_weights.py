@@ -101,7 +101,7 @@ def test_groups_serve_computed_weights(way: str, group: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradient_overflow_names_what_it_leaves_out(way: str) -> None:
+def test_gradient_overflow_names_skipped_layers(way: str) -> None:
     model = Net(WAYS[way])
     loader = TensorLoader((torch.randint(7, (8, 3)), torch.randint(7, (8,))), 4, random_order(8, seed=1))
     optimizer = torch.optim.SGD(model.parameters())

@@ -1,4 +1,4 @@
-"""Reads Markdown pages: their code blocks, tables and links."""
+"""Parser of Markdown pages: code blocks, tables and links."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``file`` is the name to save it under, ``shown`` that of a file that has this text already."""
+    """A fenced block; ``file`` is the file to save it to, ``shown`` an existing file with the same text."""
 
     language: str
     text: str
@@ -22,7 +22,7 @@ class Block:
     shown: str | None
 
     def commands(self) -> list[str]:
-        """Return the commands of a console block, lines continued by a backslash joined."""
+        """Return the commands of a console block, with continued lines joined."""
         joined = re.sub(r"\\\n\s*", "", self.text)
         return [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")]
 
@@ -63,13 +63,13 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the names by which a page's headings can be linked to."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def code(cell: str) -> list[str]:
-    """Return what stands in backticks."""
+    """Return the texts in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 

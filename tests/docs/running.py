@@ -1,4 +1,4 @@
-"""Runs what a page shows: Python blocks in one namespace, files as scripts, commands through the command line."""
+"""Runner of a page's contents: Python blocks in one namespace, files as scripts, commands by the command line."""
 
 import re
 import runpy
@@ -31,15 +31,15 @@ SMALL = {
     "lowbit_lm": "--vocabulary 300 --context 16 --width 16 --layers 1 --heads 2 --batch-size 4 --steps 4"
     " --warmup-steps 1 --evaluation-windows 4 --sample-tokens 5 --rank 0.25 --forward-warmup-steps 1 --merge-steps 2",
 }
-"""How an experiment that a page runs is made small."""
-PARSED = {"make test": "is what runs this, and takes minutes"}
-"""Commands of the pages that are not run, but only looked up or parsed, each with the reason."""
+"""Options that make the pages' experiments small."""
+PARSED = {"make test": "runs these tests, and takes minutes"}
+"""Commands of the pages that are only parsed, each with the reason."""
 LANGUAGES = {"python", "console", "yaml", "toml", "json", "text"}
 
 
 @contextmanager
-def registries_put_back() -> Iterator[None]:
-    """Forget after the body what was registered in it."""
+def restored_registries() -> Iterator[None]:
+    """Unregister the registrations of the body."""
     before = [registry.names() for registry in REGISTRIES]
     try:
         yield
@@ -50,7 +50,7 @@ def registries_put_back() -> Iterator[None]:
 
 
 def status_of(command: Callable[[], Any]) -> int:
-    """Run something that returns its exit status, or raises it."""
+    """Run a function that returns its exit status, or raises it."""
     try:
         return int(command() or 0)
     except SystemExit as error:
@@ -58,9 +58,9 @@ def status_of(command: Callable[[], Any]) -> int:
 
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run a command of a console block and return its exit status; runs of experiments that are here are made small.
+    """Run a command of a console block and return its exit status, with registered experiments made small.
 
-    They are parsed as the page has them first: what makes them small would hide a value that is refused.
+    The original command is parsed first, because the options that make a run small would hide an invalid value.
     """
     program, *words = shlex.split(command)
     after = words[words.index("run") + 1 :] if "run" in (words if program == "torchrun" else words[:2]) else []
@@ -75,7 +75,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
         return run_pytest(*words[2:])
     if program == "python" and words[0].endswith(".py"):
         monkeypatch.setattr(sys, "argv", words)
-        with registries_put_back():
+        with restored_registries():
             return status_of(lambda: runpy.run_path(words[0], run_name="__main__"))
     if program == "torchrun":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -88,10 +88,10 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def run_pytest(*words: str) -> int:
-    """Run pytest on files of the present folder, in this process: another one would import torch again."""
+    """Run pytest on files of the current folder, in this process, because another would import torch again."""
     before = {*sys.modules}
     settings = ["-q", "-p", "no:cacheprovider", "--rootdir", ".", "-c", str(ROOT / "pyproject.toml")]
-    with registries_put_back():
+    with restored_registries():
         status = pytest.main([*settings, *words])
     for name in {*sys.modules} - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(Path.cwd())):
@@ -100,7 +100,7 @@ def run_pytest(*words: str) -> int:
 
 
 def run_recipe(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a target in the Makefile, and run what it does with loopscope; there is nothing else that it may do."""
+    """Run the loopscope commands of a Makefile target, which may contain no other commands."""
     lines = [line for line in recipes()[target] if not line.startswith("test -x")]
     for line in lines if f"make {target}" not in PARSED else ():
         assert "/loopscope " in line, line
@@ -108,7 +108,7 @@ def run_recipe(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Return what the Makefile calls its folders."""
+    """Return the variables of the Makefile."""
     return dict(re.findall(r"^(\w+) := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
 
 
@@ -125,7 +125,7 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("WANDB_MODE", "offline")
     namespace: dict[str, Any] = {"__name__": page.stem}
-    with registries_put_back():
+    with restored_registries():
         for block in blocks(page):
             run_block(block, namespace, monkeypatch)
 

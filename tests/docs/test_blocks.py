@@ -1,4 +1,4 @@
-"""Everything that a page shows is run."""
+"""Every code block of the pages runs."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from tests.docs.running import LANGUAGES, run_page
 from tests.support.cases import slow_unless
 from tests.support.processes import own_process
 
-ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_an_experiment.py
-WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != ELSEWHERE]
-DEAR = ("many-processes.md", "comparing.md")
-"""Together a minute; tests/framework/cli and tests/framework/report have smaller runs of their commands, always on."""
+TESTED_ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_an_experiment.py
+WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != TESTED_ELSEWHERE]
+SLOW_PAGES = ("many-processes.md", "comparing.md")
+"""Pages that together take a minute; smaller versions of their commands run in other quick tests."""
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.name, marks=slow_unless(page.name not in DEAR)) for page in WITH_BLOCKS]
+    "page", [pytest.param(page, id=page.name, marks=slow_unless(page.name not in SLOW_PAGES)) for page in WITH_BLOCKS]
 )
 @own_process
 def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/command-line.md lists every option, file and field, and no other."""
+"""docs/command-line.md lists exactly the existing options, files and fields."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every command that README.md and the pages show runs as it stands there, or is parsed, and here is why."""
+"""Every command in README.md and the pages runs unchanged, or is parsed for a stated reason."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ def commands(page: Path) -> list[str]:
 
 @cache
 def help_of(command: str) -> str:
-    """Return what a command of loopscope says of itself; raises ``AssertionError`` for one that there is not."""
+    """Return the help of a loopscope command; raises ``AssertionError`` for an unknown command."""
     words = ["run", "mod_arithmetic"] if command == "run" else [command]
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert status_of(lambda: main([*words, "--help"])) == 0, command

@@ -1,4 +1,4 @@
-"""The examples in docstrings, run as a user would: from the installed package, under its own name."""
+"""Doctests, run from the installed package under its own name."""
 
 import doctest
 from importlib import import_module
@@ -19,7 +19,7 @@ MODULES = sorted(
 
 
 FOLDERS = {folder: [*names] for folder, names in groupby(MODULES, lambda name: ".".join(name.split(".")[:3]))}
-"""Modules by the folder of the package that they are in."""
+"""Modules by the folder of their package."""
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

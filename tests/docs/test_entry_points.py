@@ -1,4 +1,4 @@
-"""Packaged as the pages say, a hook and an experiment are found by the command."""
+"""The command discovers a hook and an experiment that are packaged as on the pages."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ PAGES = {
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """Lay out a folder as pip would, from the blocks of both pages."""
+    """Create a folder like pip from the blocks of both pages."""
     metadata = tmp_path / "mine-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")

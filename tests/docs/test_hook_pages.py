@@ -1,4 +1,4 @@
-"""The pages of docs/hooks/ are those that the classes give, and the classes say enough."""
+"""docs/hooks/ is up to date, and every hook class is fully documented."""
 
 import doctest
 
@@ -30,7 +30,7 @@ class Undescribed(TrainingHook):
 
 
 def missing(hook: type[TrainingHook]) -> list[str]:
-    """List what a hook's page would lack."""
+    """Return the gaps of a hook's page."""
     first, _, arguments = generate.documentation(hook)
     infos = hook().describe_metrics()
     blank = [f"{info.name}: {part}" for info in infos for part, text in vars(info).items() if not text.strip()]
@@ -79,7 +79,7 @@ def test_bars_in_formulas_do_not_break_tables() -> None:
     assert "| `undescribed/bare` | a \\| b |" in generate.hook_page(Undescribed)
 
 
-def test_writing_adds_mends_and_removes_pages(tmp_path) -> None:
+def test_write_adds_updates_and_removes_pages(tmp_path) -> None:
     (tmp_path / "gone.md").write_text("a hook that is no more")
     (tmp_path / "norms.md").write_text("stale")
     assert set(generate.write(tmp_path)) == {*generate.pages(), "gone.md"}

@@ -1,4 +1,4 @@
-"""Links lead somewhere, and pages say nothing about the machine they were written on."""
+"""Links resolve, and no page contains a path of the author's machine."""
 
 import re
 from pathlib import Path

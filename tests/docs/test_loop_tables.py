@@ -1,4 +1,4 @@
-"""docs/loop.md says which field is set where; both loops are run to see."""
+"""The tables of fields in docs/loop.md match runs of both loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def table_of(loop: str) -> dict[str, dict[str, str]]:
 
 
 def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, bool]]]:
-    """Run a loop and return which fields were set at each fire."""
+    """Run a loop and return the fields that were set at each call."""
     found: list[tuple[HookPoint, int, dict[str, bool]]] = []
 
     def probe(ctx: Any) -> None:

@@ -1,4 +1,4 @@
-"""The lists of what a class can say, and of what the model context offers, are complete."""
+"""The tables of class members and of the model context's methods are complete."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""The page for authors of hooks: every new import that it names works."""
+"""Every new import on the page of old and new names works."""
 
 import re
 from importlib import import_module
@@ -19,7 +19,7 @@ def test_a_new_import_works(module: str, names: str) -> None:
     assert not missing
 
 
-def test_the_old_names_are_gone() -> None:
+def test_old_names_cannot_be_imported() -> None:
     assert len(IMPORTS) > 40
     for name in re.findall(r"^\| `((?:framework|experiments)[\w.]*)` \|", PAGE, re.MULTILINE):
         with pytest.raises(ImportError):

@@ -1,4 +1,4 @@
-"""The README's sample is what `make run` prints, but for its numbers; its links to promises hold."""
+"""The README's sample matches the output of `make run`, except for numbers, and names existing make targets."""
 
 from pathlib import Path
 

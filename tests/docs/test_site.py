@@ -1,4 +1,4 @@
-"""`make site` builds a site that has every page and fetches nothing."""
+"""`make site` builds a site with every page that fetches nothing from the network."""
 
 import doctest
 import re
@@ -17,7 +17,7 @@ FETCHED = re.compile(r"""<(?!a\b)\w+[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site as `make site` does: warnings of links and anchors are errors."""
+    """Build the site like `make site`: warnings about links and anchors are errors."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_MKDOCS_2_WARNING", "1")

@@ -1,1 +1,1 @@
-"""The check that behaviour has not changed: ``make oracle`` compares what the code does with a stored record of it."""
+"""Behaviour check: ``make oracle`` compares the behaviour of the code with a stored record."""

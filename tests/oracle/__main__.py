@@ -1,7 +1,7 @@
-"""The command of ``make oracle``: record, compare with what is stored, or store anew.
+"""Command of ``make oracle``: records the behaviour, compares it with the stored record, or updates the record.
 
-``record --out FILE PART...``, run in the folder of a tree, is also how a later oracle records the tree of this one: its
-words and the form of the file stay as they are.
+A later oracle also records the tree of this one with ``record --out FILE PART...``, run in the folder of a tree, so its
+words and the form of the file stay unchanged.
 """
 
 import argparse
@@ -18,7 +18,7 @@ HERE = Path(__file__).parents[2]
 
 
 def main() -> int:
-    """Run the command and return its exit status: 1 where behaviour differs, 2 where it cannot be compared."""
+    """Run the command and return its exit status: 1 if behaviour differs, 2 if it cannot be compared."""
     parser = argparse.ArgumentParser(prog="python -m tests.oracle", description="record, compare or update")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("compare", "update", "record"):
@@ -26,35 +26,39 @@ def main() -> int:
         command.add_argument("parts", nargs="*", metavar="PART", help=f"by default all: {', '.join(PARTS)}")
         if name == "record":
             command.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    given = parser.parse_args()
-    if unknown := sorted({*given.parts} - {*PARTS}):
-        parser.error(f"{unknown[0]!r} is no part; the parts are {', '.join(PARTS)}")
-    parts = [part for part in PARTS if part in (given.parts or PARTS)]
+    arguments = parser.parse_args()
+    if unknown := sorted({*arguments.parts} - {*PARTS}):
+        parser.error(f"{unknown[0]!r} is not a part; the parts are {', '.join(PARTS)}")
+    parts = [part for part in PARTS if part in (arguments.parts or PARTS)]
     environment.fix()
-    if given.command == "record":
-        given.out.write_text(json.dumps(record(parts, Path.cwd())), "utf-8")
+    if arguments.command == "record":
+        arguments.out.write_text(json.dumps(record(parts, Path.cwd())), "utf-8")
         return 0
     try:
-        return update(HERE, parts) if given.command == "update" else compared(HERE, parts)
+        return update(HERE, parts) if arguments.command == "update" else compared(HERE, parts)
     except trees.OracleError as error:
         sys.stderr.write(f"oracle: {error}\n")
         return 2
 
 
 def compared(tree: Path, parts: list[str]) -> int:
-    """Record a tree, print what differs from the record that is stored in it, and return the exit status."""
+    """Record a tree, print the differences from its stored record, and return the exit status."""
     storage = Storage(tree)
     names = {part: environment.name_of(part) for part in PARTS}
     complete(storage, parts, names)
     now = trees.record_of(tree, parts)
-    found = [each for part in parts for each in compare.differences(part, storage.record(part, names[part]), now[part])]
-    if found:
-        sys.stdout.write("\n".join(compare.report(found)) + "\n")
-    return 1 if found else 0
+    differing = [
+        difference
+        for part in parts
+        for difference in compare.differences(part, storage.record(part, names[part]), now[part])
+    ]
+    if differing:
+        sys.stdout.write("\n".join(compare.report(differing)) + "\n")
+    return 1 if differing else 0
 
 
 def complete(storage: Storage, parts: list[str], names: dict[str, str]) -> None:
-    """Store the digests of this environment where there are none: recorded from the reference, never from this code."""
+    """Store the missing digests of this environment: recorded from the reference, never from the current code."""
     missing = [part for part in parts if part != compare.HELP and storage.digests(part, names[part]) is None]
     if not missing:
         return
@@ -65,11 +69,11 @@ def complete(storage: Storage, parts: list[str], names: dict[str, str]) -> None:
 
 
 def update(tree: Path, parts: list[str]) -> int:
-    """Store what a tree does as the reference, if all of it is committed, and return the exit status."""
+    """Store the behaviour of a tree as the reference, if everything is committed, and return the exit status."""
     if changed := trees.uncommitted(tree):
         raise trees.NoReferenceError(
-            f"{changed[0]} is not committed; commit the intended change first, then make oracle-update in a commit of "
-            "its own that says why."
+            f"{changed[0]} is not committed; commit the intended change first, then run make oracle-update and commit "
+            "its files separately, with the reason."
         )
     now: dict[str, Any] = trees.record_of(tree, parts)
     if not Storage(tree).update(now, {part: environment.name_of(part) for part in PARTS}):

@@ -1,4 +1,4 @@
-"""What differs between a stored record and a new one, in words; plain data in and plain data out."""
+"""Differences between a stored record and a new one, as text; input and output are plain data."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Difference:
-    """What is different, in words, with the metrics that it is about, in one case of a part."""
+    """A difference in one case of a part: its description and the metrics concerned."""
 
     part: str
     case: str
@@ -23,20 +23,20 @@ class Difference:
 
 
 def differences(part: str, stored: Record, now: Record) -> list[Difference]:
-    """Return what differs in one part; digests are compared where both records of a case have them."""
+    """Return the differences of one part; digests are compared if both records of a case have them."""
     if part == HELP:
         return [*differing_texts(stored, now)]
-    found = [Difference(part, case, "not recorded any more") for case in stored if case not in now]
-    found += [Difference(part, case, "new, and not stored") for case in now if case not in stored]
+    all_differences = [Difference(part, case, "no longer recorded") for case in stored if case not in now]
+    all_differences += [Difference(part, case, "new, and not stored") for case in now if case not in stored]
     for case in stored:
         if case in now:
-            found += differing_facts(part, case, stored[case][FACTS], now[case][FACTS])
-            found += differing_digests(part, case, stored[case], now[case])
-    return found
+            all_differences += differing_facts(part, case, stored[case][FACTS], now[case][FACTS])
+            all_differences += differing_digests(part, case, stored[case], now[case])
+    return all_differences
 
 
 def differing_facts(part: str, case: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield metrics that came, went or have other steps, and refusals that came, went or have another class."""
+    """Yield added and removed metrics, metrics with other steps, and added, removed or changed refusals."""
     before, after = stored.get(REFUSED), now.get(REFUSED)
     if before != after:
         words = {None: "trains"}
@@ -48,12 +48,12 @@ def differing_facts(part: str, case: str, stored: Mapping[str, Any], now: Mappin
         yield Difference(part, case, "new metrics", new)
     if moved := tuple(name for name in stored if name in now and list(stored[name]) != list(now[name])):
         first = moved[0]
-        told = f"first of them {stored[first]}, now {now[first]}"
-        yield Difference(part, case, f"other number of values, first or last step ({told})", moved)
+        steps_text = f"first of them {stored[first]}, now {now[first]}"
+        yield Difference(part, case, f"other number of values, first or last step ({steps_text})", moved)
 
 
 def differing_digests(part: str, case: str, stored: Record, now: Record) -> Iterator[Difference]:
-    """Yield the parts of the final state, and the metrics, that are there in both records with other digests."""
+    """Yield the parts of the final state, and the metrics, that both records have with different digests."""
     before, after = stored.get(DIGESTS), now.get(DIGESTS)
     if before is None or after is None:
         return
@@ -66,10 +66,10 @@ def differing_digests(part: str, case: str, stored: Record, now: Record) -> Iter
 
 
 def differing_texts(stored: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> Iterator[Difference]:
-    """Yield the help texts that came, went or changed, these with the changed lines."""
+    """Yield the added, removed and changed help texts, the latter with the changed lines."""
     for command in [*stored, *(command for command in now if command not in stored)]:
         if command not in now:
-            yield Difference(HELP, command, "no such command any more")
+            yield Difference(HELP, command, "the command no longer exists")
         elif command not in stored:
             yield Difference(HELP, command, "new, and not stored")
         elif stored[command] != now[command]:
@@ -77,20 +77,20 @@ def differing_texts(stored: Mapping[str, list[str]], now: Mapping[str, list[str]
             yield Difference(HELP, command, "\n".join(["another text", *capped(lines, MOST_DIFF_LINES)]))
 
 
-def report(found: Iterable[Difference]) -> list[str]:
-    """Return lines that tell of all differences, the same one of several cases once, and final states first."""
+def report(listed_differences: Iterable[Difference]) -> list[str]:
+    """Return lines that report all differences, grouped over cases, with final states first."""
     grouped: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for difference in sorted(found, key=lambda each: each.what != STATE):
+    for difference in sorted(listed_differences, key=lambda item: item.what != STATE):
         grouped.setdefault((difference.part, difference.what, difference.names), []).append(difference.case)
     lines = []
     for (part, what, names), cases in grouped.items():
-        told = f": {', '.join(capped(names, MOST_NAMES))}" if names else ""
-        lines += f"{part}: {', '.join(capped(cases, MOST_NAMES))}: {what}{told}".split("\n")
+        names_text = f": {', '.join(capped(names, MOST_NAMES))}" if names else ""
+        lines += f"{part}: {', '.join(capped(cases, MOST_NAMES))}: {what}{names_text}".split("\n")
     return capped(lines, MOST_LINES)
 
 
 def capped(items: Iterable[str], most: int) -> list[str]:
-    """Return the first of the items, and how many more there are.
+    """Return the first items, and the number of the others.
 
     >>> capped("abcd", 2)
     ['a', 'b', 'and 2 more']

@@ -1,4 +1,4 @@
-"""Digests by plain code of the oracle's own, so that a change of loopscope's digests cannot hide a change of bytes."""
+"""Digests by separate plain code, so that a change of loopscope's digests cannot hide a change of bytes."""
 
 import json
 import random
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 LENGTH = 12
-"""Hexadecimal digits of a stored digest: 48 bits, to see a change and not to withstand an attack."""
+"""Hexadecimal digits of a stored digest; 48 bits detect changes, but do not withstand an attack."""
 
 
 def described(value: Any) -> Iterable[bytes]:
-    """Yield bytes that decide a value: tensors by dtype, shape and bytes, containers by their items, sorted by key."""
+    """Yield bytes that determine a value: tensors by dtype, shape and bytes, containers by items sorted by key."""
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
         yield f"tensor {plain.dtype} {tuple(plain.shape)} ".encode()
@@ -51,7 +51,7 @@ def digest(value: Any) -> str:
 
 
 def digest_of_values(pairs: Iterable[tuple[int, Any]]) -> str:
-    """Return the digest of (step, value) pairs as they were read from JSON; floats are written so that bits decide."""
+    """Return the digest of (step, value) pairs; the JSON format of floats preserves their bits."""
     return digest(json.dumps(list(pairs), sort_keys=True))
 
 

@@ -1,4 +1,4 @@
-"""What the bits of a record depend on: settings that the oracle fixes, and the name of the rest."""
+"""Environment of a record: settings that the oracle fixes, and the name of all other dependencies of its bits."""
 
 import os
 import platform
@@ -16,14 +16,15 @@ FIXED = {
     "HF_HUB_OFFLINE": "1",
 }
 LESSER_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OPENBLAS_CORETYPE": "Haswell"}
-"""Where a processor has AVX2, torch, oneDNN and NumPy's BLAS use it and no more: so processors that differ only in what
-they have beyond share an environment, and with it the stored digests."""
+"""Limits for processors with AVX2: torch, oneDNN and NumPy's BLAS use no wider instructions, so processors that differ
+only in those share an environment and its stored digests.
+"""
 PACKAGES = {"experiments": ("tokenizers",), "trainers": ("transformers", "accelerate", "lightning")}
-"""By part, what the digests depend on beside torch and NumPy."""
+"""The dependencies of the digests in addition to torch and NumPy, by part."""
 
 
 def fix() -> None:
-    """Set the fixed variables of this process and of those that it starts; call it before torch is imported."""
+    """Set the fixed variables of this process and its children; call it before torch is imported."""
     os.environ.update(FIXED)
     processor = Path("/proc/cpuinfo")
     if processor.exists() and " avx2 " in processor.read_text():
@@ -31,7 +32,7 @@ def fix() -> None:
 
 
 def name_of(part: str) -> str:
-    """Return the name of the present environment, as digests of a part of the record belong to it."""
+    """Return the name of the current environment for the digests of a part of the record."""
     import torch
 
     python = ".".join(platform.python_version_tuple()[:2])

@@ -1,4 +1,4 @@
-"""The shipped experiments, made tiny, with ``--with-hooks full``."""
+"""The shipped experiments at tiny size, with ``--with-hooks full``."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def names() -> list[str]:
 
 
 def record(name: str) -> Case:
-    """Run one case in the present folder and return its record."""
+    """Run one case in the current folder and return its record."""
     experiment, strategy = name.split("/")
     Path("text.txt").write_text(text())
     words = ["--config", written_config(OPTIONS[experiment] | {"hook_config": HOOKS}), "--strategy", strategy]

@@ -1,4 +1,4 @@
-"""The oracle's own experiments: the same small training in the epoch loop and in the step loop."""
+"""Experiments of the oracle: the same small training in the epoch loop and in the step loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from tests.oracle import models
 
 EPOCHS, STEPS = 4, 16
 CRASHES: list[int] = []
-"""At which evaluations a run ends as if its process had died; set by the case that resumes."""
+"""The evaluations at which a run ends as if its process had died; set by the resumed case."""
 
 
 class CrashError(Exception):
-    """Ends a run in the way of a fault outside loopscope."""
+    """An exception that ends a run like a fault outside loopscope."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class OracleConfig(ExperimentConfig):
 
 
 class OracleRunner(ExperimentRunner[OracleConfig]):
-    """What both experiments share."""
+    """Common base of both experiments."""
 
     config_class = OracleConfig
     strategies = ("only",)
@@ -91,6 +91,6 @@ class OracleSteps(OracleRunner):
 
 
 def register() -> None:
-    """Register both; not on import, since other tests of a process list what is registered."""
+    """Register both experiments. This does not happen on import, since other tests of a process list the registry."""
     for experiment in (OracleEpochs, OracleSteps):
         ExperimentRegistry.register(experiment)

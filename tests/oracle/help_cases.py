@@ -1,4 +1,4 @@
-"""The help text of every command, of every experiment's options and of every hook, as 80 columns show them."""
+"""Help texts of every command, of every experiment's options and of every hook, at 80 columns."""
 
 import re
 
@@ -6,7 +6,7 @@ from tests.oracle import product
 
 
 def commands() -> list[tuple[str, ...]]:
-    """Return the words of every command that prints a help text; commands are read from that of ``loopscope``."""
+    """Return the words of every command with a help text; the help of ``loopscope`` lists the commands."""
     _, overview, _ = product.run_command("--help")
     names = dict.fromkeys(re.findall(r"^  loopscope (\w+)", overview, re.MULTILINE))
     plain = [("--help",), ("list",), ("hooks",), *((name, "--help") for name in names)]

@@ -20,7 +20,7 @@ OF_STEPS = ("--eval-every", "4", "--snapshot-every", "4", "--log-every", "4")
 
 @dataclass(frozen=True)
 class Variant:
-    """A hook with options under which it is due within a few steps, on a model that suits it."""
+    """A hook with options under which it is due within a few steps, on a supported model."""
 
     hook: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ VARIANTS = {
     "weight_updates": Variant("weight_updates", {"interval": 3, "sample_size": 16, "topk": 20}),
     "what_if": Variant("what_if", {"fresh": 3, "follow": 1, "step": 6}),
 }
-"""Hooks that are not here, a new one say, run with their default options on the classifier of pairs."""
+"""Special cases; all other hooks, such as new ones, run with their default options on the classifier of pairs."""
 
 
 def variants() -> dict[str, Variant]:
@@ -92,7 +92,7 @@ def names() -> list[str]:
 
 
 def record(name: str) -> Case:
-    """Run one case in the present folder and return its record."""
+    """Run one case in the current folder and return its record."""
     variant, case = name.split("/")
     return CASE_FUNCTIONS[case](variants()[variant])
 
@@ -126,7 +126,7 @@ def accumulating(variant: Variant) -> Case:
 
 
 def in_bf16(variant: Variant) -> Case:
-    """Run the epoch loop under autocast to bfloat16, the mixed precision that a CPU has."""
+    """Run the epoch loop under autocast to bfloat16, the mixed precision of CPUs."""
     return in_epochs(variant, "--amp", "bf16")
 
 
@@ -139,7 +139,7 @@ def resumed(variant: Variant) -> Case:
     finally:
         experiments.CRASHES.clear()
     if status == 0:
-        raise RuntimeError("The run that the oracle resumes did not crash; its experiment no longer ends it.")
+        raise RuntimeError("The run to be resumed did not crash; its experiment no longer raises CrashError.")
     if "CrashError" not in errors:
         return failed_case(errors)
     return run_case("oracle_epochs", "only", "--traceback", "--no-console-output", command="resume")
@@ -151,7 +151,7 @@ def attached(variant: Variant) -> Case:
 
 
 def train_attached(variant: Variant, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trained:
-    """Train a model, wrapped for several ranks say, with a hook attached; return both model and optimizer."""
+    """Train a model, which may be wrapped for several ranks, with a hook attached; return model and optimizer."""
     torch.manual_seed(5)
     model = models.build_model(variant.kind)
     trained = wrap(model)

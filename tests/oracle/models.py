@@ -1,4 +1,4 @@
-"""The oracle's own small models and data, independent of those that the other tests share."""
+"""Small models and data of the oracle, independent of those of the other tests."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ KINDS = {
 
 
 class Attention(nn.Module):
-    """Self-attention with a fused projection, as many models have it."""
+    """Self-attention with a fused projection, a common layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer around residuals, with few parameters: each makes a line per metric."""
+    """Attention and a feed-forward layer with residuals and few parameters, since each adds a line per metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module) -> dict[str, float]:
-    """Return loss and accuracies; draws random numbers, which must not reach the run."""
+    """Return loss and accuracies; draws random numbers, which must not affect the run."""
     return dict(measured(model)) | {"draw": torch.rand(()).item()}
 
 
 def measured(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of an evaluation by name."""
+    """Yield the metrics of an evaluation by name."""
     pairs, sums = pairs_and_sums()
     for part, rows in (("train", slice(None, TRAIN_ROWS)), ("val", slice(TRAIN_ROWS, None))):
         logits = model(pairs[rows])
@@ -118,7 +118,7 @@ def measured(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def write_reference(kind: str, path: str) -> None:
-    """Write the weights of another model of a kind, as the reference solution of hooks that measure against one."""
+    """Write the weights of another model of a kind, as the reference solution for hooks that need one."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.save(build_model(kind).state_dict(), path)

@@ -24,11 +24,11 @@ SHIPPED_HOOKS, EXPERIMENTS = "loopscope.training_hooks", "loopscope.experiments"
 OTHER_FILES = {"digests.jsonl", "alerts.jsonl", "rows.jsonl"}  # JSONL files of a run beside its metrics
 PLACE = {"epoch", "step", "hook_point"}  # keys of a line that are no metrics
 OPTIMIZERS: list[torch.optim.Optimizer] = []
-"""What the experiments built, oldest first; see :func:`keep_optimizers`."""
+"""The optimizers that the experiments built, oldest first; see :func:`keep_optimizers`."""
 
 
 def discover() -> None:
-    """Fill the registries, as the command does."""
+    """Fill the registries, like the command."""
     for package in (SHIPPED_HOOKS, EXPERIMENTS):
         import_module(package)
 
@@ -56,7 +56,7 @@ def run_command(*words: str) -> tuple[int, str, str]:
 
 
 def refusal(errors: str) -> str:
-    """Return the class of the exception that ended a command, by the traceback that ``--traceback`` printed.
+    """Return the class of the exception that ended a command, parsed from the traceback of ``--traceback``.
 
     >>> refusal('Traceback ...\\nloopscope.errors.UsageError: p is 0.\\nloopscope: p is 0.')
     'UsageError'
@@ -77,7 +77,7 @@ def keep_optimizers() -> None:
 
 
 def keeping(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Return a method that adds what ``build`` returns to ``OPTIMIZERS``."""
+    """Return a method that adds the result of ``build`` to ``OPTIMIZERS``."""
 
     @wraps(build)
     def build_optimizer(self: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -126,9 +126,9 @@ def attach(*targets: Any, **options: Any) -> Any:
 
 @contextmanager
 def moved_streams() -> Iterator[None]:
-    """Let a command leave the random generators where its training left them, so that they can be recorded.
+    """Make a command preserve the final state of its training's random generators, so that they can be recorded.
 
-    A command and a session restore the generators of their caller.
+    Without it, a command and a session restore the generators of their caller.
     """
     from loopscope.cli import main as command_line
     from loopscope.runs import session
@@ -145,7 +145,7 @@ def moved_streams() -> Iterator[None]:
 
 
 def quantize(model: nn.Module, recipe: str, seed: int, **metis: Any) -> None:
-    """Cast the linear layers of a model, but for its decoder, by a recipe of low precision."""
+    """Cast the linear layers of a model, except its decoder, by a recipe of low precision."""
     from dataclasses import replace
 
     from loopscope.lowbit import MetisOptions, find_recipe, quantize_model

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.oracle import experiments, hook_cases, product
-from tests.oracle.recording import Case, attached_case, own_place, run_case, state_of
+from tests.oracle.recording import Case, attached_case, isolated_case, run_case, state_of
 
 COUNT, TIMEOUT = 2, 300
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ HOOKS = ("gradient_noise_scale", "grad_clip", "hessian.finite", "norms", "weight
 
 
 def record_all() -> dict[str, Case]:
-    """Start the ranks, which run all cases, and return the records of the first, with the final states of the other."""
+    """Start the ranks, which run all cases, and return the first rank's records and the second's final states."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,7 +53,7 @@ def attached(variant: hook_cases.Variant) -> Case:
 
 
 def replica(model: nn.Module) -> nn.Module:
-    """Return the model as ranks train it together."""
+    """Return the model wrapped for distributed training."""
     return DistributedDataParallel(model)
 
 
@@ -74,7 +74,7 @@ def is_first() -> bool:
 
 
 def be_a_rank(file: str) -> None:
-    """Run all cases as one rank and write their records; threads of gloo may outlive their group, so just exit."""
+    """Run all cases as one rank, write their records, and exit at once, since gloo threads may outlive their group."""
     product.discover()
     experiments.register()
     product.keep_optimizers()
@@ -82,7 +82,7 @@ def be_a_rank(file: str) -> None:
     found: dict[str, Any] = {}
     for hook in HOOKS:
         for way, train in (("attach", attached), ("run", run)):
-            with own_place():
+            with isolated_case():
                 found[f"{hook}/{way}"] = train(hook_cases.variants()[hook])
             torch.distributed.barrier()
     Path(file).write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""What the oracle records of one case, and how it runs a case in a folder and a state of the process of its own."""
+"""Record of one case, and its execution in a separate folder with a separate process state."""
 
 import io
 import os
@@ -25,8 +25,8 @@ REFUSED = "refused"
 
 
 @contextmanager
-def own_place() -> Iterator[None]:
-    """Run a case in an empty folder, with seeded generators and one thread, whatever ran before in this process."""
+def isolated_case() -> Iterator[None]:
+    """Run a case in an empty folder, with seeded generators and one thread, independent of earlier cases."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -43,18 +43,18 @@ def own_place() -> Iterator[None]:
 
 
 def written_config(options: dict[str, Any]) -> str:
-    """Write options to a YAML file of the present folder and return its name."""
+    """Write options to a YAML file in the current folder and return its name."""
     Path("options.yaml").write_text(yaml.safe_dump(options))
     return "options.yaml"
 
 
 def failed_case(errors: str) -> Case:
-    """Return the record of a command that was refused, by what it printed on standard error."""
+    """Return the record of a refused command, from its standard error."""
     return {"facts": {REFUSED: product.refusal(errors)}, "digests": {}}
 
 
 def case_of(values: Iterable[tuple[str, int, Any]], state: dict[str, str]) -> Case:
-    """Return the record of a run by its (metric, step, value) and the digests of its final state."""
+    """Return the record of a run from its (metric, step, value) triples and the digests of its final state."""
     series: dict[str, list[tuple[int, Any]]] = {}
     for metric, step, value in values:
         series.setdefault(metric, []).append((step, value))
@@ -64,7 +64,7 @@ def case_of(values: Iterable[tuple[str, int, Any]], state: dict[str, str]) -> Ca
 
 
 def run_case(experiment: str, strategy: str, *words: str, command: str = "run") -> Case:
-    """Run an experiment by the command line in the present folder, or resume it there, and return its record."""
+    """Run an experiment by the command line in the current folder, or resume it there, and return its record."""
     folder = Path("output") / experiment / strategy
     status, _, errors = product.run_command(command, experiment if command == "run" else str(folder), *words)
     if status:
@@ -72,12 +72,12 @@ def run_case(experiment: str, strategy: str, *words: str, command: str = "run") 
     weights, optimizer = product.read_final_weights(folder), product.OPTIMIZERS[-1]
     trained = [value for group in optimizer.param_groups for value in group["params"]]
     if not {*map(digest, trained)} & {*map(digest, weights.values())}:
-        raise RuntimeError(f"The newest optimizer of {experiment} is not that of the run whose weights were written.")
+        raise RuntimeError(f"The newest optimizer of {experiment} does not belong to the run that wrote the weights.")
     return case_of(product.read_metrics(folder), state_of(weights, optimizer))
 
 
 def state_of(weights: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the digests of the state that a training ends with: weights, optimizer with its parameters, generators."""
+    """Return the digests of the final state of a training: weights, optimizer with its parameters, generators."""
     trained = [value for group in optimizer.param_groups for value in group["params"]]
     return {
         "weights": digest(weights),
@@ -87,7 +87,7 @@ def state_of(weights: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer)
 
 
 def attached_case(train: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], folder: Path) -> Case:
-    """Train with attached hooks whose run is in ``folder``, and return the record of what ``train`` returns."""
+    """Train with attached hooks whose run is in ``folder``, and return the record of the result of ``train``."""
     try:
         model, optimizer = train()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The stored record: what is the same everywhere in one file for each part, and digests by environment."""
+"""Stored record: one file per part for content shared by all environments, and digests by environment."""
 
 import json
 from collections.abc import Mapping
@@ -10,28 +10,28 @@ from tests.oracle.compare import DIGESTS, FACTS, HELP
 from tests.oracle.digests import digest
 
 FOLDER = Path("tests/oracle/stored")
-"""Within a tree."""
+"""Folder of the stored record, relative to a tree."""
 REFERENCE = FOLDER / "reference.json"
-"""Changes with every update and with nothing else: the last commit that changed it is the one to record anew."""
+"""A file that only updates change: the last commit that changed it is the reference to record."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The record that is stored in a tree."""
+    """The stored record of a tree."""
 
     tree: Path
 
     def facts(self, part: str) -> dict[str, Any] | None:
-        """Return what is the same in every environment: by case its facts, or the help texts; ``None`` if not there."""
+        """Return the content shared by all environments: facts by case, or the help texts; ``None`` if missing."""
         return read(self.tree / FOLDER / f"{part}.json")
 
     def digests(self, part: str, environment: str) -> dict[str, Any] | None:
-        """Return the digests by case; ``None`` where there are none of this environment for the stored reference."""
+        """Return the digests by case; ``None`` if this environment has none for the stored reference."""
         stored = self._of_environment(part, environment)
         return None if stored is None else stored[DIGESTS]
 
     def record(self, part: str, environment: str) -> dict[str, Any]:
-        """Return the stored record of a part, with the digests of an environment where there are any."""
+        """Return the stored record of a part, with the digests of an environment if they exist."""
         facts = self.facts(part) or {}
         if part == HELP:
             return facts
@@ -39,7 +39,7 @@ class Storage:
         return {case: {FACTS: here[FACTS].get(case, facts[case]), DIGESTS: here[DIGESTS].get(case)} for case in facts}
 
     def reference(self) -> str | None:
-        """Return the digest of the record that was stored last by an update."""
+        """Return the digest of the record of the latest update."""
         stored = read(self.tree / REFERENCE)
         return None if stored is None else str(stored["digest"])
 
@@ -96,7 +96,7 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON that reads well in a diff: what is neither an object nor a list of texts is on one line."""
+    """Write JSON with readable diffs: values other than objects and lists of texts are on one line."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(lines_of(content) + "\n", "utf-8")
 

@@ -1,4 +1,4 @@
-"""The oracle reports what differs, whatever kind of difference it is, and takes no code as its own reference."""
+"""The oracle reports every kind of difference, and never uses the current code as its own reference."""
 
 import doctest
 import subprocess
@@ -24,7 +24,7 @@ HELP = {"loopscope --help": ["usage: loopscope COMMAND ...", "  resume RUN   res
 
 
 def planted(change):
-    """Return what is reported when ``change`` was made to a copy of the record."""
+    """Return the report after ``change`` was made to a copy of the record."""
     now = deepcopy(RECORD)
     change(now)
     return "\n".join(compare.report(compare.differences("hooks", RECORD, now)))
@@ -48,7 +48,7 @@ PLANTED = {
         lambda now: now[STEP]["facts"].update(refused="HookError"),
         "refused (UsageError), now HookError",
     ),
-    "case gone": (lambda now: now.pop(STEP), "norms/step: not recorded any more"),
+    "case gone": (lambda now: now.pop(STEP), "norms/step: no longer recorded"),
     "new hook": (lambda now: now.update({"new/epoch": now[STEP]}), "new/epoch: new, and not stored"),
 }
 
@@ -96,11 +96,11 @@ def test_reports_group_cases_and_are_capped():
         ([1, [2]], [[1], 2]),
     ],
 )
-def test_digests_tell_values_apart(one, other):
+def test_digests_distinguish_values(one, other):
     assert digest(one) == digest(deepcopy(one)) != digest(other)
 
 
-def test_digests_of_series_tell_steps_and_bits_apart():
+def test_series_digests_distinguish_steps_and_bits():
     series = [(1, 0.1), (2, float("nan"))]
     assert digest_of_values(series) == digest_of_values(list(series))
     assert len({digest_of_values(pairs) for pairs in (series, [(1, 0.1), (3, float("nan"))], [(1, 0.1 + 2e-17)])}) == 3
@@ -113,12 +113,12 @@ def test_every_shipped_hook_has_every_case():
     assert len(hook_cases.names()) == len(hook_cases.CASES) * len(hook_cases.variants())
 
 
-def test_cases_do_not_depend_on_what_ran_before():
-    """The first case of a process is thrown away, as in a worker: what it imports may draw random numbers."""
+def test_cases_do_not_depend_on_earlier_cases():
+    """The first case of a process is discarded, as in a worker: its imports may draw random numbers."""
     product.discover()
     found = []
     for name in ("training_metrics", "sharpness", "what_if", "sharpness"):
-        with recording.own_place():
+        with recording.isolated_case():
             found.append(hook_cases.record(f"{name}/attach"))
     assert found[1] == found[3]
     assert found[1]["facts"]["sharpness/trace"]
@@ -151,7 +151,7 @@ def tree(tmp_path, monkeypatch):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Stand for the recording, whose values are the code of the tree; return the list of what was recorded."""
+    """Replace the recording by values from the tree's code; return the list of recordings."""
     codes = []
 
     def record_of(tree, parts):
@@ -178,7 +178,7 @@ def test_unknown_environments_record_the_reference_commit(tree, recorded, capsys
 @pytest.mark.process
 def test_missing_reference_commit_is_reported(tree, recorded):
     trees.git(tree, "rm", "-q", "--cached", str(storage.REFERENCE))
-    with pytest.raises(trees.NoReferenceError, match="has changes that are not committed"):
+    with pytest.raises(trees.NoReferenceError, match="has uncommitted changes"):
         oracle.compared(tree, ["hooks"])
     trees.git(tree, "checkout", "-q", "--orphan", "empty")
     with pytest.raises(trees.NoReferenceError, match="git log failed"):
@@ -217,7 +217,7 @@ def test_updates_need_committed_code(tree, recorded):
 
 
 @pytest.mark.process
-def test_facts_of_one_environment_are_kept_there(tree):
+def test_facts_are_stored_by_environment(tree):
     kept = storage.Storage(tree)
     here = deepcopy(RECORD)
     here[EPOCH]["facts"]["alert/norms"] = [1, 4, 4]
@@ -234,6 +234,6 @@ def test_packages_are_linked_from_their_tree(tmp_path):
         assert linked == tree / (package or "framework") / "__init__.py"
 
 
-def test_a_package_from_elsewhere_is_refused(tmp_path):
+def test_package_of_another_tree_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="but loopscope is imported from"):
         worker.check_tree(tmp_path)

@@ -22,7 +22,7 @@ COMMITTING: dict[str, dict[str, Any]] = {"grad_clip": {"max_norm": 0.1}, "model_
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Token sequences, all different, as Hugging Face wants them."""
+    """Distinct token sequences in Hugging Face's format."""
 
     def __init__(self) -> None:
         self.rows = torch.randint(24, (16, 6), generator=torch.Generator().manual_seed(3))
@@ -96,7 +96,7 @@ def trained(
     outcome: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
     hooks: dict[str, dict[str, Any]],
 ) -> Case:
-    """Train with hooks attached to a trainer and return the record; ``train`` looks up what attach has wrapped."""
+    """Train with hooks attached to a trainer and return the record; ``train`` looks up the wrapped method."""
 
     def attach_and_train() -> tuple[nn.Module, torch.optim.Optimizer]:
         options = {name: chosen for name, chosen in hooks.items() if chosen}
@@ -123,6 +123,6 @@ def names() -> list[str]:
 
 
 def record(name: str) -> Case:
-    """Run one case in the present folder and return its record."""
+    """Run one case in the current folder and return its record."""
     function, hooks, accumulate = CASES[name]
     return function(hooks, accumulate)

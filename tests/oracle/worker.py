@@ -1,4 +1,4 @@
-"""Records the parts of the oracle in two processes; runs in the tree whose behaviour is recorded."""
+"""Recording of the parts in two processes; runs in the tree to be recorded."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from typing import Any
 PARTS = ("hooks", "experiments", "trainers", "ranks", "help")
 PROCESSES = 2
 WHOLE = ""
-"""In place of the name of a case: the part is recorded by one call, in a process without the oracle's experiments."""
+"""Stands for the name of a case: one call records the part, in a process without the oracle's experiments."""
 
 
 def check_tree(tree: Path) -> None:
-    """Raise :class:`RuntimeError` unless the package that is imported is that of a tree."""
+    """Raise :class:`RuntimeError` unless loopscope is imported from a tree."""
     import loopscope
 
     imported = Path(str(loopscope.__file__)).resolve()
@@ -24,21 +24,21 @@ def check_tree(tree: Path) -> None:
 def record(parts: list[str], tree: Path) -> dict[str, Any]:
     """Return the record of these parts: by part and by case, ``facts`` and ``digests``; of ``help`` the texts."""
     check_tree(tree)
-    found: dict[str, Any] = {part: {} for part in parts}
+    records: dict[str, Any] = {part: {} for part in parts}
     context = multiprocessing.get_context("spawn")
     for part in parts:
         if part in ("ranks", "help"):
             with ProcessPoolExecutor(1, context, check_tree, (tree,)) as alone:
-                found[part] = alone.submit(record_one, (part, WHOLE)).result()
+                records[part] = alone.submit(record_one, (part, WHOLE)).result()
     units = [(part, name) for part in parts for name in names_of(part)]
     with ProcessPoolExecutor(PROCESSES, context, prepare, (tree,)) as pool:
         for (part, name), result in zip(units, pool.map(record_one, units), strict=True):
-            found[part][name] = result
-    return found
+            records[part][name] = result
+    return records
 
 
 def names_of(part: str) -> list[str]:
-    """Return the names of the cases of a part that are recorded one by one."""
+    """Return the names of the cases of a part that are recorded separately."""
     from tests.oracle import experiment_cases, hook_cases, product, trainer_cases
 
     product.discover()
@@ -47,7 +47,7 @@ def names_of(part: str) -> list[str]:
 
 
 def prepare(tree: Path) -> None:
-    """Prepare a process: register the oracle's experiments, and import what is imported late by running two cases.
+    """Prepare a process: register the oracle's experiments, and trigger late imports by running two cases.
 
     Importing rich draws from Python's generator, so the first case of a process would differ from its second.
     """
@@ -58,7 +58,7 @@ def prepare(tree: Path) -> None:
     experiments.register()
     product.keep_optimizers()
     for name in ("training_metrics/epoch", "training_metrics/attach"):
-        with recording.own_place():
+        with recording.isolated_case():
             hook_cases.record(name)
 
 
@@ -69,7 +69,7 @@ def record_one(unit: tuple[str, str]) -> Any:
     part, name = unit
     product.discover()
     if name == WHOLE:
-        with recording.own_place():
+        with recording.isolated_case():
             return record_whole(part)
     from tests.oracle import experiment_cases, hook_cases, trainer_cases
 
@@ -78,16 +78,16 @@ def record_one(unit: tuple[str, str]) -> Any:
         "experiments": experiment_cases.record,
         "trainers": trainer_cases.record,
     }
-    with recording.own_place():
+    with recording.isolated_case():
         try:
             return functions[part](name)
         except Exception as error:
-            error.add_note(f"It was raised by the case {name} of {part}.")
+            error.add_note(f"Raised by the case {name} of {part}.")
             raise
 
 
 def record_whole(part: str) -> Any:
-    """Return the record of a part that is recorded by one call."""
+    """Return the record of a part that one call records."""
     if part == "help":
         from tests.oracle import help_cases
 

@@ -1,6 +1,7 @@
 """Mutations of the training state that a misbehaving hook might make, each by every means that torch offers.
 
 A mutation is a function of a :class:`Scene`. Mutations in ``HARMLESS`` must have no effect even if an observer makes
+them. The tripwire detects those in ``DETECTED_BY_TRIPWIRE`` in a hook's first calls; the audit detects all others.
 """
 
 import random
