@@ -1,4 +1,4 @@
-"""Loops as people write them, bare and of Accelerate's, with and without a scope; and what they come to."""
+"""Custom training loops, plain and with Accelerate, with and without a scope, and digests of their states."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ Digests = dict[str, int]
 
 @dataclass(frozen=True)
 class Loop:
-    """A training as its owner wrote it: three batches in an epoch, so that two to a step leave a shorter last group.
+    """Settings of a custom loop with three batches per epoch, so that steps of two leave a shorter last step.
 
     ``scale`` is that of the losses at first (0: there is no scaler), ``unscales`` whether gradients are unscaled before
     they are clipped, ``divides`` whether losses are shared among the micro-batches as Accelerate does, ``compiled``
@@ -49,7 +49,7 @@ class Loop:
 
 
 class Parts:
-    """What a loop is made of, the same bytes at every call, and what there was after its updates."""
+    """The objects of a loop, with the same bytes at every call, and the digests after its updates."""
 
     def __init__(self, loop: Loop) -> None:
         seed_everything(3)
@@ -96,13 +96,13 @@ class Parts:
         return loopscope.attach(self.trained, self.optimizer, hooks=list(hooks), out=out, **given)
 
     def digest(self) -> Digests:
-        """Digest all that the rest of a run depends on, the generators' positions among it."""
+        """Digest everything that the rest of a run depends on, including the random generators."""
         found = of_the_run(self.state.digest())
         return {name: value for name, value in found.items() if "_optimizer_step_p" not in name}  # ours are there
 
 
 def train(parts: Parts, scope: Scope | None = None, *, evaluates: bool = False) -> Parts:
-    """Train, and digest what there is after every update; without a scope it is the owner's loop as it was."""
+    """Train, and digest the state after every update; without a scope this is the unchanged custom loop."""
     for _ in range(parts.loop.epochs):
         for index, batch in enumerate(parts.loader if scope is None else scope.batches(parts.loader), start=1):
             last = index == len(parts.loader)
@@ -124,7 +124,7 @@ def train(parts: Parts, scope: Scope | None = None, *, evaluates: bool = False) 
 
 @contextmanager
 def micro_step(parts: Parts) -> Iterator[Callable[[], bool]]:
-    """Enter what Accelerate counts micro-batches by; give the question whether a step is complete."""
+    """Enter Accelerate's accumulation context; yield a function that returns whether the step is complete."""
     parts.passes += 1
     if parts.accelerator is None:
         yield lambda: parts.passes == parts.loop.accumulate
@@ -143,7 +143,7 @@ def run_backward(parts: Parts, loss: Tensor, scope: Scope | None, last: bool) ->
 
 
 def update(parts: Parts) -> None:
-    """Clip, step and schedule as the owner does."""
+    """Clip the gradients, step the optimizer and step the scheduler."""
     loop, scaler, weights = parts.loop, parts.scaler, list(parts.model.parameters())
     if loop.accelerate and loop.clips:
         parts.accelerator.clip_grad_norm_(weights, loop.clips)
@@ -165,12 +165,12 @@ def update(parts: Parts) -> None:
 
 @cache
 def alone(loop: Loop) -> Parts:
-    """Return what the owner's loop comes to without us."""
+    """Return the parts of the loop after training without loopscope."""
     return train(Parts(loop))
 
 
 def attached(loop: Loop, out: Path, hooks: Sequence[Any], /, *, evaluates: bool = False, **options: Any) -> Parts:
-    """Return the same of the loop with hooks."""
+    """Return the parts of the loop after training with hooks."""
     parts = Parts(loop)
     for hook in hooks:
         if isinstance(hook, MisbehavingHook):
@@ -180,7 +180,7 @@ def attached(loop: Loop, out: Path, hooks: Sequence[Any], /, *, evaluates: bool 
 
 
 def assert_equal(bare: Parts, found: Parts) -> None:
-    """Fail with the names of what differs, at the first update after which something does."""
+    """Fail with the names of the differing entries after the first update with a difference."""
     assert bare.digests
     assert len(bare.digests) == len(found.digests)
     for step, (one, other) in enumerate(zip(bare.digests, found.digests, strict=True), start=1):

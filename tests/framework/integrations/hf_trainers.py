@@ -1,4 +1,4 @@
-"""A small language model trained by Hugging Face's Trainer, with and without hooks, and what it was at every step."""
+"""A small language model trained by Hugging Face's Trainer, with and without hooks, and its state at every step."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class InOrder(Trainer):
 
 
 class Trace(TrainerCallback):
-    """Keeps weights, optimizer state and the random generator after every step."""
+    """Records weights, optimizer state and the random generator after every step."""
 
     def __init__(self) -> None:
         self.steps: list[list[Tensor]] = []
@@ -85,7 +85,7 @@ def same(ours: tuple[list[list[Tensor]], Tensor], theirs: tuple[list[list[Tensor
 
 
 def misbehaving_hook() -> ActingHook:
-    """Return an intervention that draws, trains on and zeroes the weights, and is to leave no trace."""
+    """Return an intervention that draws, trains on and zeroes the weights, and must leave no trace."""
 
     def act(run_ctx: Any, model_ctx: Any) -> None:
         torch.rand(5)

@@ -1,4 +1,4 @@
-"""A loop as people write it for several processes, under DDP, FSDP2 or by hand, bare and with a scope."""
+"""A custom loop for several processes, under DDP, FSDP2 or with manual averaging, with and without a scope."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ MEASURING = (HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP)
 
 
 class Loop:
-    """What a script is made of, on this rank: for ``alone`` one process that has the rows of all ranks."""
+    """The objects of a script on this rank; with ``alone`` one process has the rows of all ranks."""
 
     def __init__(self, kind: str, accumulate: int = 1, *, drawing: bool = True) -> None:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ class Loop:
         return loopscope.attach(self.trained, self.optimizer, hooks=list(hooks), out=out, **{**given, **options})
 
     def run(self, scope: Scope | None = None) -> "Loop":
-        """Train an epoch as the owner does; with a scope, evaluate every second step as well."""
+        """Train an epoch; with a scope, also evaluate every second step."""
         for index, batch in enumerate(self.batches if scope is None else scope.batches(self.batches), start=1):
             last = index % self.accumulate == 0
             with self._syncing(last):
@@ -123,7 +123,7 @@ def spoil(run_ctx: Any, model_ctx: Any) -> None:
 
 
 def everything(*names: str) -> list[Any]:
-    """Return hooks that draw, measure and spoil what they can, and some by name."""
+    """Return hooks that draw random numbers, measure and damage the state, and some hooks by name."""
     points = set(HookPoint) - {HookPoint.PRE_UPDATE}
     own = [at(SpyHook, *HookPoint, name="drawing")(draw), at(SpyHook, *MEASURING, name="measuring")(measure)]
     return [*own, at(ActingHook, *points, name="misbehaving_hook")(spoil), "norms", "training_metrics", *names]

@@ -1,4 +1,4 @@
-"""Trainings of real models, with every hook and without any, each made once; and single steps of them, made again."""
+"""Cached trainings of real models, with every hook and with none, and single steps of them for comparisons."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -50,7 +50,7 @@ def same_steps(ours: Trained, theirs: Trained) -> bool:
 
 
 def before(name: str, step: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a model as it is before a step of the bare loop, random generator included, and the step's batch."""
+    """Return a model in its state before a step of the bare loop, with the random generator, and the step's batch."""
     model, (*state, generator) = real_models.build_model(name), bare(name).steps[step]
     model.load_state_dict(dict(zip(model.state_dict(), state, strict=True)))
     first = step * BATCH % ROWS
@@ -83,5 +83,5 @@ def agree(found: Trained, hook: str, expected: Mapping[str, Any], rel: float = 1
     assert metrics == pytest.approx({name: float(each) for name, each in expected.items()}, rel=rel, abs=1e-7)
 
 
-def told(name: str, prefix: str) -> list[str]:
+def reported_metrics(name: str, prefix: str) -> list[str]:
     return [metric for metric in watched(name).metrics if metric.startswith(prefix)]

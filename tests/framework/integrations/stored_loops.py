@@ -1,4 +1,4 @@
-"""A loop on several ranks that is stored by torch.distributed.checkpoint with its hooks, and goes on, on any ranks."""
+"""A loop on several ranks that torch.distributed.checkpoint saves with its hooks, and that resumes on any ranks."""
 
 import shutil
 import warnings
@@ -20,7 +20,7 @@ from tests.support import SpyHook
 
 
 class Keeping(SpyHook):
-    """Remembers what :func:`remembered` says."""
+    """Has the state of :func:`remembered`."""
 
     name = "keeping"
     loaded: Any = None
@@ -33,7 +33,7 @@ class Keeping(SpyHook):
 
 
 def remembered(rank: int) -> dict[str, Any]:
-    """Return what is awkward to store: empty, odd and a rank's own."""
+    """Return values that are difficult to store: empty ones, unusual keys and layouts, and one that differs by rank."""
     strange = {1: [torch.ones(2), ()], "a: b": torch.arange(6.0).view(2, 3).t(), "number": torch.tensor(rank)}
     return {"empty": {}, "no rows": torch.zeros(0, 3), "own": torch.full((2,), float(rank)), "strange": strange}
 
@@ -47,7 +47,7 @@ def given(kind: str) -> dict[str, Any]:
 
 
 def stored(kind: str, out: Path) -> dict[str, Any]:
-    """Train two epochs, and store everything after the first; return what was so after the second."""
+    """Train two epochs, save everything after the first, and return the outcome of the second."""
     loop = Loop(kind, drawing=False)
     with loop.attach(hooks(), out / "whole/run", **given(kind)) as scope:
         loop.run(scope)
@@ -55,7 +55,7 @@ def stored(kind: str, out: Path) -> dict[str, Any]:
         state = scope.state_dict()
         checkpoint.save({"model": model, "optimizer": optimizer, "scope": state}, checkpoint_id=out / "stored")
         if distributed.get_rank() == 0:
-            for name in ("three", "two", "one"):  # ranks that are to go on from here
+            for name in ("three", "two", "one"):  # folders for the ranks that resume from here
                 shutil.copytree(out / "whole", out / name)
         loop.trace.clear()
         loop.run(scope)
@@ -63,12 +63,12 @@ def stored(kind: str, out: Path) -> dict[str, Any]:
     return found | {"in shards": any(map(is_sharded, state.values()))}
 
 
-def gone_on(kind: str, out: Path, name: str = "three") -> dict[str, Any]:
-    """Go on from what was stored, and return what was so after the second epoch."""
+def resume_stored(kind: str, out: Path, name: str = "three") -> dict[str, Any]:
+    """Resume from the saved state, and return the outcome of the second epoch."""
     loop, keeping = Loop(kind, drawing=False), hooks()
     model, optimizer = get_state_dict(loop.trained, loop.optimizer)
     with loop.attach(keeping, out / name / "run", **given(kind)) as scope, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process is told that it is one
+        warnings.simplefilter("ignore")  # torch warns a single process
         of = checkpoint.FileSystemReader(out / "stored").read_metadata()
         state = {"model": model, "optimizer": optimizer, "scope": scope.state_dict(of=of)}
         checkpoint.load(state, checkpoint_id=out / "stored")
@@ -82,12 +82,12 @@ def outcome(loop: Loop, scope: Any) -> dict[str, Any]:
     state = scope.state_dict()
     numbers = {name: value for name, value in scope.last_metrics().items() if isinstance(value, float)}
     several = distributed.is_initialized()
-    states = {name: told(local_shards([each])[0]) for name, each in state.items()} if several else {}
+    states = {name: describe_tensor(local_shards([each])[0]) for name, each in state.items()} if several else {}
     return {"trace": loop.trace, "numbers": numbers, "states": states}
 
 
-def told(tensor: Tensor) -> Any:
-    """Return the digest of a tensor, or the plain values that it holds, in words."""
+def describe_tensor(tensor: Tensor) -> Any:
+    """Return the digest of a tensor, or the repr of the plain values that it contains."""
     if tensor.dtype != torch.uint8:
         return digest(tensor)
     return repr(torch.load(BytesIO(tensor.numpy().tobytes()), weights_only=True))

@@ -1,4 +1,4 @@
-"""Loops of Accelerate's: what is attached to them knows of the Accelerator's micro-batches and of what it wraps."""
+"""Hooks in loops of Accelerate: they follow the Accelerator's micro-batches and unwrap its objects."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What goes wrong when hooks are attached is told in a sentence, with what to do; and loops that tell nothing."""
+"""Mistakes with attach are reported in a sentence with advice; loops that only call optimizer.step()."""
 
 import json
 import subprocess
@@ -28,8 +28,8 @@ def norms() -> Any:
     return HookRegistry.get("norms")()
 
 
-def told(capsys: Any) -> str:
-    """Return what was shown, as one line."""
+def printed(capsys: Any) -> str:
+    """Return the output as one line."""
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_what_cannot_be_attached_is_refused_at_once(tmp_path, mistake):
+def test_invalid_attach_is_refused_at_once(tmp_path, mistake):
     parts = Parts(Loop())
     change, sentence = REFUSED[mistake]
     given = {"target": parts.model, "optimizer": parts.optimizer, "hooks": ["norms"]} | change(parts)
@@ -149,7 +149,7 @@ def step(parts: Parts, scope: Scope, updates: bool = True, closure: Any = None) 
 
 
 @pytest.mark.parametrize("mistake", CALLS)
-def test_a_call_that_cannot_be_meant_is_refused(tmp_path, mistake):
+def test_invalid_call_is_refused(tmp_path, mistake):
     parts = Parts(Loop())
     call, sentence = CALLS[mistake]
     with pytest.raises(UsageError, match=sentence), parts.attach(tmp_path, ["norms"]) as scope:
@@ -177,15 +177,15 @@ TOLD: dict[str, tuple[Any, Any, str]] = {
 
 @noted
 @pytest.mark.parametrize("mistake", TOLD)
-def test_what_a_loop_does_not_say_is_noted(tmp_path, capsys, mistake):
+def test_missing_calls_are_reported(tmp_path, capsys, mistake):
     parts = Parts(Loop(accumulate=4 if mistake == "short groups" else 1))
     backward, updates, sentence = TOLD[mistake]
     with parts.attach(tmp_path, ["norms"], display="normal") as scope:
         loop_with(parts, scope, backward(scope), updates)
-    assert sentence in told(capsys)
+    assert sentence in printed(capsys)
 
 
-# Programs that end without a word
+# Programs that do not close their scope
 
 PROGRAM = """
 import loopscope, torch
@@ -202,7 +202,7 @@ for epoch in range(2):
 
 
 def program(out: Path, last: str) -> tuple[str, dict[str, Any], int]:
-    """Run a program that does not close its scope; return what it said, its summary, and the epochs on record."""
+    """Run a program that does not close its scope; return its output, its summary, and its recorded epochs."""
     code = [sys.executable, "-c", PROGRAM.format(out=str(out), last=last)]
     said = subprocess.run(code, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in (out / f"{out.name}.jsonl").read_text().splitlines()]
@@ -227,14 +227,14 @@ def test_unclosed_run_is_complete_with_its_status(tmp_path, end):
 
 
 @noted
-def test_observers_of_updates_need_nothing_but_attach(tmp_path, capsys):
+def test_update_observers_need_only_attach(tmp_path, capsys):
     bare, parts, seen = alone(Loop()), Parts(Loop()), []
     watch = at(SpyHook, *UPDATES)(lambda ctx: seen.append((ctx.hook_point, ctx.step)))
     with parts.attach(tmp_path, [watch, "adam_dynamics"], display="normal") as scope:
         assert_equal(bare, train(parts))
         assert scope.last_metrics()
     assert seen == [(point, step) for step in range(1, 7) for point in UPDATES]
-    assert "This loop only calls optimizer.step()" in told(capsys)
+    assert "This loop only calls optimizer.step()" in printed(capsys)
     left = json.loads((tmp_path / "summary.json").read_text())["hooks_left_out"]
     assert list(left) == ["training_metrics"]
 
@@ -265,7 +265,7 @@ def test_hooks_leave_every_byte_of_a_compiled_model(tmp_path, how, hooks):
 
 
 class Memory(nn.Module):
-    """A model whose loss goes through what it was in the steps before, and through a head that is not trained."""
+    """A model whose loss depends on its outputs in earlier steps and on a frozen head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class Memory(nn.Module):
 
 
 def remembered(out: Path, hooks: list[Any]) -> list[torch.Tensor]:
-    """Train on a graph that is kept across steps, and return the weights; without hooks nobody is attached."""
+    """Train on a graph that is kept across steps, and return the weights; with an empty list nothing is attached."""
     torch.manual_seed(0)
     model, data = Memory(), [torch.ones(2, 4) * number for number in range(3)]
     optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)

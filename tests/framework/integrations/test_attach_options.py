@@ -1,4 +1,4 @@
-"""What those options of attach do that no other test gives: reference, schedules, sinks by name, a silent display."""
+"""Options of attach without other tests: reference, schedules, sinks by name, a silent display."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from tests.framework.integrations.custom_loops import Loop, Parts, alone, assert
 from tests.support import SpyHook, at
 
 
-def test_hooks_measure_against_the_reference_that_is_given(tmp_path):
+def test_hooks_measure_against_the_given_reference(tmp_path):
     torch.save(Parts(Loop()).model.state_dict(), tmp_path / "weights.pt")
     parts = Parts(Loop())
     with parts.attach(tmp_path / "run", ["gradient_projection"], reference=tmp_path / "weights.pt") as scope:
@@ -49,4 +49,4 @@ def test_silent_run_prints_warnings_at_end(tmp_path, capsys):
         assert capsys.readouterr().out == ""
     last, *others = reversed(capsys.readouterr().out.splitlines())
     assert last == "note: look (2 times)"
-    assert len(others) <= 1  # the line of the progress
+    assert len(others) <= 1  # the progress line

@@ -1,4 +1,4 @@
-"""What hooks report of an attached loop is what they report of the same training in a loop of ours."""
+"""Hooks report the same numbers in an attached loop as in loopscope's loop."""
 
 import re
 from collections.abc import Callable
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of t
 NAMES = {"quiet": QUIET, "committing": COMMITTING}
 SHORT = {"consecutive": {"interval": 2}, "loss_spikes": {"window": 2}, "variance": {"window": 2}}
 INDEX = r',?"(batch_rows/)?index":(\{"steps":.*?"values":\[\[.*?\]\]\}|\[.*?\])'
-"""The numbers of rows in the data set, which only a loop of ours knows."""
+"""The metric with row numbers in the data set, which only loopscope's loop knows."""
 QUICK = [Case(loop="epoch"), Case("transformer", loop="epoch"), Case("tied", loop="step")]
 CASES = [Case(model, loop=loop) for model in MODELS for loop in LOOPS]
 
 
 def record_of_ours(case: Case, hooks: list[TrainingHook], out: Path, steps: int) -> list[str]:
-    """Return the lines of the record of a loop of ours."""
+    """Return the lines of the record of loopscope's loop."""
     task, state = build(case, steps=steps, **fields_of(case))
     manager = HookManager(hooks, task, state, loop=case.loop, required=(), sinks=[JSONLSink()])
     out.mkdir()
@@ -42,7 +42,7 @@ def record_of_ours(case: Case, hooks: list[TrainingHook], out: Path, steps: int)
 
 
 def attach(task: TrainingTask, case: Case, hooks: list[Any], out: Path, **options: Any) -> Scope:
-    """Attach hooks to the same training, with all that they may ask for."""
+    """Attach hooks to the same training, with everything that they may need."""
     given = {name: getattr(task, name) for name in ("scheduler", "loader", "evaluate", "length", "log_every")}
     given |= {"loss": task.compute_loss, "snapshot_every": task.snapshot_every, "config": vars(task.config)}
     given |= {"loop": case.loop, "seed": 7, "display": "none"} | options
@@ -52,9 +52,9 @@ def attach(task: TrainingTask, case: Case, hooks: list[Any], out: Path, **option
 def record_of_theirs(
     case: Case, hooks: list[TrainingHook], out: Path, steps: int, *, where: str = "", kept: Any = None
 ) -> list[str]:
-    """Return the lines of the record of the same training in a loop that its owner wrote.
+    """Return the lines of the record of the same training in a custom loop.
 
-    The owner keeps a state ``where`` it is said, and is interrupted after that; or goes on from one that was ``kept``.
+    The loop saves a state at ``where`` and is interrupted later, or resumes from the state ``kept``.
     """
     task, _ = build(case, steps=steps, **fields_of(case))
     owned = {name: each for name in ("model", "optimizer", "scheduler") if (each := getattr(task, name)) is not None}
@@ -63,7 +63,7 @@ def record_of_theirs(
         if at == where:
             states = {name: each.state_dict() for name, each in owned.items()}
             torch.save([states, torch.get_rng_state(), scope.state_dict()], out / "state.pt")
-        elif (out / "state.pt").exists() and kept is None:  # so that there are steps of which the state knows nothing
+        elif (out / "state.pt").exists() and kept is None:  # so that some steps follow the saved state
             raise Interrupted
 
     with attach(task, case, hooks, out) as scope:
@@ -77,7 +77,7 @@ def record_of_theirs(
 
 
 def run_theirs(task: TrainingTask, case: Case, scope: Scope, steps: range, pause: Callable[[str], None]) -> None:
-    """Train as the loops of ours do it; ``pause`` is told between two steps where that is."""
+    """Train like loopscope's loops; ``pause`` is called between two steps with the position."""
     done = steps.start
     while done < steps.stop:
         for batch in scope.batches(task.loader):
@@ -97,22 +97,22 @@ def run_theirs(task: TrainingTask, case: Case, scope: Scope, steps: range, pause
 
 
 class Interrupted(Exception):
-    """Breaks a loop off."""
+    """Interrupts a loop."""
 
 
 def fields_of(case: Case) -> dict[str, Any]:
-    """Leave out a scheduler that steps with every update: at POST_STEP our loops have stepped it, theirs have not."""
+    """Return the case's fields without a per-step scheduler, which only loopscope's loops step before POST_STEP."""
     return {"scheduler": None, "snapshot_every": 4} if case.loop == "step" else {"log_every": 100}
 
 
 def able(names: list[str], case: Case) -> list[str]:
-    """Return the hooks that suit a case, without those that no loop of others' can serve, or only with a solution."""
+    """Return the hooks that suit a case, without those that need loopscope's loop or a reference solution."""
     kinds = [HookRegistry.get(name) for name in names if not refusal(name, case)]
     return [kind.name for kind in dict.fromkeys(kinds) if not (kind.needs_own_loop or kind.needs_reference_weights)]
 
 
 def made(names: list[str], case: Case) -> list[TrainingHook]:
-    """Make them, those that are told of few steps with windows to match."""
+    """Create the hooks, with short windows for the few steps of a case."""
     hooks = list(map(make, able(["training_metrics", *names], case)))
     return hooks + [HookRegistry.get(name)(**options) for name, options in SHORT.items() if name in names]
 

@@ -1,4 +1,4 @@
-"""Loops of one's own come to the same bytes, after every update, with hooks as without."""
+"""Custom loops have the same bytes after every update with and without hooks."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ HOOKS = {
 }
 BOTH, AMP, WHEN = [False, True], ["none", "bf16"], ["step", "epoch"]
 OVERFLOWING = 2.0**18
-"""Scale at which the first step is skipped, of a float16 loop, and a later one is not."""
+"""Loss scale of a float16 loop at which the first step is skipped and a later one is not."""
 HALF = Loop(amp="fp16", scale=OVERFLOWING, epochs=3)
 HALVES = {
     "plain": HALF,

@@ -83,7 +83,7 @@ def test_refused_run_creates_no_folder():
     assert not FIRST.parent.exists()
 
 
-def test_run_refused_at_its_start_gives_folder_back():
+def test_run_refused_at_its_start_removes_folder():
     """A hook that refuses the run does so at the first step, when the folder has been made."""
     scope, *training = attached([Refusing()])
     with pytest.raises(UsageError, match="not here"):
@@ -130,7 +130,7 @@ def test_unusable_parent_is_refused_in_a_sentence(existing, monkeypatch):
 
 
 def test_default_folders_cannot_be_imported():
-    """A folder whose name is an identifier is a namespace package for scripts that run beside it."""
+    """A folder whose name is an identifier would be a namespace package for scripts in the same folder."""
     scope, *training = attached()
     train(scope, *training)
     scope.close()

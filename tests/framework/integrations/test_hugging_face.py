@@ -1,4 +1,4 @@
-"""Hooks in Hugging Face's Trainer change nothing, see what they say, and go on with its checkpoints."""
+"""Hooks in Hugging Face's Trainer leave training unchanged, report correct numbers, and resume with its checkpoints."""
 
 import json
 from functools import partial
@@ -103,14 +103,14 @@ def test_metrics_match_the_loopscope_loop(tmp_path: Path, accumulate: int) -> No
     )
     attached(made, hooks, seed=7, sinks=[theirs])
     made.train()
-    own = _own_loop(hooks, accumulate)
+    own = _loopscope_record(hooks, accumulate)
     assert [row[:3] for row in theirs.rows()] == [row[:3] for row in own.rows()]
     values = [[row[3] for row in sink.rows()] for sink in (theirs, own)]
     rounding = {"rel": 2e-3, "abs": 1e-6} if accumulate > 1 else {"rel": 0.0, "abs": 0.0}
     assert values[0] == pytest.approx(values[1], nan_ok=True, **rounding)
 
 
-def _own_loop(hooks: list[str], accumulate: int) -> RecordingSink:
+def _loopscope_record(hooks: list[str], accumulate: int) -> RecordingSink:
     ours = model(dropout=0.0).train()
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.0)
 
@@ -155,16 +155,16 @@ def test_resumed_trainer_records_like_uninterrupted_trainer(tmp_path: Path, step
 
 
 def test_metrics_go_through_the_loggers_of_the_trainer(tmp_path: Path) -> None:
-    told: list[tuple[int, dict[str, float]]] = []
+    logged: list[tuple[int, dict[str, float]]] = []
 
     class Logger(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            told.append((state.global_step, logs))
+            logged.append((state.global_step, logs))
 
     made = trainer(tmp_path, Logger())
     attached(made, ["norms", SpyHook(lambda ctx: {"step": ctx.step})], sinks=["jsonl", "trainer"])
     made.train()
-    ours = [(step, name) for step, logs in told for name in logs if "/" in name]
+    ours = [(step, name) for step, logs in logged for name in logs if "/" in name]
     assert {step for step, name in ours if name.startswith("norms/")} == {7, 14}
     assert {step for step, name in ours if name == "spy/step"} == set(range(15))
 
@@ -173,11 +173,11 @@ def test_a_training_that_fails_is_recorded_as_failed(tmp_path: Path) -> None:
     class Failing(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 3:
-                raise ValueError("as told")
+                raise ValueError("as planned")
 
     made = trainer(tmp_path, Failing())
     attached(made, ["norms"])
-    with pytest.raises(ValueError, match="as told"):
+    with pytest.raises(ValueError, match="as planned"):
         made.train()
     summary = json.loads((tmp_path / "loopscope-runs/run_0/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 3)
@@ -224,11 +224,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "another version": (partial(_without, "get_batch_samples"), "no get_batch_samples, .* transformers 5.23"),
     "a hook for our loop": (lambda made: attached(made, ["counterfactual"]), "trains epochs of its own"),
     "a hook that reads data": (lambda made: attached(made, ["attention"]), "give loader="),
-    "a training that begins anew": (
+    "a training that may restart": (
         lambda made: setattr(made.args, "auto_find_batch_size", True) or attached(made, []),
         "auto_find_batch_size may restart the training",
     ),
-    "an optimizer beside": (
+    "a separate optimizer": (
         lambda made: __import__("loopscope").attach(made, torch.optim.SGD([torch.zeros(1)])),
         "The trainer has its own optimizer",
     ),

@@ -1,4 +1,4 @@
-"""A notebook, run by a real kernel: what its cells show, and what running one again does."""
+"""A notebook in a real kernel: the outputs of its cells, and the effect of running a cell again."""
 
 import base64
 import re
@@ -106,14 +106,14 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Run all cells and return the outputs of each."""
     path = tmp_path_factory.mktemp("notebook") / "cells.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, CELLS.values()))), path)
-    # In a process of its own, whose Python is the kernel's, too: nbclient leaves sockets behind.
+    # In a separate process with the kernel's Python, since nbclient leaves sockets open.
     words = [sys.executable, "-c", "from nbclient.cli import main; main()", "--allow-errors", "--inplace", str(path)]
     subprocess.run(words, check=True, capture_output=True, timeout=120)
     return dict(zip(CELLS, [cell.outputs for cell in nbformat.read(path, as_version=4).cells], strict=True))
 
 
 def shown(outputs: list[Any]) -> list[str]:
-    """Return what outputs say, without colours."""
+    """Return the texts of outputs without colours."""
     texts = [out.data["text/plain"] if "data" in out else out.get("text", out.get("evalue", "")) for out in outputs]
     return [re.sub(r"\x1b\[[\d;]*m", "", text) for text in texts]
 
@@ -124,7 +124,7 @@ def error(outputs: list[Any]) -> tuple[str, str]:
     return outputs[-1].ename, re.sub(r"\x1b\[[\d;]*m", "", "\n".join(outputs[-1].traceback))
 
 
-def test_importing_leaves_the_interpreter_as_it_was(outputs):
+def test_import_leaves_the_interpreter_unchanged(outputs):
     assert shown(outputs["import"]) == ["True\n"]
 
 

@@ -1,4 +1,4 @@
-"""Hooks attached to Lightning's Trainer: the fit is the one without them, and they see what their own loop shows."""
+"""Hooks attached to Lightning's Trainer: they leave the fit unchanged and report the numbers of loopscope's loop."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ class Classifier(lightning.LightningModule):
 
 
 class Trace(lightning.Callback):
-    """Keeps, after every batch, what the rest of a fit depends on."""
+    """Records the state that the rest of a fit depends on, after every batch."""
 
     def __init__(self):
         self.rows = []
@@ -77,7 +77,7 @@ def trainer(path, **options):
 
 
 def fit(path, hooks=(), *, module=Classifier, shuffle=True, validate=False, choices=None, ckpt=None, **options):
-    """Fit anew from one seed; return the trace, the scope and the trainer."""
+    """Fit from the same seed; return the trace, the scope and the Trainer."""
     torch.manual_seed(1)
     model, trace, scope = module(), Trace(), None
     made = trainer(path, **options | {"callbacks": [trace, *options.get("callbacks", ())]})
@@ -146,7 +146,7 @@ def test_attached_hooks_match_epoch_loop_metrics(tmp_path):
     class Calm(Classifier):
         def __init__(self):
             super().__init__()
-            self.net[3] = torch.nn.Identity()  # whose masks would differ, since Lightning draws for its loader
+            self.net[3] = torch.nn.Identity()  # dropout masks would differ, since Lightning draws for its loader
 
     hooks, attached, own = ["norms", "training_metrics", "consecutive", "hessian"], RecordingSink(), RecordingSink()
     fit(tmp_path, hooks, module=Calm, shuffle=False, choices={"sinks": [attached]})
@@ -192,7 +192,7 @@ def test_a_fit_that_breaks_off_closes_the_run(error, status, tmp_path):
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises((ValueError, SystemExit)):
         fit(tmp_path, OBSERVERS, module=Failing)
-    signal.signal(signal.SIGINT, handler)  # which Lightning leaves ignored
+    signal.signal(signal.SIGINT, handler)  # Lightning leaves SIGINT ignored
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
 
 

@@ -1,4 +1,4 @@
-"""Hooks attached on every rank of a loop of one's own leave each of them its bytes, and speak with one voice."""
+"""Hooks attached on every rank of a custom loop leave the bytes of each rank unchanged and report jointly."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from torch.distributed import checkpoint
 
 from tests.docs.markdown import ROOT, blocks
 from tests.framework.integrations.rank_loops import KINDS, RANKS, STEPS, Loop, everything, neutral
-from tests.framework.integrations.stored_loops import gone_on, remembered, stored
+from tests.framework.integrations.stored_loops import remembered, resume_stored, stored
 from tests.support import SpyHook, at
 from tests.support.ranks import on_ranks
 
@@ -28,7 +28,7 @@ BY_DIFFERENCES = {"hook_options": {"hessian": {"method": "finite_difference"}}}
 
 
 class FailingAtEnd(SpyHook):
-    """Raises on one rank when the run is over."""
+    """Raises on one rank at the end of the run."""
 
     def end(self, status: str) -> None:
         fail_on_one(None)
@@ -40,7 +40,7 @@ def fail_on_one(ctx: Any) -> None:
 
 
 def all_of_it() -> dict[str, Any]:
-    """Train in many ways; return what was so, what was said and what was measured on this rank."""
+    """Train in many modes; return the states, the errors and the metrics of this rank."""
     out = Path(os.environ["OUT"])
     found = {
         "DDP": neutral("DDP", 1, everything("hessian"), out / "ddp"),
@@ -51,7 +51,7 @@ def all_of_it() -> dict[str, Any]:
         "measured": numbers("DDP", out / "numbers"),
         "said": said(out),
         **state(out),
-        "stored": {kind: (stored(kind, out / kind), gone_on(kind, out / kind)) for kind in ("FSDP2", "by hand")},
+        "stored": {kind: (stored(kind, out / kind), resume_stored(kind, out / kind)) for kind in ("FSDP2", "by hand")},
         **deserted(out),
     }
 
@@ -64,7 +64,7 @@ def numbers(kind: str, out: Path) -> dict[str, float]:
 
 
 def said(out: Path) -> dict[str, tuple[str, int]]:
-    """Return what each mistake is told by, and after how many steps."""
+    """Return the error of each mistake, and the number of steps before it."""
     rank = distributed.get_rank()
     failing = at(SpyHook, HookPoint.POST_BACKWARD)(fail_on_one)
     cases: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
@@ -93,7 +93,7 @@ def outcome(kind: str, hooks: list[Any], given: dict[str, Any], *, of_the_replic
 
 
 def state(out: Path) -> dict[str, Any]:
-    """Stop after an epoch and go on with the state of this rank, or of another."""
+    """Stop after an epoch and resume with the state of this rank, or of another."""
     loop = Loop("DDP")
     with loop.attach(["norms", "consecutive"], out / "parts") as scope:
         loop.run(scope)
@@ -107,11 +107,11 @@ def state(out: Path) -> dict[str, Any]:
                 again.run(scope)
         except LoopscopeError as error:
             found[name] = str(error)
-    return {"gone on": found}
+    return {"resumed": found}
 
 
 def deserted(out: Path) -> dict[str, str]:
-    """Let the script of one rank fail and leave; return what the ranks tell of that, and of an attach afterwards."""
+    """Let the script of one rank fail and end; return the errors of all ranks, and of an attach afterwards."""
     loop, last, found = Loop("DDP"), Loop("DDP"), {}
     loop.update = partial(fail_in_the_script, loop.update)  # type: ignore[method-assign]
     try:
@@ -151,7 +151,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(out, tmp_path_factory):
-    """Return what each of three processes saw."""
+    """Return the results of each of three processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUT", str(out))
         return on_ranks(all_of_it, tmp_path_factory.mktemp("ranks"), RANKS)
@@ -178,7 +178,7 @@ def test_ranks_measure_like_one_process(ranks, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_main_rank_alone_writes_one_whole_record(ranks, out):
+def test_only_main_rank_writes_a_complete_record(ranks, out):
     lines = [json.loads(line) for line in (out / "ddp" / "ddp.jsonl").read_text().splitlines()]
     drawn = [line["drawing/drawn"] for line in lines if line["hook_point"] == "POST_STEP" and "drawing/drawn" in line]
     assert [each["steps"] for each in drawn] == [[1, 2, 3, 4]]
@@ -197,7 +197,7 @@ def test_mistakes_are_reported_on_all_ranks(ranks):
         "a folder that holds a run": "holds a finished run, which is left unchanged; give attach another folder, out=",
         "a hook that raises": "no luck",
         "a hook that raises in the end": "no luck",
-        "a loss of the replica": "call the model that it is given",
+        "a loss of the replica": "call the model argument",
     }
     assert parts.keys() == told.keys()
     for name, part in parts.items():
@@ -211,8 +211,8 @@ def test_mistakes_are_reported_on_all_ranks(ranks):
 @pytest.mark.slow
 def test_rank_resumes_only_from_its_own_state(ranks):
     """The error names the rank that the state belongs to."""
-    assert [result["gone on"]["its own"] for result in ranks] == [""] * RANKS
-    assert all("is that of rank 0, and this is rank" in result["gone on"]["another's"] for result in ranks)
+    assert [result["resumed"]["its own"] for result in ranks] == [""] * RANKS
+    assert all("belongs to rank 0, but this is rank" in result["resumed"]["another's"] for result in ranks)
 
 
 @pytest.mark.ranks
@@ -234,7 +234,7 @@ def test_distributed_checkpoint_resumes_bit_for_bit(ranks, out):
 @pytest.mark.slow
 def test_distributed_state_resumes_in_one_process(ranks, out):
     """One process with all rows continues with the same metrics."""
-    shown = gone_on("alone", out / "FSDP2", "one")
+    shown = resume_stored("alone", out / "FSDP2", "one")
     torch.testing.assert_close(shown["loaded"], remembered(0), rtol=0, atol=0)
     assert shown["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
 
@@ -243,7 +243,7 @@ def test_distributed_state_resumes_in_one_process(ranks, out):
 @pytest.mark.slow
 def test_distributed_state_resumes_on_two_ranks(ranks, out, tmp_path):
     """Two ranks with FSDP2 shards continue with the same metrics."""
-    for rank in on_ranks(partial(gone_on, "FSDP2", out / "FSDP2", "two"), tmp_path, 2):
+    for rank in on_ranks(partial(resume_stored, "FSDP2", out / "FSDP2", "two"), tmp_path, 2):
         torch.testing.assert_close(rank["loaded"], remembered(0), rtol=0, atol=0)
         assert rank["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
 
@@ -255,10 +255,11 @@ def test_missing_or_unread_state_is_refused(ranks, out):
     metadata = checkpoint.FileSystemReader(out / "FSDP2/stored").read_metadata()
     with Loop("alone").attach(["norms"], out / "refused") as scope:
         with pytest.raises(
-            UsageError, match="no state of a scope on several ranks under 'hooks', but model, optimizer,"
+            UsageError,
+            match="no state of a scope on several ranks under the key 'hooks'; its keys are model, optimizer,",
         ):
             scope.state_dict(of=metadata, key="hooks")
-        with pytest.raises(UsageError, match=r"is to be filled by torch\.distributed\.checkpoint\.load first"):
+        with pytest.raises(UsageError, match=r"first fill the result .* with torch\.distributed\.checkpoint\.load"):
             scope.load_state_dict(scope.state_dict(of=metadata))
 
 

@@ -1,4 +1,4 @@
-"""Hooks on real models, tiny and with random weights: they change nothing, and their numbers are the right ones."""
+"""Hooks on tiny real models with random weights: they leave training unchanged, and their numbers are correct."""
 
 import math
 from functools import partial
@@ -26,8 +26,8 @@ from tests.framework.integrations.real_trainings import (
     before,
     mean_gradients,
     numbers,
+    reported_metrics,
     same_steps,
-    told,
     treated,
     watched,
 )
@@ -98,7 +98,7 @@ def test_attention_entropies_match_model_attention_weights(name: str) -> None:
         for head, entropy in enumerate(torch.special.entr(each).sum(-1).mean(dim=(0, 2)))
     }
     agree(watched(name), "attention", expected, rel=1e-4)
-    assert len(expected) == len(told(name, "attention/entropy/")) == 4
+    assert len(expected) == len(reported_metrics(name, "attention/entropy/")) == 4
 
 
 @EVERY
@@ -115,7 +115,7 @@ def test_gradient_flow_matches_layer_output_gradients(name: str) -> None:
         block.register_forward_hook(partial(follow, key))
     loss_of(model, batch).backward()
     agree(watched(name), "gradient_flow", expected)
-    assert len(expected) == len(told(name, "gradient_flow/norm/")) == 2
+    assert len(expected) == len(reported_metrics(name, "gradient_flow/norm/")) == 2
 
 
 def test_documented_pattern_finds_resnet_layers() -> None:

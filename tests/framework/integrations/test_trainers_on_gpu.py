@@ -1,4 +1,4 @@
-"""What the trainers do only on a GPU: fp16 with their own scalers. No machine of the project has run these so far."""
+"""Trainers with fp16 and their own scalers, which need a GPU. No machine of the project has run these tests so far."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Trainers under DDP and FSDP2, and loops of Accelerate: three ranks train with hooks what they train without."""
+"""Trainers under DDP and FSDP2, and loops of Accelerate: on three ranks hooks leave the training unchanged."""
 
 import json
 import os
@@ -36,13 +36,13 @@ def as_under_torchrun() -> Path:
         "WORLD_SIZE": str(distributed.get_world_size()),
         "MASTER_ADDR": "127.0.0.1",
     }
-    os.environ["MASTER_PORT"] = "29400"  # never opened: the process group is there
+    os.environ["MASTER_PORT"] = "29400"  # never opened, since the process group exists
     warnings.simplefilter("ignore")
     return Path(os.environ["OUT"])
 
 
 def compared(train: Callable[..., Any], equal: Callable[[Any, Any], bool], observers: dict[int, list[str]]) -> Same:
-    """Train bare and with hooks that watch or spoil, these with an evaluation every two steps."""
+    """Train without hooks, and with observing or damaging hooks and an evaluation every two steps."""
     from tests.framework.integrations.hf_trainers import misbehaving_hook
 
     found: Same = {}
@@ -69,11 +69,11 @@ def hugging_face(observers: dict[int, list[str]], **options: Any) -> Same:
 
 def hugging_face_replicas() -> Any:
     found = hugging_face({1: [*OBSERVERS, "hessian"], 2: [*OBSERVERS, "hessian"]})
-    return found | {("gone on", 1): goes_on(Path(os.environ["OUT"]))}
+    return found | {("resumed", 1): trainer_resumes(Path(os.environ["OUT"]))}
 
 
-def goes_on(out: Path, **options: Any) -> bool:
-    """Return whether a Trainer that was stopped and goes on ends with the bytes and numbers of one that was not."""
+def trainer_resumes(out: Path, **options: Any) -> bool:
+    """Return whether a resumed Trainer ends with the bytes and numbers of an uninterrupted one."""
     from loopscope.checkpoints import differing, open_checkpoint, read_content
     from transformers import TrainerCallback
 
@@ -93,7 +93,7 @@ def goes_on(out: Path, **options: Any) -> bool:
 
 
 def ended(folder: Path, *callbacks: Any, checkpoint: str = "", **options: Any) -> list[list[int]]:
-    """Train with hooks that remember, from a checkpoint in the folder; return the bytes that this rank ends with."""
+    """Train with stateful hooks, from a checkpoint in the folder; return the final bytes of this rank."""
     from loopscope.state.digest import digest
 
     from tests.framework.integrations.hf_trainers import attached, trainer
@@ -124,11 +124,11 @@ def as_on_devices() -> None:
 def hugging_face_shards() -> Any:
     as_on_devices()
     found = hugging_face({1: OBSERVERS, 2: OBSERVERS}, **SHARDED)
-    return found | {("gone on", 1): goes_on(Path(os.environ["OUT"]), dropout=0.0, **SHARDED)}
+    return found | {("resumed", 1): trainer_resumes(Path(os.environ["OUT"]), dropout=0.0, **SHARDED)}
 
 
 def hugging_face_on_two() -> dict[Any, float]:
-    """Go on in two processes with the rows of three, and return all numbers of the record."""
+    """Resume in two processes with the rows of three, and return all numbers of the record."""
     out = as_under_torchrun()
     as_on_devices()
     ended(out / "two", checkpoint="checkpoint-2", dropout=0.0, per_device_train_batch_size=3, **SHARDED)
@@ -139,7 +139,7 @@ def hugging_face_on_two() -> dict[Any, float]:
 
 
 def lightning_training(strategy: Callable[[], Any]) -> Callable[..., Any]:
-    """Return what trains in a folder with hooks, and returns the bytes of this rank after every batch."""
+    """Return a function that trains in a folder with hooks and returns this rank's bytes after every batch."""
     out = as_under_torchrun()
     import lightning.pytorch as lightning
     from loopscope import attach
@@ -210,11 +210,11 @@ def some_and_equal(ours: Any, theirs: Any) -> bool:
 def lightning_replicas() -> Any:
     train = lightning_training(replicating)
     found: Any = compared(train, some_and_equal, {1: [*OBSERVERS, "hessian"], 2: OBSERVERS})
-    return found | {("gone on", 1): fit_goes_on(train, Path(os.environ["OUT"]), exactly=False)}
+    return found | {("resumed", 1): fit_resumes(train, Path(os.environ["OUT"]), exactly=False)}
 
 
-def fit_goes_on(train: Callable[..., Any], out: Path, *, exactly: bool) -> bool:
-    """Return whether a fit from a checkpoint records what the whole one does, but for DDP's rounding.
+def fit_resumes(train: Callable[..., Any], out: Path, *, exactly: bool) -> bool:
+    """Return whether a resumed fit records the numbers of the uninterrupted one, up to DDP's rounding.
 
     The first step after a start sums gradients in buckets of another order, also without hooks.
     """
@@ -228,7 +228,7 @@ def fit_goes_on(train: Callable[..., Any], out: Path, *, exactly: bool) -> bool:
     rows["parts"] = train("parts", REMEMBERING, 1, kept=out / "kept/epoch=0.ckpt", often=0)
     distributed.barrier()
     whole, parts = (numbers_in(out / name / "run/run.jsonl") for name in ("whole", "parts"))
-    if exactly:  # but for the buffers, of which Lightning keeps those of one rank
+    if exactly:  # except for buffers, which Lightning stores for one rank only
         ours, theirs = ([row for row, _ in rows[name][-2:]] for name in rows)
         return len(whole) > 50 and repr(parts) == repr(whole) and ours == theirs
     return len(whole) > 50 and parts == pytest.approx(whole, rel=1e-4, abs=1e-6, nan_ok=True)
@@ -244,11 +244,11 @@ def numbers_in(path: Path) -> dict[Any, float]:
 def lightning_shards() -> Any:
     train = lightning_training(sharding)
     found: Any = compared(train, some_and_equal, {1: OBSERVERS, 2: OBSERVERS})
-    return found | {("gone on", 1): fit_goes_on(train, Path(os.environ["OUT"]), exactly=True)}
+    return found | {("resumed", 1): fit_resumes(train, Path(os.environ["OUT"]), exactly=True)}
 
 
 def lightning_on_two() -> int:
-    """Go on in two processes with what three have kept; return how many batches were trained on."""
+    """Resume in two processes from the checkpoint of three; return the number of trained batches."""
     train = lightning_training(sharding)
     return len(train("two", REMEMBERING, 1, kept=Path(os.environ["OUT"]) / "kept/epoch=0.ckpt", often=0))
 

@@ -67,7 +67,7 @@ def test_validate_command_prints_its_result(finished: Path, tmp_path: Path, capf
     shutil.copytree(finished, tmp_path / "first")
     words = ["run", "small", "--strategy", "plain", "--epochs", "2", "--validate-checkpoints", "--no-console-output"]
     assert main([*words, "--output-dir", str(tmp_path / "first")]) == 0
-    assert capfd.readouterr().out == "plain: the same bit for bit at 3 moments, steps 2, 4, 6\n"
+    assert capfd.readouterr().out == "plain: identical bit for bit at 3 checkpoints, steps 2, 4, 6\n"
     plant(tmp_path / "first/small/plain", 6, next(iter(PLANTED)))
     assert main([*words, "--output-dir", str(tmp_path / "first")]) == 1
     assert "at step 6 (epoch 1), first in parameters/0.weight" in capfd.readouterr().err
