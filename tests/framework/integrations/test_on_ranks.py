@@ -189,7 +189,7 @@ def test_only_main_rank_writes_a_complete_record(ranks, out):
 @pytest.mark.slow
 def test_mistakes_are_reported_on_all_ranks(ranks):
     """All ranks raise the same message, or one that names the failing rank."""
-    told = {name: [result["said"][name][0] for result in ranks] for name in ranks[0]["said"]}
+    messages = {name: [result["said"][name][0] for result in ranks] for name in ranks[0]["said"]}
     parts = {
         "a plain model": "UsageError: This process is one of 3, and the model does not show which of them train it",
         "other hooks": "norms on rank 0, training_metrics, norms, variance on rank 1",
@@ -199,10 +199,10 @@ def test_mistakes_are_reported_on_all_ranks(ranks):
         "a hook that raises in the end": "no luck",
         "a loss of the replica": "call the model argument",
     }
-    assert parts.keys() == told.keys()
+    assert parts.keys() == messages.keys()
     for name, part in parts.items():
-        assert all(part in text for text in told[name]), told[name]
-        own, *others = told[name][1], told[name][0], told[name][2]
+        assert all(part in text for text in messages[name]), messages[name]
+        own, *others = messages[name][1], messages[name][0], messages[name][2]
         assert len({*others}) == 1
         assert own == others[0] or "on rank 1" in others[0]
 
