@@ -1,9 +1,9 @@
 """Checkpoints of a run: writing, reading, restoring and comparing them."""
 
-from .comparing import Moment, Divergence, differing_entries, leaves, checkpoints_by_moment
+from .comparison import Moment, Divergence, differing_entries, leaves, checkpoints_by_moment
 from .content import RunState, read_content, load_checkpoint, save_checkpoint
 from .digest_log import DIGESTS, Digest, DigestLog, read_digests
-from .flat import flatten_state, state_for_rank, gather_tensors, allocate_saved
+from .flat_state import flatten_state, state_for_rank, gather_tensors, allocate_saved
 from .format import (
     FRESH_STREAMS, MANIFEST, STATE, Checkpoint, checkpoint_folders, newest_intact, open_checkpoint, sync_path,
 )

@@ -63,7 +63,7 @@ def read_content(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: 
             f"{checkpoint.folder} was written by one process; resume it with one, without torchrun and --parallel.",
         )
         return checkpoint.content()
-    from .parts import read_parts  # imported here, as it takes a second
+    from .rank_checkpoints import read_parts  # imported here, as it takes a second
 
     rank, count = (0, 1) if ranks is None else ranks.place
     check = partial(checkpoint.check, [*checkpoint.manifest["files"]][rank::count])
@@ -124,7 +124,7 @@ def save_checkpoint(
     if ranks is None or not ranks.are_many:
         write_checkpoint(folder, content, manifest)
         return
-    from .parts import write_parts  # imported here, as it takes a second
+    from .rank_checkpoints import write_parts  # imported here, as it takes a second
 
     write_parts(folder, content, {**manifest, "ranks": ranks.arrangement(state.model)}, (), None, ranks)
 

@@ -164,7 +164,7 @@ class CheckpointWriter:
         try:
             spare, self._spare = self._spare, None
             if self._ranks.are_many:
-                from .parts import write_parts  # imported here, as it takes a second
+                from .rank_checkpoints import write_parts  # imported here, as it takes a second
 
                 written = write_parts(folder, staged, manifest, sync_first, spare, self._ranks)
             else:

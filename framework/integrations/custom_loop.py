@@ -14,7 +14,7 @@ from ..errors import RunNotice, UsageError, listed, require
 from ..hooks import HookPoint, InterventionHook
 from ..state import Transient
 from .attached_run import AttachedRun
-from .unscaling import unscaled_gradients
+from .gradient_unscaling import unscaled_gradients
 
 BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 """The hook points that work in a bare loop, which only calls optimizer.step()."""
@@ -304,7 +304,7 @@ def _check_loss(loss: Any) -> None:
     if isinstance(loss, (tuple, list)):
         raise UsageError(f"The loss is a {kind} of {len(loss)}; give scope.backward the loss alone, perhaps its first.")
     if not isinstance(loss, Tensor):
-        raise UsageError(f"The loss is a {kind}, not a tensor; give scope.backward what loss.backward() was called on.")
+        raise UsageError(f"The loss is a {kind}, not a tensor; give scope.backward the tensor of loss.backward().")
     if loss.numel() != 1:
         raise UsageError(f"The loss has shape {tuple(loss.shape)}; give scope.backward a single number: loss.mean().")
     if not loss.requires_grad:

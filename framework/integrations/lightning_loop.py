@@ -17,8 +17,8 @@ from ..errors import LoopscopeError, UsageError, require
 from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
+from .gradient_unscaling import unscaled_gradients
 from .model_wrappers import temporary_attribute, unwrap
-from .unscaling import unscaled_gradients
 
 TESTED = "2.6"
 

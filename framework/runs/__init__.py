@@ -15,7 +15,7 @@ from .task_building import build_run
 from .session import Session, Setup
 from .strategy_run import Display
 from .summaries import build_summary
-from .validating import DivergedError, Stretch
+from .validation import DivergedError, Stretch
 
 __all__ = [
     "ATTACHED", "CONFIG", "EXPLANATION", "REWINDS", "SUMMARY", "Completed", "Display", "DivergedError",

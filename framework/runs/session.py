@@ -31,12 +31,12 @@ from .checks import call_method, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .records import RunRecord, environment, seed_name
 from .reference import Reference, differences_from_run, find_reference, load_reference
-from .resuming import MAY_DIFFER, check_environment, find_checkpoint
+from .resume import MAY_DIFFER, check_environment, find_checkpoint
 from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import Display, StrategyRun
 from .task_building import build_run, chosen_strategies
-from .validating import EarlierRun, Stretch, rewind, validate
+from .validation import EarlierRun, Stretch, rewind, validate
 
 OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or replace it: RunOptions(overwrite=True)"
 

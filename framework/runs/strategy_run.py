@@ -33,7 +33,7 @@ from ..state import explained
 from ..training import TrainingTask, check_metric
 from .checks import as_experiment_fault, check_numbers
 from .records import RunRecord
-from .resuming import checkpoint_errors, refuse_other_data, resume_run
+from .resume import checkpoint_errors, refuse_other_data, resume_run
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 from .summaries import build_summary
@@ -289,7 +289,7 @@ class StrategyRun:
             raise LoopscopeError(f"{error} {lost} {self._last_checkpoint()} {self._resume_advice()}") from error
 
     def _fail(self, status: str, error: BaseException) -> None:
-        """Close what is open and write the summary, with the newest evaluation as the final one."""
+        """End hooks and sinks, and write the summary with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
         _attempt(lambda: self._summarise(status, explained(error), dict(self.state.loop.evaluation)))
         if self.folder.newest_checkpoint() is not None:

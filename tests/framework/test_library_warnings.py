@@ -13,7 +13,7 @@ import pytest
 import torch
 from loopscope.checkpoints import Checkpoint, CheckpointWriter, open_checkpoint
 from loopscope.checkpoints.content import load_checkpoint, refusals, save_checkpoint
-from loopscope.checkpoints.flat import flatten_state, state_for_rank
+from loopscope.checkpoints.flat_state import flatten_state, state_for_rank
 from loopscope.checkpoints.format import load_plainly
 from loopscope.cli import diff
 from loopscope.durable_files import save_tensors
@@ -21,7 +21,7 @@ from loopscope.errors import HookError, StateMutationError, library_warnings_ign
 from loopscope.firing.failures import HookFailures
 from loopscope.isolation import Call, Isolation, tripwire
 from loopscope.runs.reference import load_reference
-from loopscope.runs.resuming import checkpoint_errors
+from loopscope.runs.resume import checkpoint_errors
 from loopscope.state import LoopState
 from loopscope.training import Ranks
 from torch import nn

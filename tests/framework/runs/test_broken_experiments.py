@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     # The class
     "no name": (NAME, "", ["needs a name", "name = 'my_experiment'"]),
     "a number as a name": (NAME, "    name = 3\n", ["it has 3", "letters, digits and underscores"]),
-    "a name with a space": (NAME, '    name = "two words"\n', ["'two words'", "underscores"]),
+    "a name with a space": (NAME, '    name = "takes a kind and a name"\n', ["'two words'", "underscores"]),
     "a name with a dash": (NAME, '    name = "two-words"\n', ["it has 'two-words'"]),
     "a taken name": (NAME, '    name = "mod_arithmetic"\n', ["Two experiments", "ModArithmeticRunner", "rename one"]),
     "no strategies": (f"    strategies = {STRATEGIES}\n", "", ["strategies = None", "a list", "('one', 'two')"]),
@@ -463,7 +463,7 @@ def told(text: str, folder: Path, monkeypatch: Any, capfd: Any) -> str:
     try:
         status = main(words, packages=["broken_module"])
     finally:
-        for name in ("broken", "two words"):
+        for name in ("broken", "takes a kind and a name"):
             ExperimentRegistry.unregister(name)
     output, errors = capfd.readouterr()
     assert (status, output, errors.count("\n")) == (2, "", 1), errors

@@ -28,7 +28,7 @@ from loopscope.data import (
 from loopscope.errors import UsageError
 from loopscope.runs import Stretch
 from loopscope.runs.records import RunRecord
-from loopscope.runs.resuming import refuse_other_data
+from loopscope.runs.resume import refuse_other_data
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from tests.framework.data.test_resumed_loaders import Noisy

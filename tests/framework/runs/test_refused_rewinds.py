@@ -129,9 +129,9 @@ def test_cost_of_full_rewind_is_reported(run, capfd):
         out = " ".join(capfd.readouterr().out.split())
         assert sentence in out
         assert (warning in out) is not shown
-        assert ("The run is the same, bit for bit, at steps 3, 6." in out) is shown
+        assert ("The run is identical, bit for bit, at steps 3, 6." in out) is shown
         assert ("nothing shows that it is the same" in out) is not shown
-        assert "Trained again from step 0 on" in out
+        assert "Repeated the run from step 0 on" in out
     assert main(["rewind", str(run), "--verify", "1"]) == 2
     assert "holds no intact checkpoints to begin from" in capfd.readouterr().err
     assert main(["rewind", str(run), "--step", "10"]) == 2  # even without a summary
@@ -148,6 +148,6 @@ def test_rewind_reaches_failed_step_but_no_further(run, capfd):
 def test_runs_without_checkpoints_compare_by_digests(run, finished, capfd):
     forget(run, "checkpoints")
     assert main(["diff", str(run), str(finished / "seed-3")]) == 0
-    assert "Digests of 3 steps: the same." in capfd.readouterr().out
+    assert "Digests of 3 steps: identical." in capfd.readouterr().out
     assert main(["diff", str(run), str(finished / "seed-4")]) == 1
     assert "Digests: parameters/" in capfd.readouterr().out

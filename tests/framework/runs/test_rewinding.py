@@ -12,7 +12,7 @@ from loopscope.checkpoints import DIGESTS, read_digests
 from loopscope.cli import main
 from loopscope.errors import UsageError
 from loopscope.runs import Stretch
-from loopscope.runs.validating import DivergedError
+from loopscope.runs.validation import DivergedError
 
 from tests.framework.checkpoints.killed_sessions import kill_after
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
@@ -162,7 +162,7 @@ def test_rewind_command_keeps_committing_hooks(tmp_path, capfd):
     run = tmp_path / "small/plain"
     assert main(["rewind", str(run), "--step", "7", "--hooks", "norms", "variance", "--variance.window", "2"]) == 0
     out = capfd.readouterr().out
-    assert "Trained again from step 6 on" in out
+    assert "Repeated the run from step 6 on" in out
     record = json.loads((run / "rewinds/steps_7_to_7/experiment_config.json").read_text())
     assert record["hooks"]["grad_clip"]["max_norm"] == 0.1
     assert record["hooks"]["variance"]["window"] == 2
@@ -179,7 +179,7 @@ def test_verify_compares_random_stretches(finished, tmp_path, capfd):
     assert main([*words, "--no-console-output", "--output-dir", str(tmp_path)]) == 0
     run, before = tmp_path / "small/plain", contents(tmp_path)
     assert main(["rewind", str(run), "--verify", "9"]) == 0
-    told = [f"Steps {first} to {first + 2}: the same, bit for bit." for first in (1, 4, 7)]
+    told = [f"Steps {first} to {first + 2}: identical, bit for bit." for first in (1, 4, 7)]
     assert capfd.readouterr().out.splitlines() == told
     assert contents(tmp_path) == before
     plant(run, 6, next(iter(PLANTED)))
@@ -205,7 +205,7 @@ def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
         session(tmp_path / name, **{**DIGESTED, **options}).run()
     runs = [str(tmp_path / name / "small/plain") for name in "abc"]
     main(["diff", *runs[:2]])
-    assert "Digests of 6 steps: the same.\nMetrics" in capfd.readouterr().out
+    assert "Digests of 6 steps: identical.\nMetrics" in capfd.readouterr().out
     assert main(["diff", runs[0], runs[2]]) == 1
     assert "at step 2 (epoch 0), first in parameters/0.weight" in capfd.readouterr().err
     _, since, compared = rewind(tmp_path / "a", Stretch(7, 8), hooks=["variance"], hook_options=WINDOW)

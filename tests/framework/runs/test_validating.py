@@ -10,7 +10,7 @@ from loopscope import sinks, training_hooks
 from loopscope.checkpoints import DIGESTS
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.runs.validating import DivergedError
+from loopscope.runs.validation import DivergedError
 
 from tests.framework.checkpoints.killed_sessions import change_file
 from tests.framework.checkpoints.test_comparing import PLANTED, plant

@@ -32,7 +32,7 @@ from torch.futures import Future
 from ..errors import LoopscopeError, library_warnings_ignored
 from ..state import is_sharded
 from ..training import Ranks
-from .flat import RANK_TENSOR, Keys, Separated, allocate_for, map_tensors
+from .flat_state import RANK_TENSOR, Keys, Separated, allocate_for, map_tensors
 from .format import FRESH_STREAMS, RANK_FILE, Checkpoint, DamagedCheckpointError, PartialCheckpoint, load_plainly
 
 

@@ -26,7 +26,7 @@ from ..errors import LoopscopeError, UsageError, listed, notice, require
 from ..firing import HookManager
 from ..state import LoopState
 from .records import RunRecord, differences, read_outcome
-from .resuming import check_environment, refuse_another_run, refuse_other_data
+from .resume import check_environment, refuse_another_run, refuse_other_data
 from .run_folder import RunFolder
 from .strategy_run import StrategyRun
 
