@@ -245,6 +245,6 @@ def write() -> bool:
         for name in MODELS:
             treatments = {hook: treated(name, hook, Path(folder, name, hook)) for hook in TREATMENTS}
             reasons[name] = hook_reasons(trained(name, **EVERYTHING, out=Path(folder, name, "all")), treatments)
-    before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    existing_page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     PAGE.write_text(page(reasons), encoding="utf-8")
-    return page(reasons) != before
+    return page(reasons) != existing_page

@@ -48,9 +48,9 @@ def main() -> int:
     """Print every finding, and return 1 if there is any."""
     phrases, count = patterns(), 0
     for path in checked_files():
-        for found in sorted(findings(path.read_text(encoding="utf-8"), phrases)):
+        for item in sorted(findings(path.read_text(encoding="utf-8"), phrases)):
             count += 1
-            sys.stdout.write(f"{path.relative_to(ROOT)}:{found.line}: {found.phrase!r}: write {found.instead}\n")
+            sys.stdout.write(f"{path.relative_to(ROOT)}:{item.line}: {item.phrase!r}: write {item.instead}\n")
     return 1 if count else 0
 
 

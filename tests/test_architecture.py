@@ -132,7 +132,9 @@ def test_imports_point_down() -> None:
         ):
             continue
         if source_room in FOLDERS:
-            permitted = target_room in FOLDERS or ("" if target_room == "__init__" else target_room) in ALLOWED[source_room]
+            permitted = (
+                target_room in FOLDERS or ("" if target_room == "__init__" else target_room) in ALLOWED[source_room]
+            )
         else:
             permitted = target_room in ORDER and ORDER.index(target_room) < ORDER.index(source_room)
         if not permitted:
@@ -234,8 +236,8 @@ def test_every_exported_name_is_documented() -> None:
         assert interface.__doc__, module
         for name in getattr(interface, "__all__", ()):
             exported = getattr(interface, name)
-            ours = getattr(exported, "__module__", "").startswith("loopscope")
-            if callable(exported) and ours and not exported.__doc__:
+            is_own = getattr(exported, "__module__", "").startswith("loopscope")
+            if callable(exported) and is_own and not exported.__doc__:
                 undocumented.append(f"{module}.{name}")
     assert not undocumented
 

@@ -136,14 +136,14 @@ def test_page_begins_with_side_by_side_table():
 def test_remeasured_section_replaces_only_itself():
     """A new section is inserted in order, and results from another machine are refused."""
     row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
-    before = page({"Clipping": [row], "Sinks": [row], "Memory": [row]})
+    old_page = page({"Clipping": [row], "Sinks": [row], "Memory": [row]})
     now = {"Sinks": [Row("Sinking", "nothing", MICROSECONDS, Spread(3e-6, 1e-6, 5e-7))]}
     order = ["Clipping", "Displays", "Sinks", "Memory"]
-    assert renewed(before, now, order) == page({"Clipping": [row], **now, "Memory": [row]})
+    assert renewed(old_page, now, order) == page({"Clipping": [row], **now, "Memory": [row]})
     new = {"Displays": [row]}
-    assert renewed(before, new, order) == page({"Clipping": [row], **new, "Sinks": [row], "Memory": [row]})
+    assert renewed(old_page, new, order) == page({"Clipping": [row], **new, "Sinks": [row], "Memory": [row]})
     with pytest.raises(ValueError, match="another machine"):
-        renewed(before.replace("cores", "boxes"), now, order)
+        renewed(old_page.replace("cores", "boxes"), now, order)
 
 
 def test_gpu_rows_are_measurable_on_cpu():

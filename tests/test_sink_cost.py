@@ -30,9 +30,9 @@ def expected(load) -> list[float]:
 def test_the_sinks_write_every_number(load, sink, read, tmp_path):
     with ExitStack() as stack:
         emitted(load, sink(), tmp_path, stack)()
-    found = [number for record in read(tmp_path / f"only.{sink.name}") for number in numbers(record.metrics)]
-    assert sorted(found) == expected(load)
-    assert len(found) == load.scalars > 1000
+    written = [number for record in read(tmp_path / f"only.{sink.name}") for number in numbers(record.metrics)]
+    assert sorted(written) == expected(load)
+    assert len(written) == load.scalars > 1000
 
 
 @WRITTEN
@@ -63,8 +63,8 @@ def test_the_summary_writer_writes_every_number(load, tmp_path):
 
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
-    found = [event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)]
-    assert sorted(found) == expected(load)
+    written = [event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)]
+    assert sorted(written) == expected(load)
 
 
 def test_a_logger_whose_package_is_missing_is_named(monkeypatch, capsys):

@@ -23,7 +23,7 @@ def digests(effort: Effort) -> Iterator[Row]:
     words = [_words(tensor) for tensor in tensors]
     turns = Turns(
         [
-            lambda: [each.sum() for each in words],
+            lambda: [word.sum() for word in words],
             lambda: [torch.hash_tensor(tensor) for tensor in tensors],
             lambda: [sums(tensor) for tensor in tensors],
             lambda: state_digests(subject.state),
@@ -33,10 +33,10 @@ def digests(effort: Effort) -> Iterator[Row]:
     turns.forget()
     for _ in range(effort.times(40)):
         turns.round()
-    read, hashed, summed, whole = turns.seconds
+    read, hashed, summed, complete = turns.seconds
     size = sum(tensor.nbytes for tensor in tensors) / 1e6
     against = f"torch.sum of the same {size:.0f} MB as int64, {1e3 * Spread.of(read).median:.1f} ms"
-    yield Row("A digest of the state, plain values included", against, TIMES, ratio(whole, read), 1.5)
+    yield Row("A digest of the state, plain values included", against, TIMES, ratio(complete, read), 1.5)
     yield Row("The sums of its tensors alone", against, TIMES, ratio(summed, read))
     yield Row("torch.hash_tensor, which detects less", against, TIMES, ratio(hashed, read))
 

@@ -107,7 +107,9 @@ def speed(device: torch.device, effort: Effort) -> Iterator[Row]:
     trained = [epochs(subjects[0], (), device), epochs(subjects[1], observers(3), device)]
     seconds = in_turns([*trained, bare_epochs(subjects[2], device)], effort.times(20))
     count = len(subjects[0].task.loader)
-    for figure, each in zip(("our loop", "our loop with three observers", "a bare loop"), seconds, strict=True):
+    for figure, each in zip(
+        ("loopscope's loop", "loopscope's loop with three observers", "a bare loop"), seconds, strict=True
+    ):
         rates = [count / one for one in each]
         yield Row(f"Paper preset, {figure}", PREDECESSOR, PER_SECOND, Spread.of(rates, max(rates)))
 
@@ -168,7 +170,7 @@ class CopyToHost:
     def __init__(self, subject: Subject, device: torch.device) -> None:
         self._subject, self._device = subject, device
         pinned = device.type == "cuda"
-        self._buffers = [torch.empty_like(each, device="cpu", pin_memory=pinned) for each in subject.tensors]
+        self._buffers = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in subject.tensors]
 
     def prepare(self) -> None:
         """Collect the current tensors, untimed."""
@@ -190,7 +192,7 @@ def hooks_beside(device: torch.device, effort: Effort, name: str, mode: str | No
     count = len(alone.task.loader)
     step = median(without) / count
     cost = difference([one / count for one in with_hooks], [one / count for one in without])
-    yield Row(f"Three observers, {name}", f"a step of our loop, {step * 1e3:.3f} ms", MICROSECONDS, cost)
+    yield Row(f"Three observers, {name}", f"a step of loopscope's loop, {step * 1e3:.3f} ms", MICROSECONDS, cost)
 
 
 def compiled(subject: Subject, mode: str | None) -> Subject:

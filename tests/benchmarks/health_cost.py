@@ -70,8 +70,8 @@ def checked_every_other_step(effort: Effort) -> Iterator[Row]:
         cost = Spread.of([fire / step for fire in steps.fires[due]])
         yield Row(f"weight_updates, {mode}, every step", against, PERCENT, cost, bar)
         pairs = zip(steps.seconds[due], steps.seconds[idle], strict=False)
-        whole = Spread.of([(one - other) / step for one, other in pairs])
-        yield Row(f"Checked minus unchecked steps, {mode}", against, PERCENT, whole)
+        difference = Spread.of([(one - other) / step for one, other in pairs])
+        yield Row(f"Checked minus unchecked steps, {mode}", against, PERCENT, difference)
         if mode == "sampled":
             rest = (INTERVAL - 1) * median(steps.fires[idle])
             spread = Spread.of([(fire + rest) / INTERVAL / step for fire in steps.fires[due]])

@@ -134,8 +134,8 @@ def observers_at_the_end_of_epochs(effort: Effort) -> Iterator[Row]:
         manager.start_hooks(run)
         begin = clock()
         epoch_loop(task, manager)
-        whole = clock() - begin
-    epoch = (whole - sum(manager.seconds)) / epochs
+        epoch_seconds = clock() - begin
+    epoch = (epoch_seconds - sum(manager.seconds)) / epochs
     shares = [seconds / epoch for seconds in manager.seconds[2:]]
     against = f"an epoch of {epoch * 1e3:.0f} ms, quick preset"
     yield Row("Observers at POST_EPOCH, together", against, PERCENT, Spread.of(shares), 0.05)

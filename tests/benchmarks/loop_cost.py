@@ -113,8 +113,8 @@ class Alternating(Loader):
 
     def now(self) -> tuple[float, float]:
         """Return the seconds so far without the sweeps, and the seconds of the heavy work among them."""
-        apart = 0.0 if self._sweeps is None else self._sweeps.total
-        return clock() - apart, self._work.seconds
+        sweep_seconds = 0.0 if self._sweeps is None else self._sweeps.total
+        return clock() - sweep_seconds, self._work.seconds
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -57,13 +57,13 @@ def _in_a_process(kind: str, options: Mapping[str, Any]) -> Measured:
 def measure(kind: str, options: Mapping[str, Any]) -> Measured:
     """Train a few steps; return the process's peak memory, the bytes of new tensors, and the bytes of the state."""
     gc.collect()
-    before = tensor_bytes()
+    bytes_before = tensor_bytes()
     subject = mod_arithmetic(options)
     measurements: list[Measured] = []
 
     def look() -> None:
         state = sum(tensor.nbytes for tensor in subject.tensors)
-        measurements.append({"peak": peak_resident(), "tensors": tensor_bytes() - before, "state": state})
+        measurements.append({"peak": peak_resident(), "tensors": tensor_bytes() - bytes_before, "state": state})
 
     _train(subject, kind, look)
     return measurements[0]

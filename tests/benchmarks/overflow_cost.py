@@ -34,7 +34,7 @@ WARM_UP = 6
 def hypothetical_casts(effort: Effort) -> Iterator[Row]:
     """Compare the hook's time at every other step of a model of 10M parameters with the steps between."""
     subject = language_model() if effort.share > 0 else language_model(**SMALL)
-    size = f"{sum(each.numel() for each in subject.task.model.parameters()) / 1e6:.0f}M parameters"
+    size = f"{sum(parameter.numel() for parameter in subject.task.model.parameters()) / 1e6:.0f}M parameters"
     for label, options in {
         "all gradients, e2m1 under tensor, nvfp4 and mx_floor": {"of": "gradients"},
         "all gradients, e4m3 and e5m2 under current": {"formats": "e4m3,e5m2", "rules": "current", "of": "gradients"},
@@ -45,7 +45,7 @@ def hypothetical_casts(effort: Effort) -> Iterator[Row]:
         )
         step = median(totals[1::2])
         against = f"{INTERVAL} steps without it, {step * 1e3:.0f} ms each, {size}"
-        cost = Spread.of([each / step / INTERVAL for each in hook_seconds[::2]])
+        cost = Spread.of([seconds / step / INTERVAL for seconds in hook_seconds[::2]])
         yield Row(
             f"Hypothetical casts of {label}, every {INTERVAL} steps", against, PERCENT, cost, BARS.get(label, 0.01)
         )
@@ -69,8 +69,14 @@ def _counting(effort: Effort) -> Iterator[Row]:
         step = median(totals[1::2])
         against = f"a step without it, lowbit_lm {strategy}, quick preset, {step * 1e3:.0f} ms"
         extra = [(due - idle) / step for due, idle in zip(totals[::2], totals[1::2], strict=True)]
-        each = Spread.of([share / COUNT_INTERVAL for share in extra])
-        yield Row(f"Counting one step in {COUNT_INTERVAL}, as lowbit_lm does, {strategy}", against, PERCENT, each, 0.05)
+        every_fourth = Spread.of([share / COUNT_INTERVAL for share in extra])
+        yield Row(
+            f"Counting one step in {COUNT_INTERVAL}, as lowbit_lm does, {strategy}",
+            against,
+            PERCENT,
+            every_fourth,
+            0.05,
+        )
         yield Row(f"Counting every step, {strategy}", against, PERCENT, Spread.of(extra))
         yield Row(
             f"Of that, summing and reporting, {strategy}",

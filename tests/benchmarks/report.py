@@ -73,7 +73,8 @@ METHOD = """
 - *Groups, counterfactuals.* Whole runs of the experiment's strategy `stride` as `loopscope run` makes them, including
   evaluations but without console and metric files; the reference solution is that of one epoch. Groups: CPU time of the
   loop in processes that pause and continue in turn, half a second each, so that a slow minute of the machine affects
-  all of them. Counterfactuals: whole runs in turn, wall-clock time. The bar for `full` is the cost of the hooks' passes through the model, which `summary.json` counts in samples, at the speed of the steps of six bare runs that alternate
+  all of them. Counterfactuals: whole runs in turn, wall-clock time. The bar for `full` is the cost of the hooks' passes
+  through the model, which `summary.json` counts in samples, at the speed of the steps of six bare runs that alternate
   with it; a Hessian-vector product counts as three forward-backward passes (two, if the graph of the gradient already
   existed), a forward pass as a third of one.
 - *Sinks.* `emit` under four loads, each emit written to the operating system before it returns, as the sinks guarantee

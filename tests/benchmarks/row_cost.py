@@ -43,10 +43,12 @@ def recorded_rows(effort: Effort) -> Iterator[Row]:
             row_indices = [*loader.row_indices(0)]
             for epoch in range(effort.times(100) * EVERY // count + 2):
                 steps.numbers.know(epoch, 0, row_indices)
-        shares = [each / EVERY / step for each in _seconds(partial(steps.digest, manager), effort.times(100))]
+        shares = [seconds / EVERY / step for seconds in _seconds(partial(steps.digest, manager), effort.times(100))]
         yield Row(f"Digests of rows every {EVERY} steps: {name}", against, PERCENT, Spread.of(shares), 0.001)
     with TemporaryDirectory() as folder:
-        shares = [each / count / step for each in _seconds(lambda: _written(Path(folder), manager), effort.times(40))]
+        shares = [
+            seconds / count / step for seconds in _seconds(lambda: _written(Path(folder), manager), effort.times(40))
+        ]
         yield Row("The row file of a custom sampler", against, PERCENT, Spread.of(shares), 0.001)
 
 
@@ -67,15 +69,17 @@ def bytes_of_rows(effort: Effort) -> Iterator[Row]:
     """Measure the bytes on disk for each training row."""
     subject = mod_arithmetic(effort.quick)
     entry = rows_entry(subject.manager(), RowNumbers(subject.task.loader), 0, EVERY)
-    each = len(json.dumps({**entry, "since": EVERY})) / EVERY / subject.batch_size
-    yield Row("Bytes per row, order from a function", f"digests every {EVERY} steps", PER_ROW, Spread.of([each]), 1)
+    bytes_per_row = len(json.dumps({**entry, "since": EVERY})) / EVERY / subject.batch_size
+    yield Row(
+        "Bytes per row, order from a function", f"digests every {EVERY} steps", PER_ROW, Spread.of([bytes_per_row]), 1
+    )
     dataset = TensorDataset(torch.arange(PAPER_ROWS))
     sampler = WeightedRandomSampler(torch.ones(PAPER_ROWS).tolist(), PAPER_ROWS)
     subject.task.loader = TorchLoader(DataLoader(dataset, 256, sampler=sampler), 1)
     with TemporaryDirectory() as folder:
         _written(Path(folder), subject.manager())
-        each = (Path(folder) / ROWS).stat().st_size / PAPER_ROWS
-    yield Row("Bytes per row, custom sampler", f"{PAPER_ROWS:,} rows an epoch", PER_ROW, Spread.of([each]), 4)
+        bytes_per_row = (Path(folder) / ROWS).stat().st_size / PAPER_ROWS
+    yield Row("Bytes per row, custom sampler", f"{PAPER_ROWS:,} rows an epoch", PER_ROW, Spread.of([bytes_per_row]), 4)
 
 
 def known_data(effort: Effort) -> Iterator[Row]:
@@ -83,7 +87,7 @@ def known_data(effort: Effort) -> Iterator[Row]:
     pairs = torch.randint(9973, (PAPER_ROWS, 2))
     loader = TensorLoader((pairs, pairs.sum(1)), 256, random_order(PAPER_ROWS, 1))
     seconds = _seconds(lambda: fingerprint(loader, lambda: None), effort.times(40))
-    size = sum(each.nbytes for each in loader.source_of_rows().arrays) / 1e6
+    size = sum(array.nbytes for array in loader.source_of_rows().arrays) / 1e6
     against = f"the paper preset's {size:.1f} MB"
     yield Row("A digest of the data, at the start of a run", against, MILLISECONDS, Spread.of(seconds), 0.01)
 

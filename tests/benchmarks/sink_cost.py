@@ -90,7 +90,7 @@ def file_sinks(effort: Effort) -> Iterator[Row]:
         seconds = measured(load, loggers, effort.times(25))
         for sink in (JSONLSink, CSVSink):
             ours = seconds[sink.name]
-            rates = [load.scalars / each for each in ours]
+            rates = [load.scalars / block_seconds for block_seconds in ours]
             figure = f"{sink.name}: {load.title}"
             spread = Spread.of(rates, max(rates))
             yield Row(figure, "scalars a second", PER_SECOND, spread, floor=SCALARS_PER_SECOND)

@@ -262,9 +262,9 @@ class WatchingManager(HookManager):
         if not self.hooks.listeners.at[point]:
             super().fire(point)
             return
-        before = self.state.digest()
+        digest_before = self.state.digest()
         super().fire(point)
-        self.changes.setdefault(point, set()).update(differences(before, self.state.digest()))
+        self.changes.setdefault(point, set()).update(differences(digest_before, self.state.digest()))
 
 
 @every_length

@@ -108,10 +108,10 @@ def test_commits_of_other_hooks_survive_a_raise(case):
     """The result equals that of a run with the other committing hook alone."""
     halving = at(ActingHook, HookPoint.POST_BACKWARD, mutates=False, commits=CommittingHook.commits, name="halving")
     halve = lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5)
-    alone = train(case, [halving(halve)])
+    halving_run = train(case, [halving(halve)])
     with pytest.warns(UserWarning, match="after committing"):
         run = train(case, [CommittingHook(commit_and_raise), halving(halve)], on_error="skip")
-    assert run.digests == alone.digests
+    assert run.digests == halving_run.digests
     assert run.digests != bare_run(case)[0]
 
 

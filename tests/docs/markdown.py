@@ -29,7 +29,7 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """Return the code blocks of a page, in order."""
-    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    matches = FENCE.finditer(page.read_text(encoding="utf-8"))
     return [
         Block(
             match["language"],
@@ -37,7 +37,7 @@ def blocks(page: Path) -> list[Block]:
             match["file"] if match["use"] == "file" else None,
             match["file"] if match["use"] == "shown" else None,
         )
-        for match in found
+        for match in matches
     ]
 
 

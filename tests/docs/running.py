@@ -40,11 +40,11 @@ LANGUAGES = {"python", "console", "yaml", "toml", "json", "text"}
 @contextmanager
 def restored_registries() -> Iterator[None]:
     """Unregister the registrations of the body."""
-    before = [registry.names() for registry in REGISTRIES]
+    names_before = [registry.names() for registry in REGISTRIES]
     try:
         yield
     finally:
-        for registry, names in zip(REGISTRIES, before, strict=True):
+        for registry, names in zip(REGISTRIES, names_before, strict=True):
             for name in set(registry.names()) - set(names):
                 registry.unregister(name)
 
@@ -89,11 +89,11 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def run_pytest(*words: str) -> int:
     """Run pytest on files of the current folder, in this process, because another would import torch again."""
-    before = {*sys.modules}
+    modules_before = {*sys.modules}
     settings = ["-q", "-p", "no:cacheprovider", "--rootdir", ".", "-c", str(ROOT / "pyproject.toml")]
     with restored_registries():
         status = pytest.main([*settings, *words])
-    for name in {*sys.modules} - before:
+    for name in {*sys.modules} - modules_before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(Path.cwd())):
             del sys.modules[name]
     return int(status)

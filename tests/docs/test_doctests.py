@@ -10,10 +10,10 @@ import pytest
 PACKAGES = ("loopscope", "loopscope.training_hooks", "loopscope.sinks", "loopscope.experiments")
 MODULES = sorted(
     {
-        found.name
+        module.name
         for package in PACKAGES
-        for found in walk_packages(import_module(package).__path__, f"{package}.")
-        if not found.name.endswith("__main__")
+        for module in walk_packages(import_module(package).__path__, f"{package}.")
+        if not module.name.endswith("__main__")
     }
 )
 

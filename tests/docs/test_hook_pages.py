@@ -39,8 +39,8 @@ def missing(hook: type[TrainingHook]) -> list[str]:
 
 
 def test_pages_are_those_that_make_docs_writes() -> None:
-    there = {path.name: path.read_text(encoding="utf-8") for path in generate.FOLDER.glob("*.md")}
-    assert there == generate.pages(), "docs/hooks/ is stale: run make docs"
+    written = {path.name: path.read_text(encoding="utf-8") for path in generate.FOLDER.glob("*.md")}
+    assert written == generate.pages(), "docs/hooks/ is stale: run make docs"
 
 
 @SHIPPED

@@ -43,11 +43,11 @@ def table_of(loop: str) -> dict[str, dict[str, str]]:
 
 def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, bool]]]:
     """Run a loop and return the fields that were set at each call."""
-    found: list[tuple[HookPoint, int, dict[str, bool]]] = []
+    set_fields: list[tuple[HookPoint, int, dict[str, bool]]] = []
 
     def probe(ctx: Any) -> None:
         values = {name: getattr(ctx, name) for name in FIELDS}
-        found.append((ctx.hook_point, ctx.step, {name: is_set(value) for name, value in values.items()}))
+        set_fields.append((ctx.hook_point, ctx.step, {name: is_set(value) for name, value in values.items()}))
 
     needs = dict.fromkeys(("needs_grads", "needs_step_series", "needs_prev_step_grads", "needs_target_grad"), wanted)
     spy = at(SpyHook, *HookPoint, **needs)(probe)
@@ -55,7 +55,7 @@ def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, boo
     reference = weight if wanted else None
     options = {"target_grad": lambda model: weight, "reference_weights": reference, **OPTIONS[loop]}
     train(Case(loop=loop), [spy], steps=STEPS, **options)
-    return found
+    return set_fields
 
 
 def is_set(value: Any) -> bool:
@@ -75,9 +75,9 @@ def test_loop_fields_match_documented_table(loop: str, wanted: bool) -> None:
     fires = seen(loop, wanted=wanted)
     assert {point for point, _, _ in fires} == POINTS_OF_LOOP[loop]
     for point, step, fields in fires:
-        for field, is_there in fields.items():
+        for field, is_present in fields.items():
             condition = table[field][point.name]
-            assert is_there == CONDITIONS[condition](loop, wanted, step), f"{field} at {point.name} of step {step}"
+            assert is_present == CONDITIONS[condition](loop, wanted, step), f"{field} at {point.name} of step {step}"
 
 
 def test_field_error_points_match_documented_table() -> None:

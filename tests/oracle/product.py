@@ -150,7 +150,7 @@ def quantize(model: nn.Module, recipe: str, seed: int, **metis: Any) -> None:
 
     from loopscope.lowbit import MetisOptions, find_recipe, quantize_model
 
-    found = find_recipe(recipe)
+    chosen_recipe = find_recipe(recipe)
     if metis:
-        found = replace(found, metis=MetisOptions(**metis))
-    quantize_model(model, found, exclude=["decoder"], seed=seed)
+        chosen_recipe = replace(chosen_recipe, metis=MetisOptions(**metis))
+    quantize_model(model, chosen_recipe, exclude=["decoder"], seed=seed)

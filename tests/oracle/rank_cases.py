@@ -32,9 +32,13 @@ def record_all() -> dict[str, Case]:
         files = [Path(folder) / f"rank_{rank}.json" for rank in range(COUNT)]
         ranks = []
         for rank, file in enumerate(files):
-            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             words = [sys.executable, "-m", "tests.oracle.rank_cases", str(file)]
-            ranks.append(subprocess.Popen(words, env=os.environ | shared | mine, stdout=subprocess.DEVNULL, cwd=folder))
+            ranks.append(
+                subprocess.Popen(
+                    words, env=os.environ | shared | rank_environment, stdout=subprocess.DEVNULL, cwd=folder
+                )
+            )
         if any([rank.wait(TIMEOUT) for rank in ranks]):
             raise RuntimeError("A rank failed; its error is above.")
         first, *others = (json.loads(file.read_text()) for file in files)

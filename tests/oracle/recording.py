@@ -27,7 +27,7 @@ REFUSED = "refused"
 @contextmanager
 def isolated_case() -> Iterator[None]:
     """Run a case in an empty folder, with seeded generators and one thread, independent of earlier cases."""
-    before = Path.cwd()
+    original_folder = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         os.chdir(folder)
@@ -39,7 +39,7 @@ def isolated_case() -> Iterator[None]:
         try:
             yield
         finally:
-            os.chdir(before)
+            os.chdir(original_folder)
 
 
 def written_config(options: dict[str, Any]) -> str:

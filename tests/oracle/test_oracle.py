@@ -203,9 +203,9 @@ def test_updates_drop_digests_of_other_environments(tree, recorded):
     assert oracle.update(tree, ["hooks"]) == 0
     assert {file.parent.name for file in (tree / storage.FOLDER).glob("*/*.json")} == {"here"}
     assert oracle.compared(tree, ["hooks"]) == 0
-    before = storage.Storage(tree).reference()
+    reference = storage.Storage(tree).reference()
     assert oracle.update(tree, ["hooks"]) == 0
-    assert storage.Storage(tree).reference() == before
+    assert storage.Storage(tree).reference() == reference
 
 
 @pytest.mark.process

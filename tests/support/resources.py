@@ -78,11 +78,11 @@ class ResourceGuard:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Exclude the processor time of the body from the test's."""
-        started, before = time.process_time(), self._uncounted
+        started, previous = time.process_time(), self._uncounted
         try:
             yield
         finally:
-            self._uncounted = before + time.process_time() - started
+            self._uncounted = previous + time.process_time() - started
 
     def _require(self, resource: str, action: str) -> None:
         """Fail a test that uses a resource without the marker for it."""

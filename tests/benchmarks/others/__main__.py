@@ -11,5 +11,5 @@ from tests.benchmarks.rows import Effort
 
 title, share, what = sys.argv[1:]
 torch.set_num_threads(1)
-framework, effort = next(each for each in FRAMEWORKS if each.title == title), Effort(float(share))
+framework, effort = next(candidate for candidate in FRAMEWORKS if candidate.title == title), Effort(float(share))
 sys.stdout.write(written(side(framework, effort)) if what == "side" else written_rows(extras_of(framework, effort)))

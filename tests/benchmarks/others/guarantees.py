@@ -40,11 +40,11 @@ def what_a_draw_does(framework: Framework) -> str:
 
 def what_a_write_does(framework: Framework) -> str:
     """Return whether a callback that writes to the weights after every step is caught, undone or not noticed."""
-    said = {UNCHANGED: "undone", CHANGED: "not noticed", CAUGHT: CAUGHT, NAMED: NAMED}
-    found = said[_verdict(framework.train, writes)]
+    verdicts = {UNCHANGED: "undone", CHANGED: "not noticed", CAUGHT: CAUGHT, NAMED: NAMED}
+    found = verdicts[_verdict(framework.train, writes)]
     if framework.file != "with_loopscope":
         return found
-    return f"{found}; of an intervention: {said[_verdict(train_with_interventions, writes)]}"
+    return f"{found}; of an intervention: {verdicts[_verdict(train_with_interventions, writes)]}"
 
 
 def _verdict(train: Train, callback: Callback) -> str:

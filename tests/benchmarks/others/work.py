@@ -142,7 +142,9 @@ def norm(seen: Seen) -> Mapping[str, float]:
 
 def norm_of_each(seen: Seen) -> Mapping[str, float]:
     """Return the norm of every gradient."""
-    gradients = {name: each.grad for name, each in seen.model.named_parameters() if each.grad is not None}
+    gradients = {
+        name: parameter.grad for name, parameter in seen.model.named_parameters() if parameter.grad is not None
+    }
     norms = torch.stack(torch._foreach_norm(list(gradients.values())))
     return {f"norm/{name}": value for name, value in zip(gradients, norms.tolist(), strict=True)}
 
