@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope.checkpoints import Checkpoint, CheckpointWriter, open_checkpoint
-from loopscope.checkpoints.content import load_checkpoint, refusals, save_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, storage_errors, save_checkpoint
 from loopscope.checkpoints.flat_state import flatten_state, state_for_rank
 from loopscope.checkpoints.format import load_plainly
 from loopscope.cli import diff
@@ -156,8 +156,8 @@ def test_a_flat_state_is_read() -> None:
 
 @pytest.mark.usefixtures("noisy_files")
 def test_values_that_torch_reads_safely_are_storable() -> None:
-    assert refusals({"size": torch.Size([2]), "dtype": torch.float32}) == []
-    (sentence,) = refusals({"object": object()})
+    assert storage_errors({"size": torch.Size([2]), "dtype": torch.float32}) == []
+    (sentence,) = storage_errors({"object": object()})
     assert sentence.startswith("object is a builtins.object")
 
 

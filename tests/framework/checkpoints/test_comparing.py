@@ -81,8 +81,8 @@ def plant(run: Path, step: int, change: Callable[[Content], None]) -> None:
 
 def test_equal_runs_are_the_same(pair, capfd) -> None:
     status, said = diff(capfd, *pair)
-    assert (status, said.splitlines()[-1]) == (0, "The runs are the same.")
-    assert all(part in said for part in ("Metrics in JSONL: the same.", "Final weights: the same.", "Checkpoints of"))
+    assert (status, said.splitlines()[-1]) == (0, "The runs are identical.")
+    assert all(part in said for part in ("Metrics in JSONL: identical.", "Final weights: identical.", "Checkpoints of"))
 
 
 @pytest.mark.parametrize("change", PLANTED)
@@ -96,7 +96,7 @@ def test_planted_difference_is_found_at_first_step(change, pair, capfd) -> None:
         plant(pair[1], first, change)
     status, said = diff(capfd, *pair)
     assert status == 1
-    assert f"The runs part at step {first} (epoch {first // 3}), first in {PLANTED[change]}." in said
+    assert f"The runs differ at step {first} (epoch {first // 3}), first in {PLANTED[change]}." in said
 
 
 def test_one_changed_bit_or_type_is_detected(finished: Path) -> None:
@@ -132,7 +132,7 @@ def test_runs_differing_only_in_hooks_are_equal(pair, tmp_path: Path, capfd) -> 
     hooks = ["consecutive", "batch_dynamics", "training_diagnostics"]
     session(tmp_path / "c", strategies=["plain"], hooks=hooks, epochs=3, save_checkpoints=1, sinks=False).run()
     status, said = diff(capfd, pair[0], tmp_path / "c/small/plain")
-    assert (status, said.splitlines()[-1]) == (0, "The runs are the same.")
+    assert (status, said.splitlines()[-1]) == (0, "The runs are identical.")
     assert "hooks: norms: {} / None" in said
     assert "hooks: batch_dynamics: None / {" in said
 
@@ -146,7 +146,7 @@ def test_differing_metric_is_named_with_its_step(pair, capfd) -> None:
     (pair[1] / "plain.jsonl").write_text("\n".join(lines) + "\n")
     status, said = diff(capfd, *pair)
     assert status == 1
-    assert f"The runs part by step {row['step']}, in the metric norms/total_weight_norm." in said
+    assert f"The runs differ by step {row['step']}, in the metric norms/total_weight_norm." in said
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_final_weights_that_differ_are_named(pair, capfd) -> None:
     weights["4.bias"].view(torch.int32)[1] ^= 1
     torch.save(weights, pair[1] / "plain_final.pt")
     status, said = diff(capfd, *pair)
-    assert (status, "The runs part by the final weights, first in 4.bias." in said) == (1, True)
+    assert (status, "The runs differ by the final weights, first in 4.bias." in said) == (1, True)
 
 
 def test_runs_without_common_content_are_refused(pair, capfd) -> None:

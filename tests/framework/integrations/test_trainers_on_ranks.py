@@ -74,7 +74,7 @@ def hugging_face_replicas() -> Any:
 
 def trainer_resumes(out: Path, **options: Any) -> bool:
     """Return whether a resumed Trainer ends with the bytes and numbers of an uninterrupted one."""
-    from loopscope.checkpoints import differing, open_checkpoint, read_content
+    from loopscope.checkpoints import differing_entries, open_checkpoint, read_content
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -89,7 +89,7 @@ def trainer_resumes(out: Path, **options: Any) -> bool:
     texts = [(out / name / "hooks/run/run.jsonl").read_text() for name in ("whole", "parts")]
     stored = [out / name / "checkpoint-6/loopscope/step_000000006" for name in ("whole", "parts")]
     states = [read_content(open_checkpoint(folder)) for folder in stored]
-    return whole == parts and texts[0] == texts[1] and not differing(*states)
+    return whole == parts and texts[0] == texts[1] and not differing_entries(*states)
 
 
 def ended(folder: Path, *callbacks: Any, checkpoint: str = "", **options: Any) -> list[list[int]]:

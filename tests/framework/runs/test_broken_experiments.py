@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     # The class
     "no name": (NAME, "", ["needs a name", "name = 'my_experiment'"]),
     "a number as a name": (NAME, "    name = 3\n", ["it has 3", "letters, digits and underscores"]),
-    "a name with a space": (NAME, '    name = "takes a kind and a name"\n', ["'two words'", "underscores"]),
+    "a name with a space": (NAME, '    name = "two words"\n', ["'two words'", "underscores"]),
     "a name with a dash": (NAME, '    name = "two-words"\n', ["it has 'two-words'"]),
     "a taken name": (NAME, '    name = "mod_arithmetic"\n', ["Two experiments", "ModArithmeticRunner", "rename one"]),
     "no strategies": (f"    strategies = {STRATEGIES}\n", "", ["strategies = None", "a list", "('one', 'two')"]),
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "an option that is a sink's": (
         OPTION,
         f"{OPTION}    hook_csv: bool = True\n",
-        ["loopscope run broken has an option --hook-csv already", "rename"],
+        ["loopscope run broken already has an option --hook-csv", "rename"],
     ),
     "an option that is a command's": (OPTION, f"{OPTION}    strategy: str = 'x'\n", ["strategy", "rename"]),
     "an option that is a method": (OPTION, f"{OPTION}    above: float = 0.0\n", ["'above'", "rename"]),
@@ -359,7 +359,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         f"{OPTION}    x: int = field(default=1, init=False)\n",
         ["the field 'x'", "make it a property"],
     ),
-    "an option that is the help": (OPTION, f"{OPTION}    help: int = 1\n", ["has an option --help already", "'help'"]),
+    "an option that is the help": (OPTION, f"{OPTION}    help: int = 1\n", ["already has an option --help", "'help'"]),
     "an option of an unsupported type": (
         OPTION,
         f"{OPTION}    size: torch.Size = torch.Size([1])\n",
@@ -463,7 +463,7 @@ def told(text: str, folder: Path, monkeypatch: Any, capfd: Any) -> str:
     try:
         status = main(words, packages=["broken_module"])
     finally:
-        for name in ("broken", "takes a kind and a name"):
+        for name in ("broken", "two words"):
             ExperimentRegistry.unregister(name)
     output, errors = capfd.readouterr()
     assert (status, output, errors.count("\n")) == (2, "", 1), errors

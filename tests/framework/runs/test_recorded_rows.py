@@ -275,7 +275,7 @@ def test_rewind_shows_rows_behind_a_step(tmp_path, capfd):
     index, losses, norms = (record[f"batch_rows/{name}"]["values"] for name in ("index", "loss", "gradient_norm"))
     told = {0: "describe_row({}) failed: LookupError: no such row", 1: "a tensor of shape (2, 2)", 2: "('row', {})"}
     for at in (1, 2):
-        assert f"Step {at + 1}: the rows with the largest losses of {len(losses[at])}\n" in shown
+        assert f"Step {at + 1}: the largest losses of {len(losses[at])} rows\n" in shown
         assert index[at] == rows_of_step(run, session(tmp_path, Rewound).runner.build_loader("plain"), at + 1).tolist()
         assert record["batch_rows/largest_loss_share"]["values"][at] == pytest.approx(max(losses[at]) / sum(losses[at]))
         for loss, row in sorted(zip(losses[at], index[at], strict=True), reverse=True)[:3]:
