@@ -22,7 +22,7 @@ from tests.benchmarks.timing import Spread, Turns, difference, in_slices, ratio
 from tests.support.processes import own_process
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
-DEAR = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
+SLOW_BENCHMARKS = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
 """Benchmarks that together take three minutes and whose code other tests also run."""
 WITHOUT_BARS = ("each", "others")
 LOOK = Effort(share=0.0, quick=TINY, paper=TINY)
@@ -35,7 +35,7 @@ def weights(subject: Subject) -> list[torch.Tensor]:
 def marks(name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of a benchmark's test."""
     on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-    return [pytest.mark.slow] * (name in DEAR) + on_gpu * (name == "gpu")
+    return [pytest.mark.slow] * (name in SLOW_BENCHMARKS) + on_gpu * (name == "gpu")
 
 
 @pytest.mark.process
@@ -114,11 +114,11 @@ def test_neighbours_are_compared_block_by_block():
 
 def test_row_passes_up_to_its_limit():
     """The page and the list of misses show the result."""
-    row = Row("A fire", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7), 2e-6)
-    rows = {"Fires": [row, replace(row, figure="Another", bar=1e-6), replace(row, figure="A third", bar=None)]}
-    assert [each.result for each in rows["Fires"]] == ["pass", "miss", ""]
+    row = Row("A call", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7), 2e-6)
+    rows = {"Calls": [row, replace(row, figure="Another", bar=1e-6), replace(row, figure="A third", bar=None)]}
+    assert [each.result for each in rows["Calls"]] == ["pass", "miss", ""]
     assert misses(rows) == "1 of 2 bars met; missed: Another"
-    assert "| A fire  | nothing |   2.0 µs | 1.0 µs | 0.5 µs | ≤ 2.0 µs | pass   |" in page(rows)
+    assert "| A call  | nothing |   2.0 µs | 1.0 µs | 0.5 µs | ≤ 2.0 µs | pass   |" in page(rows)
 
 
 @pytest.mark.parametrize(("rate", "result"), [(3.0, "pass"), (2.0, "pass"), (1.0, "miss")])

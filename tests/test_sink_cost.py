@@ -68,6 +68,6 @@ def test_the_summary_writer_writes_every_number(load, tmp_path):
 
 
 def test_a_logger_whose_package_is_missing_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(LOGGERS, "CSVLogger", ("a_package_that_nobody_has", csv_logger))
+    monkeypatch.setitem(LOGGERS, "CSVLogger", ("a_missing_package", csv_logger))
     assert "CSVLogger" not in dict(installed())
     assert "No row against CSVLogger" in capsys.readouterr().err

@@ -31,9 +31,12 @@ def checkpoints(effort: Effort) -> Iterator[Row]:
     size = sum(tensor.nbytes for tensor in subject.tensors) / 1e6
     against = f"a copy of the same {size:.0f} MB, {1e3 * Spread.of(measured.copied).median:.1f} ms"
     yield Row("Loop blocked by a checkpoint", against, TIMES, ratio(measured.blocked, measured.copied), 1.5)
-    interval = INTERVAL / WINDOW * Spread.of(measured.alone).median
+    interval = INTERVAL / WINDOW * Spread.of(measured.without_checkpoint).median
     against = f"{INTERVAL} steps, {interval:.1f} s, wall clock"
-    slower = [(one - other) / interval for one, other in zip(measured.beside, measured.alone, strict=True)]
+    slower = [
+        (one - other) / interval
+        for one, other in zip(measured.with_checkpoint, measured.without_checkpoint, strict=True)
+    ]
     yield Row(f"A checkpoint every {INTERVAL} steps", against, PERCENT, Spread.of(slower), 0.01)
     both = [seconds / interval for seconds in measured.both]
     label = f"A checkpoint every {INTERVAL} steps, CPU time of both threads"
@@ -46,8 +49,8 @@ class Measured:
     def __init__(self, subject: Subject) -> None:
         self.blocked: list[float] = []
         self.copied: list[float] = []
-        self.beside: list[float] = []
-        self.alone: list[float] = []
+        self.with_checkpoint: list[float] = []
+        self.without_checkpoint: list[float] = []
         self.both: list[float] = []
         self._subject = subject
         self._buffers: list[Tensor] = []
@@ -66,8 +69,8 @@ class Measured:
             subject.train((rounds + 2) * 2 * WINDOW, self._after_step)
             self._writer.finish()
             ranks.join()
-        count = min(map(len, (self.beside, self.alone, self.copied)))
-        for values in (self.blocked, self.copied, self.beside, self.alone, self.both):
+        count = min(map(len, (self.with_checkpoint, self.without_checkpoint, self.copied)))
+        for values in (self.blocked, self.copied, self.with_checkpoint, self.without_checkpoint, self.both):
             values[:] = values[2:count]
 
     def _after_step(self) -> None:
@@ -76,14 +79,14 @@ class Measured:
             return
         seconds = time.perf_counter() - self._begin
         if self._steps // WINDOW % 2:
-            self.alone.append(seconds)
+            self.without_checkpoint.append(seconds)
             self.copied.append(_copy(self._subject, self._buffers))
             self._begin = time.perf_counter()
             own = time.thread_time()
             self._checkpointing.take(wait=False)
             self.blocked.append(time.thread_time() - own)
         else:
-            self.beside.append(seconds)
+            self.with_checkpoint.append(seconds)
             self._writer.wait()
             self.both.append(self._take_alone())
             self._begin = time.perf_counter()

@@ -14,7 +14,7 @@ WARM_CALLS = 20
 POINT = HookPoint.POST_STEP
 
 
-def empty_fire(effort: Effort) -> Iterator[Row]:
+def empty_dispatch(effort: Effort) -> Iterator[Row]:
     """Measure a call of ``fire`` at a point without listeners."""
     manager = mod_arithmetic(effort.quick).manager(observers(1))
     turns = Turns([partial(manager.fire, HookPoint.PRE_STEP)], calls=effort.times(2000))
@@ -23,7 +23,7 @@ def empty_fire(effort: Effort) -> Iterator[Row]:
     yield Row("Empty dispatch", "nothing", MICROSECONDS, Spread.of(turns.seconds[0]), 1e-6)
 
 
-def observers_in_a_fire(effort: Effort) -> Iterator[Row]:
+def observers_per_dispatch(effort: Effort) -> Iterator[Row]:
     """Measure one and ten observers, against calling them."""
     subject = mod_arithmetic(effort.quick)
     for count, label, bar in ((1, "One observer", 100e-6), (10, "Ten observers", 450e-6)):

@@ -45,7 +45,7 @@ def on_device(device: torch.device, effort: Effort, modes: Mapping[str, str | No
     yield from guardian(device, effort)
     yield from checkpoint(device, effort)
     for name, mode in modes.items():
-        yield from hooks_beside(device, effort, name, mode)
+        yield from hooks_with_compilation(device, effort, name, mode)
 
 
 def paper(device: torch.device, effort: Effort) -> Subject:
@@ -182,7 +182,7 @@ class CopyToHost:
         settled(self._device)
 
 
-def hooks_beside(device: torch.device, effort: Effort, name: str, mode: str | None) -> Iterator[Row]:
+def hooks_with_compilation(device: torch.device, effort: Effort, name: str, mode: str | None) -> Iterator[Row]:
     """Measure the cost of three observers in a step whose model runs eagerly or compiled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RunNotice)

@@ -40,7 +40,7 @@ Summary = Mapping[str, Any]
 PRODUCT_IN_PASSES = 3
 """Forward-backward passes equivalent to a Hessian-vector product: a gradient, and its gradient."""
 FORWARD_IN_PASSES = 1 / 3
-BESIDE = 6
+PARALLEL_RUNS = 6
 """Number of consecutive bare runs that are compared with a run with all hooks, which takes about as long."""
 
 
@@ -178,7 +178,7 @@ def several(function: Callable[..., Summary], count: int, *arguments: Any, **opt
 def full_group(effort: Effort) -> Iterator[Row]:
     """Compare a run with all hooks with the cost of its passes at the speed of simultaneous bare runs."""
     epochs = effort.times(60)
-    kinds: list[tuple[int, dict[str, Any]]] = [(BESIDE, {}), (1, {"with_hooks": "full"})]
+    kinds: list[tuple[int, dict[str, Any]]] = [(PARALLEL_RUNS, {}), (1, {"with_hooks": "full"})]
     runs = [partial(several, partial(cpu_time, train, effort, epochs, **options), count) for count, options in kinds]
     bare, (full,) = in_slices(runs)
     rate = sum(map(seconds, bare)) / sum(summary["steps"] for summary in bare)

@@ -31,13 +31,13 @@ def agreements_and_copies(effort: Effort) -> Iterator[Row]:
     size = measured[0]["copies"][2]
     against = f"plain copies of a shard, {RANKS} processes, {size:.1f} MB, {1e3 * Spread.of(plain).median:.2f} ms"
     yield Row("Guardian save + restore, FSDP2", against, TIMES, ratio(ours, plain), 1.1)
-    blocked, copied, beside, alone = (
+    blocked, copied, with_checkpoint, without_checkpoint = (
         [*chain.from_iterable(each["checkpoints"][index] for each in measured)] for index in range(4)
     )
     against = f"a copy of a shard, {RANKS} processes, {1e3 * Spread.of(copied).median:.1f} ms"
     yield Row("Loop blocked by a checkpoint, FSDP2", against, TIMES, ratio(blocked, copied), 1.2)
-    interval = INTERVAL / WINDOW * Spread.of(alone).median
-    slower = [(one - other) / interval for one, other in zip(beside, alone, strict=True)]
+    interval = INTERVAL / WINDOW * Spread.of(without_checkpoint).median
+    slower = [(one - other) / interval for one, other in zip(with_checkpoint, without_checkpoint, strict=True)]
     against = f"{INTERVAL} steps, {RANKS} processes on the cores of this machine, {interval:.1f} s, wall clock"
     yield Row(f"A checkpoint every {INTERVAL} steps, FSDP2", against, PERCENT, Spread.of(slower), 0.01)
 
@@ -46,7 +46,7 @@ def _measured(effort: Effort) -> dict[str, Any]:
     found = Measured(large_shards(effort))
     agreements, copies = _agreements(effort.times(60)), on_a_shard(effort)
     found.train(effort.times(6))
-    checkpoints = found.blocked, found.copied, found.beside, found.alone
+    checkpoints = found.blocked, found.copied, found.with_checkpoint, found.without_checkpoint
     return {"agreements": agreements, "copies": copies, "checkpoints": checkpoints}
 
 

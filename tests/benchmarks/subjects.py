@@ -111,9 +111,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model: embeddings of tokens and positions, blocks, a projection of its own; returns logits.
+    """A language model: embeddings of tokens and positions, blocks, an untied projection; returns logits.
 
-    Input: tokens, shape (rows, length). Output: shape (rows, vocabulary, length), as cross entropy takes them.
+    Input: tokens, shape (rows, length). Output: shape (rows, vocabulary, length), as cross entropy expects them.
     """
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:

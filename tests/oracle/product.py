@@ -21,8 +21,8 @@ from loopscope.__main__ import main
 from torch import nn
 
 SHIPPED_HOOKS, EXPERIMENTS = "loopscope.training_hooks", "loopscope.experiments"
-OTHER_FILES = {"digests.jsonl", "alerts.jsonl", "rows.jsonl"}  # JSONL files of a run beside its metrics
-PLACE = {"epoch", "step", "hook_point"}  # keys of a line that are no metrics
+OTHER_FILES = {"digests.jsonl", "alerts.jsonl", "rows.jsonl"}  # JSONL files of a run other than its metrics
+PLACE = {"epoch", "step", "hook_point"}  # keys of a line that are not metrics
 OPTIMIZERS: list[torch.optim.Optimizer] = []
 """The optimizers that the experiments built, oldest first; see :func:`keep_optimizers`."""
 

@@ -64,9 +64,9 @@ def test_equal_records_report_nothing():
 
 
 def test_changed_help_lines_are_reported():
-    now = {"loopscope --help": [HELP["loopscope --help"][0], "  resume RUN   go on"], "loopscope more": []}
+    now = {"loopscope --help": [HELP["loopscope --help"][0], "  resume RUN   continue a run"], "loopscope more": []}
     (lines,) = ["\n".join(compare.report(compare.differences("help", HELP, now)))]
-    assert "-  resume RUN   resume a run\n+  resume RUN   go on" in lines
+    assert "-  resume RUN   resume a run\n+  resume RUN   continue a run" in lines
     assert "loopscope more: new, and not stored" in lines
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from tests.benchmarks.rows import MICROSECONDS
 from tests.benchmarks.timing import Spread
 
-KINDS = ("nothing", "hears all", "three values")
+KINDS = ("nothing", "all events", "three values")
 
 
 @dataclass(frozen=True)
