@@ -29,7 +29,7 @@ class _OneName(MetaPathFinder):
 
 sys.meta_path.insert(0, _OneName())
 if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)  # as the Makefile: tests compare bytes with those of processes that have one
+    torch.set_num_threads(1)  # like the Makefile: tests compare bytes with processes of one thread
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored, and every process of the tests would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

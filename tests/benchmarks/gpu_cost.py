@@ -133,7 +133,7 @@ def guardian(device: torch.device, effort: Effort) -> Iterator[Row]:
 
     ours, reference = in_turns((guard, copy), effort.times(50))
     size = sum(tensor.nbytes for tensor in subject.tensors)
-    rate = 4 * size / median(reference) / 1e9  # there and back again, each read and written
+    rate = 4 * size / median(reference) / 1e9  # in both directions, each read and written
     against = f"plain copies, {size / 1e6:.1f} MB, {rate:.0f} GB/s read and written"
     yield Row("Guardian save + restore, paper preset", against, TIMES, ratio(ours, reference), 1.1)
 

@@ -64,7 +64,7 @@ def checked_every_other_step(effort: Effort) -> Iterator[Row]:
         subject = _subject(effort)
         steps = _trained(subject, WeightUpdates(interval=2, **options), max(8, effort.times(80)))
         bare = [total - fires for total, fires in zip(steps.seconds, steps.fires, strict=True)]
-        due, idle = (slice(4, None, 2), slice(5, None, 2))  # the first checks choose what to look at
+        due, idle = (slice(4, None, 2), slice(5, None, 2))  # the first checks select the watched elements
         step = median(bare[4:])
         against = f"a step of the real loop, {step * 1e3:.0f} ms, {_size(subject.task.model)}"
         cost = Spread.of([fire / step for fire in steps.fires[due]])

@@ -134,7 +134,7 @@ class Comparison:
     def __init__(
         self, subject: Subject, hooks: Iterable[TrainingHook], epochs: int, max_norm: float | None = None
     ) -> None:
-        subject.train(1, lambda: None)  # or the optimizer would have no state to sweep yet
+        subject.train(1, lambda: None)  # otherwise the optimizer has no state to read yet
         work, sweeps = HeavyWork(), TwoSweeps(subject)
         loader = Alternating(subject.task.loader, bare_steps(subject, max_norm, sweeps), work, sweeps)
         task = replace(subject.task, loader=loader)

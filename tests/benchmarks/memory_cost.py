@@ -86,7 +86,7 @@ def tensor_bytes() -> int:
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
-    real = [storage for storage in storages if storage.device.type != "meta"]  # a compiler leaves fake tensors behind
+    real = [storage for storage in storages if storage.device.type != "meta"]  # compilers leave fake tensors
     return sum({storage.data_ptr(): storage.nbytes() for storage in real}.values())
 
 

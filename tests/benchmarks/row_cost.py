@@ -39,7 +39,7 @@ def recorded_rows(effort: Effort) -> Iterator[Row]:
     for name, loader in kinds.items():
         subject.task.loader = loader
         manager, steps = subject.manager(), Steps(RowNumbers(loader))
-        if not loader.source_of_rows().by_function:  # a run has drawn them for the file
+        if not loader.source_of_rows().by_function:  # a run draws them for the file
             row_indices = [*loader.row_indices(0)]
             for epoch in range(effort.times(100) * EVERY // count + 2):
                 steps.numbers.know(epoch, 0, row_indices)

@@ -91,7 +91,7 @@ def in_slices(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     processes = [context.Process(target=_tell, args=(function, end)) for function, (_, end) in begun]
     for process, (_, end) in zip(processes, pipes, strict=True):
         process.start()
-        end.close()  # or a process that fails would be waited for
+        end.close()  # otherwise the parent waits for a failed process
         os.kill(process.pid or 0, signal.SIGSTOP)
     try:
         while running := [process for process in processes if process.is_alive()]:
@@ -103,7 +103,7 @@ def in_slices(functions: Sequence[Callable[[], Any]]) -> list[Any]:
         return [pipe.recv() for pipe, _ in pipes]
     finally:
         for process in processes:
-            process.kill()  # where this is broken off: one that stands still would be waited for at the end
+            process.kill()  # after an interruption, the parent would wait for a paused process
 
 
 def _tell(function: Callable[[], Any], end: Any) -> None:

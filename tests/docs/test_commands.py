@@ -58,7 +58,7 @@ def test_unexecuted_command_is_shown_and_justified(command: str) -> None:
     """Commands that are only parsed are make commands, appear on a page and have a stated reason."""
     assert command in [shown for page in PAGES for shown in commands(page)]
     assert PARSED[command]
-    assert command.partition(" ")[0] == "make"  # run_recipe looks for it
+    assert command.partition(" ")[0] == "make"  # run_recipe searches for it
 
 
 @pytest.mark.slow

@@ -69,9 +69,9 @@ class Storage:
         return True
 
     def add_environment(self, record: Mapping[str, Any], environments: Mapping[str, str]) -> None:
-        """Store a record of the reference in one more environment: its digests, and what facts are others there.
+        """Store a record of the reference in one more environment: its digests, and the facts that differ there.
 
-        Which alerts there are, for example, depends on values, and these on the environment.
+        The alerts, for example, depend on values, which depend on the environment.
         """
         for part, cases in record.items():
             if part == HELP:

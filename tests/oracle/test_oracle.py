@@ -169,7 +169,7 @@ def test_unknown_environments_record_the_reference_commit(tree, recorded, capsys
     assert oracle.compared(tree, ["hooks"]) == 1
     assert recorded == ["reference", "present"]
     assert capsys.readouterr().out == "hooks: norms/epoch: other values: norms/total\n"
-    assert oracle.compared(tree, ["hooks"]) == 1  # not accepted by having been seen
+    assert oracle.compared(tree, ["hooks"]) == 1  # reporting a difference does not accept it
     assert recorded[2:] == ["present"]
     assert "reference" in next((tree / storage.FOLDER / "here").iterdir()).read_text()
     assert trees.git(tree, "worktree", "list").count("\n") == 0

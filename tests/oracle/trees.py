@@ -46,7 +46,7 @@ def record_of(tree: Path, parts: list[str]) -> dict[str, Any]:
 def link_package(tree: Path, folder: Path) -> None:
     """Create a folder of links through which a tree can be imported, following the packages in its pyproject.toml."""
     mapping = tomllib.loads((tree / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-dir"]
-    for package, source in sorted(mapping.items()):  # a package comes before what is in it
+    for package, source in sorted(mapping.items()):  # parents sort before their sub-packages
         target = folder.joinpath(*package.split("."))
         if "." in package:
             target.symlink_to(tree / source)

@@ -27,7 +27,7 @@ class Framework:
     def module(self) -> ModuleType:
         """The module that trains; raises ``ImportError`` if the framework is not installed."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what frameworks import: it is not theirs that is measured or tested
+            warnings.simplefilter("ignore")  # warnings from imports of the frameworks are irrelevant here
             return import_module(f"tests.benchmarks.others.{self.file}")
 
     @property
