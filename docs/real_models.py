@@ -178,9 +178,9 @@ def treated(name: str, hook: str, folder: Path) -> Trained | UnsuitableError:
 
 
 REASONS = {
-    r"trains epochs of its own": "needs an experiment's loop",
-    r"measures against a reference solution": "needs a reference solution",
-    r"finds nothing that it knows in": "no attention",
+    r"trains epochs": "needs an experiment's loop",
+    r"reference solution": "needs a reference solution",
+    r"Hook 'attention'": "no attention",
     r"needs a token embedding|needs an embedding and its output projection; the model has none": "no embedding",
     r"have a matrix each": "embedding not tied",
     r"needs low-bit layers that can be split": "its Conv1D cannot be split",
