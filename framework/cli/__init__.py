@@ -1,4 +1,4 @@
-"""The words after ``loopscope``; importing this room brings in neither torch nor anything else that takes time."""
+"""The command line; importing this package imports neither torch nor other slow packages."""
 
 from .main import STDERR, STDOUT, lost_output, main, outlast_readers, without_traceback
 

@@ -1,4 +1,4 @@
-"""What follows ``loopscope``, carried out: the commands that have no file of their own."""
+"""Dispatch of the command line, and the commands that are too small for a separate file."""
 
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from .plot import plot
 from .report import report
 from .rewind import rewind
 
-# The displays of a run by the flags that ask for them.
+# The display of a run, by the flag that selects it.
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
 
 
@@ -36,7 +36,7 @@ def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
 
     def warn(label: Label, sentence: str) -> None:
         warned.append(sentence)
-        _say(f"{label}: {sentence}")
+        _print_message(f"{label}: {sentence}")
 
     with show_warnings(warn):
         try:
@@ -46,12 +46,12 @@ def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
                 registry.discover()
             _dispatch(*words)
         except StoppedError as error:
-            _say(str(error))
+            _print_message(str(error))
             return error.status
         except LoopscopeError as error:
             return refused(error, unless=warned)
         except KeyboardInterrupt:
-            _say("interrupted.")
+            _print_message("interrupted.")
             return 130
         except SystemExit as end:  # a parser's --help
             return int(end.code or 0)
@@ -59,23 +59,25 @@ def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
 
 
 def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
-    """Say in one line on standard error what is wrong, and return the exit status: 2 for bad input, 1 otherwise."""
+    """Print the error as one line on standard error, and return the exit status: 2 for bad input, otherwise 1."""
     sentence = " ".join(str(error).split())
-    if sentence not in unless:  # or it was said before, as a warning
-        _say(sentence)
+    if sentence not in unless:  # a warning has already printed it
+        _print_message(sentence)
     return 2 if isinstance(error, UsageError) else 1
 
 
 def _dispatch(command: str, *words: str) -> None:
     if command == ONE_OF_SEVERAL:
-        tell = show_warnings(lambda label, sentence: _say(f"{label}: {sentence}"), alerts=False)
-        with tell, _own_lines(whole="--traceback" in sys.argv):
+        warnings_shown = show_warnings(lambda label, sentence: _print_message(f"{label}: {sentence}"), alerts=False)
+        with warnings_shown, _user_errors(full_traceback="--traceback" in sys.argv):
             train_one_of_several()
         return
-    own = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
-    commands = own | {each.__name__: each for each in (ls, show, diff, new, plot, compare, report, rewind)}
+    local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
+    commands = local_commands | {
+        function.__name__: function for function in (ls, show, diff, new, plot, compare, report, rewind)
+    }
     if command.startswith("-"):
-        raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
+        raise UsageError(f"Unknown option {command!r}; put the options of a run after loopscope run EXPERIMENT.")
     if command not in commands:
         raise unknown("command", command, commands)
     commands[command](words)
@@ -87,7 +89,7 @@ def _list(words: Sequence[str]) -> None:
 
 
 def _hooks(words: Sequence[str]) -> None:
-    parser = CommandParser("hooks [NAME]", "Show all hooks, one line each, or every metric and option of one of them.")
+    parser = CommandParser("hooks [NAME]", "List all hooks, or show every metric and option of one hook.")
     parser.add_argument("NAME", nargs="?", help="the name of a hook")
     name = parser.parse(words)["NAME"]
     page = hook_list(list(HookRegistry)) if name is None else hook_page(HookRegistry.get(name.replace("-", "_")))
@@ -95,13 +97,13 @@ def _hooks(words: Sequence[str]) -> None:
 
 
 def _run(words: Sequence[str]) -> None:
-    known = ", ".join(ExperimentRegistry.names())
+    names = ", ".join(ExperimentRegistry.names())
     if words and words[0] in ("-h", "--help"):
-        about = f"loopscope run EXPERIMENT --help shows the options. Experiments: {known}"
+        about = f"loopscope run EXPERIMENT --help shows the options. Experiments: {names}"
         CommandParser("run EXPERIMENT [options]", about, add_help=False).print_help()
         return
-    needed = f"loopscope run needs the name of an experiment first: loopscope run EXPERIMENT. Known: {known}."
-    require(bool(words) and not words[0].startswith("-"), needed)
+    problem = f"loopscope run needs an experiment as its first argument: loopscope run EXPERIMENT. Choices: {names}."
+    require(bool(words) and not words[0].startswith("-"), problem)
     experiment = ExperimentRegistry.get(words[0].replace("-", "_"))
     options = parse_run(experiment, words[1:])
     if options.pop("print_config"):
@@ -114,69 +116,69 @@ def _run(words: Sequence[str]) -> None:
 def _resume(words: Sequence[str]) -> None:
     parser = CommandParser(
         "resume RUN",
-        "Go on from the newest intact checkpoint of RUN with the options that it was started with: the same as the "
-        "command that started it with --resume.",
+        "Resume RUN from its newest intact checkpoint, with its original options. This is the same as the original "
+        "command with --resume.",
     )
     parser.add_argument(
         "RUN",
         nargs="*",
-        help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all that the command "
-        "was given; those that are done stay as they are",
+        help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all strategies of the "
+        "original command; completed strategies are skipped",
     )
-    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
     for flag in MODES:
-        parser.add(flag, bool, "the display, in place of that of the command that started the run", default=False)
-    parser.add("parallel", Parallel, "how the processes share the run from now on; by default as before")
-    parser.add("exact", bool, "refuse to go on where the run would not be the same bit for bit", default=False)
+        parser.add(flag, bool, "select this display instead of the one in the original command", default=False)
+    parser.add("parallel", Parallel, "how the processes share the run from now on (default: unchanged)")
+    parser.add("exact", bool, "refuse to resume unless the run stays the same bit for bit", default=False)
     given = parser.parse(words)
     shared = {name: given.pop(name) for name in ("parallel", "exact") if name in given}
     runs, traceback = given.pop("RUN"), given.pop("traceback")
-    needed = "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
-    require(len(runs) == 1, needed)
+    problem = "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
+    require(len(runs) == 1, problem)
     experiment, options = parse_recorded(Path(runs[0]))
-    if given:  # the display is no part of the run
+    if given:  # the display does not affect the run
         options |= dict.fromkeys(MODES, False) | given
-    if not started_together():  # a run of several processes goes on in one
+    if not started_together():  # a run of several processes resumes in one
         options["parallel"] = None
     _start(experiment, options | shared | {"traceback": traceback})
 
 
 @contextmanager
-def _own_lines(*, whole: bool) -> Iterator[None]:
-    """Tell what the user's own code raises in a sentence with its lines, after the ``whole`` traceback if asked for.
+def _user_errors(*, full_traceback: bool) -> Iterator[None]:
+    """Report an exception of user code in one sentence with the user's lines, after the full traceback if requested.
 
-    An error that passed through no code of the user's is raised as it is: it may be a fault of loopscope.
+    An exception that did not pass through user code is raised unchanged, since it may be a bug in loopscope.
     """
     try:
         yield
     except Exception as error:
-        known = isinstance(error, LoopscopeError)
-        if not known and not passed_through_users_code(error):
+        is_ours = isinstance(error, LoopscopeError)
+        if not is_ours and not passed_through_users_code(error):
             raise
-        if whole and not isinstance(error, StoppedError):
+        if full_traceback and not isinstance(error, StoppedError):
             sys.stderr.write("\n".join(map(printable, "".join(format_exception(error)).split("\n"))))
-        if known:
+        if is_ours:
             raise
-        hint = "" if whole else " --traceback shows the whole traceback."
+        hint = "" if full_traceback else " --traceback shows the full traceback."
         raise LoopscopeError(f"Code of the experiment raised {with_lines(error)}.{hint}") from error
 
 
 def _start(experiment: Experiment, options: Options) -> None:
-    """Train an experiment, or compare it with its checkpoints."""
+    """Train an experiment, or compare a repeated run with its checkpoints."""
     if is_restarted() and not options["validate_checkpoints"]:
         options = options | {"resume": True, "overwrite": False}
-    with _own_lines(whole=options["traceback"]):
+    with _user_errors(full_traceback=options["traceback"]):
         runner = experiment(config_of(experiment, options), check_device(options["device"]))
         session, mode = Session(runner, run_options(options), wanted_sinks(options)), _mode(options)
         if session.options.validate_checkpoints:
             compared = session.validate()
             for name, steps in compared.items() if speaks() else ():
-                where = f"{counted(len(steps), 'moment')}, steps {listed(steps)}"
-                write_line(f"{name}: the same bit for bit at {where}")
+                where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
+                write_line(f"{name}: identical bit for bit at {where}")
             return
         several = (options["jobs"] or 1) > 1
-        both = "--jobs trains several runs, --parallel one run in several processes; leave one of them out."
-        require(not several or session.options.parallel is None, both)
+        conflict = "--jobs trains several runs, --parallel trains one run in several processes; remove one of them."
+        require(not several or session.options.parallel is None, conflict)
         plan = session.planned() if several else []
         if len(plan) > 1:
             train_side_by_side(plan, options, mode, runner.compared_to)
@@ -187,25 +189,25 @@ def _start(experiment: Experiment, options: Options) -> None:
 
 
 def _mode(options: Options) -> Mode:
-    """Return the display that the flags ask for; raises :class:`UsageError` for more than one of them."""
-    asked = [flag for flag in MODES if options[flag]]
-    one = "a run has one display; choose one of --live, --silent and --no-console-output, or none of them."
-    require(len(asked) <= 1, f"{' and '.join(map(dashed, asked))} exclude each other: {one}")
-    return MODES[asked[0]] if asked else "normal"
+    """Return the display that the flags select; raises :class:`UsageError` for more than one flag."""
+    selected = [flag for flag in MODES if options[flag]]
+    remedy = "use at most one of --live, --silent and --no-console-output."
+    require(len(selected) <= 1, f"{' and '.join(map(dashed, selected))} exclude each other: {remedy}")
+    return MODES[selected[0]] if selected else "normal"
 
 
 def _replay(words: Sequence[str]) -> None:
-    """Send the records of runs; raises :class:`UsageError` before anything is sent if any of it cannot be."""
+    """Send the records of runs; raises :class:`UsageError` before anything is sent if one record cannot be sent."""
     sinks = {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
     given = _replay_parser(sinks).parse(words)
     runs, target = given.pop("RUN"), given.pop("to", None)
     number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
     require(len(runs) == 1, f"loopscope replay takes one folder, RUN, but got {number}.")
-    require(target is not None, f"loopscope replay needs --to, which is one of {', '.join(sinks)}.")
+    require(target is not None, f"loopscope replay needs --to SINK; choose one of {', '.join(sinks)}.")
     if target not in sinks:
         raise unknown("value of --to:", target, sinks)
     for option in given:
-        require(option == sinks[target].option, f"--{option} is no option of --to {target}.")
+        require(option == sinks[target].option, f"--{option} does not apply to --to {target}.")
     sinks[target].check_installed()
     for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]), "replay")]:
         write_line(send())
@@ -214,16 +216,16 @@ def _replay(words: Sequence[str]) -> None:
 def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
     options = {sink.option: sink.name for sink in sinks.values() if sink.option}
     usage = " ".join(["replay RUN --to", "|".join(sinks), *(f"[--{name} {name.upper()}]" for name in options)])
-    about = "Send the JSONL record of a run that is over, as the sink would have during the run."
+    about = "Send the JSONL record of a finished run to a sink, as if the sink had been active during the run."
     parser = CommandParser(usage, about)
-    run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: then all its strategies"
+    run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment for all its strategies"
     parser.add_argument("RUN", nargs="*", help=run)
-    parser.add("to", str, f"where to: {' or '.join(sinks)}", metavar="SINK")
+    parser.add("to", str, f"the destination: {' or '.join(sinks)}", metavar="SINK")
     for name, sink in options.items():
-        parser.add(name, str, f"the {name} of {sink}; by default the experiment's name", metavar=name.upper())
+        parser.add(name, str, f"the {name} of {sink} (default: the experiment's name)", metavar=name.upper())
     return parser
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     if speaks():
         print(f"loopscope: {printable(text)}", file=sys.stderr)  # noqa: T201

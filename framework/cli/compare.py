@@ -1,4 +1,4 @@
-"""``loopscope compare RUN...``: runs side by side, as tables, as JSON or as Markdown."""
+"""The command ``loopscope compare RUN...``: runs side by side, as tables, JSON or Markdown."""
 
 import json
 import re
@@ -14,24 +14,24 @@ from ..report import compare_runs, run_labels
 from .listing import WIDE, runs_in
 from .parser import NAMES, UNBOUNDED, CommandParser, line_width, write_line
 
-MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # of a table; JSON has all
+MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # limits of a table; JSON has everything
 Row = Mapping[str, Any]
 
 
 def compare(words: Sequence[str]) -> None:
-    """Compare runs; raises :class:`UsageError` where there are fewer than two."""
+    """Compare runs; raises :class:`UsageError` for fewer than two."""
     parser = CommandParser(
         "compare RUN... [--metrics PATTERN...] [--json | --markdown]",
-        "Compare runs: final and best numbers, what differs, where their records part; over seeds mean, deviation and "
-        "interval, and whether groups differ.",
+        "Compare runs: final and best values, differing settings, and the first step at which records differ; for "
+        "several seeds also mean, deviation and interval, and whether groups differ.",
     )
-    parser.add_argument("RUN", nargs="*", help="the folder of a run, or one that holds runs, however deep")
-    metrics = "metrics by full names or patterns in quotes; by default the numbers of the evaluation"
+    parser.add_argument("RUN", nargs="*", help="the folder of a run, or a folder with runs at any depth")
+    metrics = "full names of metrics, or quoted patterns (default: the evaluation metrics)"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
-    parser.add_argument("--json", action="store_true", help="write one object, with everything")
-    parser.add_argument("--markdown", action="store_true", help="write tables in Markdown")
+    parser.add_argument("--json", action="store_true", help="write one JSON object with everything")
+    parser.add_argument("--markdown", action="store_true", help="write Markdown tables")
     given = parser.defaults | parser.parse(words)
-    require(bool(given["RUN"]), "loopscope compare needs RUN..., folders of runs, or folders that hold runs.")
+    require(bool(given["RUN"]), "loopscope compare needs RUN...: folders of runs, or folders that contain runs.")
     require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")
     runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder))}
     told = compare_runs(list(runs.values()), given["metrics"])
@@ -41,7 +41,7 @@ def compare(words: Sequence[str]) -> None:
     lay_out, mark = (_markdown, "## ") if given["markdown"] else (_columns, "")
     for title, rows in _tables(told, last=bool(given["metrics"])).items():
         texts = [{name: printable(_text(value)) for name, value in row.items()} for row in rows[:MOST_ROWS]]
-        more = [f"{len(rows) - MOST_ROWS:,} more rows: --json."] if len(rows) > MOST_ROWS else []
+        more = [f"{len(rows) - MOST_ROWS:,} more rows with --json."] if len(rows) > MOST_ROWS else []
         for line in [f"{mark}{title}", "", *lay_out(texts), *more, ""] if rows else ():
             write_line(line)
     width = min(line_width(), WIDE)
@@ -51,12 +51,12 @@ def compare(words: Sequence[str]) -> None:
 
 
 def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
-    """Return the rows of each table by its title; the first cell of each row tells it from the others."""
+    """Return the rows of each table by its title; the first cell of a row identifies it."""
     names = list(dict.fromkeys(name for run in told["runs"] for name in run["metrics"]))
     labels = run_labels([Path(name) for name in names]) if names else []
     short = dict(zip(names, labels if len({*labels}) == len(names) else names, strict=True))
     if len(names) > MOST_METRICS:
-        told["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics: --json.")
+        told["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics with --json.")
 
     def seeds_row(row: Row) -> Row:
         which, _, name = row["number"].partition(" ")
@@ -70,9 +70,9 @@ def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
     return {
         "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in told["runs"]],
         "Over seeds": list(map(seeds_row, told["spreads"])),
-        f"Do groups differ? Tests: {tested}; holm is p corrected for that": list(map(seeds_row, told["tests"])),
+        f"Do groups differ? {tested} tests; holm is p after Holm's correction": list(map(seeds_row, told["tests"])),
         "What differs": [{"": name, "runs": values} for name, values in differ],
-        f"Where records part{other}": [{"run": each["run"], "at": _where(each)} for each in told["partings"]],
+        f"Where records differ{other}": [{"run": each["run"], "at": _where(each)} for each in told["partings"]],
     }
 
 
@@ -95,8 +95,8 @@ def _by_value(values: Mapping[str, Any]) -> str:
 
 
 def _where(parting: Row) -> str:
-    same = f"nowhere: {parting['points']:,} values of {parting['common']:,} metrics are the same"
-    where = same if parting["points"] else "no value of the same metric and step is in both"
+    same = f"nowhere: {parting['points']:,} values of {parting['common']:,} metrics are equal"
+    where = same if parting["points"] else "no metric has a value at the same step in both"
     where = where if parting["step"] is None else f"step {parting['step']:,}: {listed(parting['metrics'])}"
     return parting["problem"] or where
 
@@ -108,7 +108,7 @@ def _text(value: Any) -> str:
 
 
 def _columns(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield as many tables as hold all columns that anybody fills; the last of two is cut where it does not fit."""
+    """Yield tables with all columns that have a value in some row; the last of two columns is cut to fit."""
     for part in side_by_side(_filled(rows), width := line_width()):
         heading, *lines = zip(*part, strict=True)
         table = [dict(zip(heading, line, strict=True)) for line in lines]
@@ -128,5 +128,5 @@ def _filled(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text as Markdown that shows it: nothing in it is carried out."""
+    """Escape a text so that Markdown shows it literally."""
     return re.sub(r"([\\`*\[\]<>|&!~])", r"\\\1", text)

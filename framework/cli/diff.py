@@ -1,4 +1,4 @@
-"""``loopscope diff``: where two runs part."""
+"""The command ``loopscope diff``: the first difference between two runs."""
 
 import json
 from collections.abc import Sequence
@@ -23,11 +23,16 @@ from .parser import CommandParser, write_line
 
 
 def diff(words: Sequence[str]) -> None:
-    """Compare two runs; raises :class:`LoopscopeError` if they differ, :class:`UsageError` if nothing compares."""
+    """Compare two runs.
+
+    Raises:
+        LoopscopeError: if the runs differ.
+        UsageError: if the runs have nothing to compare.
+    """
     parser = CommandParser(
         "diff RUN RUN",
-        "Compare two runs bit for bit: the checkpoints that both have, the metrics in their JSONL files, their final "
-        "weights. Say at which step and in which tensor they part, and end with status 1 if they do.",
+        "Compare two runs bit for bit: their common checkpoints, the metrics in their JSONL files, and their final "
+        "weights. Report the step and the tensor of the first difference, and exit with status 1 if there is one.",
     )
     parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
     runs = parser.parse(words)["RUN"]
@@ -40,11 +45,11 @@ def diff(words: Sequence[str]) -> None:
         write_line(f"{each['part']}: {each['name']}: {each['values']['a']} / {each['values']['b']}")
     for text in compared:
         write_line(text)
-    nothing = "have no checkpoint or digest of the same step, no JSONL and no weights in common."
-    require(bool(compared), f"{a.path} and {b.path} {nothing}")
+    problem = "cannot be compared: they share no checkpoint or digest of the same step, no JSONL and no final weights."
+    require(bool(compared), f"{a.path} and {b.path} {problem}")
     if parted := next((parting for _, parting in checked if parting), ""):
-        raise LoopscopeError(f"The runs part {parted}.")
-    write_line("The runs are the same.")
+        raise LoopscopeError(f"The runs differ {parted}.")
+    write_line("The runs are identical.")
 
 
 def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
@@ -55,7 +60,7 @@ def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
         if names := differing_entries(*contents):
             return f"Checkpoints: {', '.join(names[:5])} differ at step {step:,}.", str(Divergence(epoch, step, names))
     steps = ", ".join(f"{step:,}" for _, step in common)
-    return (f"Checkpoints of steps {steps}: the same." if common else ""), ""
+    return (f"Checkpoints of steps {steps}: identical." if common else ""), ""
 
 
 def _digests(a: RunFolder, b: RunFolder) -> tuple[str, str]:
@@ -64,7 +69,7 @@ def _digests(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     for epoch, step in common:
         if names := left[epoch, step].differing_entries(right[epoch, step]):
             return f"Digests: {', '.join(names[:5])} differ at step {step:,}.", str(Divergence(epoch, step, names))
-    return (f"Digests of {len(common)} steps: the same." if common else ""), ""
+    return (f"Digests of {len(common)} steps: identical." if common else ""), ""
 
 
 def _metrics(a: RunFolder, b: RunFolder) -> tuple[str, str]:
@@ -76,16 +81,16 @@ def _metrics(a: RunFolder, b: RunFolder) -> tuple[str, str]:
         for number, (line_a, line_b) in enumerate(zip_longest(left, right), start=1):
             if line_a != line_b:
                 return _first_metric(number, line_a, line_b)
-    return "Metrics in JSONL: the same.", ""
+    return "Metrics in JSONL: identical.", ""
 
 
 def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[str, str]:
     if line_a is None or line_b is None:
-        return f"Metrics in JSONL: one of them ends before line {number}.", f"in the number of metrics, line {number}"
+        return f"Metrics in JSONL: one file ends before line {number}.", f"in the number of metrics, line {number}"
     try:
         a, b = ({name: json.dumps(item) for name, item in json.loads(line).items()} for line in (line_a, line_b))
-    except (ValueError, AttributeError, RecursionError):  # no JSON, no object, or one that is nested too deep
-        return f"Metrics in JSONL: line {number} is cut off or damaged.", f"in the metrics, line {number}"
+    except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, or nested too deep
+        return f"Metrics in JSONL: line {number} is truncated or damaged.", f"in the metrics, line {number}"
     name = next((item.name for item in differences(a, b)), "the order of metrics")
     return f"Metrics in JSONL: {name} differs in line {number}.", f"by step {a.get('step')}, in the metric {name}"
 
@@ -95,12 +100,12 @@ def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
         return "", ""
     if names := differing_entries(*({"state": _loaded(run.weights)} for run in (a, b))):
         return f"Final weights: {', '.join(names[:5])} differ.", f"by the final weights, first in {names[0]}"
-    return "Final weights: the same.", ""
+    return "Final weights: identical.", ""
 
 
 def _loaded(path: Path) -> dict[str, Any]:
-    """Read the weights by name; raises :class:`UsageError` for whatever else the file may hold."""
+    """Read the weights by name; raises :class:`UsageError` if the file contains anything else."""
     try:
         return dict(leaves(read_tensors(path)))
     except Exception as error:
-        raise UsageError(f"{path} cannot be read as weights: it is damaged, or not one of loopscope's.") from error
+        raise UsageError(f"{path} cannot be read as weights: it is damaged, or loopscope did not write it.") from error

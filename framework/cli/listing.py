@@ -1,4 +1,4 @@
-"""``loopscope ls`` and ``loopscope show``: the runs in a folder, and one of them with its metrics."""
+"""The commands ``loopscope ls`` and ``loopscope show``: the runs in a folder, and one run with its metrics."""
 
 import textwrap
 import time
@@ -25,14 +25,14 @@ from ..runs import RunRecord, require, run_folders
 from .options import plain, run_parser
 from .parser import NAMES, CommandParser, line_width, write_line
 
-WIDE = 100  # columns from which dates are whole, and the longest line of text
-ALIKE = 3  # so many metrics of one family are shown one by one
+WIDE = 100  # columns of a terminal that shows full dates, and the longest line of text
+ALIKE = 3  # a family with more metrics than this is shown in one line
 
 
 def ls(words: Sequence[str]) -> None:
-    """List the runs in a folder; raises :class:`UsageError` where there are none."""
-    parser = CommandParser("ls [FOLDER]", "List the runs in FOLDER, however deep, one a line.")
-    parser.add_argument("FOLDER", nargs="*", default=["output"], help="where to look; output by default")
+    """List the runs in a folder; raises :class:`UsageError` if it has none."""
+    parser = CommandParser("ls [FOLDER]", "List the runs in FOLDER and its subfolders, one per line.")
+    parser.add_argument("FOLDER", nargs="*", default=["output"], help="the folder to search (default: output)")
     given = parser.parse(words)["FOLDER"]
     require(len(given) == 1, f"loopscope ls takes one folder, but got {len(given)}: {', '.join(given)}.")
     found, width = runs_in(Path(given[0])), line_width()
@@ -41,15 +41,15 @@ def ls(words: Sequence[str]) -> None:
 
 
 def runs_in(folder: Path) -> list[FoundRun]:
-    """Return the runs in a folder, however deep; raises :class:`UsageError` where there are none."""
+    """Return the runs in a folder and its subfolders; raises :class:`UsageError` if there are no runs."""
     found = find_runs(folder) if folder.is_dir() else []
-    problem = "holds no run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
-    require(bool(found), f"{folder} {problem}; loopscope ls FOLDER lists runs, which lie in output by default.")
+    problem = "has no runs" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
+    require(bool(found), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER (default: output).")
     return found
 
 
 def _row(run: FoundRun, width: int) -> dict[str, str]:
-    """Return the texts of a run by column."""
+    """Return the texts of a run, by column."""
     length, began = run.length, time.localtime(run.began)
     date = "%Y-%m-%d %H:%M" if width >= WIDE else "%H:%M" if began[:3] == time.localtime()[:3] else "%m-%d"
     seconds = run.summary["seconds"]["training"] if run.summary else max(0.0, time.time() - run.began)
@@ -73,11 +73,13 @@ def _listed(numbers: Mapping[str, float]) -> str:
 
 
 def show(words: Sequence[str]) -> None:
-    """Show a run with its metrics, or in short all those of an experiment."""
-    parser = CommandParser("show RUN [--metrics PATTERN...]", "Show what was run, how it ended, and its metrics.")
-    about = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: all its strategies in short"
+    """Show a run with its metrics, or a short form of all runs of an experiment."""
+    parser = CommandParser("show RUN [--metrics PATTERN...]", "Show the options, the result and the metrics of a run.")
+    about = (
+        "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment for a short form of its strategies"
+    )
     parser.add_argument("RUN", nargs="*", help=about)
-    metrics = "only these metrics, by full names or by patterns in quotes, each on a line of its own"
+    metrics = "show only these metrics, one per line: full names or quoted patterns"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     given = parser.defaults | parser.parse(words)
     require(len(given["RUN"]) == 1, f"loopscope show takes the folder of one run, but got {len(given['RUN'])}.")
@@ -97,25 +99,25 @@ def show(words: Sequence[str]) -> None:
 
 
 def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
-    """Yield what is to be said of a run, each with its label; in short what went wrong, and the treatments."""
+    """Yield the fields of a run with their labels; the short form has only problems and treatments."""
     record, summary = run.record, run.summary
     failed = [f"{each['hook']}: {each.get('error')}" for each in summary.get("hook_errors", ())]
-    said = {"problem": run.problem, "error": summary.get("error"), "failed hooks": "; ".join(failed)}
+    fields = {"problem": run.problem, "error": summary.get("error"), "failed hooks": "; ".join(failed)}
     if record is not None:
-        said["treatments"] = record.treatments_text if record.treatments else ""
+        fields["treatments"] = record.treatments_text if record.treatments else ""
     if record is not None and not short:
-        said["began"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
-        said["options"] = ", ".join(_changed_options(record)) or "the defaults"
-        said["hooks"] = ", ".join(record.hooks) or "none"
-        said["so far"] = f"epoch {run.length[0]:,}, step {run.length[1]:,}" if run.length and not summary else ""
-        said |= {part: _listed(summary[part]) for part in ("initial", "final") if summary}
-    yield from ((label, text) for label, text in said.items() if text)
+        fields["began"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
+        fields["options"] = ", ".join(_changed_options(record)) or "the defaults"
+        fields["hooks"] = ", ".join(record.hooks) or "none"
+        fields["so far"] = f"epoch {run.length[0]:,}, step {run.length[1]:,}" if run.length and not summary else ""
+        fields |= {part: _listed(summary[part]) for part in ("initial", "final") if summary}
+    yield from ((label, text) for label, text in fields.items() if text)
 
 
 def _changed_options(record: RunRecord) -> Iterator[str]:
-    """Yield the options that are not the defaults, of the preset if there is one; all where these are not known."""
+    """Yield the options that differ from the defaults or the preset; all options if the experiment is unknown."""
     given, defaults = {**(record.options or record.config)}, {}
-    if isinstance(given.get("seed"), list):  # those of all runs of the command
+    if isinstance(given.get("seed"), list):  # the seeds of all runs of the command
         given["seed"] = record.config.get("seed")
     with suppress(UsageError):
         defaults = plain(run_parser(ExperimentRegistry.get(record.experiment), given.get("preset")).defaults)
@@ -125,7 +127,7 @@ def _changed_options(record: RunRecord) -> Iterator[str]:
 
 
 def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
-    """Yield the metrics by hook: how many points each has, the first and the last; of many alike only how many."""
+    """Yield a line per metric, by hook: number of points, first and last value; large families in one line."""
     values: dict[str, list[Any]] = {}
     try:
         wanted = run.matching(patterns)
@@ -139,7 +141,7 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
         require(not patterns, str(error))
         yield f"  metrics      {error}"
         return
-    yield f"  metrics      {len(wanted):,}, with their points, first and last value:"
+    yield f"  metrics      {len(wanted):,}; number of points, first and last value of each:"
     hooks = list(dict.fromkeys(name.partition("/")[0] for name in values))
     longest = max(map(len, values), default=0) + len("/**")
     for name in sorted(values, key=lambda name: hooks.index(name.partition("/")[0])):

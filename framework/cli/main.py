@@ -1,4 +1,4 @@
-"""The door of the command ``loopscope``: answers ``--help`` and ``--version`` before anything slow is imported."""
+"""Entry point of the command ``loopscope``: handles ``--help`` and ``--version`` without slow imports."""
 
 import errno
 import io
@@ -17,23 +17,23 @@ Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 USAGE = """usage: loopscope COMMAND ...
 
-  loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
-  loopscope ls [FOLDER]      the runs in a folder: state, length, final numbers
-  loopscope show RUN         what was run, how it ended, and its metrics
-  loopscope plot RUN...      draw metrics of runs against steps
-  loopscope compare RUN...   final and best numbers, what differs, and what several seeds tell
-  loopscope report RUN...    write a page with curves and tables of runs, for a browser
-  loopscope new KIND NAME    write a hook or an experiment that runs, and its test, for you to change
-  loopscope hooks            all hooks, one line each
-  loopscope hooks NAME       every metric and option of a hook
-  loopscope list             the experiments, their strategies and presets
-  loopscope resume RUN       go on with a run that was interrupted
-  loopscope rewind RUN       train a stretch of a run again, with other hooks, bit for bit
-  loopscope diff RUN RUN     say at which step and in which tensor two runs part
+  loopscope run EXPERIMENT   train an experiment with hooks; --help shows its options
+  loopscope ls [FOLDER]      list the runs in a folder: state, length, final metrics
+  loopscope show RUN         show the options, the result and the metrics of a run
+  loopscope plot RUN...      plot metrics of runs against steps
+  loopscope compare RUN...   compare final and best metrics, settings, and seeds
+  loopscope report RUN...    write an HTML page with curves and tables of runs
+  loopscope new KIND NAME    write a working hook or experiment and its test as a starting point
+  loopscope hooks            list all hooks
+  loopscope hooks NAME       show every metric and option of a hook
+  loopscope list             list the experiments, their strategies and presets
+  loopscope resume RUN       resume an interrupted run
+  loopscope rewind RUN       repeat some steps of a run bit for bit, with other hooks
+  loopscope diff RUN RUN     report the step and the tensor at which two runs diverge
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
-  loopscope --version        the versions of loopscope, Python, torch and NumPy
+  loopscope --version        print the versions of loopscope, Python, torch and NumPy
 
-The options of a command: loopscope COMMAND --help
+Options of a command: loopscope COMMAND --help
 """
 
 
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
     """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 128 + n after signal n.
 
     Args:
-        arguments: the words after ``loopscope``; by default those that the program was started with.
-        packages: imported before a command runs; they fill the registries.
+        arguments: the words after ``loopscope``; by default those of ``sys.argv``.
+        packages: names of packages to import before the command runs, so that they fill the registries.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("help", "-h", "--help"):
@@ -53,19 +53,19 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
         print(f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
         return 0
     with preserved_streams():
-        # Only now: this imports torch, which takes about two seconds.
+        # Imported here because it imports torch, which takes about two seconds.
         from .command import run_command
 
         return run_command(words, packages)
 
 
 class _LastingFile(io.FileIO):
-    """A file that swallows what is written to it once its reader has gone or its disk is full."""
+    """A file that discards output after its reader has closed or its disk is full."""
 
     lost: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write, or else pretend to."""
+        """Write the data, or report success after an error has occurred."""
         try:
             return super().write(data) if self.lost is None else len(data)
         except OSError as error:
@@ -74,40 +74,40 @@ class _LastingFile(io.FileIO):
 
 
 def outlast_readers(number: int, stream: TextIO | None) -> TextIO:
-    """Return a stream on standard output or error that never raises, so that no run ends as its reader does.
+    """Return a stream on standard output or error that never raises, so that a broken pipe never ends a run.
 
-    A descriptor that was closed leads nowhere from now on: otherwise the next file that is opened would get its number.
+    A closed descriptor is redirected to the null device; otherwise the next file that is opened would get its number.
     """
     if stream is not None and not _is_descriptor(stream, number):
         return stream
     if stream is None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != number:
-            os.dup2(nowhere, number)
-            os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        if null_device != number:
+            os.dup2(null_device, number)
+            os.close(null_device)
     file = io.BufferedWriter(_LastingFile(number, "w", closefd=False))
     encoding = "utf-8" if stream is None else stream.encoding
     return io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=number == STDERR or file.isatty())
 
 
 def _is_descriptor(stream: TextIO, number: int) -> bool:
-    """Flush a stream, and return whether it writes to a descriptor itself, and not to what a test put in its place."""
+    """Flush a stream, and return whether it writes to this descriptor rather than to a replacement, as in tests."""
     try:
         stream.flush()
         return stream.fileno() == number
-    except OSError:  # it was closed, or replaced by one without a file
+    except OSError:  # closed, or replaced by a stream without a file
         return False
 
 
 def lost_output(stream: TextIO) -> str:
-    """Flush a stream of :func:`outlast_readers`, and say why what was written to it is lost, unless nobody read on."""
+    """Flush a stream of :func:`outlast_readers`, and return why its output was lost; empty for a broken pipe."""
     stream.flush()
     lost = getattr(getattr(getattr(stream, "buffer", None), "raw", None), "lost", None)
     return "" if lost is None or lost.errno == errno.EPIPE else str(lost.strerror)
 
 
-def without_traceback(before: Excepthook) -> Excepthook:
-    """Return an ``excepthook`` that refuses bad input, such as two hooks of one name in a script, in one line."""
+def without_traceback(default_hook: Excepthook) -> Excepthook:
+    """Return an ``excepthook`` that reports bad input, such as two hooks of one name in a script, in one line."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         from ..errors import UsageError, users_lines
@@ -115,12 +115,12 @@ def without_traceback(before: Excepthook) -> Excepthook:
 
         if isinstance(error, UsageError):
             if "--traceback" in sys.argv:
-                before(kind, error, trace)
+                default_hook(kind, error, trace)
             lines = users_lines(error)
             if lines.rpartition("; ")[2].partition(":")[0] not in str(error):
                 error.args = (f"{error} [{lines}]",)
             raise SystemExit(refused(error))
-        before(kind, error, trace)
+        default_hook(kind, error, trace)
 
     return excepthook
 

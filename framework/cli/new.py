@@ -1,4 +1,4 @@
-"""``loopscope new``: writes a hook or an experiment that runs, with its test, for the user to change."""
+"""The command ``loopscope new``: writes a working hook or experiment and its test as a starting point."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ from ..hooks import KEYWORDS, ExperimentRegistry, HookRegistry
 from .parser import CommandParser, write_line
 
 TEMPLATES = Path(__file__).with_name("templates")
-RUNS = {  # what the first command runs: seconds, and in a folder of its own
+RUNS = {  # the printed command: it takes seconds and writes into a separate folder
     "hook": "mod_arithmetic --preset quick --strategy random --max-epochs 5 --output-dir output/{0} --hooks {0}",
     "experiment": "{0}",
 }
@@ -32,61 +32,69 @@ INTERVENTION = {
 
 
 def new(words: Sequence[str]) -> None:
-    """Write what the words ask for; raises :class:`UsageError`, and leaves nothing, where any of it cannot be."""
+    """Write the requested files; raises :class:`UsageError`, and writes nothing, if one cannot be written."""
     parser = CommandParser(
         "new hook|experiment NAME [options]",
-        "Write NAME.py, a hook or an experiment that runs, and test_NAME.py, which tests it; change both as you like. "
-        "No file is written over.",
+        "Write NAME.py, a working hook or experiment, and its test test_NAME.py, as a starting point. Existing files "
+        "are never overwritten.",
     )
-    parser.add_argument("KIND", nargs="*", help="hook or experiment, and then NAME")
-    parser.add_argument("--intervention", action="store_true", help="a hook that changes the run, and is rolled back")
-    parser.add("output_dir", Path, "where to write; by default the present folder", metavar="DIR")
+    parser.add_argument("KIND", nargs="*", help="hook or experiment, followed by NAME")
+    parser.add_argument(
+        "--intervention",
+        action="store_true",
+        help="write a hook that may change the training state, which is then rolled back",
+    )
+    parser.add("output_dir", Path, "the folder to write into (default: the current folder)", metavar="DIR")
     given = {"output_dir": Path()} | parser.parse(words)
-    require(len(given["KIND"]) == 2, "loopscope new takes two words, what and its name: loopscope new hook NAME.")
+    require(len(given["KIND"]) == 2, "loopscope new takes a kind and a name: loopscope new hook NAME.")
     (kind, word), folder = given["KIND"], given["output_dir"]
     if kind not in RUNS:
         raise unknown("kind of file", kind, RUNS)
-    require(kind == "hook" or not given["intervention"], "--intervention goes with hook only.")
+    require(kind == "hook" or not given["intervention"], "--intervention applies to hooks only.")
     name = word.replace("-", "_")
     paths = [folder / f"{name}.py", folder / f"test_{name}.py"]
-    _refuse(kind, name, [*paths, folder / name / "__init__.py", folder / "__init__.py"])  # a test imports its neighbour
+    _refuse(
+        kind, name, [*paths, folder / name / "__init__.py", folder / "__init__.py"]
+    )  # the test imports the file next to it
     texts = [(TEMPLATES / f"{stem}.txt").read_text("utf-8") for stem in (kind, f"test_{kind}")]
     fields = {"name": name, "title": _class_name(name, kind, " ".join(texts))}
     fields |= INTERVENTION if given["intervention"] else OBSERVER
     _write({path: Template(text).substitute(fields) for path, text in zip(paths, texts, strict=True)})
     is_ours = Path(which("python") or "").parent == Path(sys.executable).parent
     python, script, test = (shlex.quote(str(part)) for part in ("python" if is_ours else sys.executable, *paths))
-    write_line(f"{paths[0]} and {paths[1]} are written. Run it, then test it:")
+    write_line(f"Wrote {paths[0]} and {paths[1]}. To run and test them:")
     write_line(f"  {python} {script} run {RUNS[kind].format(name)}")
     write_line(f"  {python} -m pytest {test}" + ("" if find_spec("pytest") else "  (after pip install pytest)"))
 
 
 def _refuse(kind: str, name: str, paths: Sequence[Path]) -> None:
-    """Raise :class:`UsageError` for a name that Python, loopscope or the folder has no place for."""
+    """Raise :class:`UsageError` for a name that Python does not accept, or that is taken."""
     registry = HookRegistry if kind == "hook" else ExperimentRegistry
     taken = {*registry.names(), *KEYWORDS}
     is_name = re.fullmatch(r"[a-zA-Z]\w{0,29}", name, re.ASCII) is not None and name not in kwlist
-    rule = "it must be a letter and then letters, digits and underscores, at most 30, and no word of Python."
+    rule = "it must be a letter followed by letters, digits or underscores, at most 30 characters, and not a keyword."
     require(is_name, f"The name is {name!r}; {rule}")
     if name in taken:
         free = next(other for other in (f"{name}_{number}" for number in count(2)) if other not in taken)
         raise UsageError(f"The name {name!r} is taken by another {kind}; {free!r} is free.")
     folder = paths[0].parent
-    require(folder.is_dir() or not is_there(folder), f"--output-dir is {str(folder)!r}, which is no folder.")
+    require(folder.is_dir() or not is_there(folder), f"--output-dir is {str(folder)!r}, which is not a folder.")
     for path in paths:
-        require(not is_there(path), f"{path} exists and is in the way; choose another name, or folder (--output-dir).")
-    if name in (*sys.stdlib_module_names, "conftest") or ((found := find_spec(name)) and found.origin):
-        raise UsageError(f"The name is {name!r}, which is that of a module that {name}.py would hide; choose another.")
+        require(not is_there(path), f"{path} exists already; choose another name, or another folder with --output-dir.")
+    if name in (*sys.stdlib_module_names, "conftest") or ((module := find_spec(name)) and module.origin):
+        raise UsageError(
+            f"The name is {name!r}, and {name}.py would hide the module of that name; choose another name."
+        )
 
 
 def _class_name(name: str, kind: str, text: str) -> str:
-    """Return ``MyName`` for ``my_name``, made longer where a word of the template's text is spelled so already."""
+    """Return ``MyName`` for ``my_name``, with the kind appended if the template already uses that word."""
     title = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     return title + kind.title() if {title, f"{title}Config"} & {*kwlist, *re.findall(r"\w+", text)} else title
 
 
 def _write(texts: Mapping[Path, str]) -> None:
-    """Write new files, all or none; raises :class:`UsageError` where the file system refuses."""
+    """Write new files, all or none; raises :class:`UsageError` if the file system refuses."""
     written: list[Path] = []
     try:
         for path, text in texts.items():
@@ -95,8 +103,8 @@ def _write(texts: Mapping[Path, str]) -> None:
                 written.append(path)
                 file.write(text)
     except BaseException as error:
-        for begun in written:
-            begun.unlink()
+        for partial_path in written:
+            partial_path.unlink()
         if not isinstance(error, OSError):
             raise
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""The options of ``loopscope run EXPERIMENT``: from its config class, the run's flags, the sinks and YAML files."""
+"""Options of ``loopscope run EXPERIMENT``, from its config class, the run's flags, the sinks and YAML files."""
 
 import argparse
 import json
@@ -26,12 +26,12 @@ class CommandFlags(RunFlags):
     """Options of the run.
 
     Args:
-        device: where to train; by default the accelerator if there is one.
-        live: show progress, results and the newest metrics on the whole screen.
-        silent: show one progress bar, and at the end what was warned of.
-        no_console_output: show nothing at all.
-        jobs: how many runs go on side by side, each in a process of its own; by default one after the other.
-        traceback: show the whole traceback of an error before the sentence that tells it.
+        device: the device to train on; by default the accelerator, if available.
+        live: show progress, results and the newest metrics on the full screen.
+        silent: show one progress bar, and the warnings at the end.
+        no_console_output: print nothing.
+        jobs: the number of runs to train in parallel, each in a separate process; by default 1.
+        traceback: show the full traceback of an error before its one-line message.
     """
 
     device: str | None = None
@@ -43,10 +43,12 @@ class CommandFlags(RunFlags):
 
 
 def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
-    """Return the options that the words after the experiment's name ask for, and whether to ``print_config``.
+    """Return the options from the words after the experiment's name, and whether to ``print_config``.
 
-    Flags win over config files wherever they stand, later files over earlier ones, and files over the preset. Raises
-    :class:`UsageError` with one sentence for what cannot be meant.
+    Flags override config files in any order, later files override earlier ones, and files override the preset.
+
+    Raises:
+        UsageError: with one sentence for invalid words.
     """
     words = without_dots(words)
     files, preset = _files_and_preset(words)
@@ -63,10 +65,10 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
 
 
 def read_config(path: Path) -> dict[Any, Any]:
-    """Return the options in a file, as YAML has them; raises :class:`UsageError` for a file that is no mapping.
+    """Return the options in a YAML file; raises :class:`UsageError` if it is not a mapping.
 
-    ``hook_config`` may be a list of ``hook.option=value``, or a mapping from ``hook.option`` to a value, or from hooks
-    to mappings of their options; mappings come back as lists, with the keys of the file that are ``hook.option``.
+    ``hook_config`` may be a list of ``hook.option=value``, a mapping from ``hook.option`` to a value, or a mapping from
+    hooks to mappings of their options. The result is always a list, and includes top-level keys ``hook.option``.
     """
     try:
         text = path.read_text("utf-8")
@@ -74,41 +76,41 @@ def read_config(path: Path) -> dict[Any, Any]:
         raise UsageError(f"The config file {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"The config file {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-    except ValueError as error:  # a zero byte in the name
+    except ValueError as error:  # the name contains a zero byte
         raise UsageError(f"The config file {str(path)!r} cannot be read: {error}.") from error
     content = read_yaml(text, f"The config file {path}")
     if content is not None and not isinstance(content, dict):
-        begins = shortened(repr(content), 20)  # it may be another program's file, with secrets in it
-        raise UsageError(f"The config file {path} holds {type(content).__name__} {begins}; it must be a mapping.")
+        start = shortened(repr(content), 20)  # only a few characters: it may be another program's file with secrets
+        raise UsageError(f"The config file {path} contains {type(content).__name__} {start}; it must be a mapping.")
     options = content or {}
     key = "hook-config" if "hook-config" in options else "hook_config"
     dotted = {PREFIX.sub("", str(name)): options.pop(name) for name in [*options] if "." in str(name)}
     given = options.get(key)
     if dotted or isinstance(given, Mapping):
-        own = _assignments(given) if isinstance(given, Mapping) else typed("--hook-config", given, NAMES)
-        options[key] = [*own, *_assignments(dotted)]
+        assignments = _assignments(given) if isinstance(given, Mapping) else typed("--hook-config", given, NAMES)
+        options[key] = [*assignments, *_assignments(dotted)]
     return options
 
 
 def without_dots(words: Iterable[str]) -> list[str]:
-    """Spell ``--hook.option value`` as ``--hook-config=hook.option=value``, as it is recorded.
+    """Replace ``--hook.option value`` by ``--hook-config=hook.option=value``, the form in the record.
 
     >>> without_dots(["--norms.k", "-1", "--hook_config.norms.k=2", "--seed", "3"])
     ['--hook-config=norms.k=-1', '--hook-config=norms.k=2', '--seed', '3']
     """
-    found, rest = [], iter(words)
+    result, rest = [], iter(words)
     for word in rest:
         option, equals, value = word.partition("=")
         if option.startswith("--") and "." in option:
             if not equals and (value := next(rest, "--")).startswith("-") and not re.match(NEGATIVE_NUMBER, value):
                 raise UsageError(f"{option} needs a value.")
             word = f"--hook-config={PREFIX.sub('', option[2:])}={value}"
-        found.append(word)
-    return found
+        result.append(word)
+    return result
 
 
 def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:
-    """Yield ``hook.option=value`` for every option of a mapping, whatever its form."""
+    """Yield ``hook.option=value`` for every option of a flat or nested mapping."""
     for target, content in options.items():
         if isinstance(content, Mapping) and "." not in str(target):
             yield from _assignments({f"{target}.{option}": value for option, value in content.items()})
@@ -117,17 +119,19 @@ def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:
 
 
 def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
-    """Return the experiment of a run and the options of the command that goes on with it, wherever it lies now.
+    """Return the experiment of a run and the options of the command that resumes it, even in a moved folder.
 
-    The folder of one run goes on with that run, a strategy's with all its seeds, the folder of an experiment with all
-    that the command was given. Raises :class:`UsageError` for a folder without a run, or with one that cannot go on by
-    this command.
+    The folder of one run resumes that run, the folder of a strategy all its seeds, and the folder of an experiment all
+    runs of the original command.
+
+    Raises:
+        UsageError: if the folder has no run, or its run was not started by ``loopscope run``.
     """
     run = run_folders(folder, "resume")[0]
     record = RunRecord.read(run)
     if not record.options:
-        raise UsageError(f"{run} was not started by loopscope run, so only the program that did can go on with it.")
-    has_seeds = isinstance(record.options.get("seed"), list)  # so that a seed has a folder of its own
+        raise UsageError(f"{run} was not started by loopscope run; resume it with the program that started it.")
+    has_seeds = isinstance(record.options.get("seed"), list)  # then each seed has a separate folder
     here = {"output_dir": str(run.resolve().parents[1 + has_seeds]), "resume": True, "overwrite": False}
     alone = {"strategy": [record.strategy]} if folder in (run, run.parent if has_seeds else run) else {}
     seed = {"seed": [record.config.get("seed")]} if has_seeds and run == folder else {}
@@ -135,7 +139,7 @@ def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
 
 
 def typed_options(name: str, recorded: Mapping[str, Any]) -> tuple[Experiment, Options]:
-    """Return an experiment and options of a command that were written as plain values, in their types."""
+    """Return an experiment and the recorded options of a command, converted to their types."""
     experiment = ExperimentRegistry.get(name)
     parser = run_parser(experiment, recorded.get("preset"))
     options = parser.defaults | parser.typed(recorded, " in the recorded options")
@@ -144,19 +148,19 @@ def typed_options(name: str, recorded: Mapping[str, Any]) -> tuple[Experiment, O
 
 def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     """Build the parser for an experiment, with the preset's values as defaults."""
-    if preset is not None and str(preset) not in experiment.presets:  # a file may have any value there
+    if preset is not None and str(preset) not in experiment.presets:  # a file may contain any value here
         raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
     parser = CommandParser(f"run {experiment.name} [options]", first_line(experiment))
-    config = "YAML file of options; flags win over it; may be repeated"
+    config = "YAML file of options; flags override it; may be repeated"
     parser.add_argument("--config", metavar="FILE", action="append", help=config)
-    parser.add_argument("--print-config", action="store_true", help="show the options as a config file, and exit")
+    parser.add_argument("--print-config", action="store_true", help="print the options as a config file, and exit")
     add = parser.add
     add("preset", str | None, f"{' or '.join(experiment.presets) or 'none'}: a named set of options", metavar="NAME")
     strategies = f"{', '.join(experiment.strategies)}, or all (the default)"
     add("strategy", NAMES, strategies, default=[], metavar="NAME")
-    hooks = "hooks by name, as loopscope hooks lists them; also all, observers, with_debug"
+    hooks = "names of hooks (loopscope hooks lists them), or all, observers, with_debug"
     add("hooks", NAMES, hooks, default=[], metavar="NAME")
-    assignments = "options of hooks: hook.option=value; --hook.option value does the same"
+    assignments = "options of hooks: hook.option=value; --hook.option value is equivalent"
     add("hook_config", NAMES, assignments, default=[], metavar="H.O=V")
     for sink in SinkRegistry:
         if sink.flag and sink.option:
@@ -186,7 +190,7 @@ def seeds_of(options: Options) -> list[int]:
 
 
 def run_options(options: Options) -> RunOptions:
-    """Return the options of the run, with what is needed to start it again."""
+    """Return the options of the run, including the recorded options that restart it."""
     jobs = options["jobs"]
     require(jobs is None or jobs >= 1, f"--jobs is {jobs}; it must be at least 1.")
     return RunOptions(
@@ -204,7 +208,7 @@ def _chosen(options: Options, group: type[ExperimentConfig | RunFlags]) -> Optio
 
 
 def plain(options: Mapping[str, Any]) -> Options:
-    """Return the options as a config file has them: no paths but their texts, and nothing that is null."""
+    """Return the options as plain values for a config file: paths as text, without None."""
     shown = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     return {name: value for name, value in shown.items() if value is not None}
 
@@ -212,8 +216,10 @@ def plain(options: Mapping[str, Any]) -> Options:
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the options of ``--hook-config hook.option=value`` by hook, typed by the hook's constructor.
 
-    Names may be spelled with dashes; of several values for one option the last counts. Raises :class:`UsageError` for
-    an unknown hook or option, and for a value of another type.
+    Names may contain dashes; the last value for an option counts.
+
+    Raises:
+        UsageError: for an unknown hook or option, and for a value of another type.
     """
     options: dict[str, dict[str, Any]] = {}
     for assignment in assignments:
@@ -221,18 +227,19 @@ def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
         name, _, option = target.replace("-", "_").partition(".")
         if not (equals and name and option):
             raise UsageError(f"--hook-config takes hook.option=value, but got {assignment!r}.")
-        known = hook_options(HookRegistry.get(name))
-        if option not in known:
-            raise unknown(f"option of hook {name!r}:", option, known)
-        options.setdefault(name, {})[option] = typed(f"--hook-config {name}.{option}", value, known[option].annotation)
+        parameters = hook_options(HookRegistry.get(name))
+        if option not in parameters:
+            raise unknown(f"option of hook {name!r}:", option, parameters)
+        annotation = parameters[option].annotation
+        options.setdefault(name, {})[option] = typed(f"--hook-config {name}.{option}", value, annotation)
     return options
 
 
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:
-    """Return what makes new sinks for a strategy; raises :class:`UsageError` for one that refuses its value."""
-    asked: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in SinkRegistry if sink.flag}
-    wanted = {sink: value for sink, value in asked.items() if value not in (None, False)}
-    included = {name for sink in wanted for name in sink.includes}  # another sink writes their files, too
+    """Return a factory of the sinks of a strategy; raises :class:`UsageError` if a sink refuses its value."""
+    values: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in SinkRegistry if sink.flag}
+    wanted = {sink: value for sink, value in values.items() if value not in (None, False)}
+    included = {name for sink in wanted for name in sink.includes}  # another selected sink writes their files as well
     for sink in wanted:
         sink.check_installed()
 
@@ -245,12 +252,12 @@ def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:
 
 
 def flag_name(sink: type[MetricSink]) -> str:
-    """Return the name of the option that asks for a sink."""
+    """Return the name of the option that selects a sink."""
     return (sink.flag or "").strip("-").replace("-", "_")
 
 
 def _complete(experiment: Experiment, parser: CommandParser, options: Options) -> Options:
-    """Return the options in the order of the help; raises :class:`UsageError` where one lacks a value and a default."""
+    """Return the options in the order of the help; raises :class:`UsageError` if a required one is missing."""
     missing = [dashed(name) for name in parser.types if name not in options]
     require(not missing, f"loopscope run {experiment.name} needs {listed(missing)}.")
     named = {name: _separated(options[name]) for name in ("strategy", "hooks")}
@@ -258,7 +265,7 @@ def _complete(experiment: Experiment, parser: CommandParser, options: Options) -
 
 
 def _separated(names: Iterable[str]) -> list[str]:
-    """Take names apart at commas; what is no name, such as an empty text, is left to be refused.
+    """Split names at commas; an invalid name, such as an empty text, is kept and refused later.
 
     >>> _separated(["norms,fourier", "hessian", ","])
     ['norms', 'fourier', 'hessian', ',']
@@ -267,9 +274,9 @@ def _separated(names: Iterable[str]) -> list[str]:
 
 
 def _files_and_preset(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Find what must be known before the others are parsed; a value that is missing is refused then."""
+    """Return the config files and the preset, which decide the defaults; a missing value is refused later."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", action="append", nargs="?", default=[])
     first.add_argument("--preset", nargs="?")
-    found, _ = first.parse_known_args(words)
-    return [file for file in found.config if file is not None], found.preset
+    given, _ = first.parse_known_args(words)
+    return [file for file in given.config if file is not None], given.preset

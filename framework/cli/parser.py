@@ -1,4 +1,4 @@
-"""A parser of one command's words: typed options, short help, and every refusal in one sentence."""
+"""Parser of a command's words: typed options, short help, and one-sentence errors."""
 
 import argparse
 import os
@@ -16,18 +16,18 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from ..console import make_console, printable
 from ..errors import UsageError, nearest, require, shortened, unknown
-from ..runs import union_members, allowed_words, describe_type
+from ..runs import allowed_words, describe_type, union_members
 from .values import refuse_deep, refuse_odd
 
 NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NEGATIVE_NUMBER = r"-(\d|\.\d|inf|nan)"
-FEW = 10  # so many options are listed where an unknown one is refused
-UNBOUNDED = 10_000  # columns of what is no terminal, so that programs find whole names there
+FEW = 10  # an error about an unknown option lists the options of a command that has at most this many
+UNBOUNDED = 10_000  # columns of output that is not a terminal, so that programs can read full names
 
 
 def dashed(name: str) -> str:
-    """Spell an option as the help does.
+    """Return the flag of an option.
 
     >>> dashed("train_size")
     '--train-size'
@@ -36,20 +36,21 @@ def dashed(name: str) -> str:
 
 
 def write_line(line: str) -> None:
-    """Write on standard output a line that may come from a plug-in or a file, and gives the terminal no commands."""
+    """Write a line on standard output, with the control characters of plug-ins and files escaped."""
     sys.stdout.write(f"{printable(line)}\n")
 
 
 def line_width() -> int:
-    """Return the columns of a terminal, or of as many as anything takes elsewhere."""
+    """Return the columns of the terminal, or a practically unlimited number for other output."""
     console = make_console()
     return console.width if console.is_terminal or "COLUMNS" in os.environ else UNBOUNDED
 
 
 def typed(option: str, value: Any, annotation: Any) -> Any:
-    """Return a value from a flag or a file as one of the annotated type.
+    """Convert a value from a flag or a file to the annotated type.
 
-    Raises :class:`UsageError` that names the option, the value and what it takes.
+    Raises:
+        UsageError: with the option, the value and the accepted values.
 
     >>> typed("--ratio", "1e-3", float | None), typed("--ratio", "null", float | None), typed("--hooks", "norms", NAMES)
     (0.001, None, ['norms'])
@@ -60,45 +61,45 @@ def typed(option: str, value: Any, annotation: Any) -> Any:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=annotation)
     try:
-        found = parser.parse_object({"value": value})["value"]
+        converted = parser.parse_object({"value": value})["value"]
     except (ArgumentError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        # Beside what it refuses itself, it passes on what the constructors of PyYAML raise over a tag.
-        known, text = allowed_words(annotation), shortened(str(value))
-        if known:
-            raise unknown(f"value of {option}:", text, known) from error
+        # jsonargparse also passes on exceptions that the constructors of PyYAML raise for a tag.
+        choices, text = allowed_words(annotation), shortened(str(value))
+        if choices:
+            raise unknown(f"value of {option}:", text, choices) from error
         wanted = "a name or a list of names" if annotation == NAMES else describe_type(annotation)
         raise UsageError(f"{option} is {text!r}; it must be {wanted}.") from error
-    refuse_odd(str(found) if isinstance(found, Path) else found, option)
-    return found
+    refuse_odd(str(converted) if isinstance(converted, Path) else converted, option)
+    return converted
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A formatter that shows switches without the value that they may have."""
+    """A formatter that shows switches without their optional value."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return "" if action.const is True else super()._format_args(action, default_metavar)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of a command with their types, defaults and help; dashes and underscores stand for one another."""
+    """The options of a command with their types, defaults and help; dashes and underscores are equivalent."""
 
     def __init__(self, usage: str, description: str, *, add_help: bool = True) -> None:
         super().__init__(
             usage=f"loopscope {usage}",
             description=description,
             formatter_class=HelpFormatter,
-            allow_abbrev=False,  # so that a new option never changes what an old command means
+            allow_abbrev=False,  # otherwise a new option could change the meaning of an old command
             exit_on_error=False,
             add_help=add_help,
         )
-        # argparse takes -1 and -0.5 for values, but -1e-3 (until Python 3.14) and -inf for options.
+        # argparse takes -1 and -0.5 as values, but -1e-3 (before Python 3.14) and -inf as options.
         self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
-        self.several: set[str] = set()  # options that take a value of their type, or a list of such
+        self.several: set[str] = set()  # options that take one value of their type or several
 
     def format_help(self) -> str:
-        """Return the help, in which the texts of plug-ins stand, without commands to the terminal."""
+        """Return the help with control characters escaped, since it contains texts of plug-ins."""
         return "\n".join(map(printable, super().format_help().split("\n")))
 
     def add(
@@ -111,7 +112,7 @@ class CommandParser(argparse.ArgumentParser):
         group: argparse._ArgumentGroup | None = None,
         **settings: Any,
     ) -> None:
-        """Add an option: a switch (``bool``) may do without a value; one whose default is ``MISSING`` may not."""
+        """Add an option; a ``bool`` needs no value, and an option with the default ``MISSING`` is required."""
         self.types[name] = annotation
         if default is not MISSING:
             self.defaults[name] = default
@@ -129,7 +130,7 @@ class CommandParser(argparse.ArgumentParser):
         flag, text = dashed(name), text.replace("%", "%%")
         if flag in self._option_string_actions:
             command = (self.usage or "").removesuffix(" [options]")
-            raise UsageError(f"{command} has an option {flag} already; rename {name!r} in the config class.")
+            raise UsageError(f"{command} already has an option {flag}; rename {name!r} in the config class.")
         (group or self).add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
 
     def add_fields(
@@ -137,22 +138,22 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         """Add an option for each field of a dataclass, with headings and help from its docstring.
 
-        ``defaults`` win over those of the fields; ``settings`` are those of :meth:`add`, by field.
+        ``defaults`` override those of the fields; ``settings`` are keyword arguments of :meth:`add`, by field.
         """
         documented = [parse_docstring(base.__doc__ or "") for base in reversed(options.__mro__)]
-        texts = {param.arg_name: param.description or "" for found in documented for param in found.params}
+        texts = {param.arg_name: param.description or "" for docstring in documented for param in docstring.params}
         heading = " ".join((options.__doc__ or "").partition("\n\n")[0].replace("``", "").split()).rstrip(".")
         width = shutil.get_terminal_size().columns - 3
         group = self.add_argument_group(textwrap.fill(heading, width, subsequent_indent="  "))
         types = get_type_hints(options)
         for field in fields(options):
             text = " ".join(texts.get(field.name, "").split()).rstrip(".")
-            own = field.default if field.default_factory is MISSING else field.default_factory()
-            default = defaults.get(field.name, own)
+            field_default = field.default if field.default_factory is MISSING else field.default_factory()
+            default = defaults.get(field.name, field_default)
             self.add(field.name, types[field.name], text, default=default, group=group, **settings.get(field.name, {}))
 
     def add_negations(self) -> None:
-        """Add ``--no-NAME`` for each switch that is on by default, unless an option of its own has that name."""
+        """Add ``--no-NAME`` for each switch that is on by default, unless an option already has that name."""
         for name in [name for name, default in self.defaults.items() if default is True and self.types[name] is bool]:
             flag = dashed(f"no_{name}")
             if flag not in self._option_string_actions:
@@ -160,46 +161,48 @@ class CommandParser(argparse.ArgumentParser):
                 self.add_argument(flag, dest=name, action="store_false", default=argparse.SUPPRESS, help=text)
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return what is given, by name, in the options' types; raises :class:`UsageError` for what cannot be."""
+        """Return the given values by name, converted to their types; raises :class:`UsageError` for invalid words."""
         dashes = [re.sub(r"^--\w[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
         try:
-            found, rest = self.parse_known_intermixed_args(dashes)
+            namespace, rest = self.parse_known_intermixed_args(dashes)
         except argparse.ArgumentError as error:
-            alone = ["/".join(action.option_strings) for action in self._actions if action.nargs == 0]
-            takes = "takes no" if error.argument_name in alone else "needs a"
+            switches = ["/".join(action.option_strings) for action in self._actions if action.nargs == 0]
+            takes = "takes no" if error.argument_name in switches else "needs a"
             raise UsageError(f"{error.argument_name} {takes} value.") from error
         if rest and not rest[0].startswith("--"):
-            raise UsageError(f"Unexpected word {rest[0]!r}; options begin with two dashes, --help lists them.")
+            raise UsageError(f"Unexpected word {rest[0]!r}; options start with two dashes, and --help lists them.")
         if rest:
             flag = rest[0].partition("=")[0]
-            known = [word for action in self._actions for word in action.option_strings if word.startswith("--")]
-            if len(known) <= FEW:
-                raise unknown("option", flag, known)
-            raise UsageError(f"Unknown option {flag!r}.{nearest(flag, known)} --help lists all of them.")
-        given = vars(found)
+            flags = [word for action in self._actions for word in action.option_strings if word.startswith("--")]
+            if len(flags) <= FEW:
+                raise unknown("option", flag, flags)
+            raise UsageError(f"Unknown option {flag!r}.{nearest(flag, flags)} --help lists all options.")
+        given = vars(namespace)
         given |= self.typed({name: given[name] for name in self.types if name in given})
         single = {name: given[name][0] for name in self.several if len(given.get(name, ())) == 1}
         return given | single
 
     def typed(self, values: Mapping[Any, Any], source: str = "") -> dict[str, Any]:
-        """Return values by option, whose name may be spelled with dashes, in the options' types.
+        """Return values by option, converted to their types; names may contain dashes.
 
-        Raises :class:`UsageError` that ends with ``source`` for an unknown name and for a value of another type.
+        Raises:
+            UsageError: mentioning ``source``, for an unknown name and for a value of another type.
         """
-        found = {}
+        converted: dict[str, Any] = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
             if name not in self.types:
                 hint = nearest(name, sorted(self.types))
                 raise UsageError(
-                    f"Unknown key {shortened(str(key))!r}{source}.{hint} Its keys are the options that --help lists."
+                    f"Unknown key {shortened(str(key))!r}{source}.{hint} The keys are the options in --help."
                 )
-            if name in found:
-                raise UsageError(f"{key!r}{source} is there twice, with dashes and with underscores; keep one of them.")
-            option, one = f"{dashed(name)}{source}", self.types[name]
+            if name in converted:
+                raise UsageError(f"{key!r}{source} occurs twice, with dashes and with underscores; keep one of them.")
+            option, annotation = f"{dashed(name)}{source}", self.types[name]
             if name in self.several and isinstance(value, list):
-                require(value != [], f"{option} is an empty list; it must be {describe_type(one)}, or a list of such.")
-                found[name] = list(dict.fromkeys(typed(option, each, one) for each in value))
+                kind = describe_type(annotation)
+                require(value != [], f"{option} is an empty list; it must be {kind}, or a list of these.")
+                converted[name] = list(dict.fromkeys(typed(option, item, annotation) for item in value))
             else:
-                found[name] = typed(option, value, one)
-        return found
+                converted[name] = typed(option, value, annotation)
+        return converted

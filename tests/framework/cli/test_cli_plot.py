@@ -63,14 +63,14 @@ def test_lists_are_left_out_with_a_sentence(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {CURVE: 1.0, "m/top": [1, 2]}), (2, {CURVE: 2.0, "m/top": [3]})])
     assert plotted(folder, "--metrics", "m/*") == 0
-    assert capfd.readouterr().out == "Left out, being lists or texts: m/top.\nexp_only_m.png is written.\n"
+    assert capfd.readouterr().out == "Left out, being lists or texts: m/top.\nWrote exp_only_m.png.\n"
     assert "m/top cannot be drawn" in refused(capfd, folder, "--metrics", "m/top")
 
 
 def test_png_has_pixels_in_color_of_each_run(finished, tmp_path, capfd):
     path = tmp_path / "new/loss.png"
     assert plotted(finished, "--metrics", "training_metrics/loss", "--out", path) == 0
-    assert capfd.readouterr().out == f"{path} is written.\n"
+    assert capfd.readouterr().out == f"Wrote {path}.\n"
     assert [pixels(path, colour) > 500 for colour in COLOURS[:3]] == [True, True, False]
 
 
@@ -153,12 +153,14 @@ def test_foreign_file_is_overwritten_only_with_flag(finished, tmp_path, monkeypa
     assert plotted(*loss) == 0
     (written,) = Path().glob("small_plain_loss_????????.png")
     capfd.readouterr()
-    assert "mine.svg is not what this command drew before; --overwrite" in refused(capfd, *loss, "--out", "mine.svg")
+    assert "mine.svg exists and this command did not draw it; use --overwrite" in refused(
+        capfd, *loss, "--out", "mine.svg"
+    )
     assert plotted(*loss, "--out", "mine.svg", "--overwrite") == 0
     assert plotted(*loss, "--out", "mine.svg") == 0
     capfd.readouterr()
     written.write_bytes(b"replaced")
-    assert f"{written} is not what this command drew" in refused(capfd, *loss)
+    assert f"{written} exists and this command did not draw it" in refused(capfd, *loss)
     for name in ("a.pdf", "b.png", "mine.svg"):
         assert f"{name} is not what" in refused(capfd, *loss, "--smooth", "9", "--out", name)
     assert Path("small_plain_loss.png").read_bytes() == b"loopscope plot, my own"
@@ -187,7 +189,7 @@ def test_unfinished_run_is_drawn_without_its_partial_line(tmp_path, monkeypatch,
     with (folder / "only.jsonl").open("a") as file:
         file.write('{"epoch":0,"step":6,"hook_point":"POST_EP')
     assert plotted(folder, "--metrics", "m/loss") == 0
-    assert capfd.readouterr() == ("exp_only_loss.png is written.\n", "")
+    assert capfd.readouterr() == ("Wrote exp_only_loss.png.\n", "")
     assert everything(folder).curves[CURVE].values.tolist() == SLOPE
 
 
@@ -263,7 +265,7 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
     assert plotted("--provenance", folder) == 0
     said = capfd.readouterr().out.splitlines()
     assert said[0].endswith("the clip threshold: output_projection_clip recorded none in tied.")
-    assert said[1] == "support_tied_provenance.png is written."
+    assert said[1] == "Wrote support_tied_provenance.png."
     assert all(pixels(Path("support_tied_provenance.png"), COLOURS[index]) > 300 for index in (0, 1, 6))
     assert len(figure_of(hook_picture("provenance", [everything(folder)]), Look()).axes) == 3
 
@@ -273,7 +275,7 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
     [
         ([], "needs RUN, the folder of a run"),
         (["--metrics", "a", "run/exp/only"], "needs RUN, the folder of a run"),
-        (["run/exp/only"], "needs --metrics PATTERN... or --provenance; there are m/loss."),
+        (["run/exp/only"], "needs --metrics PATTERN... or --provenance; recorded metrics: m/loss."),
         (["nowhere", "--metrics", "a"], "nowhere does not exist; plot takes the folder of a run"),
         (["a-file", "--metrics", "a"], "a-file is not a folder"),
         (["empty", "--metrics", "a"], "empty is not the folder of a run"),
@@ -322,9 +324,9 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
         (["run/exp/only", "--metrics", "m/*", "--out", f"{'a' * 300}.png"], "cannot be read: File name too long."),
         (["summaries/exp/only", "--metrics", "m/*"], "summaries/exp/only/summary.json cannot be read: it is not JSON"),
         (["listed/exp/only", "--metrics", "m/*"], "its field 'initial' must be an object"),
-        (["run/exp/only", "--provenance", "--metrics", "a"], "goes with neither --metrics nor --overlay"),
+        (["run/exp/only", "--provenance", "--metrics", "a"], "draws fixed panels; remove --metrics, --overlay"),
         (["run/exp/only", "--metrics", "m/*", "--seeds"], "runs that say their seed; run/exp/only says"),
-        (["run/exp/only", "--metrics", "m/*", "--seeds", "--smooth", "3"], "--seeds draws means by themselves"),
+        (["run/exp/only", "--metrics", "m/*", "--seeds", "--smooth", "3"], "--seeds cannot be combined with --smooth"),
         (["run/exp/only", "--provenance"], "run/exp/only holds no metric of embedding_provenance or output_proj"),
     ],
 )

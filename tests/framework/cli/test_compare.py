@@ -130,7 +130,7 @@ def test_seeds_are_paired_and_all_tests_are_corrected(capsys) -> None:
         f"last {LOSS}",
         f"best {LOSS}",
     ]
-    assert "Do groups differ? Tests: 6" in said(capsys, "runs")
+    assert "Do groups differ? 6 tests" in said(capsys, "runs")
 
 
 def test_the_page_names_every_key(capsys) -> None:
@@ -176,9 +176,9 @@ def test_divergence_is_at_first_differing_step(capsys) -> None:
     assert parting(capsys) == (2, ["h/x"], 4, "")
     run("b", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.0, 3.0])), *tail])
     assert parting(capsys) == (None, [], 4, "")
-    assert "nowhere: 4 values of 2 metrics are the same" in said(capsys, "runs")
+    assert "nowhere: 4 values of 2 metrics are equal" in said(capsys, "runs")
     run("b", [], emits=[(10, "POST_STEP", {"h/other": 1.0})])
-    assert "no value of the same metric and step is in both" in said(capsys, "runs")
+    assert "no metric has a value at the same step in both" in said(capsys, "runs")
 
 
 @pytest.mark.parametrize(("a", "b"), [(1, 1.0), (True, 1), (0.0, -0.0), ([1, [2]], [1, [3]]), ("x", "y"), (None, 0)])
@@ -256,7 +256,7 @@ def test_running_and_foreign_runs_are_compared_with_notes(capsys) -> None:
         (["runs", "--metrics", "h/text"], "lists or texts"),
         (["runs/a"], "takes two runs or more, and found 1 that can be read."),
         (["runs/a", "runs/../runs/a"], "takes two runs or more, and found 1 that can be read."),
-        (["runs", "empty"], "empty holds no run"),
+        (["runs", "empty"], "empty has no runs"),
         (["nowhere"], "nowhere does not exist"),
         ([], "loopscope compare needs RUN"),
         (["runs", "--json", "--markdown"], "--json and --markdown exclude each other."),
@@ -324,6 +324,6 @@ def test_lines_fit_and_a_pipe_gets_whole_rows(columns: int, capsys, monkeypatch)
     monkeypatch.setenv("COLUMNS", str(columns))
     text = said(capsys, "runs", "--metrics", "h/**")
     assert [line for line in text.splitlines() if cell_len(line) > columns] == []
-    assert "18 more metrics: --json" in text
+    assert "18 more metrics with --json" in text
     monkeypatch.delenv("COLUMNS")
     assert len([line for line in said(capsys, "runs").splitlines() if line.startswith("b" * 30 + "/seed-0")]) >= 1

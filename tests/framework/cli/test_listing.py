@@ -197,9 +197,9 @@ def test_runs_lie_however_deep(runs: Path, tmp_path: Path, capsys, monkeypatch) 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["ls", "empty"], "empty holds no run; loopscope ls FOLDER lists runs, which lie in output by default."),
+        (["ls", "empty"], "empty has no runs; loopscope ls FOLDER lists the runs in FOLDER (default: output)."),
         (["ls", "nowhere"], "nowhere does not exist"),
-        (["ls", "a_file"], "a_file is no folder"),
+        (["ls", "a_file"], "a_file is not a folder"),
         (["ls", "empty", "nowhere"], "loopscope ls takes one folder, but got 2: empty, nowhere."),
         (["ls", "--all"], "Unknown option '--all'"),
         (["show"], "loopscope show takes the folder of one run, but got 0."),

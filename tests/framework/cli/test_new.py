@@ -21,11 +21,11 @@ HIDING = {"hook": ["hook_point", "kept", "true"], "experiment": ["experiment", "
 """Names whose class would hide what the file imports or defines, or be no name, were it not named otherwise."""
 HOOK, EXPERIMENT = ["new", "hook"], ["new", "experiment"]
 REFUSED = [
-    (["new"], "two words"),
-    (HOOK, "two words"),
-    ([*HOOK, "a", "b"], "two words"),
+    (["new"], "takes a kind and a name"),
+    (HOOK, "takes a kind and a name"),
+    ([*HOOK, "a", "b"], "takes a kind and a name"),
     (["new", "hok", "a"], "Did you mean 'hook'?"),
-    ([*EXPERIMENT, "a", "--intervention"], "--intervention goes with hook"),
+    ([*EXPERIMENT, "a", "--intervention"], "--intervention applies to hook"),
     ([*HOOK, "a", "--outputdir", "b"], "--outputdir"),
     ([*HOOK, "a", "--output-dir"], "needs a value"),
     ([*HOOK, "2nd"], "'2nd'"),
@@ -37,10 +37,10 @@ REFUSED = [
     ([*HOOK, "größe"], "'größe'"),
     ([*HOOK, "a\x1b[31m"], "it must be a letter"),
     ([*HOOK, "a" * 31], "at most 30"),
-    ([*HOOK, "class"], "no word of Python."),
-    ([*EXPERIMENT, "None"], "no word of Python."),
+    ([*HOOK, "class"], "and not a keyword."),
+    ([*EXPERIMENT, "None"], "and not a keyword."),
     *(
-        ([*HOOK, name], "a module")
+        ([*HOOK, name], "would hide the module")
         for name in ("torch", "random", "loopscope", "numpy", "winreg", "conftest", "pytest")
     ),
     ([*HOOK, "norms"], "'norms_2' is free"),
@@ -50,7 +50,7 @@ REFUSED = [
     ([*HOOK, "tested"], "test_tested.py exists"),
     ([*HOOK, "package"], "package/__init__.py exists"),
     ([*HOOK, "a", "--output-dir", "package"], "package/__init__.py exists"),
-    ([*HOOK, "a", "--output-dir", "here.py"], "'here.py', which is no folder"),
+    ([*HOOK, "a", "--output-dir", "here.py"], "'here.py', which is not a folder"),
     ([*HOOK, "a", "--output-dir", "here.py/b"], "Not a directory"),
     ([*HOOK, "half"], "test_half.py cannot be written"),
     ([*HOOK, "a", "--output-dir", "b\0c"], "zero byte"),
@@ -72,7 +72,7 @@ def test_printed_commands_run_and_test_new_file(kind: list[str], folder: Path, m
     """The command writes a module and its test for each kind, and both printed commands succeed."""
     assert main(["new", *kind, "spread"]) == 0
     said, run, test = capfd.readouterr().out.splitlines()
-    assert said == "spread.py and test_spread.py are written. Run it, then test it:"
+    assert said == "Wrote spread.py and test_spread.py. To run and test them:"
     assert run_command(shlex.join(["python", *shlex.split(run)[1:]]), monkeypatch) == 0
     assert list(folder.glob("output/**/*_final.pt"))
     assert test.endswith(" -m pytest test_spread.py")

@@ -38,7 +38,7 @@ def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) ->
         whole = capfd.readouterr().err
     where = rf"\[.*{FILE}:\d+ in fail: return \[\]\[3\]\]\."
     line = f"Code of the experiment raised IndexError: list index out of range {where}"
-    assert re.fullmatch(rf"loopscope: {line} --traceback shows the whole traceback\.\n", told)
+    assert re.fullmatch(rf"loopscope: {line} --traceback shows the full traceback\.\n", told)
     assert whole.startswith("Traceback (most recent call last):\n")
     assert re.search(line, whole.splitlines()[-1])
     if method in ("compute_loss", "should_stop"):

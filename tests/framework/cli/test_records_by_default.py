@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from loopscope import experiments, sinks, training_hooks
-from loopscope.checkpoints import differing_entries, checkpoints_by_moment, open_checkpoint
+from loopscope.checkpoints import checkpoints_by_moment, differing_entries, open_checkpoint
 from loopscope.cli import main
 from loopscope.cli.parser import CommandParser
 from loopscope.hooks import MetricSink, SinkRegistry
@@ -81,7 +81,7 @@ def test_default_record_validates_without_mentioning_hooks(tmp_path: Path, capfd
     before = read_json(folder / "summary.json")
     assert main(words) == 0
     printed = capfd.readouterr()
-    assert "plain: the same bit for bit" in printed.out
+    assert "plain: identical bit for bit" in printed.out
     assert printed.err == ""
     assert read_json(folder / "summary.json") == before
 

@@ -133,7 +133,7 @@ def test_parallel_rewind_matches_run_bit_for_bit(kind, tmp_path):
     for begin, more in ((4, ()), (0, ("--from-start", *hooks))):
         stretch = ("--step", str(begin + 1), "--until", str(last))
         out = trained(started(3, "rewind", str(bare), *stretch, *more))
-        assert f"Trained again from step {begin} on" in out
+        assert f"Repeated the run from step {begin};" in out
         assert f"bit for bit, at steps {begin + 1}, {begin + 2}, {begin + 3}" in out
     assert_the_same(bare / f"rewinds/steps_1_to_{last}", full, 1, last)
 

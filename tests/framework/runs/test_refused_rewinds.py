@@ -133,7 +133,7 @@ def test_cost_of_full_rewind_is_reported(run, capfd):
         assert ("could not be compared" in out) is not shown
         assert "Repeated the run from step 0" in out
     assert main(["rewind", str(run), "--verify", "1"]) == 2
-    assert "holds no intact checkpoints to begin from" in capfd.readouterr().err
+    assert "has no intact checkpoint to start from" in capfd.readouterr().err
     assert main(["rewind", str(run), "--step", "10"]) == 2  # even without a summary
 
 
