@@ -162,7 +162,7 @@ def test_foreign_file_is_overwritten_only_with_flag(finished, tmp_path, monkeypa
     written.write_bytes(b"replaced")
     assert f"{written} exists and this command did not draw it" in refused(capfd, *loss)
     for name in ("a.pdf", "b.png", "mine.svg"):
-        assert f"{name} is not what" in refused(capfd, *loss, "--smooth", "9", "--out", name)
+        assert f"{name} exists and" in refused(capfd, *loss, "--smooth", "9", "--out", name)
     assert Path("small_plain_loss.png").read_bytes() == b"loopscope plot, my own"
 
 

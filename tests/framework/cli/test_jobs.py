@@ -119,4 +119,4 @@ def test_checkpoint_request_reaches_every_run(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "note: --live shows one run on the whole screen; several side by side have a line for all." in output
+    assert "note: --live shows one run only; with --jobs, one line shows all runs." in output
