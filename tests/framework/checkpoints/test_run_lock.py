@@ -54,9 +54,7 @@ def test_second_process_is_refused_naming_the_first(locked: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("option", ["--overwrite", "--resume", "--no-console-output"])
-def test_the_command_is_refused_before_anything_is_written(
-    option: str, locked: Path, tmp_path: Path, capfd
-) -> None:
+def test_the_command_is_refused_before_anything_is_written(option: str, locked: Path, tmp_path: Path, capfd) -> None:
     before = contents(tmp_path)
     with registered(Small):
         words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--hook-csv"]
