@@ -1,4 +1,4 @@
-"""The destinations of metrics that come with loopscope; importing this package fills the registry."""
+"""Shipped sinks; importing this package registers them."""
 
 from .console import ConsoleSink
 from .csv import CSVSink, read_csv

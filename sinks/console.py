@@ -1,4 +1,4 @@
-"""The newest metrics as one table at every SNAPSHOT."""
+"""Console sink: the newest metrics as one table at every SNAPSHOT."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @SinkRegistry.register
 class ConsoleSink(MetricSink):
-    """Show the newest metrics as a table at every SNAPSHOT, and what is left at the end of a strategy.
+    """Show the newest metrics as a table at every SNAPSHOT and at the end of a strategy.
 
-    They come from every point, without those of single parameters (three or more parts of a path). On a terminal the
-    table has at most its height, or thirty lines: the metrics of ``first`` on top, then as many of each hook as of
-    every other, with an arrow for the last three values, and of a series the mean since the last table. In a notebook
-    it stands in the place of the one before. Elsewhere it is a line with the metrics of ``first``, a series by its
-    mean, and how many numbers and alerts came since the last one.
+    The table has metrics of all hook points, but none of single parameters (names with three or more parts). On a
+    terminal it is at most as high as the terminal, or thirty lines: first the metrics of ``first``, then equally many
+    metrics of each hook, each with an arrow for its last three values; a series shows its mean since the last table. In
+    a notebook a table replaces the previous one. Other outputs get one line with the metrics of ``first``, series as
+    means, and the number of values and alerts since the last line.
 
     Args:
-        console: where to show it; standard output by default.
-        first: full names of metrics by group; ``training_metrics`` where there are none.
+        console: the output; by default standard output.
+        first: full names of metrics by group; by default those of ``training_metrics``.
         recorded: whether another sink keeps all metrics.
-        told: called after a line.
+        told: called after a line was printed.
     """
 
     name: ClassVar[str] = "console"
@@ -45,22 +45,22 @@ class ConsoleSink(MetricSink):
         self._board = Board(first or {})
 
     def set_run_context(self, run: RunInfo) -> None:
-        """Begin a strategy."""
+        """Start a strategy."""
         self._board.begin(run)
         self._output = NotebookOutput(self._console)
 
     def position(self) -> dict[str, Any]:
-        """Return what was gathered since the last table, and what that table showed."""
+        """Return the values since the last table, and the values that it showed."""
         return {name: plain(value) for name, value in self._board.position().items()}
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on gathering for the next table."""
+        """Restore the values for the next table."""
         self._board.resume(run, position)
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Gather metrics."""
+        """Store metrics for the next table."""
         if self._board.run is None:
-            raise RuntimeError("ConsoleSink shows the metrics of a run: set_run_context(run) comes before emit.")
+            raise RuntimeError("ConsoleSink has no run: call set_run_context(run) before emit.")
         self._board.take(metrics, epoch, step)
 
     def alert(self, alerts: Sequence[Alert]) -> None:
@@ -68,12 +68,12 @@ class ConsoleSink(MetricSink):
         self._board.warned(alerts)
 
     def snapshot(self, epoch: int, step: int) -> None:
-        """Show what was gathered."""
+        """Show the stored metrics."""
         self._board.epoch, self._board.step = epoch, step
         self._show()
 
     def close(self, status: str) -> None:
-        """Show what was gathered since the last table."""
+        """Show the metrics since the last table."""
         self._show()
         self._board.run = None
 

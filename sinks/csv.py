@@ -1,4 +1,4 @@
-"""The record of a run as a table: one row per emit, its columns known before the first."""
+"""CSV sink: one row per emit, with columns fixed before the first row."""
 
 import csv
 import io
@@ -19,28 +19,28 @@ from .run_file import FileSink, complete_lines
 
 OTHER = "other"
 PER_PARAMETER = "/<parameter>"
-# The numbers that Python writes in another way than JSON.
+# Numbers that Python and JSON write differently.
 WORDS: dict[str, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "True": True, "False": False}
 
 
 class Columns:
-    """Which column a metric goes to: its own, that of its per-parameter family, or ``other``."""
+    """The column of each metric: a separate one, that of its per-parameter family, or ``other``."""
 
     def __init__(self, infos: Mapping[str, MetricInfo]) -> None:
         """Derive the columns from the described metrics, by full name, in order."""
-        alone = {name for name in infos if not name.endswith(PER_PARAMETER)}
-        column = {name: name if (family := name.removesuffix(PER_PARAMETER)) in alone else family for name in infos}
+        single = {name for name in infos if not name.endswith(PER_PARAMETER)}
+        column = {name: name if (family := name.removesuffix(PER_PARAMETER)) in single else family for name in infos}
         self.names = [*POSITION, *dict.fromkeys(column.values()), OTHER]
         index = {name: position for position, name in enumerate(self.names)}
-        self._alone = {name: index[name] for name in alone}
-        self._families = {name.removesuffix(PER_PARAMETER): index[column[name]] for name in infos if name not in alone}
+        self._single = {name: index[name] for name in single}
+        self._families = {name.removesuffix(PER_PARAMETER): index[column[name]] for name in infos if name not in single}
         self._places = lru_cache(LAYOUTS)(lambda names: [self._place(name) for name in names])
         header = io.StringIO()
         csv.writer(header, lineterminator="\n").writerow(self.names)
         self.header = header.getvalue()
 
     def row(self, position: Sequence[Any], metrics: Mapping[str, Any]) -> str:
-        """Return the row of these metrics; those that share a column stand there in a dict, by key."""
+        """Return the row of these metrics; metrics that share a column become a dict by key."""
         cells: dict[int, Any] = {}
         for (column, key), value in zip(self._places(tuple(metrics)), metrics.values(), strict=True):
             if key:
@@ -53,9 +53,9 @@ class Columns:
         return ",".join(row) + "\n"
 
     def _place(self, metric: str) -> tuple[int, str]:
-        """Return the column of a metric and its key in there; empty where the column is its own."""
-        if metric in self._alone:
-            return self._alone[metric], ""
+        """Return the column of a metric and its key in that column; the key is empty for a separate column."""
+        if metric in self._single:
+            return self._single[metric], ""
         family = metric
         while "/" in family:
             family = family.rpartition("/")[0]
@@ -65,8 +65,8 @@ class Columns:
 
 
 def _cell(value: Any) -> str:
-    """Return the text of a cell, quoted as the csv module would: a number needs no quotes, JSON gets them always."""
-    # The module's own writer takes twice as long, most of it over the numbers.
+    """Return the text of a cell, quoted like the csv module does: numbers without quotes, JSON always with quotes."""
+    # csv.writer takes twice as long, mostly for the numbers.
     if type(value) in NUMBERS:
         return repr(value)
     return '"' + json_text(value).replace('"', '""') + '"'
@@ -76,14 +76,14 @@ def _cell(value: Any) -> str:
 class CSVSink(FileSink):
     """Write the metrics to STRATEGY.csv, one column per metric that the hooks describe.
 
-    The header is ``epoch,step,hook_point``, the described metrics and ``other``; nothing is ever rewritten. A number
-    is written as Python writes it (``0.5``, ``nan``, ``-inf``, ``3``, ``True``), every other value as JSON. The
-    metrics of one per-parameter family share a column, as ``{"parameter": value}``; a metric that no hook described
-    goes to ``other`` as ``{"name": value}``.
+    The header is ``epoch,step,hook_point``, the described metrics and ``other``; rows are only appended. Numbers are
+    written in Python's notation (``0.5``, ``nan``, ``-inf``, ``3``, ``True``), all other values as JSON. The metrics of
+    a per-parameter family share a column, as ``{"parameter": value}``; an undescribed metric goes to ``other`` as
+    ``{"name": value}``.
 
-    At step-level points a row holds the series of one emit that share their steps: ``step`` lists the steps as
-    ``[4,5]``, and each cell as many values, but a single number stands without brackets; series with other steps have
-    a row of their own. :func:`read_csv` reads the file back.
+    At step-level points a row has the series of one emit that share their steps: ``step`` lists the steps as ``[4,5]``,
+    and each cell lists one value per step; a single number is written without brackets. Series with other steps go to
+    another row. :func:`read_csv` reads the file.
     """
 
     name: ClassVar[str] = "csv"
@@ -95,17 +95,17 @@ class CSVSink(FileSink):
         self._columns = Columns({})
 
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
-        """Return the names of the columns; refuse to go on in a file whose cells are written otherwise."""
+        """Return the names of the columns; raises :class:`UsageError` for a file in an older notation."""
         if position and position.get("cells") != self.notation["cells"]:
             raise UsageError(
-                f"{run.strategy}.csv was begun by an older version, which wrote lists and dicts in another way than "
-                "as JSON; resume the run with that version, or start it anew with --overwrite."
+                f"{run.strategy}.csv was written by an older version, which did not write lists and dicts as JSON; "
+                "resume the run with that version, or restart it with --overwrite."
             )
         self._columns = Columns(run.metric_infos)
         return self._columns.header
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Append one row, or at step-level points one for each set of steps."""
+        """Append one row, or at step-level points one row for each set of steps."""
         if hook_point in STEP_POINTS:
             groups: dict[tuple[int, ...], dict[str, Any]] = {}
             for name, value in metrics.items():
@@ -119,12 +119,12 @@ class CSVSink(FileSink):
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Record]:
-        """Yield the rows that a :class:`CSVSink` wrote, as emits; a last line cut off by a crash is left out.
+        """Yield the rows of a :class:`CSVSink` as records of emits; a truncated last line is skipped.
 
-        What comes back differs from what was emitted in this: a per-parameter family is one dict under its column's
-        name; an emit whose series differ in their steps is one record for each set of steps, and a record of series has
-        the last of them as its ``step``; a value at a step-level point is a series of one; keys of nested dicts are
-        text, tuples lists, and an object that is no number, text, list or dict is its text.
+        The records differ from the emits as follows. A per-parameter family is one dict under the name of its column.
+        An emit whose series have different steps gives one record for each set of steps, with the last step as
+        ``step``. A value at a step-level point is a series of length one. Keys of nested dicts are text, tuples are
+        lists, and other objects are their text.
         """
         rows = _rows(path)
         columns = next(rows, [])
@@ -144,15 +144,15 @@ read_csv = CSVSink.read
 
 
 def _shown(values: Sequence[Any]) -> Any:
-    """Return what stands in a cell of a series: its values, or a single number alone."""
+    """Return the content of a series' cell: its values, or a single number without a list."""
     return values[0] if len(values) == 1 and type(values[0]) in NUMBERS else values
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
-    """Yield the texts of the cells of each complete line, however long they are."""
+    """Yield the texts of the cells of each complete line, without a limit on their length."""
     reader = csv.reader(complete_lines(path))
     while True:
-        # The module refuses fields above a length that is one for the whole process, so each row puts it back.
+        # csv has a process-wide limit on the length of fields, so it is restored after each row.
         limit = csv.field_size_limit(sys.maxsize)
         try:
             row = next(reader, None)
@@ -171,12 +171,12 @@ def _value(cell: str) -> Any:
     try:
         return json.loads(cell)
     except ValueError as error:
-        sentence = f"{cell[:40]!r} is neither a number nor JSON; older versions wrote lists and dicts so"
+        sentence = f"{cell[:40]!r} is neither a number nor JSON; older versions wrote lists and dicts in this way"
         raise ValueError(sentence) from error
 
 
 def _series(value: Any, steps: list[int]) -> Series | dict[str, Any]:
-    """Read a cell of a series, or of a family of them."""
+    """Convert the cell of a series, or of a family of series."""
     if isinstance(value, dict):
         return {key: _series(item, steps) for key, item in value.items()}
     return Series(steps, value if isinstance(value, list) else [value])

@@ -1,4 +1,4 @@
-"""TensorBoard's event files and what stands in them, written without TensorFlow and without a thread."""
+"""Writer of TensorBoard's event files, without TensorFlow and without a thread."""
 
 import os
 import struct
@@ -30,23 +30,23 @@ BUCKETS = 30
 
 @cache
 def _crc_tables() -> NDArray[np.uint32]:
-    """Return what a byte adds to the checksum when n bytes follow it: shape (CHUNK, 256), by n and byte."""
+    """Return the contribution of a byte to the checksum if n bytes follow it: uint32 of shape (CHUNK, 256)."""
     tables = np.empty((CHUNK, 256), np.uint32)
     tables[0] = np.arange(256)
     for _ in range(8):
         tables[0] = (tables[0] >> 1) ^ np.where(tables[0] & 1, np.uint32(CASTAGNOLI), np.uint32(0))
     for following in range(1, CHUNK):
-        before = tables[following - 1]
-        tables[following] = (before >> 8) ^ tables[0][before & 0xFF]
+        previous = tables[following - 1]
+        tables[following] = (previous >> 8) ^ tables[0][previous & 0xFF]
     return tables
 
 
 def crc32c(data: bytes) -> int:
     """Return the CRC-32C of ``data`` (RFC 3720, appendix B.4).
 
-    The checksum is linear over GF(2), so a chunk's is the XOR of what each of its bytes adds, which NumPy looks up
-    for all of them at once; the checksum of the chunks before enters through the first four bytes. TensorBoard's own
-    ``RecordWriter`` goes through the bytes in Python, with which this sink takes 1.6 to 3.7 times as long.
+    The checksum is linear over GF(2), so that of a chunk is the XOR of its bytes' contributions, which NumPy looks up
+    in one call; the checksum of the preceding chunks is XORed into the first four bytes. TensorBoard's ``RecordWriter``
+    loops over the bytes in Python, which makes this sink 1.6 to 3.7 times slower.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -68,7 +68,7 @@ def _header(length: int) -> bytes:
 
 
 def _masked(data: bytes) -> bytes:
-    # Masked as in LevelDB's crc32c.h: the checksum of data that itself holds checksums is a poor one.
+    # Masked like in LevelDB's crc32c.h, since a plain CRC of data that contains CRCs is weak.
     crc = crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -77,7 +77,7 @@ class EventFile:
     """An event file; every write has reached the operating system when it returns."""
 
     def __init__(self, path: Path, position: Mapping[str, Any] | None = None) -> None:
-        """Write over the file, or go on in it at a ``position``; raise :class:`UsageError` for another."""
+        """Overwrite the file, or reopen it at a ``position``; raises :class:`UsageError` if it has changed."""
         self.file = RunFile(path, position, _fault)
         if position is not None:
             return
@@ -87,24 +87,23 @@ class EventFile:
             self.file.close()
             raise
 
-    def begin(self, options: Mapping[str, Any]) -> None:
-        """Write the options of a run: as a row of the HPARAMS tab, and as a table in the TEXT tab."""
-        shown: dict[str, Any] = {}  # the tab holds numbers, booleans and texts
+    def write_options(self, options: Mapping[str, Any]) -> None:
+        """Write the options of a run as a row of the HPARAMS tab and as a table in the TEXT tab."""
+        shown: dict[str, Any] = {}  # HPARAMS accepts numbers, booleans and texts
         for name, value in options.items():
-            known = as_float(value) if isinstance(value, (int, float)) else unicode(value)
-            shown[unicode(name)] = value if isinstance(value, bool) else known
-        row = hparams_pb(shown, trial_id="").value[0]  # without a group: by default equal options make one
+            plain_value = as_float(value) if isinstance(value, (int, float)) else unicode(value)
+            shown[unicode(name)] = value if isinstance(value, bool) else plain_value
+        row = hparams_pb(shown, trial_id="").value[0]  # without a trial id, runs with equal options would form a group
         lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in options.items()]
         table = unicode("\n".join(["| | |", "|---|---|", *lines]))
         self._write({0: [row, text_pb("run", table).value[0]]})
 
     def write(self, by_step: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
-        """Write names and values at their steps."""
-        found = {step: [each for item in items for each in messages(*item)] for step, items in by_step.items()}
-        self._write(found)
+        """Write pairs of name and value at their steps."""
+        self._write({step: [value for item in items for value in messages(*item)] for step, items in by_step.items()})
 
-    def end(self, status: str, step: int) -> None:
-        """Write how the run ended, and at which step."""
+    def write_status(self, status: str, step: int) -> None:
+        """Write the status of the run at its last step."""
         outcome = STATUS_SUCCESS if status == "completed" else STATUS_FAILURE
         content = HParamsPluginData(session_end_info=SessionEndInfo(status=outcome, end_time_secs=time.time()))
         metadata = hparams.create_summary_metadata(content)
@@ -112,7 +111,7 @@ class EventFile:
         self._write({step: [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]})
 
     def _write(self, by_step: Mapping[int, Sequence[Any]]) -> None:
-        """Write one event for each step, with the ``Summary.Value`` messages that belong to it."""
+        """Write one event per step with its ``Summary.Value`` messages."""
         now = time.time()
         items = sorted(by_step.items())
         self._append(*(Event(wall_time=now, step=step, summary=Summary(value=values)) for step, values in items))
@@ -124,7 +123,7 @@ class EventFile:
 
 
 def _fault(file: FileIO, size: int) -> str:
-    """Return what is wrong where the first ``size`` bytes of a file are not whole events, by their lengths."""
+    """Return why the first ``size`` bytes of a file are not complete events, or an empty text."""
     position = 0
     while position < size:
         header = os.pread(file.fileno(), 12, position)
@@ -132,36 +131,36 @@ def _fault(file: FileIO, size: int) -> str:
         if header != _header(length):
             break
         position += 12 + length + 4  # the last four are the checksum of the data
-    return "" if position == size else f"no event ends at byte {size:,}, where one did at the checkpoint"
+    return "" if position == size else f"no event ends at byte {size:,}, as one did at the checkpoint"
 
 
 def unicode(value: Any) -> str:
-    """Return the text of a value; what of it is no Unicode, as half of a surrogate pair, is a question mark."""
+    """Return the text of a value, with question marks for invalid Unicode such as half of a surrogate pair."""
     return str(value).encode(errors="replace").decode()
 
 
 def messages(name: str, value: Any) -> list[Any]:
     """Return the ``Summary.Value`` messages of one value.
 
-    Numbers are scalars (float32 is all that TensorBoard holds), dicts a message for each ``name/key``, lists of numbers
-    histograms of the finite ones, with the number of the others as ``name/non_finite``; text is text.
+    A number becomes a scalar (TensorBoard stores float32), a dict one message per ``name/key``, and a list of numbers a
+    histogram of the finite numbers, with the count of the others as ``name/non_finite``.
     """
     if type(value) is float:
         return [Summary.Value(tag=name, simple_value=value)]
-    found: list[Any] = []
+    values: list[Any] = []
     for key, cell in cells(name, plain(value), histogram).items():
         tag = unicode(key)
         if isinstance(cell, str):
-            found += text_pb(tag, unicode(cell)).value
+            values += text_pb(tag, unicode(cell)).value
         elif isinstance(cell, (int, float)):
-            found.append(Summary.Value(tag=tag, simple_value=cell))
+            values.append(Summary.Value(tag=tag, simple_value=cell))
         else:
-            found.append(Summary.Value(tag=tag, histo=cell))
-    return found
+            values.append(Summary.Value(tag=tag, histo=cell))
+    return values
 
 
 def histogram(finite: Sequence[float]) -> Any:
-    """Return the histogram of finite values, in buckets of equal width that hold their upper limit."""
+    """Return the histogram of finite values, in buckets of equal width that include their upper limit."""
     values = np.array(finite)
     low, high = float(values.min()), float(values.max())
     share = np.linspace(0, 1, BUCKETS + 1)

@@ -1,4 +1,4 @@
-"""The lossless record of a run: one JSON object per emit."""
+"""JSONL sink: the lossless record of a run, one JSON object per emit."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from .run_file import FileSink, complete_lines
 class JSONLSink(FileSink):
     """Write every metric, lossless, to STRATEGY.jsonl, one JSON object per line, and every alert to alerts.jsonl.
 
-    An object has ``epoch``, ``step``, ``hook_point`` (its name) and the metrics under their full names, in the order
-    in which they came. Numbers are exact: integers, floats (shortest form that reads back the same) and booleans
-    keep their types. Non-finite floats are the bare words ``NaN``, ``Infinity`` and ``-Infinity``, which
-    ``json.loads`` reads. A series is ``{"steps": [...], "values": [...]}``. Keys of nested dicts become text, tuples
-    lists; any other object becomes its text. :func:`read_jsonl` reads the file back. An alert has the fields of
+    An object has ``epoch``, ``step``, ``hook_point`` (its name) and the metrics under their full names, in the order of
+    the emit. Numbers are exact: integers, floats (in the shortest form that gives the same float) and booleans keep
+    their types. Non-finite floats are the bare words ``NaN``, ``Infinity`` and ``-Infinity``, which ``json.loads``
+    accepts. A series is ``{"steps": [...], "values": [...]}``. Keys of nested dicts become text, tuples become lists,
+    and other objects become their text. :func:`read_jsonl` reads the file. An alert has the fields of
     :meth:`Alert.record`.
     """
 
@@ -33,17 +33,17 @@ class JSONLSink(FileSink):
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
-        """Name the file of the metrics and that of the alerts."""
+        """Return the names of the metrics file and the alerts file."""
         return [*super().leaves(strategy), ALERTS]
 
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
-        """Return nothing: the file begins with its first emit."""
+        """Return an empty text: a JSONL file has no header."""
         return ""
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one line; raises ``ValueError`` for a metric named like a field of the position."""
         if not metrics.keys().isdisjoint(POSITION):
-            raise ValueError(f"A metric is named {', '.join(POSITION)} or one of them; metrics are named hook/metric.")
+            raise ValueError(f"No metric may be named {', '.join(POSITION)}; name metrics hook/metric.")
         text = _of_one_step(metrics) if hook_point in STEP_POINTS else None
         fields = f",{(text or json_text(metrics))[1:]}" if metrics else "}"
         self._write(f'{{"epoch":{epoch},"step":{step},"hook_point":"{hook_point.name}"{fields}\n')
@@ -54,9 +54,9 @@ class JSONLSink(FileSink):
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Record]:
-        """Yield the emits that a :class:`JSONLSink` wrote, in order; a last line cut off by a crash is left out.
+        """Yield the emits of a :class:`JSONLSink` in order; a truncated last line is skipped.
 
-        At step-level points an object with just ``steps`` and ``values`` comes back as a :class:`Series`.
+        At step-level points an object with only ``steps`` and ``values`` becomes a :class:`Series`.
         """
         for line in complete_lines(path):
             fields = json.loads(line)
@@ -72,8 +72,8 @@ read_jsonl = JSONLSink.read
 
 
 def _of_one_step(metrics: Mapping[str, Any]) -> str | None:
-    """Return the JSON of series of one plain number at the same step, and nothing for any other metrics."""
-    # They are what a run emits that is flushed at every step; json_text takes twice as long over their lists.
+    """Return the JSON of series with one plain number each at the same step; ``None`` for other metrics."""
+    # A run that flushes at every step emits these; json_text takes twice as long for their lists.
     if set(map(type, metrics.values())) != {Series}:
         return None
     steps = next(iter(metrics.values())).steps
@@ -92,15 +92,16 @@ def _keys(names: tuple[str, ...]) -> list[str]:
 
 
 def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:
-    """Return what was run in a folder, the JSONL file of its metrics and how it ended, for :meth:`ReplaySink.replay`.
+    """Return the description of the run in a folder, its JSONL file and its status, for :meth:`ReplaySink.replay`.
 
-    Raises :class:`UsageError` for a folder that holds no run, or a run without a record.
+    Raises:
+        UsageError: if the folder has no run, or the run has no record.
     """
     run = RunRecord.read(folder)
     path = folder / f"{run.strategy}.jsonl"
     if not path.is_file():
         raise UsageError(
-            f"{folder} holds no {path.name}, the record that replay sends; a run writes it, unless it is started with "
+            f"{folder} has no {path.name}, the record that replay sends; a run writes it unless it is started with "
             "--no-hook-jsonl."
         )
     return run, path, read_status(folder) or "failed"  # a run without a summary was killed

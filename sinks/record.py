@@ -1,4 +1,4 @@
-"""The plain values that the files of sinks can hold."""
+"""Plain values for the files of sinks."""
 
 import json
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from loopscope.hooks import Series
 
 POSITION = ("epoch", "step", "hook_point")
 NUMBERS = frozenset({float, int, bool})
-# So many sets of names keep their layout; a hook that names other metrics at every fire must not fill the memory.
+# Number of cached layouts, one per set of names; a hook with new names at every call must not fill the memory.
 LAYOUTS = 64
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` in numbers, text, lists and dicts with text as keys.
+    """Convert ``value`` to numbers, text, lists and dicts with text keys.
 
-    Series become ``{"steps": [...], "values": [...]}``, tuples lists, NumPy scalars Python ones; what has no such
-    form becomes its text, since one odd value is no reason to lose the metrics around it.
+    Series become ``{"steps": [...], "values": [...]}``, tuples become lists, and NumPy scalars Python numbers. Any
+    other object becomes its text, so that one unusual value does not lose the other metrics.
 
     >>> plain({1: (np.float32(0.5), {2, }), "s": Series([1], [2.0])})
     {'1': [0.5, '{2}'], 's': {'steps': [1], 'values': [2.0]}}
@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
 
 
 def _without_series(value: Any) -> Any:
-    # The encoder goes into the lists itself; plain would copy them first.
+    # The encoder iterates over the lists itself; plain would copy them first.
     return {"steps": value.steps, "values": value.values} if isinstance(value, Series) else plain(value)
 
 
@@ -48,12 +48,12 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON, what has no form of its own as :func:`plain` says.
+    """Return a value as JSON; values without a JSON form are converted by :func:`plain`.
 
     >>> json_text({"a": [0.1, float("inf")], "s": Series([1], [True])})
     '{"a":[0.1,Infinity],"s":{"steps":[1],"values":[true]}}'
     """
     try:
         return _encode(value)
-    except TypeError:  # over a key that is no text, number, boolean or None
+    except TypeError:  # a key is not text, number, boolean or None
         return _encode(plain(value))

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard shows them: curves, distributions and hyper-parameters."""
+"""TensorBoard sink: curves, distributions and hyper-parameters."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +21,10 @@ FOLDER = "tensorboard"
 class TensorBoardSink(ReplaySink):
     """Write every metric to tensorboard/, for TensorBoard.
 
-    Numbers are scalars at their step, series scalars at the step of each value, ``key: value`` pairs scalars named
-    ``metric/key``, lists histograms of their finite values, all in float32. The HPARAMS and TEXT tabs have the options
-    of the experiment, the strategy and the treatments. The file is written without a thread, without a random number
-    and without TensorFlow; every emit has reached the operating system when it returns.
+    A number becomes a scalar at its step, a series a scalar at the step of each value, a ``key: value`` pair a scalar
+    named ``metric/key``, and a list a histogram of its finite values, all in float32. The HPARAMS and TEXT tabs show
+    the options of the experiment, the strategy and the treatments. Writing needs no thread, no random numbers and no
+    TensorFlow; every emit has reached the operating system when it returns.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -42,7 +42,7 @@ class TensorBoardSink(ReplaySink):
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
-        """Name the folder of event files."""
+        """Return the name of the folder of event files."""
         return [FOLDER]
 
     def set_run_context(self, run: RunInfo) -> None:
@@ -54,17 +54,17 @@ class TensorBoardSink(ReplaySink):
         return {**self._opened().file.position(), "step": self._step}
 
     def files(self) -> Sequence[Path]:
-        """Name the strategy's event file."""
+        """Return the path of the strategy's event file."""
         return [] if self._events is None else [self._events.file.path]
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's event file at the position."""
+        """Reopen the strategy's event file at the position."""
         self._open(run.output_dir, run.strategy, position["step"], position)
 
     def _begin(self, folder: Path, run: RunRecord) -> None:
         (folder / FOLDER).mkdir(exist_ok=True)
         head = {"experiment": run.experiment, "strategy": run.strategy, "treatments": run.treatments_text}
-        self._open(folder, run.strategy, 0).begin(head | dict(flat(run.config)))
+        self._open(folder, run.strategy, 0).write_options(head | dict(flat(run.config)))
 
     def _open(self, folder: Path, strategy: str, step: int, position: Mapping[str, Any] | None = None) -> "EventFile":
         from .event_file import EventFile
@@ -89,7 +89,7 @@ class TensorBoardSink(ReplaySink):
     def _opened(self) -> "EventFile":
         if self._events is None:
             raise RuntimeError(
-                "No event file is open: emit and position are called after set_run_context(run) and before close."
+                "No event file is open: call emit and position after set_run_context(run) and before close."
             )
         return self._events
 
@@ -99,10 +99,10 @@ class TensorBoardSink(ReplaySink):
             self._events.file.flush()
 
     def close(self, status: str) -> None:
-        """Write how the strategy ended, unless it failed before it went on, and close its file."""
+        """Write the status of the strategy, unless it failed before its first emit, and close its file."""
         try:
             if self._events is not None and not (status == "failed" and self._events.file.is_as_found):
-                self._events.end(status, self._step)
+                self._events.write_status(status, self._step)
         finally:
             self._release()
 
@@ -113,10 +113,10 @@ class TensorBoardSink(ReplaySink):
 
     @classmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
-        """Write the event file of a run that is over; a folder of event files that is there is left as it is."""
+        """Write the event file of a finished run; an existing folder of event files is never overwritten."""
         run, record, status = recorded_run(folder)
         target = folder / FOLDER
-        require(not target.exists(), f"{target} exists already, and is left as it is; remove it to write it anew.")
+        require(not target.exists(), f"{target} already exists; remove it to write it again.")
 
         def send() -> str:
             sink = cls()
@@ -129,13 +129,13 @@ class TensorBoardSink(ReplaySink):
                 sink._release()
                 shutil.rmtree(target, ignore_errors=True)
                 raise
-            return f"{target} is written; tensorboard --logdir {folder} shows it."
+            return f"Wrote {target}; to view it: tensorboard --logdir {folder}"
 
         return send
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """List the options of a configuration, nested ones by their path.
+    """Return the options of a configuration as pairs; nested options are named by their path.
 
     >>> flat({"lr": 0.1, "adam": {"betas": [0.9, 0.99]}})
     [('lr', 0.1), ('adam.betas', [0.9, 0.99])]

@@ -1,8 +1,8 @@
-"""The W&B client, in a process of its own: follows a JSONL record and sends every line.
+"""W&B client in a separate process: follows a JSONL record and sends every line.
 
-Run as a script, without loopscope on its path and without torch, so that it starts quickly. Its argument is the path of
-its :class:`Job`; standard input gives it an :class:`Ending` when the run is over, and its end without one means that
-the run was killed. The last thing it does is to print, in one sentence, where the W&B run is or what went wrong.
+The file runs as a script, without loopscope on its path and without torch, so that it starts quickly. Its argument is
+the path of its :class:`Job`. It receives an :class:`Ending` on standard input when the run ends; end-of-file without
+one means that the run was killed. Its last output is one sentence with the location of the W&B run, or the problem.
 """
 
 import fcntl
@@ -21,49 +21,49 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PAUSE = 0.3  # seconds between two looks at the record
+PAUSE = 0.3  # seconds between two reads of the record
 GAVE_UP = 3
 LONGEST_TAG = 64
-LOG_BEGIN = 7  # bytes before the first block's first chunk of a log
+LOG_BEGIN = 7  # bytes before the first chunk of a log
 BLOCK = 32768
 CHUNK = struct.Struct("<IHB")
-ENDS = (1, 4)  # types of a chunk that ends a record: it is whole, or the last of several
-STEP = "_step"  # W&B's own number of a row, from 0
+ENDS = (1, 4)  # types of a chunk that ends a record: a complete record, or its last part
+STEP = "_step"  # W&B's row number, from 0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the run ended, and how many bytes its record then had; ``None``: as many as are there."""
+    """The status of a run, and the size of its record in bytes at its end; ``None`` for the present size."""
 
     status: str
     size: int | None = None
 
 
 def new_run_id() -> str:
-    """Return the name by which W&B is to know a new run; drawn by the system, not from a generator of the run."""
+    """Return an id for a new W&B run, from the operating system instead of the run's random generators."""
     return os.environ.get("WANDB_RUN_ID") or os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to send, and as what."""
+    """The record to send, and the description of the W&B run."""
 
     record: str  # path of the JSONL file
-    folder: str  # where W&B keeps its files
+    folder: str  # the folder of W&B's files
     project: str
     experiment: str
     strategy: str
     config: Mapping[str, Any]
     treatments: Mapping[str, Sequence[str]]
     step_points: Sequence[str]  # names of the hook points whose metrics are series
-    patience: float | None  # seconds that the client may take after the end of the run; None: as many as it likes
+    patience: float | None  # seconds that the client may take after the end of the run; None for no limit
     pid: int = field(default_factory=os.getpid)  # the process that trains
-    run_id: str = field(default_factory=new_run_id)  # by which W&B knows the run
+    run_id: str = field(default_factory=new_run_id)  # the id of the W&B run
     resumed: bool = False  # rows of the record may have been sent before, under the same run_id
 
 
 class RecordReplacedError(Exception):
-    """The record became shorter, so another run is writing over it."""
+    """The record became shorter, so another run has overwritten it."""
 
 
 class Listener:
@@ -72,7 +72,7 @@ class Listener:
     def __init__(self, stdin: Any, patience: float | None) -> None:
         self.ending = Ending("killed")
         self._over = threading.Event()
-        self.wait = self._over.wait  # so many seconds for the end of the run, and tell whether it has come
+        self.wait = self._over.wait  # waits up to N seconds for the end of the run; returns whether it has ended
         threading.Thread(target=self._listen, args=(stdin, patience), daemon=True).start()
 
     def _listen(self, stdin: Any, patience: float | None) -> None:
@@ -83,11 +83,11 @@ class Listener:
         if patience is not None:
             time.sleep(patience)
             _report(f"W&B took more than {patience:g} s after the end of the run.")
-            os._exit(GAVE_UP)  # past W&B's own threads, for which a normal exit would wait
+            os._exit(GAVE_UP)  # a normal exit would wait for W&B's threads
 
 
 def records(path: Path, listener: Listener) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file as they are written, until the run is over; a line cut off is left out."""
+    """Yield the objects of a JSONL file while it is written, until the run ends; a truncated line is skipped."""
     rest = b""
     with path.open("rb") as file:
         while True:
@@ -95,7 +95,7 @@ def records(path: Path, listener: Listener) -> Iterator[dict[str, Any]]:
             size = listener.ending.size if over else None
             data = file.read(1 << 20 if size is None else max(0, min(1 << 20, size - file.tell())))
             if os.fstat(file.fileno()).st_size < file.tell():
-                raise RecordReplacedError(f"{path} was written over by another run.")
+                raise RecordReplacedError(f"{path} was overwritten by another run.")
             if data:
                 *lines, rest = (rest + data).split(b"\n")
                 yield from map(json.loads, lines)
@@ -106,10 +106,10 @@ def records(path: Path, listener: Listener) -> Iterator[dict[str, Any]]:
 
 
 def rows(record: Mapping[str, Any], step_points: Sequence[str], histogram: Callable[[list[float]], Any]) -> Any:
-    """Return the rows of W&B's history that one line of the record becomes, in the order of their steps.
+    """Convert one line of the record to rows of W&B's history, ordered by step.
 
-    Values stand in the row of the line's step. A series has each value in the row of its own step and, in the row of
-    the line's step, ``metric/mean`` and ``metric/histogram`` of its numbers.
+    A value goes to the row of the line's step. Each value of a series goes to the row of its step, and the row of the
+    line's step gets ``metric/mean`` and ``metric/histogram`` of the series.
     """
     epoch, step, point = record["epoch"], record["step"], record["hook_point"]
     by_step: dict[int, dict[str, Any]] = {}
@@ -126,9 +126,9 @@ def rows(record: Mapping[str, Any], step_points: Sequence[str], histogram: Calla
 
 
 def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
-    """Return a value as cells of a row: ``name``, or for what is nested ``name/key`` or ``name/index``.
+    """Return a value as cells of a row, named ``name``, or ``name/key`` or ``name/index`` for nested values.
 
-    Integers beyond 64 bits become floats; they are more than W&B holds.
+    Integers beyond 64 bits become floats, since W&B cannot store them.
 
     >>> cells("h/m", {"a": True, "b": [0.5, float("inf")], "c": None}, list)
     {'h/m/a': 1, 'h/m/b': [0.5], 'h/m/b/non_finite': 1}
@@ -144,14 +144,14 @@ def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dic
 
 
 def distribution(name: str, values: Sequence[float], histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
-    """Return the histogram of the finite numbers, and how many others there are."""
+    """Return the histogram of the finite numbers, and the number of other values."""
     finite = [number for number in map(as_float, values) if math.isfinite(number)]
     others = len(values) - len(finite)
     return ({name: histogram(finite)} if finite else {}) | ({f"{name}/non_finite": others} if others else {})
 
 
 def summary(name: str, values: Sequence[Any], histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
-    """Return mean and histogram of the numbers of a series; one that is not finite makes the mean so.
+    """Return mean and histogram of a series; a non-finite number makes the mean non-finite.
 
     >>> summary("h/m", [1, 2.0], list)
     {'h/m/mean': 1.5, 'h/m/histogram': [1.0, 2.0]}
@@ -162,7 +162,7 @@ def summary(name: str, values: Sequence[Any], histogram: Callable[[list[float]],
 
 
 def as_float(value: float) -> float:
-    """Return a number as a float, integers that are too large as infinity.
+    """Convert a number to a float; integers that are too large become infinite.
 
     >>> as_float(-(10**400)), as_float(True)
     (-inf, 1.0)
@@ -173,8 +173,8 @@ def as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def begun(wandb: Any, **options: Any) -> Any:
-    """Begin a W&B run, offline where no login is present and no mode was asked for."""
+def start_wandb_run(wandb: Any, **options: Any) -> Any:
+    """Start a W&B run; it is offline if there is no login and WANDB_MODE is not set."""
     try:
         return wandb.init(**options)
     except wandb.UsageError:  # raised at once, since there is no terminal on which to ask for a key
@@ -184,25 +184,25 @@ def begun(wandb: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def alone(job: Job) -> Iterator[Any]:
-    """Wait for the end of an earlier client of the same W&B run, let no later one begin, and yield its note.
+def exclusive_run(job: Job) -> Iterator[Any]:
+    """Lock the W&B run against other clients, waiting for an earlier one, and yield the file of its row count.
 
-    The note is the number of rows that W&B had at the end of the newest client that got there.
+    The file contains the number of rows that W&B had when the newest client finished.
     """
-    # The client of a killed run goes on alone until it has sent what was recorded, perhaps while the run is resumed.
+    # The client of a killed run keeps sending the recorded rows, possibly while the run is resumed.
     with (Path(job.folder) / "wandb" / f"{job.run_id}.rows").open("a+") as note:
         fcntl.flock(note, fcntl.LOCK_EX)
         yield note
 
 
 def logs_of(job: Job) -> list[Path]:
-    """Return the logs that W&B's clients wrote of the run, oldest first."""
+    """Return the logs of the run's W&B clients, oldest first."""
     logs = (Path(job.folder) / "wandb").glob(f"*run-*-{job.run_id}/run-{job.run_id}.wandb")
     return sorted(logs, key=lambda path: path.parent.name.removeprefix("offline-"))
 
 
 def rows_in(log: Path) -> int:
-    """Return how many rows W&B's history has up to the last one in a log, of which a crash may have cut off the end."""
+    """Return the number of rows of W&B's history up to the last row in a possibly truncated log."""
     from wandb.proto import wandb_internal_pb2
 
     generated: Any = wandb_internal_pb2
@@ -211,7 +211,10 @@ def rows_in(log: Path) -> int:
 
 
 def log_records(log: Path) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format: blocks of chunks, each with checksum, length and type."""
+    """Yield the records of a log in LevelDB's format: blocks of chunks, each with checksum, length and type.
+
+    See https://github.com/google/leveldb/blob/main/doc/log_format.md.
+    """
     message = b""
     with log.open("rb") as file:
         file.seek(LOG_BEGIN)
@@ -232,7 +235,7 @@ def log_records(log: Path) -> Iterator[bytes]:
 
 
 def rows_there(job: Job, run: Any, note: Any) -> int:
-    """Return how many rows W&B has of a run: the server knows, offline the logs do, or the note if they are gone."""
+    """Return the number of rows that W&B has of a run: from the server, or offline from the logs and the note."""
     if not job.resumed:
         return 0
     if not run.offline:
@@ -242,17 +245,17 @@ def rows_there(job: Job, run: Any, note: Any) -> int:
 
 
 def send(job: Job, listener: Listener, note: Any) -> str:
-    """Send the rows of the record that W&B does not have yet, and return where they are."""
+    """Send the rows of the record that W&B does not have yet, and return a sentence with their location."""
     import numpy as np
     import wandb
 
     def histogram(values: list[float]) -> Any:
         try:
             return wandb.Histogram(values)
-        except ValueError:  # values too near or too far for bins of equal width
+        except ValueError:  # the values are too close or too far apart for bins of equal width
             return wandb.Histogram(np_histogram=(np.array([len(values)]), np.array([min(values), max(values)])))
 
-    run = begun(
+    run = start_wandb_run(
         wandb,
         id=job.run_id,
         resume="allow" if job.resumed else None,
@@ -272,7 +275,7 @@ def send(job: Job, listener: Listener, note: Any) -> str:
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    # A resumed run writes the same lines again, so what W&B has are the first rows of its record.
+    # A resumed run writes the same lines again, so W&B has the first rows of its record.
     begin, end = rows_there(job, run, note), 0
     for record in records(Path(job.record), listener):
         for row in rows(record, job.step_points, histogram):
@@ -288,7 +291,7 @@ def send(job: Job, listener: Listener, note: Any) -> str:
 
 
 def outcome_of(job: Job, run: Any) -> str:
-    """Say where the run is; rows that were recorded offline and have been sent now are not to be sent again."""
+    """Return a sentence with the location of the run; offline logs that have been sent are marked as synced."""
     logs = [path for path in logs_of(job) if path.parent.name.startswith("offline-")]
     if not run.offline:
         for path in logs:
@@ -299,19 +302,19 @@ def outcome_of(job: Job, run: Any) -> str:
 
 
 def _report(sentence: str) -> None:
-    with suppress(OSError):  # nobody may be there any more to read it
+    with suppress(OSError):  # the reader may have ended
         os.write(1, (" ".join(sentence.split()) + "\n").encode())
 
 
 def main() -> int:
-    """Do the job, and return the exit status."""
+    """Send the record of the job, and return the exit status."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text("utf-8")))
     listener = Listener(sys.stdin, job.patience)
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     with suppress(OSError):
-        os.nice(10)  # the run that trains goes first
+        os.nice(10)  # training takes precedence
     try:
-        with alone(job) as note:
+        with exclusive_run(job) as note:
             outcome = send(job, listener, note)
     except Exception as error:
         _report(f"{type(error).__name__}: {error}")

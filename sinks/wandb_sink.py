@@ -1,4 +1,4 @@
-"""Metrics as a W&B run, sent by a process of its own that nothing waits for."""
+"""W&B sink: a separate process sends the metrics, and training never waits for it."""
 
 import atexit
 import json
@@ -25,16 +25,16 @@ from .wandb_process import Ending, Job, new_run_id
 FORBIDDEN = "/\\#?%:"
 LONGEST_NAME = 128
 LONGEST_WAIT = 0.8  # seconds that a run waits at its end for the client
-PATIENCE = 600.0  # seconds after which a client that was left alone gives up
-_left_alone: list[subprocess.Popen[bytes]] = []
+PATIENCE = 600.0  # seconds after which an abandoned client gives up
+_abandoned: list[subprocess.Popen[bytes]] = []
 
 
 class Client:
-    """A client process; nothing that it does or fails to do reaches the process that trains."""
+    """A client process; its failures never affect the training process."""
 
     def __init__(self, run: RunRecord, record: Path, project: str | None, **options: Any) -> None:
-        """Start the process, whose :class:`Job` has further ``options``; raises ``OSError`` where that fails."""
-        _left_alone[:] = [process for process in _left_alone if process.poll() is None]
+        """Start the process with the given ``options`` of its :class:`Job`; raises ``OSError`` on failure."""
+        _abandoned[:] = [process for process in _abandoned if process.poll() is None]
         folder = record.parent.absolute() / "wandb"
         folder.mkdir(exist_ok=True)
         self.log = folder / "client.log"
@@ -53,33 +53,33 @@ class Client:
         description.write_text(json.dumps(asdict(job), indent=2), encoding="utf-8")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                # -P, or sinks/csv.py would stand for the module of the standard library
+                # Without -P, sinks/csv.py would hide the csv module of the standard library.
                 [sys.executable, "-P", wandb_process.__file__, str(description)],
-                stdin=subprocess.PIPE,  # tells the end of the run, or by its own end that of this process
+                stdin=subprocess.PIPE,  # receives the end of the run; its end-of-file means that this process ended
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal ends the run and not the sending
+                start_new_session=True,  # Ctrl-C in the terminal stops the run, but not the client
             )
 
     def end(self, ending: Ending, *, wait: float | None) -> str | None:
-        """Tell the client how the run ended, wait so many seconds for it, and return the sentence that it left.
+        """Send the client the status of the run, wait up to ``wait`` seconds, and return its last sentence.
 
-        The sentence may be empty, and is ``None`` as long as the client is not done.
+        The result may be empty; it is ``None`` if the client has not finished.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        # The client may be dead; a line is far less than a pipe holds, so writing it never blocks.
+        # The client may have ended; a line is far smaller than a pipe's buffer, so writing never blocks.
         with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(json.dumps(asdict(ending)).encode() + b"\n")
         try:
             self.process.wait(wait)
         except subprocess.TimeoutExpired:
             self.process.stdout.close()
-            _left_alone.append(self.process)
-            atexit.register(setattr, self.process, "returncode", 0)  # or Popen warns that it goes on, as it shall
+            _abandoned.append(self.process)
+            atexit.register(setattr, self.process, "returncode", 0)  # otherwise Popen warns that the process still runs
             return None
         with self.process.stdout as pipe:
-            os.set_blocking(pipe.fileno(), False)  # a process of W&B may still hold the other end
+            os.set_blocking(pipe.fileno(), False)  # a process of W&B may keep the other end open
             return (pipe.read() or b"").decode(errors="replace").strip()
 
 
@@ -87,14 +87,14 @@ class Client:
 class WandbSink(ReplaySink):
     """Send every metric to a W&B project, and write STRATEGY.jsonl.
 
-    The record is the one of :class:`JSONLSink`, which need not be switched on beside; another process, which only reads
-    that file, sends it. So a client that fails, hangs or has no network costs the run less than a second, and changes
-    nothing in it: ``loopscope replay`` sends the record later. A resumed run goes on in its W&B run: the client sends
-    those rows that W&B does not have yet. Where no W&B login is present the client works offline; WANDB_MODE is
-    respected, and with ``disabled`` no client is started. The page on sinks says what W&B shows of a metric.
+    The sink includes :class:`JSONLSink`; another process reads that file and sends it. Therefore a client that fails,
+    hangs or has no network costs the run less than a second and does not change it; ``loopscope replay`` can send the
+    record later. A resumed run continues its W&B run: the client sends only the rows that W&B does not have yet.
+    Without a W&B login the client works offline. WANDB_MODE is respected; with ``disabled`` no client is started. The
+    page on sinks describes how W&B shows a metric.
 
     Args:
-        project: the project; by default it is named after the experiment.
+        project: the project; by default the name of the experiment.
     """
 
     name: ClassVar[str] = "wandb"
@@ -117,28 +117,28 @@ class WandbSink(ReplaySink):
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
-        """Name the record and the folder of W&B."""
+        """Return the names of the record and of W&B's folder."""
         return [*JSONLSink.leaves(strategy), "wandb"]
 
     def set_run_context(self, run: RunInfo) -> None:
         """Start the strategy's record and its client."""
-        self._part("failed")
+        self._release_client("failed")
         self._record.set_run_context(run)
         self._start_client(run, new_run_id(), resumed=False)
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the record and the name by which W&B knows the run."""
+        """Return the position of the record and the id of the W&B run."""
         return {**self._record.position(), "run_id": self._run_id}
 
     def files(self) -> Sequence[Path]:
-        """Name the record."""
+        """Return the path of the record."""
         return self._record.files()
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the record, cut back to the position, and in the W&B run; without one, as before, in a new one."""
-        self._part("failed")
+        """Continue the record at the position, and the W&B run; without an id in the position, start a new W&B run."""
+        self._release_client("failed")
         self._record.resume(run, position)
-        self._record.flush()  # which cuts the file back, before the client reads it
+        self._record.flush()  # truncates the file before the client reads it
         self._start_client(run, position.get("run_id") or new_run_id(), resumed=True)
 
     def _start_client(self, run: RunInfo, run_id: str, *, resumed: bool) -> None:
@@ -156,10 +156,10 @@ class WandbSink(ReplaySink):
         """Append one line to the record."""
         self._record.emit(metrics, epoch, hook_point, step=step)
         if self._client is not None and self._client.process.poll() is not None:
-            self._part("failed")
+            self._release_client("failed")
 
     def alert(self, alerts: Sequence[Alert]) -> None:
-        """Append the alerts to the record of them."""
+        """Append the alerts to the file of alerts."""
         self._record.alert(alerts)
 
     def flush(self) -> None:
@@ -167,24 +167,26 @@ class WandbSink(ReplaySink):
         self._record.flush()
 
     def close(self, status: str) -> None:
-        """Close the record and part from the client, after less than a second."""
+        """Close the record and release the client within a second."""
         try:
             self._record.close(status)
         finally:
-            self._part(status)
+            self._release_client(status)
 
-    def _part(self, status: str) -> None:
-        """Tell the client that the run is over and the user what became of it."""
+    def _release_client(self, status: str) -> None:
+        """Send the client the status of the run, and report the result to the user."""
         client, self._client = self._client, None
         if client is None or self._path is None:
             return
         size = self._path.stat().st_size if self._path.exists() else None
         outcome = client.end(Ending(status, size), wait=LONGEST_WAIT)
         if outcome is None:
-            outcome = f"W&B is still taking the metrics of {self._path.parent}; if it fails, {self._remedy()}."
+            outcome = (
+                f"The W&B client is still sending the metrics of {self._path.parent}; if it fails, {self._remedy()}."
+            )
         elif client.process.returncode:
             reason = outcome.rstrip(".") or f"exit status {client.process.returncode}"
-            self._warn(f"The W&B client failed: {reason}; {client.log} has more.")
+            self._warn(f"The W&B client failed: {reason}; see {client.log}.")
             return
         warnings.warn(outcome, RunNotice, stacklevel=2)
 
@@ -198,27 +200,27 @@ class WandbSink(ReplaySink):
 
     @classmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
-        """Send the record of a run that is over as a new W&B run."""
+        """Send the record of a finished run as a new W&B run."""
         project = checked_project(options.get("project"))
         run, record, status = recorded_run(folder)
         if os.environ.get("WANDB_MODE") == "disabled":
-            raise UsageError("WANDB_MODE is disabled, so nothing would be sent; unset it, or set it to offline.")
+            raise UsageError("WANDB_MODE is disabled, so nothing would be sent; unset it or set it to offline.")
 
         def send() -> str:
             client = Client(run, record, project, patience=None)
             outcome = client.end(Ending(status, record.stat().st_size), wait=None) or ""
             if client.process.returncode:
-                raise LoopscopeError(f"{folder} was not sent: {outcome.rstrip('.')}; {client.log} has more.")
+                raise LoopscopeError(f"{folder} was not sent: {outcome.rstrip('.')}; see {client.log}.")
             return outcome
 
         return send
 
 
 def checked_project(project: str | None) -> str | None:
-    """Return the name of a project; raises :class:`UsageError` for one that W&B does not take."""
+    """Return the name of a project; raises :class:`UsageError` for a name that W&B does not accept."""
     if project is not None and (not project or len(project) > LONGEST_NAME or set(FORBIDDEN) & set(project)):
         raise UsageError(
-            f"{project!r} cannot be the name of a W&B project: 1 to {LONGEST_NAME} characters, none of {FORBIDDEN}; "
-            "the entity is set with WANDB_ENTITY."
+            f"{project!r} is not a valid W&B project: use 1 to {LONGEST_NAME} characters without {FORBIDDEN}; "
+            "set the entity with WANDB_ENTITY."
         )
     return project

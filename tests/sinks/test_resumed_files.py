@@ -76,7 +76,7 @@ def test_file_shorter_than_checkpoint_is_refused(sink_class, data, rows):
         sink.close("failed")
         left = data.draw(st.integers(0, position["size"] - 1), label="bytes left")
         os.truncate(path, left)
-        with pytest.raises(UsageError, match=f"has {left:,} bytes, but the checkpoint knows {position['size']:,} of"):
+        with pytest.raises(UsageError, match=f"has {left:,} bytes, but had {position['size']:,} at the checkpoint"):
             resumed(sink_class, Path(name), position, [])
         assert path.stat().st_size == left
 
@@ -102,7 +102,7 @@ def test_csv_with_other_columns_is_refused(tmp_path):
     sink = begun(CSVSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 1)])
     position, before = sink.position(), (tmp_path / "only.csv").read_bytes()
     sink.close("failed")
-    with pytest.raises(UsageError, match=r"only\.csv is not the file that the checkpoint knows: its first line is not"):
+    with pytest.raises(UsageError, match=r"only\.csv differs from the file at the checkpoint: its first line does not"):
         CSVSink().resume(run_info(tmp_path, described=["h/b"]), position)
     assert (tmp_path / "only.csv").read_bytes() == before
 
@@ -112,7 +112,7 @@ def test_csv_of_older_version_is_refused(tmp_path):
     sink = begun(CSVSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 1)])
     size, before = sink.position()["size"], (tmp_path / "only.csv").read_bytes()
     sink.close("failed")
-    with pytest.raises(UsageError, match=r"only\.csv was begun by an older version.*--overwrite"):
+    with pytest.raises(UsageError, match=r"only\.csv was written by an older version.*--overwrite"):
         resumed(CSVSink, tmp_path, {"size": size}, [])
     assert (tmp_path / "only.csv").read_bytes() == before
 
@@ -156,7 +156,7 @@ def test_bytes_changed_before_checkpoint_are_detected(sink_class, data, rows):
         before = bytearray(path.read_bytes())
         before[data.draw(st.integers(0, position["size"] - 1), label="the byte")] ^= data.draw(st.integers(1, 255))
         path.write_bytes(before)
-        with pytest.raises(UsageError, match="is not the file that the checkpoint knows"):
+        with pytest.raises(UsageError, match="differs from the file at the checkpoint"):
             resumed(sink_class, Path(name), position, [])
         assert path.read_bytes() == before
 
@@ -170,6 +170,6 @@ def test_removed_or_replaced_file_is_detected(sink_class, replaced, tmp_path):
     path.unlink()
     if replaced:
         path.write_text("another")
-    with pytest.raises(FileNotFoundError, match="was removed or replaced under the run"):
+    with pytest.raises(FileNotFoundError, match="was removed or replaced during the run"):
         sink.position()
     sink.close("failed")

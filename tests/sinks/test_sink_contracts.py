@@ -245,7 +245,7 @@ def test_position_outside_a_strategy_is_refused(sink_class, tmp_path, capsys):
     paths = sink.files()
     sink.close("completed")
     if paths:
-        with pytest.raises(RuntimeError, match="position are called after set_run_context"):
+        with pytest.raises(RuntimeError, match="call emit and position after set_run_context"):
             sink.position()
 
 

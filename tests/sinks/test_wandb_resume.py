@@ -14,7 +14,7 @@ import pytest
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint
 from loopscope.sinks import WandbSink, wandb_sink
-from loopscope.sinks.wandb_process import Job, alone
+from loopscope.sinks.wandb_process import Job, exclusive_run
 
 from tests.sinks.emits import run_info
 from tests.sinks.wandb_files import history
@@ -186,10 +186,10 @@ def test_client_waits_for_earlier_client_of_run(tmp_path):
     order = []
 
     def later():
-        with alone(job):
+        with exclusive_run(job):
             order.append("later")
 
-    with alone(job):
+    with exclusive_run(job):
         thread = threading.Thread(target=later)
         thread.start()
         time.sleep(0.2)

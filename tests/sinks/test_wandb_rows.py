@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopscope.sinks.wandb_process import Ending, RecordReplacedError, begun, distribution, records, rows
+from loopscope.sinks.wandb_process import Ending, RecordReplacedError, distribution, records, rows, start_wandb_run
 
 POINTS = ("POST_STEP",)
 
@@ -94,7 +94,7 @@ def test_overwritten_record_raises(tmp_path):
     """A record that another run overwrites while it is read raises RecordReplacedError."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    with pytest.raises(RecordReplacedError, match="was written over"):
+    with pytest.raises(RecordReplacedError, match="was overwritten"):
         list(found(3, path, between=lambda: path.write_text("{}\n")))
 
 
@@ -112,10 +112,10 @@ class WithoutLogin:
 
 def test_without_a_login_the_client_is_offline(monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert begun(WithoutLogin(), project="demo") == ("offline", {"project": "demo"})
+    assert start_wandb_run(WithoutLogin(), project="demo") == ("offline", {"project": "demo"})
 
 
 def test_a_mode_that_was_asked_for_is_kept(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(WithoutLogin.UsageError, match="No API key"):
-        begun(WithoutLogin(), project="demo")
+        start_wandb_run(WithoutLogin(), project="demo")

@@ -204,7 +204,7 @@ def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server)
     with pytest.warns(RunNotice, match=rf"still taking .*loopscope replay {tmp_path} --to wandb --project demo"):
         hanging = min(seconds_of(tmp_path, WandbSink(project="demo")) for _ in range(3))
     assert DEFAULT_WAIT <= hanging < alone + 1.0
-    assert wandb_sink._left_alone[-1].wait(60) == 3
+    assert wandb_sink._abandoned[-1].wait(60) == 3
     assert silent_server
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
 
@@ -274,7 +274,7 @@ def test_a_disabled_client_is_not_started(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "a/b", "me:x", "p" * 129])
 def test_invalid_wandb_project_is_refused(name):
-    with pytest.raises(UsageError, match=r"cannot be the name of a W&B project.*WANDB_ENTITY"):
+    with pytest.raises(UsageError, match=r"is not a valid W&B project.*WANDB_ENTITY"):
         WandbSink(project=name)
 
 

@@ -64,8 +64,8 @@ def test_a_config_file_asks_for_sinks_too(tmp_path):
         (["--hook-wandb"], "--hook-wandb needs a value."),
         (["--no-hook-jsonl=1"], "--no-hook-jsonl takes no value."),
         (["--no-hook-csv"], "Unknown option '--no-hook-csv'. Did you mean '--"),
-        (["--hook-wandb", "a/b"], "'a/b' cannot be the name of a W&B project"),
-        (["--hook-wandb="], "'' cannot be the name of a W&B project"),
+        (["--hook-wandb", "a/b"], "'a/b' is not a valid W&B project"),
+        (["--hook-wandb="], "'' is not a valid W&B project"),
         (["--hook-tensorboard=perhaps"], "--hook-tensorboard is 'perhaps'; it must be true or false."),
     ],
 )

@@ -228,7 +228,7 @@ def test_refused_resume_leaves_other_files_unchanged(whole: Path, tmp_path: Path
     (run / "tensorboard").rename(run / "moved")
     before = contents(run)
     assert main(["resume", str(run)]) == 2
-    assert "events.out.tfevents.plain is missing, of which the checkpoint knows" in capfd.readouterr().err
+    assert "events.out.tfevents.plain is missing; it had" in capfd.readouterr().err
     assert contents(run) == {name: data for name, data in before.items() if name != "run.lock"}
 
 

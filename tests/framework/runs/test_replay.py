@@ -51,7 +51,7 @@ def refused(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
 def test_tensorboard_replay_matches_live_sink(finished, recorded, capfd):
     """The replayed scalars, tags and run text are those that the live sink wrote."""
     assert main(["replay", str(recorded / "plain"), "--to", "tensorboard"]) == 0
-    assert f"tensorboard --logdir {recorded / 'plain'} shows it" in capfd.readouterr().out
+    assert f"to view it: tensorboard --logdir {recorded / 'plain'}" in capfd.readouterr().out
     found, live = recorded / "plain/tensorboard", finished / "plain/tensorboard"
     assert scalars(found) == scalars(live)
     assert accumulated(found).Tags() == accumulated(live).Tags()
@@ -94,7 +94,7 @@ def test_truncated_last_line_is_not_replayed(finished, recorded):
 def test_existing_replay_is_left_unchanged(finished, capfd):
     """The command is refused if the target exists and changes no file."""
     before = contents(finished)
-    assert "tensorboard exists already" in refused(capfd, finished, "--to", "tensorboard")
+    assert "tensorboard already exists" in refused(capfd, finished, "--to", "tensorboard")
     assert contents(finished) == before
 
 
@@ -102,7 +102,7 @@ def test_replay_is_all_or_nothing(recorded, capfd):
     """If one strategy has no record, the command sends no run and changes no file."""
     (recorded / "plain/plain.jsonl").unlink()
     before = contents(recorded)
-    assert "holds no plain.jsonl" in refused(capfd, recorded, "--to", "tensorboard")
+    assert "has no plain.jsonl" in refused(capfd, recorded, "--to", "tensorboard")
     assert contents(recorded) == before
 
 
@@ -130,8 +130,8 @@ def test_a_replay_that_fails_leaves_no_half_folder(recorded):
         (["a-file", "--to", "wandb"], "a-file is not a folder"),
         (["empty", "--to", "wandb"], "empty is not the folder of a run"),
         (["broken", "--to", "wandb"], "it is JSON, but no object"),
-        (["bare", "--to", "wandb"], "holds no s.jsonl"),
-        (["bare", "--to", "wandb", "--project", "a/b"], "cannot be the name of a W&B project"),
+        (["bare", "--to", "wandb"], "has no s.jsonl"),
+        (["bare", "--to", "wandb", "--project", "a/b"], "is not a valid W&B project"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(words, sentence, tmp_path, monkeypatch, capfd):

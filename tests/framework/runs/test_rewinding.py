@@ -168,9 +168,7 @@ def test_rewind_command_keeps_committing_hooks(tmp_path, capfd):
     assert record["hooks"]["variance"]["window"] == 2
     assert main(["rewind", str(run), "--step", "7"]) == 0
     assert main(["rewind", str(run)]) == 2
-    assert (
-        "loopscope rewind needs one of --step N, --spike and --verify N" in capfd.readouterr().err
-    )
+    assert "loopscope rewind needs one of --step N, --spike and --verify N" in capfd.readouterr().err
 
 
 def test_verify_compares_random_stretches(finished, tmp_path, capfd):
