@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..durable_files import read_tensors, write_tensors
 from ..errors import UsageError, listed, require
-from ..state import in_bytes, is_sharded, laid_out_like, whole
+from ..state import in_bytes, is_sharded, laid_out_like, unsharded
 from ..training import Ranks
 
 Keys = tuple[str, ...]
@@ -110,7 +110,7 @@ def gather_tensors(flat: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor
     by_rank = ranks.gather({name: tensor for name, tensor in flat.items() if _rank(name)})
     complete = {name: tensor for name, tensor in flat.items() if not is_sharded(tensor)}
     for name in sorted(flat.keys() - complete.keys()):
-        tensor = whole(flat[name])
+        tensor = unsharded(flat[name])
         if ranks.is_main:  # other ranks drop it: a machine's memory would otherwise hold one copy per process
             complete[name] = tensor.cpu()
     return {name: tensor for tensors in (complete, *by_rank) for name, tensor in tensors.items()}

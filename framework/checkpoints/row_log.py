@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..data import Loader, RowNumbers, whole_batches
+from ..data import Loader, RowNumbers, global_batches
 from ..durable_files import refusal_of_disk
 from ..errors import LoopscopeError
 from ..firing import HookManager
@@ -36,7 +36,7 @@ class RowLog:
     """Writes the rows of each epoch after its first step, on the main rank, unless a function can recompute them."""
 
     def __init__(self, folder: Path, manager: HookManager, numbers: RowNumbers) -> None:
-        loader = whole_batches(manager.task.loader)
+        loader = global_batches(manager.task.loader)
         has_order = isinstance(loader, Loader) and not loader.source_of_rows().by_function
         self._is_on = has_order and manager.task.ranks.is_main
         self._path, self._loader, self._streams = folder / ROWS, loader, manager.state.streams
@@ -58,7 +58,7 @@ class RowLog:
         self._epoch, start = loop.epoch, loop.step - 1 - loop.epoch * len(self._loader)
         with self._streams.isolated():
             batches = [*(self._loader.row_indices(loop.epoch, start) or ())]
-        self._numbers.know(loop.epoch, start, batches)  # so that the sampler is not asked again
+        self._numbers.cache_rows(loop.epoch, start, batches)  # so that the sampler is not asked again
         sizes = [[size, len([*group])] for size, group in groupby(map(len, batches))]
         line = {"epoch": loop.epoch, "start": start, "sizes": sizes, "rows": _pack(batches)}
         try:

@@ -97,7 +97,7 @@ def draws_by_function(dataloader: "DataLoader[Any]") -> bool:
     return of_torch and type(samplers_of(dataloader)[-1]) in KNOWN
 
 
-def begin(streams: RandomStreams, epoch: int, samplers: Sequence[Any], generators: Sequence[Any]) -> None:
+def start_epoch(streams: RandomStreams, epoch: int, samplers: Sequence[Any], generators: Sequence[Any]) -> None:
     """Start streams and generators with an epoch, and tell it to samplers with an order for every epoch."""
     streams.derive("loader", "epoch", epoch)
     seed_all(generators)
@@ -107,17 +107,21 @@ def begin(streams: RandomStreams, epoch: int, samplers: Sequence[Any], generator
 
 
 def on_streams(
-    streams: RandomStreams, epoch: int, samplers: Sequence[Any], others: Sequence[Any], begun: Callable[[], Iterator[T]]
+    streams: RandomStreams,
+    epoch: int,
+    samplers: Sequence[Any],
+    others: Sequence[Any],
+    make_iterator: Callable[[], Iterator[T]],
 ) -> Iterator[T]:
-    """Yield what ``begun()`` yields, drawn on streams that start with the epoch and wait while the caller works.
+    """Yield what ``make_iterator()`` yields, drawn on streams that start with the epoch and wait while the caller works.
 
     The generators that ``samplers`` and ``others`` hold start and wait with them; samplers with an order for every
     epoch are told the epoch.
     """
     generators = dataset_generators(*samplers, *others)
     with streams.isolated(), undisturbed(generators):
-        begin(streams, epoch, samplers, generators)
-        remaining = begun()
+        start_epoch(streams, epoch, samplers, generators)
+        remaining = make_iterator()
         position, restore = streams.save(), restorer(generators)
     while True:
         with streams.isolated(), undisturbed(generators):

@@ -16,13 +16,13 @@ class RowNumbers:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._epoch, self._next = -1, 0
-        self._ahead: Iterator[Tensor] | None = None
+        self._upcoming: Iterator[Tensor] | None = None
         self._newest: Tensor | None = None
-        self._known: dict[int, tuple[int, Sequence[Tensor]]] = {}
+        self._cached: dict[int, tuple[int, Sequence[Tensor]]] = {}
 
-    def know(self, epoch: int, start: int, batches: Sequence[Tensor]) -> None:
+    def cache_rows(self, epoch: int, start: int, batches: Sequence[Tensor]) -> None:
         """Take the rows of the batches of an epoch from ``start`` on, found already."""
-        self._known[epoch] = start, batches
+        self._cached[epoch] = start, batches
 
     def of_step(self, step: int) -> Tensor | None:
         """Return the rows of a step of the run, counted from 1, or ``None``."""
@@ -32,8 +32,8 @@ class RowNumbers:
         """Return the rows of the steps after ``since`` up to ``until``, one after another, if all are known."""
         found = [self._find(*divmod(step, len(self._loader))) for step in range(since, until)]
         known = [rows for rows in found if rows is not None]
-        for epoch in [epoch for epoch in self._known if (epoch + 1) * len(self._loader) <= until]:
-            del self._known[epoch]
+        for epoch in [epoch for epoch in self._cached if (epoch + 1) * len(self._loader) <= until]:
+            del self._cached[epoch]
         return torch.cat(known) if known and len(known) == len(found) else None
 
     def of(self, epoch: int, batch: int) -> Tensor | None:
@@ -42,15 +42,15 @@ class RowNumbers:
         return None if found is None else found.clone()
 
     def _find(self, epoch: int, batch: int) -> Tensor | None:
-        start, batches = self._known.get(epoch, (0, ()))
+        start, batches = self._cached.get(epoch, (0, ()))
         if start <= batch < start + len(batches):
             return batches[batch - start]
         if epoch != self._epoch or batch < self._next - 1:
             is_one = isinstance(self._loader, Loader)  # anything that yields batches may stand in its place
-            self._ahead = self._loader.row_indices(epoch, batch) if is_one else None
+            self._upcoming = self._loader.row_indices(epoch, batch) if is_one else None
             self._epoch, self._next = epoch, batch
-        if self._ahead is not None and batch >= self._next:
-            ahead = self._ahead if batch == self._next else islice(self._ahead, batch - self._next, None)
+        if self._upcoming is not None and batch >= self._next:
+            ahead = self._upcoming if batch == self._next else islice(self._upcoming, batch - self._next, None)
             self._newest = next(ahead, None)
             self._next = batch + 1
-        return None if self._ahead is None else self._newest
+        return None if self._upcoming is None else self._newest

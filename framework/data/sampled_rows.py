@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from ..state import RandomStreams
-from .batch_indices import BLOCK, Draw, batch_indices, begin, random_blocks, samplers_of
+from .batch_indices import BLOCK, Draw, batch_indices, random_blocks, samplers_of, start_epoch
 from .generators import dataset_generators, undisturbed
 
 
-def known_batches(batches: BatchSampler, start: int, draw: Draw) -> Iterator[Tensor] | None:
+def rows_of_known_sampler(batches: BatchSampler, start: int, draw: Draw) -> Iterator[Tensor] | None:
     """Return the rows of each batch from batch ``start`` on, for samplers that are :data:`KNOWN`, without a list.
 
     ``None`` where a subset's indices are no integers.
@@ -55,14 +55,14 @@ def as_numbers(indices: Any) -> Tensor | None:
     return torch.from_numpy(found.astype(np.int64)) if found.ndim == 1 and found.dtype.kind in "iu" else None
 
 
-def drawn_at_once(
+def draw_all_rows(
     dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: Draw, most: int
 ) -> Iterator[Tensor] | None:
     """Return the rows of at most ``most`` batches by samplers that are asked for them; ``None`` if they are none."""
     samplers = samplers_of(dataloader)
     generators = dataset_generators(*samplers)
     with streams.isolated(), undisturbed(generators):
-        begin(streams, epoch, samplers, generators)
+        start_epoch(streams, epoch, samplers, generators)
         batches = [*islice(batch_indices(dataloader, start, draw), max(0, most))]
     if not all(isinstance(batch, Sized) for batch in batches):
         return None

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ..errors import UnfitError
 from .batches import part_of, rows
-from .lending import LentLoader
+from .loader_inspection import CopyingLoader
 from .loaders import Batch, Loader
 
 
-class RowsOfRank(LentLoader):
+class RowsOfRank(CopyingLoader):
     """A loader's batches with the rows of one rank only: all ranks together have the batches of one process.
 
     Args:
@@ -56,6 +56,6 @@ class RowsOfRank(LentLoader):
         return RowsOfRank(self._loader.drawn(seed), self._rank, self._count)
 
 
-def whole_batches(loader: Loader) -> Loader:
+def global_batches(loader: Loader) -> Loader:
     """Return a loader of the batches that all ranks have together."""
     return loader._loader if isinstance(loader, RowsOfRank) else loader

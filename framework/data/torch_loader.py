@@ -16,9 +16,9 @@ from ..errors import UsageError
 from ..state import RandomStreams
 from .batch_indices import Draw, EpochSampler, batch_indices, draws_by_function, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
-from .lending import held
+from .loader_inspection import preserved_loader
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
-from .sampled_rows import drawn_at_once, known_batches
+from .sampled_rows import draw_all_rows, rows_of_known_sampler
 
 
 @runtime_checkable
@@ -69,7 +69,7 @@ class SeededBatches(Dataset[Any]):
             return self.collate(items)
 
 
-def as_it_is(batch: Any) -> Any:
+def return_unchanged(batch: Any) -> Any:
     """Return a batch that is collated already."""
     return batch
 
@@ -152,7 +152,7 @@ class TorchLoader(Loader):
                 SeededBatches(source.dataset, source.collate_fn, self._streams, epoch, batched=batched),
                 batch_size=None,
                 sampler=enumerate(self._indices(source, epoch, start), start),
-                collate_fn=as_it_is,
+                collate_fn=return_unchanged,
                 worker_init_fn=partial(start_worker, source.worker_init_fn) if source.num_workers else None,
                 **{name: getattr(source, name) for name in PROCESS_OPTIONS},
             )
@@ -176,9 +176,9 @@ class TorchLoader(Loader):
             return None
         if draws_by_function(source):
             batches: Any = source.batch_sampler
-            return None if batches is None else known_batches(batches, start, self._draw(epoch))
-        with held(self):
-            return drawn_at_once(source, self._streams, epoch, start, self._draw(epoch), len(self) - start)
+            return None if batches is None else rows_of_known_sampler(batches, start, self._draw(epoch))
+        with preserved_loader(self):
+            return draw_all_rows(source, self._streams, epoch, start, self._draw(epoch), len(self) - start)
 
     def source_of_rows(self) -> SourceOfRows:
         """Return the length of the dataset, and what it holds if it is one of tensors."""

@@ -17,8 +17,8 @@ from ..state import (
     is_cut_off,
     is_sharded,
     local_shards,
-    of_the_run,
     over_shards,
+    without_on_demand,
 )
 from .tensor_sums import ALGORITHM, sums
 
@@ -30,7 +30,7 @@ def state_digests(state: TrainingState) -> dict[str, str]:
     in parts on them: entries that are sharded have the digests of whole tensors, on every rank. Other entries are each
     rank's own, and some differ, such as the batch.
     """
-    return digests(of_the_run(dict(state.leaves())))
+    return digests(without_on_demand(dict(state.leaves())))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data import Batch
 from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
-from ..state import LoopState, accumulate, joint_norm, local_shards, whole
+from ..state import LoopState, accumulate, joint_norm, local_shards, unsharded
 from ..training import TrainingTask
 from .hook_set import HookSet
 from .manager import HookManager
@@ -179,9 +179,9 @@ def _append(loop: LoopState, gradients: list[Tensor]) -> None:
         return
     if series is None:
         # float64 holds losses and norms of all dtypes exactly.
-        series = whole(loop.loss).new_zeros(2, ROOM, dtype=torch.float64)
+        series = unsharded(loop.loss).new_zeros(2, ROOM, dtype=torch.float64)
     elif count == series.shape[1]:
         series = torch.cat([series, torch.zeros_like(series)], dim=1)
-    loss = whole(loop.loss).double()
+    loss = unsharded(loop.loss).double()
     series[:, count] = torch.stack([loss, joint_norm(gradients).to(loss)])
     loop.step_series, loop.series_steps = series, count + 1

@@ -22,7 +22,7 @@ from ..errors import (
     with_lines,
 )
 from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
-from ..state import explained
+from ..state import explain_nondeterminism
 from .remedies import function_at, remedy
 
 SNAPSHOT = HookPoint.SNAPSHOT.name
@@ -75,7 +75,7 @@ class HookFailures:
 
     def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> Failure:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
-        raised = explained(error)
+        raised = explain_nondeterminism(error)
         unsuited = isinstance(error, UnsuitableError) and hook.name not in self.required
         if unsuited or self.may_leave_out(hook, where):
             sentence = f"Hook {hook.name!r} raised at {_first(where, step)}: {with_lines(raised)}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from ..data import RowNumbers, lent, rows
+from ..data import RowNumbers, rows, with_copied_batches
 from ..errors import LoopscopeError, unknown
 from ..hooks import (
     EPOCH_END,
@@ -33,7 +33,7 @@ from ..isolation import (
     borrowed_modes,
     borrowed_weights,
 )
-from ..state import TrainingState, Vector, gathered_for_a_while
+from ..state import TrainingState, Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask
 from .dispatch import MetricDispatch
 from .hook_set import HookSet
@@ -59,7 +59,7 @@ class Firing:
         self._state = state
         self._isolation = hooks.isolation
         self._dispatch = dispatch
-        self._loader = lent(task.loader)
+        self._loader = with_copied_batches(task.loader)
         self._guardian_device = guardian_device
         self._needs_target = hooks.listeners.need("needs_target_grad")
         self._reference_weights = _frozen(reference_weights)
@@ -83,7 +83,7 @@ class Firing:
             return
         isolation = self._isolation
         try:
-            isolation.begin()
+            isolation.start_visit()
             context = self._view(point)
             if self._hooks.listeners.at[point] is not listening:  # hooks were left out, since their view cannot be made
                 due = [listener for listener in due if listener in self._hooks.listeners.at[point]]
@@ -92,14 +92,14 @@ class Firing:
                     self._observe(listener, context)
                 else:
                     self._intervene(listener, listener.intervention, context)
-            isolation.settle()
+            isolation.complete_checks()
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)
-                isolation.settle()
+                isolation.complete_checks()
             if self._task.ranks.shards or point not in STEP_POINTS:  # nearly every hook takes collectives on shards
                 self._hooks.settle()
         finally:
-            isolation.end()
+            isolation.end_visit()
 
     def _observe(self, listener: Listener, context: RunDataContext) -> None:
         hook, point, step = listener.hook, listener.point, self._state.loop.step
@@ -241,7 +241,7 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
         stack.enter_context(state.streams.isolated())
         stack.enter_context(borrowed_buffers(model))
         stack.enter_context(borrowed_modes(model, train=train))
-        stack.enter_context(gathered_for_a_while(model))
+        stack.enter_context(resharded_afterwards(model))
         for name in capture:
             stack.callback(modules[name].register_forward_hook(partial(keep, name)).remove)
         output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)

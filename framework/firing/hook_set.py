@@ -143,7 +143,7 @@ class HookSet:
 
         def isolated() -> Result:
             with self.profiler.section(hook.name):
-                return self.isolation.observe_amid(call, function)
+                return self.isolation.observe_in_pass(call, function)
 
         return self._treated(hook, call.where, call.step, isolated)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..data import Batch, RowNumbers, first_batch, lent, whole_batches
+from ..data import Batch, RowNumbers, first_batch, global_batches, with_copied_batches
 from ..errors import RunNotice, UsageError, require
 from ..hooks import (
     EPOCH_END,
@@ -108,7 +108,7 @@ class HookManager:
             offload=StateOffload() if offload_state else None,
             ranks=task.ranks,
         )
-        self._numbers = RowNumbers(whole_batches(task.loader))
+        self._numbers = RowNumbers(global_batches(task.loader))
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call, self._rows_of)
         failures.points_of_reports = self.dispatch.points_of
         self.deaf = self._taps.deaf
@@ -318,7 +318,7 @@ class HookManager:
     def _first_pass(self, batch: Batch | None) -> torch.Tensor:
         if batch is None:
             with borrowed_extras(self.state):  # to which an experiment's own loader may write
-                batch = first_batch(lent(self.task.loader))
+                batch = first_batch(with_copied_batches(self.task.loader))
         return LossProbe(self.task, self.state, self.profiler).loss_with_graph(batch)
 
     def _hear_taps(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data import Loader, lent
+from ..data import Loader, with_copied_batches
 from ..errors import UsageError
 from ..training import Profiler, Ranks
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
@@ -137,7 +137,9 @@ class RunInfo:
     def __post_init__(self) -> None:
         """Show of the task no more than hooks and sinks may see."""
         task = self.task
-        object.__setattr__(self, "task", ShownTask(task.model, lent(task.loader), task.length, task.config, task.ranks))
+        object.__setattr__(
+            self, "task", ShownTask(task.model, with_copied_batches(task.loader), task.length, task.config, task.ranks)
+        )
 
     @property
     def model(self) -> nn.Module:

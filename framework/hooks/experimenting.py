@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ..data import Batch, Loader, derived_seed, lent
+from ..data import Batch, Loader, derived_seed, with_copied_batches
 from ..errors import LoopscopeError
 from ..isolation import (
     LightSnapshot,
@@ -133,7 +133,9 @@ class Experimenting(Measuring):
         on what it restored.
         """
         self._shuffles += 1
-        return lent(self._task.loader).shuffled(derived_seed(self._state.streams.seed, *self._stream, self._shuffles))
+        return with_copied_batches(self._task.loader).shuffled(
+            derived_seed(self._state.streams.seed, *self._stream, self._shuffles)
+        )
 
     def apply_perturbation(self, direction: Vector, scale: float) -> None:
         """Add ``scale * direction`` to the parameters, in place."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch, Loader, lent, rows
+from ..data import Batch, Loader, rows, with_copied_batches
 from ..errors import LoopscopeError, unknown
 from ..state import TrainingState, Vector, optimizers_of
 from ..training import METHODS, LossProbe, Method, TrainingTask
@@ -40,7 +40,7 @@ class Measuring:
     @property
     def loader(self) -> Loader:
         """The training data, in the run's order; batches that may be written to."""
-        return lent(self._task.loader)
+        return with_copied_batches(self._task.loader)
 
     @property
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from ..errors import StateMutationError, UsageError, unknown
 from ..lowbit import QuantizationTap, Quantized
 from ..lowbit.casts import QuantizationListener
-from ..state import OwnFunction, in_bytes
+from ..state import InternalFunction, in_bytes
 from ..training import eagerly, is_compiled, quiet_graph_breaks
 from .weight_uses import Around, OnGradient, around_elsewhere, around_weight
 
@@ -118,7 +118,7 @@ class TapSet:
         if tap.kind == "parameter":
             parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
             _refuse_frozen(parameter, owner, tap)
-            self._attached.callback(parameter.register_hook(OwnFunction(watched)).remove)  # type: ignore[no-untyped-call]
+            self._attached.callback(parameter.register_hook(InternalFunction(watched)).remove)  # type: ignore[no-untyped-call]
             return
         module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
         if tap.kind in ("weight", "elsewhere"):
@@ -254,12 +254,12 @@ def _uncompiled(function: Callable[..., Any]) -> Any:
 
 
 @cache
-def _uncompiled_hook() -> type[OwnFunction]:
+def _uncompiled_hook() -> type[InternalFunction]:
     """Return a class of hooks that end the graph of a compiled model; made late, since this imports torch's compiler.
 
     Its call itself must be kept out of graphs: torch would compile one that only calls an uncompiled function.
     """
-    return type("UncompiledHook", (OwnFunction,), {"__call__": _uncompiled(OwnFunction.__call__)})
+    return type("UncompiledHook", (InternalFunction,), {"__call__": _uncompiled(InternalFunction.__call__)})
 
 
 @contextmanager
@@ -316,8 +316,8 @@ def _listen(stack: ExitStack, module: nn.Module, around: Around) -> None:
     """Have functions called around a module's forward until the stack is closed."""
     before, after = around
     if before is not None:
-        stack.callback(module.register_forward_pre_hook(OwnFunction(before)).remove)
-    stack.callback(module.register_forward_hook(OwnFunction(after)).remove)
+        stack.callback(module.register_forward_pre_hook(InternalFunction(before)).remove)
+    stack.callback(module.register_forward_hook(InternalFunction(after)).remove)
 
 
 def _around_output(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:

@@ -30,7 +30,7 @@ from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, RunFolder, RunRecord, build_summary, environment, load_reference
-from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
+from ..state import RandomStreams, TrainingState, copy_of_batch, resharded_afterwards
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .model_wrappers import bypass_replica, check_optimizer, find_ranks, unchanged_replica
@@ -301,7 +301,7 @@ class AttachedRun:
             else:
                 stack.enter_context(RandomStreams(self.options.seed).isolated())
             stack.enter_context(borrowed_modes(model, train=None))
-            stack.enter_context(gathered_for_a_while(model))
+            stack.enter_context(resharded_afterwards(model))
             stack.enter_context(unchanged_replica(self.driver.task.replica if self.is_built else None))
             try:
                 yield

@@ -17,10 +17,10 @@ from ..state import (
     TensorIdentities,
     TrainingState,
     fully_sharded_modules,
-    gathered_for_a_while,
-    hanging_on_modules,
     is_uninitialised,
     nested,
+    reachable_from_modules,
+    resharded_afterwards,
 )
 from .guardian import copy_each
 
@@ -57,16 +57,16 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
     """Put back, after the body, whatever hangs on modules beside their tables."""
-    held = hanging_on_modules(modules)
+    held = reachable_from_modules(modules)
     if not (held.tensors or held.natives):
         try:
             yield
         finally:
-            held.put_back()
+            held.restore()
         return
     # A tensor without a version is one of inference mode, which nothing can write to outside of it.
     tensors = [tensor for tensor in held.tensors if not tensor.is_inference()]
-    identities, natives = TensorIdentities(tensors, lasting=False), held.read_natives()
+    identities, natives = TensorIdentities(tensors, persistent=False), held.read_natives()
     copies = [tensor.detach().clone() for tensor in identities.bytes]
     # Copying back counts as a write, though nothing is changed in the end: the counts are put back with the bytes.
     # torch keeps this for its own wrappers; there is no public way.
@@ -74,10 +74,10 @@ def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
         try:
             yield
         finally:
-            held.put_back()
+            held.restore()
             held.write_natives(natives)
             with torch.no_grad():
-                identities.put_back()
+                identities.restore()
             copy_each(identities.bytes, copies)
 
 
@@ -173,7 +173,7 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
 @contextmanager
 def borrowed_for_evaluation(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode for the body; modes, buffers, attributes and shards are put back."""
-    with gathered_for_a_while(model), borrowed_buffers(model), borrowed_modes(model, train=False):
+    with resharded_afterwards(model), borrowed_buffers(model), borrowed_modes(model, train=False):
         yield
 
 

@@ -29,9 +29,9 @@ _device = attrgetter("device")
 class Objects:
     """Objects of the training state: what their containers hold, and the identities of their tensors."""
 
-    def __init__(self, roots: Iterable[Any], *, apart: Container[int] = (), lasting: bool) -> None:
-        self.structure = Structure(roots, apart=apart)
-        self.identities = TensorIdentities(self.structure.tensors, lasting=lasting)
+    def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = (), persistent: bool) -> None:
+        self.structure = Structure(roots, excluded=excluded)
+        self.identities = TensorIdentities(self.structure.tensors, persistent=persistent)
 
     def is_current(self) -> bool:
         """Return whether every object is there and what it was, the bytes of tensors aside."""
@@ -83,11 +83,11 @@ class Snapshot(Transient):
         """
         self._with_streams = streams
         self._roots: tuple[Any, ...] = ()
-        self._lasting: Objects | None = None
-        self._passing: tuple[Structure, BriefIdentities | TensorIdentities] | None = None
-        self._lasting_bytes = Buffers(device)
-        self._passing_bytes = Buffers(device)
-        self._kept: list[tuple[Guarded, Any]] = []
+        self._persistent: Objects | None = None
+        self._temporary: tuple[Structure, BriefIdentities | TensorIdentities] | None = None
+        self._persistent_bytes = Buffers(device)
+        self._temporary_bytes = Buffers(device)
+        self._saved_parts: list[tuple[Guarded, Any]] = []
         self._natives: list[list[Any]] = []
 
     @property
@@ -97,7 +97,7 @@ class Snapshot(Transient):
 
     @property
     def _copies(self) -> list[Tensor]:
-        return self._lasting_bytes.tensors + self._passing_bytes.tensors
+        return self._persistent_bytes.tensors + self._temporary_bytes.tensors
 
     def save(self, state: TrainingState) -> "Snapshot":
         """Copy the state; the bytes last, since copying them empties the caches of everything else.
@@ -107,56 +107,58 @@ class Snapshot(Transient):
         parts = [part.guarded for part in state.parts if self._with_streams or part is not GENERATORS]
         state.sharding.scatter()  # or a gathered copy that an intervention left would be walked
         with torch.no_grad():
-            lasting = self._refresh_lasting(state, parts)
-        self._kept = [(part, part.keep(state, lasting.identities.owners)) for part in parts]
-        moment = chain.from_iterable([part.passing(kept) for part, kept in self._kept if part.passing is not None])
+            persistent = self._refresh_persistent(state, parts)
+        self._saved_parts = [(part, part.save(state, persistent.identities.owners)) for part in parts]
+        moment = chain.from_iterable(
+            [part.temporary(saved) for part, saved in self._saved_parts if part.temporary is not None]
+        )
         with torch.no_grad():
-            structure = Structure(moment, apart=lasting.structure.seen)
-            if lasting.structure.opaque or structure.opaque:
+            structure = Structure(moment, excluded=persistent.structure.seen)
+            if persistent.structure.opaque or structure.opaque:
                 raise UsageError(state.out_of_reach())
             # new at most steps, so that setting its tensors again, where they allow it, is cheaper than comparing them
             tensors, brief = structure.tensors, BriefIdentities.suit(structure.tensors)
-            identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, lasting=False)
-            self._passing = structure, identities
-            self._passing_bytes.fit(identities.bytes)
-        self._natives = [lasting.structure.read_natives(), structure.read_natives()]
-        copy_each(self._copies, lasting.identities.bytes + identities.bytes)
+            identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, persistent=False)
+            self._temporary = structure, identities
+            self._temporary_bytes.fit(identities.bytes)
+        self._natives = [persistent.structure.read_natives(), structure.read_natives()]
+        copy_each(self._copies, persistent.identities.bytes + identities.bytes)
         return self
 
-    def _refresh_lasting(self, state: TrainingState, parts: list[Guarded]) -> Objects:
-        roots = (*chain.from_iterable([part.lasting(state) for part in parts]),)
-        lasting = self._lasting
-        if lasting is None or addresses(roots) != addresses(self._roots) or not lasting.is_current():
-            apart = {*map(id, chain.from_iterable([part.apart(state) for part in parts]))}
-            self._roots, self._lasting = roots, (lasting := Objects(roots, apart=apart, lasting=True))
-            self._lasting_bytes.fit(lasting.identities.bytes)
-        return lasting
+    def _refresh_persistent(self, state: TrainingState, parts: list[Guarded]) -> Objects:
+        roots = (*chain.from_iterable([part.persistent(state) for part in parts]),)
+        persistent = self._persistent
+        if persistent is None or addresses(roots) != addresses(self._roots) or not persistent.is_current():
+            excluded = {*map(id, chain.from_iterable([part.excluded(state) for part in parts]))}
+            self._roots, self._persistent = roots, (persistent := Objects(roots, excluded=excluded, persistent=True))
+            self._persistent_bytes.fit(persistent.identities.bytes)
+        return persistent
 
     def restore(self, state: TrainingState) -> None:
         """Put the state back, in place: the same objects, holding the same bytes."""
-        lasting, passing = self._lasting, self._passing
-        if lasting is None or passing is None:
+        persistent, temporary = self._persistent, self._temporary
+        if persistent is None or temporary is None:
             raise RuntimeError("restore() without save(): this snapshot holds nothing.")
-        owners = lasting.identities.owners
-        for part, kept in self._kept:
+        owners = persistent.identities.owners
+        for part, saved in self._saved_parts:
             # Settings, such as inference mode, under which tensors could not be put back.
-            if part.first:
-                part.put_back(state, owners, kept)
+            if part.restored_first:
+                part.restore(state, owners, saved)
         with torch.no_grad():
-            for objects in (lasting.structure, lasting.identities, *passing):
-                objects.put_back()
-        for part, kept in self._kept:
-            if not part.first:
-                part.put_back(state, owners, kept)
-        for structure, states in zip((lasting.structure, passing[0]), self._natives, strict=True):
+            for objects in (persistent.structure, persistent.identities, *temporary):
+                objects.restore()
+        for part, saved in self._saved_parts:
+            if not part.restored_first:
+                part.restore(state, owners, saved)
+        for structure, states in zip((persistent.structure, temporary[0]), self._natives, strict=True):
             structure.write_natives(states)
         # The bytes last, into the storages that the tensors have again.
-        copy_each(lasting.identities.bytes + passing[1].bytes, self._copies)
+        copy_each(persistent.identities.bytes + temporary[1].bytes, self._copies)
 
     def release(self) -> None:
         """Let go of the gradients and accumulators of the moment, so that their memory can be freed."""
-        self._passing = None
-        self._kept = []
+        self._temporary = None
+        self._saved_parts = []
         self._natives = []
 
 

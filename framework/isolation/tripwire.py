@@ -27,7 +27,7 @@ _pointer = Tensor.data_ptr
 Sweep = tuple[Any, ...]
 
 
-@unaffected_by_warnings("begin", "remember", "check_closely", "check_quickly", "check_rest")
+@unaffected_by_warnings("take_baseline", "remember", "check_bytes", "check_quickly", "check_rest")
 class Tripwire:
     """Sweeps the training state; every clean check is the baseline of the next.
 
@@ -41,14 +41,14 @@ class Tripwire:
         self.watch = WatchList(state)
         self._quick: Sweep = ()
         self._rest: Sweep = ()
-        self._placed_at = b""
+        self._attribute_addresses = b""
         self._swept: list[Tensor] = []
         self._bytes: dict[int, tuple[Tensor, int]] = {}
         self._settings: dict[str, Any] = {}
         self.rewritten = False
         """Whether the last check found tensors written to that hold the bytes they held."""
 
-    def begin(self) -> None:
+    def take_baseline(self) -> None:
         """Take the baseline of a fire."""
         self._quick, tensors = self._sweep()
         self._rest = self._sweep_rest(tensors)
@@ -56,7 +56,7 @@ class Tripwire:
             self.watch = WatchList(self._state)
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
-        self._placed_at = self.watch.placed_at
+        self._attribute_addresses = self.watch.attribute_addresses
         self._bytes = {}
 
     def remember(self, *, everywhere: bool) -> None:
@@ -69,20 +69,20 @@ class Tripwire:
             tensors = (*self.watch.parameters, *self._state.model.buffers(), *self._sweep()[1])
             near = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
             self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in near}
-            self._settings = self._state.flags.hidden()
+            self._settings = self._state.flags.read_slow()
 
-    def check_closely(self, culprit: object) -> None:
+    def check_bytes(self, culprit: object) -> None:
         """Raise :class:`StateMutationError` if tensors do not hold what was remembered, or any setting differs."""
         if not self._bytes:
             return
         try:
             changes = self._named((tensor, was, digest_of(tensor)) for tensor, was in self._bytes.values())
-            now = self._state.flags.hidden()
+            now = self._state.flags.read_slow()
             changes += [name for name, was in self._settings.items() if now[name] != was]
         except Exception as error:
-            raise unreadable(culprit, error) from error
+            raise unreadable_state(culprit, error) from error
         if changes:
-            raise mutation(culprit, changes)
+            raise mutation_error(culprit, changes)
 
     def _holds_the_same(self, now: Sweep) -> bool:
         """Return whether versions alone differ from the baseline, and none of them by a change of bytes."""
@@ -103,9 +103,9 @@ class Tripwire:
             self.rewritten = self._holds_the_same(quick)
             changes = [] if self.rewritten else self._changes(quick) or ["the set of tensors"]
         except Exception as error:
-            raise unreadable(culprit, error) from error
+            raise unreadable_state(culprit, error) from error
         if changes:
-            raise mutation(culprit, changes)
+            raise mutation_error(culprit, changes)
         self._quick = quick
 
     def _quick_is_same(self, now: Sweep) -> bool:
@@ -116,7 +116,7 @@ class Tripwire:
 
     def _rest_is_same(self, now: Sweep) -> bool:
         """Return the same for the rest of a complete sweep."""
-        if self._placed_at != self.watch.placed_at and not same_values(self._rest[0], now[0]):
+        if self._attribute_addresses != self.watch.attribute_addresses and not same_values(self._rest[0], now[0]):
             return False
         return _equal(now[1:], self._rest[1:])
 
@@ -125,22 +125,25 @@ class Tripwire:
         try:
             rest = self._sweep_rest(self._swept)
             differs = not self._rest_is_same(rest) or any(self.watch.empty)
-            changes = self._look_closer(rest) if differs else []
+            changes = self._changes_of_rest(rest) if differs else []
         except Exception as error:
-            raise unreadable(culprit, error) from error
+            raise unreadable_state(culprit, error) from error
         if changes:
-            raise mutation(culprit, changes)
-        self._rest, self._placed_at = rest, self.watch.placed_at
+            raise mutation_error(culprit, changes)
+        self._rest, self._attribute_addresses = rest, self.watch.attribute_addresses
 
-    def put_back(self) -> None:
+    def restore_cheaply(self) -> None:
         """Put back what costs next to nothing: settings, modes, attributes of modules, hooks on them, gradients.
 
         Whatever cannot be put back is left to the check that follows.
         """
         watch = self.watch
-        pairs = (*zip(watch.looked, self._rest[1:], strict=False), *zip(watch.glanced, self._quick[2:], strict=False))
-        steps: list[Callable[[], object]] = [partial(part.put_back, was) for part, was in pairs if part.put_back]
-        steps.append(partial(watch.put_back_own, self._rest[0]))
+        pairs = (
+            *zip(watch.value_parts, self._rest[1:], strict=False),
+            *zip(watch.tensor_parts, self._quick[2:], strict=False),
+        )
+        steps: list[Callable[[], object]] = [partial(part.restore, was) for part, was in pairs if part.restore]
+        steps.append(partial(watch.restore_attributes, self._rest[0]))
         for step in steps:
             with suppress(Exception):
                 step()
@@ -154,9 +157,9 @@ class Tripwire:
         watch = self.watch
         pure = (*chain.from_iterable(watch.pure_views),)
         mixed = (*chain.from_iterable(watch.mixed_views),)
-        glanced = [*map(tuple, map(call, watch.glances))]
+        glanced = [*map(tuple, map(call, watch.tensor_readers))]
         passing = [tensor for found in glanced for tensor in found if tensor is not None]
-        tensors = [*pure, *watch.buried, *passing]
+        tensors = [*pure, *watch.nested_tensors, *passing]
         # A DTensor has a version of its own, which writes to its local shard do not move.
         if watch.sharded:
             tensors = local_shards(tensors)
@@ -166,7 +169,7 @@ class Tripwire:
         """Return what attributes hold, what was looked at, and pointers."""
         watch = self.watch
         attributes = watch.read_attributes()
-        looked = map(tuple, map(call, watch.looks))
+        looked = map(tuple, map(call, watch.value_readers))
         beside = watch.tensors_of(attributes)
         if not beside:
             return (attributes, *looked, (), _column(_pointer, tensors))
@@ -180,19 +183,19 @@ class Tripwire:
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), before, now, strict=False)
         changes = [watch.place(held, was, names) for held, was, is_now in tables if not same_values(was, is_now)]
-        glances = zip(watch.glanced, before[2:], now[2:], strict=False)
+        glances = zip(watch.tensor_parts, before[2:], now[2:], strict=False)
         changes += [part.label for part, was, is_now in glances if not same_values(was, is_now)]
         if changes or len(before[-1]) != len(now[-1]):
             return changes
         return self._differing_tensors(before[-1], now[-1])
 
-    def _look_closer(self, now: Sweep) -> list[str]:
+    def _changes_of_rest(self, now: Sweep) -> list[str]:
         """Name what differs in the rest of a complete sweep."""
         before, watch = self._rest, self.watch
         changes: list[str] = []
         if not same_values(before[0], now[0]):
             changes.append(watch.attribute(before[0], now[0], self._state.names()))
-        for part, was, is_now in zip(watch.looked, before[1:], now[1:], strict=False):
+        for part, was, is_now in zip(watch.value_parts, before[1:], now[1:], strict=False):
             if not same_values(was, is_now):
                 changes += part.differences(was) if part.differences is not None else [part.label]
         beside = watch.tensors_of(now[0])
@@ -214,9 +217,9 @@ class Tripwire:
         return [names.get(id(tensor), "a tensor of the batch") for tensor in changed]
 
 
-def unreadable(culprit: object, error: Exception) -> StateMutationError:
+def unreadable_state(culprit: object, error: Exception) -> StateMutationError:
     """Make the error for a state that cannot even be compared, which counts as a changed one."""
-    return mutation(culprit, [f"it cannot be read any more ({type(error).__name__}: {error})"])
+    return mutation_error(culprit, [f"it cannot be read any more ({type(error).__name__}: {error})"])
 
 
 def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, ...]:
@@ -246,7 +249,7 @@ def _equal(before: Sweep, now: Sweep) -> bool:
         return False
 
 
-def mutation(culprit: object, changes: list[str]) -> StateMutationError:
+def mutation_error(culprit: object, changes: list[str]) -> StateMutationError:
     """Make the error that names who changed what."""
     return StateMutationError(
         f"{culprit} may only read, but changed the training state: {listed(changes, 5)}. What changed cannot be "
@@ -255,7 +258,7 @@ def mutation(culprit: object, changes: list[str]) -> StateMutationError:
     )
 
 
-@unaffected_by_warnings("begin", "check")
+@unaffected_by_warnings("take_baseline", "check")
 class Audit:
     """Compares digests, and the identity of every object of the state; switched off it does nothing."""
 
@@ -266,24 +269,24 @@ class Audit:
         self._objects: Objects | None = None
         self._gradients: dict[Tensor, Tensor | None] = {}
 
-    def begin(self) -> None:
+    def take_baseline(self) -> None:
         """Take the baseline."""
         if self.enabled:
             self._before = self._state.digest()
             self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
-            self._objects = Objects((*self._state.roots, self._gradients), lasting=False)
+            self._objects = Objects((*self._state.roots, self._gradients), persistent=False)
 
     def check(self, culprit: object) -> None:
         """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""
         if self.enabled:
             try:
-                changes = differing(self._before, self._state.digest()) or self._replaced()
+                changes = differing(self._before, self._state.digest()) or self._replaced_objects()
             except Exception as error:
-                raise unreadable(culprit, error) from error
+                raise unreadable_state(culprit, error) from error
             if changes:
-                raise mutation(culprit, changes)
+                raise mutation_error(culprit, changes)
 
-    def _replaced(self) -> list[str]:
+    def _replaced_objects(self) -> list[str]:
         """Name the objects that hold the same as before, but are others, or hold others."""
         changed = self._objects.changed() if self._objects is not None else []
         changed += [parameter for parameter, gradient in self._gradients.items() if parameter.grad is not gradient]

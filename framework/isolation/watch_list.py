@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..state import ATOMS, TrainingState, addresses, is_sharded, nested
 
-_PASSING_BY = (*ATOMS, Tensor)
-_GONE = object()
+_NOT_CONTAINERS = (*ATOMS, Tensor)
+_MISSING = object()
 
 
 class WatchList:
@@ -23,37 +23,37 @@ class WatchList:
     def __init__(self, state: TrainingState) -> None:
         self.parameters = [*state.model.parameters()]
         watched = [(part.name, part.watched(state)) for part in state.parts]
-        self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.attributes)}
-        self._owners |= {id(space): name for name, part in watched for space, _ in part.own}
+        self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.containers)}
+        self._owners |= {id(space): name for name, part in watched for space, _ in part.named_attributes}
         tables = [table for _, part in watched for table in part.tables]
-        containers = [container for _, part in watched for container in part.attributes]
+        containers = [container for _, part in watched for container in part.containers]
         self.empty = [container for container in (*tables, *containers) if not container]
         # Their values go into the flat list by one C call, without a look at each.
         self.pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
         pure = {*map(id, self.pure)}
         self.mixed = [table for table in tables if table and id(table) not in pure]
         self.attributes = [container for container in containers if container]
-        self.pure_views, self.mixed_views = _views(self.pure), _views(self.mixed)
-        self._attribute_views = _views(self.attributes)
-        own = [entry for _, part in watched for entry in part.own]
+        self.pure_views, self.mixed_views = _value_views(self.pure), _value_views(self.mixed)
+        self._attribute_views = _value_views(self.attributes)
+        own = [entry for _, part in watched for entry in part.named_attributes]
         self._spaces, self._getters = [space for space, _ in own], [itemgetter(*keys) for _, keys in own]
-        self._own_keys = [(space, key) for space, keys in own for key in keys]
-        glanced = [(part.glance, part) for _, part in watched if part.glance is not None]
-        looked = [(part.look, part) for _, part in watched if part.look is not None]
-        self.glances, self.glanced = [glance for glance, _ in glanced], [part for _, part in glanced]
-        self.looks, self.looked = [look for look, _ in looked], [part for _, part in looked]
-        settled = [part.look for _, part in watched if part.look is not None and part.settled]
-        self._settled = [(look, tuple(look())) for look in settled]
+        self._attribute_keys = [(space, key) for space, keys in own for key in keys]
+        glanced = [(part.read_tensors, part) for _, part in watched if part.read_tensors is not None]
+        looked = [(part.read_values, part) for _, part in watched if part.read_values is not None]
+        self.tensor_readers, self.tensor_parts = [glance for glance, _ in glanced], [part for _, part in glanced]
+        self.value_readers, self.value_parts = [look for look, _ in looked], [part for _, part in looked]
+        settled = [part.read_values for _, part in watched if part.read_values is not None and part.decides_containers]
+        self._deciding_values = [(look, tuple(look())) for look in settled]
         self._keys = _keys_by_container([*tables, *containers])
         self.tensors = (*chain.from_iterable(self.pure_views),)
-        self.others = (*chain.from_iterable(self.mixed_views),)
-        self._tensors, self._others = addresses(self.tensors), addresses(self.others)
+        self.other_values = (*chain.from_iterable(self.mixed_views),)
+        self._tensor_addresses, self._other_addresses = addresses(self.tensors), addresses(self.other_values)
         self._containers = _containers(self.read_attributes())
-        self._seen = addresses(self.read_attributes())
-        self.placed_at, self._places = b"", list[int]()
-        found = [leaf for item in self.others for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
+        self._last_addresses = addresses(self.read_attributes())
+        self.attribute_addresses, self._positions = b"", list[int]()
+        found = [leaf for item in self.other_values for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
         direct = {*map(id, self.tensors)}
-        self.buried = [leaf for leaf in found if id(leaf) not in direct]
+        self.nested_tensors = [leaf for leaf in found if id(leaf) not in direct]
         self.sharded = any(map(is_sharded, self.parameters))
 
     def read_attributes(self) -> tuple[Any, ...]:
@@ -61,39 +61,39 @@ class WatchList:
         try:
             own = [*chain.from_iterable(map(call, self._getters, self._spaces))]
         except KeyError:  # an attribute is gone, such as the forward function that a tap had put in a module's place
-            own = [space.get(key, _GONE) for space, key in self._own_keys]
+            own = [space.get(key, _MISSING) for space, key in self._attribute_keys]
         return (*map(len, self._spaces), *own, *chain.from_iterable(self._attribute_views))
 
     def holds(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
         """Return whether the tables still hold the objects that they held when this list was made."""
-        return addresses(tensors) == self._tensors and addresses(others) == self._others
+        return addresses(tensors) == self._tensor_addresses and addresses(others) == self._other_addresses
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
         """Return whether what a sweep just read is in the containers of this list; plain values, tensors may change."""
         if any(self.empty) or not self.holds(tensors, others):
             return False
-        if any([tuple(look()) != before for look, before in self._settled]):
+        if any([tuple(look()) != before for look, before in self._deciding_values]):
             return False
         # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
-        now = self.placed_at  # the addresses of ``attributes``, of which the tensors were just asked
-        if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
+        now = self.attribute_addresses  # the addresses of ``attributes``, of which the tensors were just asked
+        if now != self._last_addresses and addresses(_containers(attributes)) != addresses(self._containers):
             return False
-        self._seen = now
+        self._last_addresses = now
         return True
 
     def tensors_of(self, attributes: tuple[Any, ...]) -> list[Tensor]:
         """Return the tensors in what :meth:`read_attributes` returned."""
         now = addresses(attributes)
-        if now != self.placed_at:
-            self.placed_at, self._places = now, _places_of_tensors(attributes)
+        if now != self.attribute_addresses:
+            self.attribute_addresses, self._positions = now, _tensor_positions(attributes)
         # asked again, since an address may be that of another object by now
-        return [item for place in self._places if isinstance(item := attributes[place], Tensor)]
+        return [item for place in self._positions if isinstance(item := attributes[place], Tensor)]
 
-    def put_back_own(self, before: tuple[Any, ...]) -> None:
+    def restore_attributes(self, before: tuple[Any, ...]) -> None:
         """Give objects back the attributes by name in what :meth:`read_attributes` returned, such as modes."""
         start = len(self._spaces)
-        values = before[start : start + len(self._own_keys)]
-        for (space, key), value in zip(self._own_keys, values, strict=True):
+        values = before[start : start + len(self._attribute_keys)]
+        for (space, key), value in zip(self._attribute_keys, values, strict=True):
             space[key] = value
 
     def name(self, container: Any, names: dict[int, str]) -> str:
@@ -106,10 +106,10 @@ class WatchList:
         index = _first_difference(before, now)
         if index < start:
             return f"the attributes of {self.name(self._spaces[index], names)}"
-        if index < start + len(self._own_keys):
-            space, key = self._own_keys[index - start]
+        if index < start + len(self._attribute_keys):
+            space, key = self._attribute_keys[index - start]
             return f"{self.name(space, names)}.{key}"
-        start += len(self._own_keys)
+        start += len(self._attribute_keys)
         return self.place(self.attributes, before[start:], names)
 
     def place(self, containers: list[Any], before: tuple[Any, ...], names: dict[int, str]) -> str:
@@ -145,7 +145,9 @@ def _key_name(key: Any, names: dict[int, str]) -> str:
 
 def _changed_key(before: dict[Any, Any], now: dict[Any, Any]) -> Any:
     """Return the first key of two dicts that is in one of them only, or has another value."""
-    return next((key for key in {**before, **now} if not same_value(before.get(key, _GONE), now.get(key, _GONE))), "")
+    return next(
+        (key for key in {**before, **now} if not same_value(before.get(key, _MISSING), now.get(key, _MISSING))), ""
+    )
 
 
 def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
@@ -153,16 +155,16 @@ def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
     return next((i for i, (was, is_now) in pairs if not same_value(was, is_now)), min(len(before), len(now)))
 
 
-def _views(containers: list[Any]) -> list[Any]:
+def _value_views(containers: list[Any]) -> list[Any]:
     return [container.values() if isinstance(container, dict) else container for container in containers]
 
 
-def _places_of_tensors(values: tuple[Any, ...]) -> list[int]:
+def _tensor_positions(values: tuple[Any, ...]) -> list[int]:
     return [place for place, value in enumerate(values) if type(value) not in ATOMS and isinstance(value, Tensor)]
 
 
 def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([value for value in values if type(value) not in _PASSING_BY])
+    return tuple([value for value in values if type(value) not in _NOT_CONTAINERS])
 
 
 def same_values(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact, read_content
-from ..data import changed
+from ..data import data_changed
 from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, passed_through_users_code, shortened
 from ..firing import HookManager
 from ..state import LoopState
@@ -122,7 +122,7 @@ def refuse_another_run(where: Path, earlier: RunRecord, current: RunRecord, *, w
 
 def refuse_other_data(where: Path, earlier: RunRecord, current: RunRecord) -> None:
     """Raise :class:`UsageError` if the data are known to differ from those of the run in ``where``."""
-    if changed(earlier.rows, current.rows):
+    if data_changed(earlier.rows, current.rows):
         descriptions = [
             f"{rows('rows') or 'an unknown number of'} rows, digest {rows('xxh3_128')} over {rows('covers')}"
             for rows in (earlier.rows.get, current.rows.get)

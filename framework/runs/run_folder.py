@@ -17,7 +17,7 @@ from ..checkpoints import DIGESTS, ROWS, checkpoint_folders, run_lock
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
-from ..state import whole
+from ..state import unsharded
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, seed_name
 
 CHECKPOINTS = "checkpoints"
@@ -178,7 +178,7 @@ class RunFolder:
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the final weights as a complete state dict. With sharded weights this is a collective call."""
-        save_tensors(tree_map_only(Tensor, whole, model.state_dict()), self.weights)
+        save_tensors(tree_map_only(Tensor, unsharded, model.state_dict()), self.weights)
 
     def _run_files(self) -> Iterator[Path]:
         """Yield every path that a run may write, the record last: it identifies a run, so it is removed last."""

@@ -22,14 +22,14 @@ from ..checkpoints import (
     Signals,
     StoppedError,
 )
-from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, whole_batches
+from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, global_batches
 from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, StateMutationError, UsageError, notice, this_command, with_lines
 from ..firing import HookManager
 from ..hooks import RunInfo, TrainingHook
 from ..isolation import borrowed_extras
 from ..loops import NoProgress, Pauses, Progress, epoch_loop, step_loop
-from ..state import explained
+from ..state import explain_nondeterminism
 from ..training import TrainingTask, check_metric
 from .checks import as_experiment_fault, check_numbers
 from .records import RunRecord
@@ -81,7 +81,7 @@ class StrategyRun:
         self.task, self.state, ranks = manager.task, manager.state, manager.task.ranks
         self._shared_folder = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
         self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
-        numbers = RowNumbers(whole_batches(self.task.loader))
+        numbers = RowNumbers(global_batches(self.task.loader))
         self._digests = DigestLog(self.folder.path, manager, self.plan.digest_every, numbers)
         self._rows = RowLog(self.folder.path, manager, numbers)
         writer = CheckpointWriter(folder if ranks.are_many else self.folder.checkpoints, self.plan.keep, ranks)
@@ -146,7 +146,7 @@ class StrategyRun:
 
     def record_rows(self) -> RunRecord:
         """Add the description of the data's rows to the record, and return the record."""
-        loader = whole_batches(self.task.loader)
+        loader = global_batches(self.task.loader)
         with self.state.streams.isolated():
             rows = fingerprint(loader, partial(self._first_batch, loader)) if isinstance(loader, Loader) else {}
         self.record = replace(self.record, rows=rows)
@@ -181,7 +181,7 @@ class StrategyRun:
         try:
             self._loop(pauses)
         except BaseException as raised:
-            status, error = _status_after(raised), explained(raised)
+            status, error = _status_after(raised), explain_nondeterminism(raised)
             raise
         finally:
             manager.end(status)
@@ -291,7 +291,7 @@ class StrategyRun:
     def _fail(self, status: str, error: BaseException) -> None:
         """End hooks and sinks, and write the summary with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
-        _attempt(lambda: self._summarise(status, explained(error), dict(self.state.loop.evaluation)))
+        _attempt(lambda: self._summarise(status, explain_nondeterminism(error), dict(self.state.loop.evaluation)))
         if self.folder.newest_checkpoint() is not None:
             notice(f"{self._last_checkpoint()} {self._resume_advice()}")
 

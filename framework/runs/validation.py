@@ -20,7 +20,7 @@ from ..checkpoints import (
     read_digests,
     rows_entry,
 )
-from ..data import RowNumbers, whole_batches
+from ..data import RowNumbers, global_batches
 from ..digests import state_digests
 from ..errors import LoopscopeError, UsageError, listed, notice, require
 from ..firing import HookManager
@@ -75,7 +75,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         """Create the row numbers for digests."""
-        self.numbers = RowNumbers(whole_batches(self.manager.task.loader))
+        self.numbers = RowNumbers(global_batches(self.manager.task.loader))
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Compare the state with the checkpoint and the digest of this moment, if any.

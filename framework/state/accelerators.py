@@ -26,7 +26,7 @@ def devices_in_use() -> list[torch.device]:
         return []
     # A device that was not used yet has no generator; reading one would start a context of hundreds of MiB on it. A
     # backend that cannot tell counts as used.
-    initialized: Callable[[], bool] = getattr(_module(kind.type), "is_initialized", lambda: True)
+    initialized: Callable[[], bool] = getattr(_backend(kind.type), "is_initialized", lambda: True)
     if not initialized():
         return []
     devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
@@ -35,18 +35,18 @@ def devices_in_use() -> list[torch.device]:
 
 def generator_state(device: torch.device) -> Tensor:
     """Return the state of a device's random generator, a tensor of bytes."""
-    state: Tensor = _module(device.type).get_rng_state(device)
+    state: Tensor = _backend(device.type).get_rng_state(device)
     return state
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
     """Set the state of a device's random generator to what :func:`generator_state` returned."""
-    _module(device.type).set_rng_state(state, device)
+    _backend(device.type).set_rng_state(state, device)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the random generators of all devices of the kind of ``device``."""
-    module = _module(device.type)
+    module = _backend(device.type)
     getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
@@ -65,7 +65,7 @@ def refuse_unprotected(devices: set[torch.device]) -> None:
             )
 
 
-def begin_memory_peak() -> tuple[int, Callable[[], int]] | None:
+def reset_memory_peak() -> tuple[int, Callable[[], int]] | None:
     """Start to measure the peak of allocated memory again.
 
     Returns the bytes allocated now and a function that returns the largest number since, or ``None`` where the backend
@@ -78,7 +78,7 @@ def begin_memory_peak() -> tuple[int, Callable[[], int]] | None:
         return None
 
 
-def _module(kind: str) -> Any:
+def _backend(kind: str) -> Any:
     return torch.get_device_module(kind)
 
 

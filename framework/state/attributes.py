@@ -21,7 +21,7 @@ from .objects import (
     ABSENT,
     ATOMS,
     attributes_of,
-    beside_items,
+    instance_attributes,
     is_code,
     is_frozen,
     native_of,
@@ -36,17 +36,17 @@ _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     "deque": lambda found: deque(found[1:], maxlen=found[0]),
 }
 _MUTABLE = (dict, list, set, deque)
-DEEPEST = 100
+MAX_DEPTH = 100
 """How many objects deep a walk goes: what lies deeper counts as out of reach."""
 # nn.Module keeps parameters, buffers and children in these dicts, and finds them by __getattr__.
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_KIND = "_is_full_backward_hook"
 """What a module notes of its backward hooks, and keeps when they are gone, only to refuse hooks of the other kind."""
-COMPILED_NUMBER = "_torchdynamo_wrapper_id"
+COMPILED_ID = "_torchdynamo_wrapper_id"
 """What ``torch.compile`` counts its modules by: machinery of the process, another for the same model built again."""
-COMPOSED = "__composable_api_"
+COMPOSABLE_PREFIX = "__composable_api_"
 """How the attributes begin in which ``fully_shard`` keeps its state, which is a part of its own."""
-CUT_UP = "_distribute_module_applied"
+DISTRIBUTED_MARK = "_distribute_module_applied"
 """What ``parallelize_module`` notes on modules: how parameters lie on the ranks is no part of their state."""
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
@@ -73,7 +73,7 @@ class PlainForms:
 
     def of(self, value: Any) -> Any:
         """Return the plain form of a value."""
-        if type(value) in ATOMS or self._depth > DEEPEST:
+        if type(value) in ATOMS or self._depth > MAX_DEPTH:
             return value
         if id(value) in self._names:
             return {"again": self._names[id(value)]}
@@ -96,9 +96,9 @@ class PlainForms:
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
         if isinstance(value, _MUTABLE):
-            extra = beside_items(value)  # an OrderedDict has a place for attributes, and none there
+            extra = instance_attributes(value)  # an OrderedDict has a place for attributes, and none there
             return {type(value).__name__: self._content(value)} | ({"attributes": self.table(extra)} if extra else {})
-        return {"object": qualified(type(value)), "attributes": self.table(_space(value))}
+        return {"object": qualified(type(value)), "attributes": self.table(_object_attributes(value))}
 
     def _of_code(self, value: Any) -> Any:
         if not is_code(value):
@@ -196,7 +196,7 @@ class FromPlainForms:
             return found
         space = attributes_of(found)
         space = vars(found) if space is None else space
-        self.fill(space, table, [*_space(found)])
+        self.fill(space, table, [*_object_attributes(found)])
         write_attributes(found, space)
         return found
 
@@ -277,19 +277,19 @@ def refill(container: Any, keys: Collection[Any], values: Collection[Any]) -> No
         container.extend(values)
 
 
-def _space(value: Any) -> dict[str, Any]:
+def _object_attributes(value: Any) -> dict[str, Any]:
     """Return what an object holds: a module all but its hooks, an optimizer too."""
     if isinstance(value, nn.Module):  # one that is no child of the model, but hangs on an attribute
-        return {**own_attributes(value), **{key: vars(value)[key] for key in TABLES}}
+        return {**module_attributes(value), **{key: vars(value)[key] for key in TABLES}}
     held = attributes_of(value) or {}
     return without_hooks(held) if isinstance(value, Optimizer) else held
 
 
-def own_attributes(module: nn.Module) -> dict[str, Any]:
+def module_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without its tables of tensors and modules, and without hooks on it."""
-    left_out = (*TABLES, HOOK_KIND, COMPILED_NUMBER, CUT_UP)
+    left_out = (*TABLES, HOOK_KIND, COMPILED_ID, DISTRIBUTED_MARK)
     held = without_hooks(vars(module)).items()
-    return {key: value for key, value in held if key not in left_out and not key.startswith(COMPOSED)}
+    return {key: value for key, value in held if key not in left_out and not key.startswith(COMPOSABLE_PREFIX)}
 
 
 def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:

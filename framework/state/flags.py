@@ -315,7 +315,7 @@ class GlobalFlags:
         """Return the settings that are quick to read."""
         return (*map(call, self._quick_getters),)
 
-    def hidden(self) -> dict[str, Any]:
+    def read_slow(self) -> dict[str, Any]:
         """Return, by name, the settings that :meth:`read` leaves out."""
         start = len(self._quick_getters)
         return dict(zip(self.names[start:], map(call, self._getters[start:]), strict=True))
@@ -324,7 +324,7 @@ class GlobalFlags:
         """Return every setting, in the order of ``names``."""
         return (*map(call, self._getters),)
 
-    def put_back(self, quick: tuple[Any, ...], known: tuple[Any, ...]) -> None:
+    def restore_quick(self, quick: tuple[Any, ...], known: tuple[Any, ...]) -> None:
         """Put back what ``read`` returned, unless a setting that it does not read is no longer ``known``.
 
         Then all stays as it is, for a check to tell of it. A setting that is set along with one that ``read`` does
@@ -378,7 +378,7 @@ def deterministic(*, on: bool) -> Iterator[None]:
         os.environ.setdefault(CUBLAS, ":4096:8")  # read by CUDA's matrix products when they are first used
         yield
     except RuntimeError as error:
-        if (told := explained(error)) is error:
+        if (told := explain_nondeterminism(error)) is error:
             raise
         raise told from error
     finally:
@@ -388,7 +388,7 @@ def deterministic(*, on: bool) -> Iterator[None]:
             os.environ.pop(CUBLAS, None)
 
 
-def explained(error: BaseException) -> BaseException:
+def explain_nondeterminism(error: BaseException) -> BaseException:
     """Return the error that names the remedy, if torch refused an operation in deterministic mode; else the same."""
     operation, refused, _ = text_of(error).partition(MISSING)
     if not refused or not isinstance(error, RuntimeError):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, is_hook_table, own_attributes
+from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
 from .objects import Transient
-from .parts import NOT_KEPT, Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
+from .parts import NOT_GUARDED, Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .tensor_identity import addresses
 
 _grad = attrgetter("grad")
@@ -24,7 +24,7 @@ GRADIENT_HOOKS = (_hooks_on_gradient, _hooks_after_gradient)
 _parameters, _buffers = methodcaller("named_parameters"), methodcaller("named_buffers")
 
 
-class OwnHook(Transient):
+class InternalHook(Transient):
     """Marks what loopscope registers on parameters and modules, which changes nothing that was not declared.
 
     What others register there belongs to the training state, since the run may depend on it. What bears this mark does
@@ -32,7 +32,7 @@ class OwnHook(Transient):
     """
 
 
-class OwnFunction(OwnHook):
+class InternalFunction(InternalHook):
     """A function that loopscope registers as a hook of a parameter or module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -43,12 +43,12 @@ class OwnFunction(OwnHook):
         return self._function(*arguments)
 
 
-def _by_name(
+def _tensor_part(
     what: str,
     named: Callable[[nn.Module], Iterable[tuple[str, Any]]],
     read: Callable[[Any], Any],
     load: Callable[[Any, Any], object],
-    guarded: Guarded = NOT_KEPT,
+    guarded: Guarded = NOT_GUARDED,
     watched: Callable[[StateObjects], Watched] = lambda state: Watched(),
 ) -> Part:
     """Make the part that holds one thing of each of the model's parameters or buffers."""
@@ -85,30 +85,30 @@ def _set_gradient(parameter: Any, gradient: Tensor | None) -> None:
     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _give_gradients_back(owners: list[Tensor], kept: tuple[Tensor | None, ...]) -> None:
+def _restore_gradients(owners: list[Tensor], saved: tuple[Tensor | None, ...]) -> None:
     # Compared first, since setting a gradient checks its device, dtype and layout anew.
-    if addresses(kept) != addresses((*map(_grad, owners),)):
-        for owner, gradient in zip(owners, kept, strict=True):
+    if addresses(saved) != addresses((*map(_grad, owners),)):
+        for owner, gradient in zip(owners, saved, strict=True):
             owner.grad = gradient
 
 
 def _watch_parameters(state: StateObjects) -> Watched:
     parameters = [*state.model.parameters()]
 
-    def put_back(before: tuple[bool, ...]) -> None:
+    def restore(before: tuple[bool, ...]) -> None:
         for parameter, required in zip(parameters, before, strict=True):
             parameter.requires_grad_(required)
 
-    look = partial(map, _requires_grad, parameters)
-    return Watched(look=look, label="requires_grad of a parameter", put_back=put_back)
+    read_values = partial(map, _requires_grad, parameters)
+    return Watched(read_values=read_values, label="requires_grad of a parameter", restore=restore)
 
 
 def _watch_gradients(state: StateObjects) -> Watched:
     parameters: list[Tensor] = [*state.model.parameters()]
     return Watched(
-        glance=partial(map, _grad, parameters),
+        read_tensors=partial(map, _grad, parameters),
         label="a gradient was replaced",
-        put_back=lambda before: _give_gradients_back(parameters, before),
+        restore=lambda before: _restore_gradients(parameters, before),
     )
 
 
@@ -116,7 +116,7 @@ def _watch_gradient_hooks(state: StateObjects) -> Watched:
     parameters = [*state.model.parameters()]
     tables = lambda: chain(map(_hooks_on_gradient, parameters), map(_hooks_after_gradient, parameters))
     counts = HookCounts(tables)
-    return Watched(look=counts.read, label="a hook on a parameter", put_back=counts.remove_newer)
+    return Watched(read_values=counts.read, label="a hook on a parameter", restore=counts.remove_newer)
 
 
 class HookCounts:
@@ -140,7 +140,7 @@ class HookCounts:
                 del table[number]
 
 
-def _elsewhere(state: StateObjects) -> dict[str, Any]:
+def _separately_stored(state: StateObjects) -> dict[str, Any]:
     """Return by name what attributes may refer to and other parts store: modules, parameters, buffers, generators."""
     found: dict[str, Any] = {f"modules/{name}": module for name, module in state.model.named_modules()}
     found |= {f"parameters/{name}": parameter for name, parameter in state.model.named_parameters()}
@@ -151,12 +151,12 @@ def _elsewhere(state: StateObjects) -> dict[str, Any]:
 
 def plain_forms(state: StateObjects) -> PlainForms:
     """Return what makes plain forms of attributes of the model or the optimizer."""
-    return PlainForms({id(thing): name for name, thing in _elsewhere(state).items()})
+    return PlainForms({id(thing): name for name, thing in _separately_stored(state).items()})
 
 
 def from_plain_forms(state: StateObjects) -> FromPlainForms:
     """Return what puts attributes back from their plain forms."""
-    return FromPlainForms(_elsewhere(state), device_of(state))
+    return FromPlainForms(_separately_stored(state), device_of(state))
 
 
 def device_of(state: StateObjects) -> torch.device:
@@ -170,7 +170,7 @@ def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
     return {
         f"{name}.{key}": forms.of(value)
         for name, module in state.model.named_modules()
-        for key, value in own_attributes(module).items()
+        for key, value in module_attributes(module).items()
     }
 
 
@@ -188,23 +188,23 @@ def _load_attributes(state: StateObjects, stored: Mapping[str, Any]) -> None:
         tables[module][key] = form
     forms = from_plain_forms(state)
     for name, module in state.model.named_modules():
-        forms.fill(vars(module), tables[name], [*own_attributes(module)])
+        forms.fill(vars(module), tables[name], [*module_attributes(module)])
 
 
-def _other_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
+def _misfit_of_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
     have = {name for name, _ in state.model.named_modules()}
     others = have ^ {name.rpartition(".")[0] for name in stored}
-    own = plain_forms(state).table(own_attributes(nn.Module()))  # no module works without those that all have
+    own = plain_forms(state).table(module_attributes(nn.Module()))  # no module works without those that all have
     missing = [
         f"{name}.{key}"
         for name, module in state.model.named_modules()
         for key, form in own.items()
-        if key in vars(module) and not _alike(stored.get(f"{name}.{key}"), form)
+        if key in vars(module) and not _same_kind(stored.get(f"{name}.{key}"), form)
     ]
     return _of_another_model("modules", sorted(others or missing))
 
 
-def _alike(stored: Any, form: Any) -> bool:
+def _same_kind(stored: Any, form: Any) -> bool:
     """Return whether two plain forms are of the same kind, whatever they hold."""
     return type(stored) is type(form) and (
         not isinstance(form, dict) or "again" in stored or stored.keys() == form.keys()
@@ -215,15 +215,15 @@ def _watch_modules(state: StateObjects) -> Watched:
     modules = [*state.model.modules()]
     # not the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time
     spaces = [vars(module) for module in modules]
-    own = [
+    attributes = [
         # what torch.compile returns has no mode of its own, but shows that of the module within
-        (space, tuple([*TABLES, *(key for key in own_attributes(module) if key == "training" or key not in NATIVE)]))
+        (space, tuple([*TABLES, *(key for key in module_attributes(module) if key == "training" or key not in NATIVE)]))
         for module, space in zip(modules, spaces, strict=True)
     ]
     return Watched(
         [space[name] for space in spaces for name in TABLES],
-        own=own,
-        look=partial(map, type, modules),
+        named_attributes=attributes,
+        read_values=partial(map, type, modules),
         label="the class of a module",
     )
 
@@ -247,28 +247,34 @@ def _watch_module_hooks(state: StateObjects) -> Watched:
     tables = [table for _, table in _module_hook_tables(state)]
     filled = [table for table in tables if table]
     counts = HookCounts(lambda: tables)
-    return Watched(filled, look=counts.read, label="a hook on a module", settled=True, put_back=counts.remove_newer)
+    return Watched(
+        filled,
+        read_values=counts.read,
+        label="a hook on a module",
+        decides_containers=True,
+        restore=counts.remove_newer,
+    )
 
 
 def _watch_sharding(state: StateObjects) -> Watched:
     label = "what FSDP2 has gathered, has under way or was told"
     sharding = state.sharding
-    return Watched(look=sharding.read, label=label, put_back=sharding.put_back) if sharding else Watched()
+    return Watched(read_values=sharding.read, label=label, restore=sharding.restore_settings) if sharding else Watched()
 
 
 MODEL_PARTS = (
-    _by_name("parameters", _parameters, lambda found: found, Tensor.copy_, Guarded(lambda state: (state.model,))),
-    _by_name("buffers", _buffers, lambda found: found, Tensor.copy_),
-    _by_name("requires_grad", _parameters, _requires_grad, nn.Parameter.requires_grad_, watched=_watch_parameters),
-    _by_name(
+    _tensor_part("parameters", _parameters, lambda found: found, Tensor.copy_, Guarded(lambda state: (state.model,))),
+    _tensor_part("buffers", _buffers, lambda found: found, Tensor.copy_),
+    _tensor_part("requires_grad", _parameters, _requires_grad, nn.Parameter.requires_grad_, watched=_watch_parameters),
+    _tensor_part(
         "gradients",
         _parameters,
         _grad,
         _set_gradient,
         Guarded(
-            keep=lambda state, owners: (*map(_grad, owners),),
-            passing=lambda kept: kept,
-            put_back=lambda state, owners, kept: _give_gradients_back(owners, kept),
+            save=lambda state, owners: (*map(_grad, owners),),
+            temporary=lambda saved: saved,
+            restore=lambda state, owners, saved: _restore_gradients(owners, saved),
         ),
         _watch_gradients,
     ),
@@ -277,17 +283,17 @@ MODEL_PARTS = (
         "modules",
         _module_leaves,
         watched=_watch_modules,
-        stored=Stored(attribute_forms, _load_attributes, _other_modules),
+        stored=Stored(attribute_forms, _load_attributes, _misfit_of_modules),
     ),
     Part("module hooks", lambda state: (), watched=_watch_module_hooks),
     Part(
         "sharding",
         lambda state: (),
         Guarded(
-            keep=lambda state, owners: state.sharding.keep(),
-            passing=lambda kept: kept.pending(),
-            put_back=lambda state, owners, kept: state.sharding.restore(kept),
-            first=True,
+            save=lambda state, owners: state.sharding.save(),
+            temporary=lambda saved: saved.pending(),
+            restore=lambda state, owners, saved: state.sharding.restore(saved),
+            restored_first=True,
         ),
         _watch_sharding,
     ),

@@ -262,7 +262,7 @@ def _read(owner: Any, name: str) -> Any:
         return ABSENT
 
 
-def beside_items(container: Any) -> dict[str, Any] | None:
+def instance_attributes(container: Any) -> dict[str, Any] | None:
     """Return the attributes of an object of a subclass of a container's class; ``None`` where it can have none."""
     return getattr(container, "__dict__", None)
 

@@ -98,7 +98,7 @@ def nested(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-LARGEST = 10_000
+MAX_BATCH_OBJECTS = 10_000
 """Objects and containers in one batch; what reaches more is no batch."""
 
 
@@ -107,7 +107,7 @@ def visited(path: str, value: Any, seen: set[int] | None = None) -> Iterator[tup
     seen = set() if seen is None else seen
     inner = _contents(value)
     yield path, value, bool(inner)
-    if inner and id(value) not in seen and len(seen) < LARGEST:
+    if inner and id(value) not in seen and len(seen) < MAX_BATCH_OBJECTS:
         seen.add(id(value))
         for key, item in inner.items():
             yield from visited(f"{path}/{key}", item, seen)
@@ -183,15 +183,15 @@ class Guarded:
         first: it is put back before objects and tensors are, whose putting back it would disturb.
     """
 
-    lasting: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
-    apart: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
-    keep: Callable[[StateObjects, list[Tensor]], Any] = lambda state, owners: None
-    passing: Callable[[Any], Iterable[Any]] | None = None
-    put_back: Callable[[StateObjects, list[Tensor], Any], None] = lambda state, owners, kept: None
-    first: bool = False
+    persistent: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
+    excluded: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
+    save: Callable[[StateObjects, list[Tensor]], Any] = lambda state, owners: None
+    temporary: Callable[[Any], Iterable[Any]] | None = None
+    restore: Callable[[StateObjects, list[Tensor], Any], None] = lambda state, owners, saved: None
+    restored_first: bool = False
 
 
-NOT_KEPT = Guarded()
+NOT_GUARDED = Guarded()
 """For what hangs on the lasting objects of another part."""
 
 
@@ -212,14 +212,14 @@ class Watched(NamedTuple):
     """
 
     tables: Sequence[dict[Any, Any]] = ()
-    glance: Callable[[], Iterable[Tensor | None]] | None = None
-    own: Sequence[tuple[dict[str, Any], tuple[str, ...]]] = ()
-    attributes: Sequence[Any] = ()
-    look: Callable[[], Iterable[Any]] | None = None
-    settled: bool = False
+    read_tensors: Callable[[], Iterable[Tensor | None]] | None = None
+    named_attributes: Sequence[tuple[dict[str, Any], tuple[str, ...]]] = ()
+    containers: Sequence[Any] = ()
+    read_values: Callable[[], Iterable[Any]] | None = None
+    decides_containers: bool = False
     label: str = ""
     differences: Callable[[Any], list[str]] | None = None
-    put_back: Callable[[Any], object] | None = None
+    restore: Callable[[Any], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,6 @@ class Part:
 
     name: str
     leaves: Callable[[StateObjects], Leaves]
-    guarded: Guarded = NOT_KEPT
+    guarded: Guarded = NOT_GUARDED
     watched: Callable[[StateObjects], Watched] = lambda state: Watched()
     stored: Stored | None = None

@@ -26,7 +26,7 @@ def fully_sharded_modules(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def gathered_for_a_while(model: nn.Module) -> Iterator[None]:
+def resharded_afterwards(model: nn.Module) -> Iterator[None]:
     """Scatter what FSDP2 gathered for a forward without backward: its root would go on with the gathered copy.
 
     Left alone, that copy would replace the sharded parameters in ``model.parameters()``, and the next forward would
@@ -39,7 +39,7 @@ def gathered_for_a_while(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-class Kept(NamedTuple):
+class ShardingState(NamedTuple):
     """What the objects of FSDP2 held: attributes, the containers among these, gradients of gathered parameters."""
 
     spaces: list[dict[str, Any]]
@@ -109,7 +109,7 @@ class FullSharding:
         for space, key in self._under_way:
             space[key].clear()
 
-    def put_back(self, before: tuple[Any, ...]) -> None:
+    def restore_settings(self, before: tuple[Any, ...]) -> None:
         """Put back what :meth:`read` returned, but for what hangs on gathered parameters."""
         pairs = zip(self._plain, before, strict=False)
         changed = [(space, key, value) for (space, key), value in pairs if space.get(key) is not value]
@@ -118,22 +118,22 @@ class FullSharding:
         for space, key, value in changed:
             space[key] = value
 
-    def keep(self) -> Kept:
+    def save(self) -> ShardingState:
         """Return what all objects hold, by reference."""
         spaces = [space.copy() for space in self._spaces]
         held = [value for space in self._others for value in space.values() if type(value) in (list, dict, set)]
         containers = [(item, [*item], [*item.values()] if isinstance(item, dict) else [*item]) for item in held]
         gathered = [space.get(_GATHERED) for space in self._parameters]
-        return Kept(spaces, containers, [None if item is None else item.grad for item in gathered])
+        return ShardingState(spaces, containers, [None if item is None else item.grad for item in gathered])
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, saved: ShardingState) -> None:
         """Make all objects hold what they held; gathered parameters without a gradient are made anew when needed."""
         self.scatter()
-        for space, before in zip(self._spaces, kept.spaces, strict=True):
+        for space, before in zip(self._spaces, saved.spaces, strict=True):
             refill(space, before.keys(), before.values())
-        for container, keys, values in kept.containers:
+        for container, keys, values in saved.containers:
             refill(container, keys, values)
-        for space, gradient in zip(self._parameters, kept.gradients, strict=True):
+        for space, gradient in zip(self._parameters, saved.gradients, strict=True):
             if gradient is not None:
                 space[_GATHERED].grad = gradient
             elif _GATHERED in space:  # a hook, or other bytes, may have been left on it

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import DEEPEST, HOOK_KIND, refill
+from .attributes import HOOK_KIND, MAX_DEPTH, refill
 from .objects import (
     Slots,
     attributes_of,
-    beside_items,
+    instance_attributes,
     is_frozen,
     is_opaque,
     native_of,
@@ -37,15 +37,15 @@ class Structure:
     it was of. What makes a tensor that tensor, and its bytes, are in ``tensor_identity`` and ``guardian``.
     """
 
-    def __init__(self, roots: Iterable[Any], *, apart: Container[int] = ()) -> None:
-        """Walk from ``roots`` (objects, containers or tensors), leaving out what has an id in ``apart``."""
+    def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = ()) -> None:
+        """Walk from ``roots`` (objects, containers or tensors), leaving out what has an id in ``excluded``."""
         self.tensors: list[Tensor] = []
         self.natives: list[Any] = []
         self.opaque: list[Any] = []
         """What keeps a state that is out of reach."""
         self.seen: set[int] = set()
         self._depth = 0
-        self._apart = apart
+        self._excluded = excluded
         self._tables: list[dict[Any, Any]] = []
         self._sequences: list[Any] = []
         self._objects: list[Any] = []
@@ -58,10 +58,10 @@ class Structure:
         self._addresses = addresses(self._held)  # sound, since what is held cannot be freed: no address comes twice
 
     def _visit_all(self, values: Iterable[Any]) -> None:
-        seen, apart = self.seen, self._apart
+        seen, excluded = self.seen, self._excluded
         for value in values:
             kind = type(value)
-            if kind not in _ATOMS and id(value) not in seen and id(value) not in apart:
+            if kind not in _ATOMS and id(value) not in seen and id(value) not in excluded:
                 # A test of exact type, since isinstance() with Tensor or Parameter asks a metaclass.
                 if kind is Tensor and not value.requires_grad:  # most of them; nothing can hang on one
                     seen.add(id(value))
@@ -70,24 +70,24 @@ class Structure:
                     self._visit(value)
 
     def _visit(self, value: Any) -> None:
-        if self._depth > DEEPEST:
+        if self._depth > MAX_DEPTH:
             self.opaque.append(value)
             return
         self._depth += 1
         if isinstance(value, dict):
-            self._note(self._tables, value, value.values())
+            self._add(self._tables, value, value.values())
         # A tuple cannot change, but what it holds can.
         elif isinstance(value, (tuple, frozenset)):
             self._visit_all(value)
         elif isinstance(value, (list, deque, set)):
-            self._note(self._sequences, value, value)
+            self._add(self._sequences, value, value)
         elif isinstance(value, Tensor) and not is_uninitialised(value):
-            self._note(self.tensors, value, attached(value))
+            self._add(self.tensors, value, attached(value))
         elif isinstance(value, OBJECTS) or is_uninitialised(value):
-            self._note(self._objects, value, (vars(value),))
+            self._add(self._objects, value, (vars(value),))
         else:
             self._visit_object(value)
-        if isinstance(value, _SUBCLASSED) and (extra := beside_items(value)) is not None:
+        if isinstance(value, _SUBCLASSED) and (extra := instance_attributes(value)) is not None:
             self._visit_all((extra,))
         self._depth -= 1
 
@@ -103,9 +103,9 @@ class Structure:
                 self._sequences.append(slots)
                 self._visit_all(slots)
             if hasattr(value, "__dict__") and not is_frozen(value):  # whose __dict__ may get cached properties
-                self._note(self._objects, value, (vars(value),))
+                self._add(self._objects, value, (vars(value),))
 
-    def _note(self, found: list[Any], value: Any, contents: Iterable[Any]) -> None:
+    def _add(self, found: list[Any], value: Any, contents: Iterable[Any]) -> None:
         self.seen.add(id(value))
         found.append(value)
         self._visit_all(contents)
@@ -154,16 +154,18 @@ class Structure:
         for sequence, length in zip(self._sequences, lengths, strict=False):
             yield sequence, (), (*islice(rest, length),)
 
-    def _natures(self) -> Iterator[tuple[Any, type, dict[str, Any]]]:
+    def _object_identities(self) -> Iterator[tuple[Any, type, dict[str, Any]]]:
         count = len(self._objects)
-        natures = self._held[len(self._held) - 2 * count :]
-        yield from zip(self._objects, natures[:count], natures[count:], strict=True)
+        identities = self._held[len(self._held) - 2 * count :]
+        yield from zip(self._objects, identities[:count], identities[count:], strict=True)
 
     def changed(self) -> list[Any]:
         """List the objects and containers that are not what they were."""
         found = [container for container in self._empty if container]
         found += [
-            thing for thing, kind, space in self._natures() if type(thing) is not kind or vars(thing) is not space
+            thing
+            for thing, kind, space in self._object_identities()
+            if type(thing) is not kind or vars(thing) is not space
         ]
         return found + [
             container
@@ -171,11 +173,11 @@ class Structure:
             if not _holds(container, *held) and not _has_had_hooks(container, *held)
         ]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make every object and container what it was."""
         if self.is_current():
             return
-        for thing, kind, space in self._natures():
+        for thing, kind, space in self._object_identities():
             if type(thing) is not kind:  # parametrizations and FSDP2 change the class of a module in place
                 thing.__class__ = kind
             if vars(thing) is not space:

@@ -131,10 +131,10 @@ class TensorIdentities:
 
     Args:
         tensors: the tensors.
-        lasting: they will be compared many times, which is worth building a guard for (11 instead of 60 µs for 150).
+        persistent: they will be compared many times, which is worth building a guard for (11 instead of 60 µs for 150).
     """
 
-    def __init__(self, tensors: list[Tensor], *, lasting: bool) -> None:
+    def __init__(self, tensors: list[Tensor], *, persistent: bool) -> None:
         self._tensors = tensors
         self._read_pointer = _pointer_reader(tensors)
         have_strides = _COMPRESSED.isdisjoint(map(_layout, tensors))
@@ -144,7 +144,7 @@ class TensorIdentities:
         # asked once: what a wrapper calls its inner tensors takes longer to tell than these take to read
         self._inner = [] if plain else _inner_names(tensors)
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
-        self._guards = _guards(tensors) if lasting and have_strides else None
+        self._guards = _guards(tensors) if persistent and have_strides else None
         # torch.utils.swap_tensors exchanges the implementations (TensorImpl) of two Python objects
         self._implementations = [*map(_implementation, self.owners)]
         # 1 if nothing but this object holds the implementation, more once a graph holds the node that accumulates
@@ -183,10 +183,10 @@ class TensorIdentities:
             same
             and self._implementations == [*map(_implementation, self.owners)]
             and self._addresses == addresses(self._read_attachments())
-            and (self._uses == [*map(_use_count, self.owners)] or not self._newly_used())
+            and (self._uses == [*map(_use_count, self.owners)] or not self._newly_referenced())
         )
 
-    def _newly_used(self) -> list[Tensor]:
+    def _newly_referenced(self) -> list[Tensor]:
         """List the owners that autograd did not use and now does, because somebody keeps a graph alive."""
         return [owner for owner, uses in zip(self.owners, self._uses, strict=True) if uses == 1 < _use_count(owner)]
 
@@ -209,7 +209,7 @@ class TensorIdentities:
             if before != after:
                 yield index, Mark(*before), Mark(*after)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make every tensor what it was, its bytes aside."""
         if self.is_current():
             return
@@ -217,14 +217,14 @@ class TensorIdentities:
         for index, before, _ in self._changes():
             tensor = self._tensors[index]
             leaf = not before.requires_grad or id(tensor) in owners
-            _put_back(tensor, self._aliases[index], before, leaf=leaf)
+            _restore_tensor(tensor, self._aliases[index], before, leaf=leaf)
         attachments = iter(self._attachments)
         for name in ATTACHED:
             for owner, table in zip(self.owners, attachments, strict=False):
                 _attach(owner, name, table)
         for (wrapper, name), inner in zip(self._inner, attachments, strict=True):
             setattr(wrapper, name, inner)
-        for owner in self._newly_used():
+        for owner in self._newly_referenced():
             _forget_accumulator(owner)
 
 
@@ -244,7 +244,7 @@ class BriefIdentities:
         simple = {Tensor}.issuperset(kinds) and _pointer_reader(tensors) is Tensor.data_ptr
         return simple and not any(map(_requires_grad, tensors))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make every tensor what it was, its bytes aside."""
         for wrapper, name, inner in self._inner:
             setattr(wrapper, name, inner)
@@ -300,7 +300,7 @@ def _no_stride(tensor: Tensor) -> tuple[int, ...]:
     return () if tensor.layout in _COMPRESSED else tensor.stride()
 
 
-def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
+def _restore_tensor(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
     """Give a tensor back the kind of device, class, storage, layout and requires_grad it had."""
     if tensor.device.type != alias.device.type and not is_wrapper(alias):  # ``.data`` refuses another kind of device
         torch.utils.swap_tensors(tensor, alias.detach())  # type: ignore[no-untyped-call]

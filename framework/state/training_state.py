@@ -25,7 +25,7 @@ from .random_streams import from_plain, plain
 from .sharding import FullSharding
 from .structure import Structure
 from .tensor_identity import inner_tensors
-from .update_parts import UPDATE_PARTS, beside_tables, numbers_missing, optimizers_of
+from .update_parts import UPDATE_PARTS, extra_attributes, numbers_missing, optimizers_of
 
 Item = TypeVar("Item")
 
@@ -33,7 +33,9 @@ Item = TypeVar("Item")
 def _watch_flags(state: StateObjects) -> Watched:
     flags = state.flags
     known = flags.read_all()
-    return Watched(look=flags.read, differences=flags.differences, put_back=lambda was: flags.put_back(was, known))
+    return Watched(
+        read_values=flags.read, differences=flags.differences, restore=lambda saved: flags.restore_quick(saved, known)
+    )
 
 
 def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:
@@ -42,7 +44,7 @@ def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:
     return {part: "none" if owner is None else type(owner).__qualname__ for part, owner in parts.items()}
 
 
-def _other_kinds(state: StateObjects, stored: Mapping[str, str]) -> str:
+def _misfit_of_kinds(state: StateObjects, stored: Mapping[str, str]) -> str:
     for part, kind in _kinds(state).items():
         if stored.get(part) != kind:
             return f"was written with the {part} {stored.get(part)}, but this one is {kind}"
@@ -64,7 +66,7 @@ def _misfit_of_scaler(state: StateObjects, stored: Mapping[str, Any]) -> str:
 
 def _watch_scaler(state: StateObjects) -> Watched:
     attributes = {} if state.scaler is None else vars(state.scaler)
-    return Watched(look=lambda: with_types(attributes.values()), label="the scaler") if attributes else Watched()
+    return Watched(read_values=lambda: with_types(attributes.values()), label="the scaler") if attributes else Watched()
 
 
 def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
@@ -86,12 +88,12 @@ def _watch_extras(state: StateObjects) -> Watched:
     twice = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
     are_copies = twice[0] != twice[1]  # of which each call makes new ones; only the audit compares their bytes
 
-    def look() -> tuple[Any, ...]:
+    def read_values() -> tuple[Any, ...]:
         leaves = [leaf for _, leaf in _extra_leaves(state)]
         tensors = () if are_copies else [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
         return (*chain.from_iterable(tensors), *[described(leaf) for leaf in leaves if not isinstance(leaf, Tensor)])
 
-    return Watched(look=look, label="the state that experiment or strategy declare")
+    return Watched(read_values=read_values, label="the state that experiment or strategy declare")
 
 
 def _loop_leaves(state: StateObjects) -> Leaves:
@@ -104,8 +106,8 @@ def _loop_leaves(state: StateObjects) -> Leaves:
 
 def _watch_loop(state: StateObjects) -> Watched:
     return Watched(
-        glance=state.loop.in_flight,
-        look=lambda: with_types(vars(state.loop).values()),
+        read_tensors=state.loop.in_flight,
+        read_values=lambda: with_types(vars(state.loop).values()),
         label="the batch, the loss, accumulated gradients or the loop's counters",
     )
 
@@ -129,12 +131,12 @@ def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:
     """Yield the objects from which all that the guardian walks can be reached."""
     owners: list[Tensor] = [*state.model.parameters()]
     for part in [part.guarded for part in parts]:
-        yield from part.lasting(state)
-        if part.passing is not None:
-            yield from part.passing(part.keep(state, owners))
+        yield from part.persistent(state)
+        if part.temporary is not None:
+            yield from part.temporary(part.save(state, owners))
 
 
-def _others(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leaves:
+def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leaves:
     """Yield the tensors that the guardian finds and no part names, such as parameters that only the optimizer has."""
     known: set[int] = set()
     for _, leaf in named:
@@ -145,7 +147,7 @@ def _others(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leaves:
     return ((f"other tensors/{index}", tensor) for index, tensor in enumerate(found))
 
 
-def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
+def _optimizer_only_parameters(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
     """Return the parameters that only the optimizer has.
 
     The other tensors that no part names, such as a scaler's, are stored with the state of the object that holds them.
@@ -158,7 +160,7 @@ def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Ten
 @torch.no_grad()
 def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
     # Copied in place, since the optimizer's groups hold the very tensors.
-    present = _of_the_optimizer_alone(state)
+    present = _optimizer_only_parameters(state)
     if len(stored) != len(present):
         raise ValueError(f"{len(stored)} parameters of the optimizer alone were stored, and {len(present)} are there")
     for name, tensor in present.items():
@@ -169,8 +171,8 @@ EXTRAS = Part(
     "extras",
     _extra_leaves,
     Guarded(
-        keep=lambda state, owners: deepcopy(_extra_states(state)),
-        put_back=lambda state, owners, kept: _load_extras(state, deepcopy(kept)),
+        save=lambda state, owners: deepcopy(_extra_states(state)),
+        restore=lambda state, owners, saved: _load_extras(state, deepcopy(saved)),
     ),
     _watch_extras,
     stored=Stored(_extra_states, _load_extras),
@@ -180,19 +182,19 @@ _NAMED = (
         "flags",  # not stored: they are the process's, and a run that goes on in another one has that one's
         lambda state: zip([f"flags/{name}" for name in state.flags.names], state.flags.read_all(), strict=True),
         Guarded(
-            keep=lambda state, owners: state.flags.read_all(),
-            put_back=lambda state, owners, kept: state.flags.restore(kept),
-            first=True,
+            save=lambda state, owners: state.flags.read_all(),
+            restore=lambda state, owners, saved: state.flags.restore(saved),
+            restored_first=True,
         ),
         _watch_flags,
     ),
-    Part("kinds", lambda state: (), stored=Stored(_kinds, lambda state, stored: None, _other_kinds)),
+    Part("kinds", lambda state: (), stored=Stored(_kinds, lambda state, stored: None, _misfit_of_kinds)),
     *MODEL_PARTS,
     *UPDATE_PARTS,
     Part(
         "scaler",
         lambda state: nested("scaler", _scaler_state(state)),
-        Guarded(keep=lambda state, owners: state.scaler, passing=lambda kept: (kept,)),
+        Guarded(save=lambda state, owners: state.scaler, temporary=lambda saved: (saved,)),
         _watch_scaler,
         Stored(_scaler_state, _load_scaler, _misfit_of_scaler),
     ),
@@ -200,7 +202,7 @@ _NAMED = (
     Part(
         "loop",
         _loop_leaves,
-        Guarded(keep=lambda state, owners: vars(state.loop), passing=lambda kept: (kept,)),
+        Guarded(save=lambda state, owners: vars(state.loop), temporary=lambda saved: (saved,)),
         _watch_loop,
         Stored(lambda state, streams: state.loop.state_dict(), _load_loop),
     ),
@@ -208,15 +210,15 @@ _NAMED = (
 GENERATORS = Part(
     "generators",
     _generator_leaves,
-    Guarded(keep=lambda state, owners: state.streams.save(), put_back=lambda state, owners, kept: kept.restore()),
+    Guarded(save=lambda state, owners: state.streams.save(), restore=lambda state, owners, saved: saved.restore()),
     stored=Stored(
         lambda state, streams: plain(streams), lambda state, stored: from_plain(stored, state.streams.save()).restore()
     ),
 )
 OTHERS = Part(
     "other tensors",
-    lambda state: _others(state, chain.from_iterable(part.leaves(state) for part in _NAMED)),
-    stored=Stored(_of_the_optimizer_alone, _load_others),
+    lambda state: _other_leaves(state, chain.from_iterable(part.leaves(state) for part in _NAMED)),
+    stored=Stored(_optimizer_only_parameters, _load_others),
 )
 PARTS = (*_NAMED, OTHERS, GENERATORS)
 
@@ -233,8 +235,8 @@ class TrainingState(StateObjects):
             self.model = self.model.module
         refuse_unprotected({parameter.device for parameter in self.model.parameters()})
         self.sharding = FullSharding(self.model)
-        held = [value for module in self.model.modules() for value in beside_tables(module)]
-        found = Structure(held, apart={*map(id, self.model.parameters())}).natives
+        held = [value for module in self.model.modules() for value in extra_attributes(module)]
+        found = Structure(held, excluded={*map(id, self.model.parameters())}).natives
         # dict.fromkeys keeps each once, in order, where modules share one.
         self.streams.owned += tuple(dict.fromkeys([item for item in found if isinstance(item, torch.Generator)]))
 
@@ -249,7 +251,7 @@ class TrainingState(StateObjects):
         if OTHERS not in self.parts:
             return named
         left_out = [part.leaves(self) for part in _NAMED if part not in self.parts]
-        return [*named, *_others(self, chain(named, *left_out))]
+        return [*named, *_other_leaves(self, chain(named, *left_out))]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the state, by name."""
@@ -275,7 +277,7 @@ class TrainingState(StateObjects):
         found = Structure(self.roots).opaque
         if not found:
             return ""
-        names = {id(item): inner for name, leaf in self.leaves() for inner, item in _throughout(name, leaf)}
+        names = {id(item): inner for name, leaf in self.leaves() for inner, item in _nested_items(name, leaf)}
         objects = [f"{names.get(id(item), 'what a hook holds')} is a {qualified(type(item))}" for item in found]
         return (
             f"{listed(objects, 3)}: the state of such an object is out of reach, so it can neither be rolled back nor "
@@ -289,10 +291,10 @@ class TrainingState(StateObjects):
         return {name: digest(leaf) for name, leaf in leaves}
 
 
-def _throughout(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+def _nested_items(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     yield name, leaf
     for index, item in enumerate(leaf) if isinstance(leaf, (list, tuple)) else ():
-        yield from _throughout(f"{name}/{index}", item)
+        yield from _nested_items(f"{name}/{index}", item)
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
@@ -306,7 +308,7 @@ ON_DEMAND = (
 )
 
 
-def of_the_run(entries: Mapping[str, Item]) -> dict[str, Item]:
+def without_on_demand(entries: Mapping[str, Item]) -> dict[str, Item]:
     """Leave out of entries what the loop keeps only because a hook asked for it: the rest is equal in every run."""
     wanted = tuple(f"loop/{name}" for name in ON_DEMAND)
     return {name: value for name, value in entries.items() if not name.startswith(wanted)}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attributes import HOOK_TABLES, NATIVE, is_hook_table, without_hooks
-from .model_parts import GRADIENT_HOOKS, OwnHook, from_plain_forms, hook_tables, plain_forms
+from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
 from .objects import ATOMS, attributes_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested, with_types
 from .structure import Structure
@@ -19,13 +19,13 @@ BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"
 """Attributes of torch's schedulers that are lists with one item for each group."""
 
 
-def has_own_state(optimizer: Any) -> bool:
+def is_torch_optimizer(optimizer: Any) -> bool:
     """Return whether an optimizer is one of torch's kind; any other is a face before some, or without such a state."""
     return isinstance(optimizer, Optimizer)
 
 
 def _optimizer_leaves(state: StateObjects) -> Leaves:
-    if not has_own_state(state.optimizer):
+    if not is_torch_optimizer(state.optimizer):
         return
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
     forms = plain_forms(state)
@@ -49,14 +49,16 @@ def _is_object(value: Any) -> bool:
     return type(value) not in ATOMS and not isinstance(value, Tensor)
 
 
-def _own(optimizer: Any) -> dict[str, Any]:
+def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
     """Return the attributes of an optimizer that its ``state_dict`` leaves out; all of one before others.
 
     The groups of one that stands before others are often theirs, and ``load_state_dict`` would give it its own.
     """
     held = without_hooks(attributes_of(optimizer) or {})
     left_out = {key: value for key, value in held.items() if key not in ("state", "param_groups")}
-    stands_alone = has_own_state(optimizer) and not Structure([left_out], apart={id(optimizer)}).of_kind(Optimizer)
+    stands_alone = is_torch_optimizer(optimizer) and not Structure([left_out], excluded={id(optimizer)}).of_kind(
+        Optimizer
+    )
     return left_out if stands_alone else held
 
 
@@ -69,14 +71,14 @@ def _names_of(state: StateObjects) -> list[str]:
 
 def _origins(optimizer: Any) -> list[int]:
     """Return for each group of an optimizer which one it was before ranks split it."""
-    groups = optimizer.param_groups if has_own_state(optimizer) else []
+    groups = optimizer.param_groups if is_torch_optimizer(optimizer) else []
     return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
 
 
 def _optimizer_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
     """Return an optimizer's state dict by the names of parameters, its groups as before ranks split them."""
     optimizer = state.optimizer
-    if not has_own_state(optimizer) or "state" in _own(optimizer):
+    if not is_torch_optimizer(optimizer) or "state" in _optimizer_attributes(optimizer):
         return {}
     held, names, groups = optimizer.state_dict(), dict(enumerate(_names_of(state))), dict[int, dict[str, Any]]()
     for origin, group in zip(_origins(optimizer), held["param_groups"], strict=True):
@@ -109,13 +111,13 @@ def _misfit_of_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> str:
     return _misfit_of_fused(state, stored)
 
 
-def _regrouped(form: Any, count: int, places: Sequence[int]) -> Any:
+def _regroup(form: Any, count: int, places: Sequence[int]) -> Any:
     """Return the plain form of a scheduler with other items of its lists by group, of which there are ``count``."""
     if isinstance(form, list):
-        return [_regrouped(item, count, places) for item in form]
+        return [_regroup(item, count, places) for item in form]
     if not isinstance(form, Mapping):
         return form
-    found = {key: _regrouped(item, count, places) for key, item in form.items()}
+    found = {key: _regroup(item, count, places) for key, item in form.items()}
     for key in BY_GROUP & found.keys():
         if isinstance(form[key], Mapping) and len(items := form[key].get("list", ())) == count:
             found[key] = {"list": [items[place] for place in places]}
@@ -137,24 +139,27 @@ def _watch_optimizer(state: StateObjects) -> Watched:
     tables = [table for optimizer in optimizers for table in (optimizer.state, *optimizer.state.values())]
     return Watched(
         [table for table in tables if isinstance(table, dict)],
-        look=options,
+        read_values=options,
         label="optimizer hyper-parameters or its groups",
     )
 
 
 def optimizers_of(state: StateObjects) -> list[Optimizer]:
     """Return the optimizer, if it is of torch's kind, and those that hang on it."""
-    behind = Structure([*_own(state.optimizer).values()], apart={*map(id, state.model.modules()), id(state.optimizer)})
-    return [state.optimizer] * has_own_state(state.optimizer) + behind.of_kind(Optimizer)
+    behind = Structure(
+        [*_optimizer_attributes(state.optimizer).values()],
+        excluded={*map(id, state.model.modules()), id(state.optimizer)},
+    )
+    return [state.optimizer] * is_torch_optimizer(state.optimizer) + behind.of_kind(Optimizer)
 
 
 def _optimizer_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    return plain_forms(state).table(_own(state.optimizer))
+    return plain_forms(state).table(_optimizer_attributes(state.optimizer))
 
 
 def _load_optimizer_forms(state: StateObjects, stored: Mapping[str, Any]) -> None:
     space = attributes_of(state.optimizer) or {}
-    from_plain_forms(state).fill(space, stored, [*_own(state.optimizer)])
+    from_plain_forms(state).fill(space, stored, [*_optimizer_attributes(state.optimizer)])
 
 
 def _scheduler_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
@@ -165,19 +170,21 @@ def _stored_scheduler(state: StateObjects, _: Any = None) -> dict[str, Any]:
     """Return the forms with one item for each group in the lists by group, however ranks have split groups."""
     origins, forms = _origins(state.optimizer), _scheduler_forms(state)
     once = [origins.index(origin) for origin in dict.fromkeys(origins)]
-    return forms if len(once) == len(origins) else dict(_regrouped(forms, len(origins), once))
+    return forms if len(once) == len(origins) else dict(_regroup(forms, len(origins), once))
 
 
 def _load_scheduler_forms(state: StateObjects, stored: Mapping[str, Any]) -> None:
     space, origins = attributes_of(state.scheduler) or {}, _origins(state.optimizer)
     if len({*origins}) < len(origins):
-        stored = _regrouped(stored, len({*origins}), origins)
+        stored = _regroup(stored, len({*origins}), origins)
     from_plain_forms(state).fill(space, stored, [*space])
 
 
 def _watch_scheduler(state: StateObjects) -> Watched:
     attributes = attributes_of(state.scheduler) or {}
-    return Watched(look=lambda: with_types(attributes.values()), label="the scheduler") if attributes else Watched()
+    return (
+        Watched(read_values=lambda: with_types(attributes.values()), label="the scheduler") if attributes else Watched()
+    )
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
@@ -188,11 +195,15 @@ def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
     optimizer = attributes_of(state.optimizer) or {}
     on_optimizer = ((f"optimizer/{key}", table) for key, table in optimizer.items() if is_hook_table(key, table))
     for name, table in chain(hook_tables(state), on_optimizer):
-        if table and (hooks := [hook for hook in table.values() if not (isinstance(hook, OwnHook) or _lays_out(hook))]):
+        if table and (
+            hooks := [
+                hook for hook in table.values() if not (isinstance(hook, InternalHook) or _is_torch_distributed(hook))
+            ]
+        ):
             yield name, hooks
 
 
-def _lays_out(hook: Any) -> bool:
+def _is_torch_distributed(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
@@ -225,48 +236,50 @@ def _load_hook_forms(state: StateObjects, stored: Mapping[str, list[Any]]) -> No
         forms.items(held, present.get(name, []))
 
 
-def hanging_on_modules(modules: list[nn.Module], beside: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Structure:
+def reachable_from_modules(
+    modules: list[nn.Module], beside: Iterable[Any] = (), excluded: Iterable[Any] = ()
+) -> Structure:
     """Walk what all modules of a model, hooks on them and on parameters, and what is ``beside`` them hold."""
     tables = [module._parameters for module in modules if module._parameters]
     parameters = [parameter for table in tables for parameter in table.values() if parameter is not None]
-    roots = [value for module in modules for value in beside_tables(module)]
+    roots = [value for module in modules for value in extra_attributes(module)]
     on_modules = filter(None, chain.from_iterable([map(vars(module).get, HOOK_TABLES) for module in modules]))
     on_parameters = filter(None, chain.from_iterable([map(read, parameters) for read in GRADIENT_HOOKS]))
     roots += [hook for table in chain(on_modules, on_parameters) for hook in table.values()]
-    return Structure([*roots, *beside], apart={*map(id, modules), *map(id, parameters), *map(id, apart)})
+    return Structure([*roots, *beside], excluded={*map(id, modules), *map(id, parameters), *map(id, excluded)})
 
 
-def beside_tables(module: nn.Module) -> list[Any]:
+def extra_attributes(module: nn.Module) -> list[Any]:
     """Return what a module holds beside its tables of tensors, modules and hooks, and numbers."""
     return [value for key, value in vars(module).items() if key not in NATIVE and type(value) not in ATOMS]
 
 
-def _hanging(state: StateObjects) -> Structure:
+def _extra_structure(state: StateObjects) -> Structure:
     """Walk what modules, hooks, optimizer and scheduler hold beside the tensors and tables that other parts name."""
     optimizer = state.optimizer
     beside: list[Any] = [attributes_of(optimizer) or {}]
-    apart: list[Any] = [optimizer, state.scheduler]
-    if has_own_state(optimizer):
-        apart += [optimizer.state, optimizer.param_groups]  # which its own part watches
+    excluded: list[Any] = [optimizer, state.scheduler]
+    if is_torch_optimizer(optimizer):
+        excluded += [optimizer.state, optimizer.param_groups]  # which its own part watches
         remembered = [held for held in optimizer.state.values() if isinstance(held, dict)]
         beside += [value for held in remembered for value in held.values() if _is_object(value)]
         beside += [held for held in optimizer.state.values() if not isinstance(held, dict)]
     # a scheduler's lists of numbers are others after each step, and compared by value elsewhere
     beside += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
-    return hanging_on_modules([*state.model.modules()], beside, apart)
+    return reachable_from_modules([*state.model.modules()], beside, excluded)
 
 
 def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in ATOMS or isinstance(item, Tensor) for item in value)
 
 
-def _watch_hanging(state: StateObjects) -> Watched:
-    found = _hanging(state)
+def _watch_extra_structure(state: StateObjects) -> Watched:
+    found = _extra_structure(state)
     owned = {*map(id, state.streams.owned)}
     found.natives = [value for value in found.natives if id(value) not in owned]
     return Watched(
-        attributes=found.containers(),
-        look=found.read_natives if found.natives else None,
+        containers=found.containers(),
+        read_values=found.read_natives if found.natives else None,
         label="an array or a generator that a module, the optimizer or the scheduler holds",
     )
 
@@ -309,9 +322,9 @@ UPDATE_PARTS = (
         _optimizer_leaves,
         Guarded(
             lambda state: (state.optimizer, *[group["params"] for group in state.optimizer.param_groups]),
-            apart=lambda state: state.optimizer.param_groups,
-            keep=lambda state, owners: (*state.optimizer.param_groups,),
-            passing=lambda kept: kept,
+            excluded=lambda state: state.optimizer.param_groups,
+            save=lambda state, owners: (*state.optimizer.param_groups,),
+            temporary=lambda saved: saved,
         ),
         _watch_optimizer,
         Stored(_optimizer_state, _load_optimizer, _misfit_of_optimizer),
@@ -326,10 +339,10 @@ UPDATE_PARTS = (
     Part(
         "scheduler",
         lambda state: nested("scheduler", _scheduler_forms(state)),
-        Guarded(keep=lambda state, owners: state.scheduler, passing=lambda kept: (kept,)),
+        Guarded(save=lambda state, owners: state.scheduler, temporary=lambda saved: (saved,)),
         _watch_scheduler,
         Stored(_stored_scheduler, _load_scheduler_forms, _misfit_of_scheduler),
     ),
     Part("hooks", _hook_leaves, stored=Stored(_hook_forms, _load_hook_forms)),
-    Part("what modules, hooks, the optimizer or the scheduler hold", lambda state: (), watched=_watch_hanging),
+    Part("what modules, hooks, the optimizer or the scheduler hold", lambda state: (), watched=_watch_extra_structure),
 )

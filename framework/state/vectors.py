@@ -44,7 +44,7 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor._local_tensor if isinstance(tensor, dtensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
-def whole(value: Tensor) -> Tensor:
+def unsharded(value: Tensor) -> Tensor:
     """Return the whole of a sharded DTensor, the reduced value of a partial one, any other tensor itself."""
     dtensor = dtensor_class()
     if dtensor is not None and isinstance(value, dtensor):

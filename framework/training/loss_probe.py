@@ -23,11 +23,11 @@ from ..state import (
     accumulate,
     axpy,
     copied,
-    gathered_for_a_while,
     gradients,
     minus,
     norm,
     overwrite,
+    resharded_afterwards,
     scaled,
     trainable,
     widened,
@@ -250,7 +250,7 @@ class LossProbe:
             groups = self._task.optimizer.param_groups  # whose parameters need not be the model's
             stack.enter_context(borrowed_gradients(self._model, [each for group in groups for each in group["params"]]))
             stack.enter_context(borrowed_scaler(self._task))
-            stack.enter_context(gathered_for_a_while(self._model))
+            stack.enter_context(resharded_afterwards(self._model))
             stack.enter_context(torch.enable_grad())
             yield
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..data import rows
-from ..state import begin_memory_peak
+from ..state import reset_memory_peak
 
 Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
@@ -103,7 +103,7 @@ def begin_peak() -> tuple[int, Callable[[], int]] | None:
     measured.
     """
     if torch.accelerator.is_available():
-        return begin_memory_peak()
+        return reset_memory_peak()
     try:
         with suppress(AttributeError):  # a call that only glibc has
             ctypes.CDLL(None).malloc_trim(0)

@@ -42,7 +42,7 @@ def recorded_rows(effort: Effort) -> Iterator[Row]:
         if not loader.source_of_rows().by_function:  # a run draws them for the file
             row_indices = [*loader.row_indices(0)]
             for epoch in range(effort.times(100) * EVERY // count + 2):
-                steps.numbers.know(epoch, 0, row_indices)
+                steps.numbers.cache_rows(epoch, 0, row_indices)
         shares = [seconds / EVERY / step for seconds in _seconds(partial(steps.digest, manager), effort.times(100))]
         yield Row(f"Digests of rows every {EVERY} steps: {name}", against, PERCENT, Spread.of(shares), 0.001)
     with TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.runs import build_run
-from loopscope.state import TrainingState, deterministic, of_the_run
+from loopscope.state import TrainingState, deterministic, without_on_demand
 from loopscope.training import TrainingTask
 
 from tests.contracts.test_hooks import HEALTH, QUIET, make
@@ -49,7 +49,7 @@ def digest(device: str, hooks: list[TrainingHook]) -> dict[str, int]:
         manager = HookManager(hooks, task, state, required=set(), reference_weights=reference(task))
         epoch_loop(task, manager)
         manager.end("completed")
-    return of_the_run(state.digest())
+    return without_on_demand(state.digest())
 
 
 @on_both(["norms", "hessian"], QUIET)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope.checkpoints import Checkpoint, CheckpointWriter, open_checkpoint
-from loopscope.checkpoints.content import load_checkpoint, storage_errors, save_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint, storage_errors
 from loopscope.checkpoints.flat_state import flatten_state, state_for_rank
 from loopscope.checkpoints.format import load_plainly
 from loopscope.cli import diff

@@ -11,7 +11,7 @@ from loopscope.data import TensorLoader, random_order
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, MetricSink, RunInfo, Series, TrainingHook, treatments
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
-from loopscope.state import LoopState, RandomStreams, TrainingState, of_the_run, seed_everything
+from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything, without_on_demand
 from loopscope.training import TrainingTask
 from torch import Tensor
 
@@ -90,7 +90,7 @@ class DigestTrace(NoProgress):
         self.digests: list[dict[str, int]] = []
 
     def step(self, loop: LoopState) -> None:
-        self.digests.append(of_the_run(self._state.digest()))
+        self.digests.append(without_on_demand(self._state.digest()))
 
 
 @dataclass
@@ -199,7 +199,7 @@ def train(
     run = Run(case, task, state, manager, sink, [], [], None)
 
     def checkpoint() -> None:
-        run.saved.append((state.loop.step, of_the_run(state.digest())))
+        run.saved.append((state.loop.step, without_on_demand(state.digest())))
         save(run)
 
     trace = DigestTrace(state) if every_step else NoProgress()
@@ -215,7 +215,7 @@ def train(
             manager.end("completed" if run.error is None else "failed")
         except raises as error:
             run.error = run.error or error
-    run.final = of_the_run(state.digest())
+    run.final = without_on_demand(state.digest())
     return run
 
 

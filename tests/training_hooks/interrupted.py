@@ -9,7 +9,7 @@ from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state import of_the_run
+from loopscope.state import without_on_demand
 
 from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, Saving, build, run_info
 
@@ -50,4 +50,4 @@ def _run(case: Case, hook: TrainingHook, path: Path, *, write: bool) -> Half:
     loop = epoch_loop if case.loop == "epoch" else step_loop
     loop(task, manager, pauses=Saving(manager, every, checkpoint))
     manager.end("completed")
-    return Half(sink.rows(), of_the_run(state.digest()))
+    return Half(sink.rows(), without_on_demand(state.digest()))

@@ -10,7 +10,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.durable_files import save_tensors
 from loopscope.errors import UnsuitableError, UsageError, require, unknown
 from loopscope.hooks import MetricInfo, Metrics, Remembering, RunInfo, metric_table
-from loopscope.state import fully_sharded_modules, is_sharded, local_shards, norm, trainable, whole
+from loopscope.state import fully_sharded_modules, is_sharded, local_shards, norm, trainable, unsharded
 from torch import Tensor, nn
 
 from ..measures import sharded_like
@@ -108,7 +108,7 @@ def averaged_state_dict(model: nn.Module, averages: Mapping[str, Tensor]) -> dic
     for key, value in state.items():
         if isinstance(value, Tensor):
             average = averages.get(names.get(id(value), ""), value)
-            state[key] = whole(average.detach()).to(value.dtype)
+            state[key] = unsharded(average.detach()).to(value.dtype)
     return state
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError, shortened
-from loopscope.state import whole
+from loopscope.state import unsharded
 from torch import Tensor, nn
 
 FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn", "query_key_value")
@@ -35,7 +35,7 @@ OUTPUT = (
 
 def matrix(projection: nn.Module) -> Tensor:
     """Return the weight of a linear layer, (out, in), whole; ``Conv1D`` of Hugging Face holds its transpose."""
-    weight = whole(projection.get_parameter("weight"))
+    weight = unsharded(projection.get_parameter("weight"))
     return weight if isinstance(projection, nn.Linear) else weight.T
 
 
@@ -118,8 +118,8 @@ class AttentionLayer:
             present = [each for each in apart if each is not None]
             if made is None or (fused is None and len(present) < 3):  # computed from other parameters
                 return None
-            query, key, values = map(whole, present) if fused is None else whole(fused).chunk(3)
-            return query, key, values, whole(made)
+            query, key, values = map(unsharded, present) if fused is None else unsharded(fused).chunk(3)
+            return query, key, values, unsharded(made)
         if any(each._parameters.get("weight") is None for each in self.projections):
             return None
         *inputs, last = map(matrix, self.projections)

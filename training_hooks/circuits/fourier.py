@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.data import held
+from loopscope.data import preserved_loader
 from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import whole
+from loopscope.state import unsharded
 from loopscope.training import Ranks
 from torch import Tensor, nn
 
@@ -211,7 +211,7 @@ class Fourier(TrainingHook):
                 "most that."
             )
         self._check_losses(run, length)
-        with held(run.task.loader):
+        with preserved_loader(run.task.loader):
             self._adds = self._adds_up(next(iter(run.task.loader.batches(0)), None), length, run.ranks)
 
     def _check_losses(self, run: RunInfo, length: int) -> None:
@@ -243,13 +243,13 @@ class Fourier(TrainingHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the spectra of the weights after an epoch, those of the neurons and the losses at SNAPSHOT."""
         name = self.embedding or first_embedding(ctx.model, self.name)
-        table = whole(ctx.model.get_parameter(name))[: self.period or None]
+        table = unsharded(ctx.model.get_parameter(name))[: self.period or None]
         power = one_sided_power(table)
         metrics: dict[str, Any] = {}
         if ctx.hook_point is HookPoint.POST_EPOCH or self._loop == "step":
             metrics |= self._of_the_embedding(power, ctx.epoch)
             if decoder := self.decoder or output_projection(ctx.model, name):
-                rows = whole(ctx.model.get_parameter(decoder))[: len(table)]
+                rows = unsharded(ctx.model.get_parameter(decoder))[: len(table)]
                 metrics |= spectrum(one_sided_power(rows), self.top_k, "decoder_")
             if harmonics := stride_harmonics(len(table), self.stride or data_stride(ctx.config, len(table))):
                 share = power[[frequency - 1 for frequency in harmonics]].sum() / power.sum()
@@ -334,5 +334,5 @@ class Fourier(TrainingHook):
             return torch.tensor(self.frequencies, device=power.device)
         if self.frequencies == "reference" and ctx.reference_weights is not None:
             name = self.embedding or first_embedding(ctx.model, self.name)
-            power = one_sided_power(whole(ctx.reference_weights[name])[: self.period or None])
+            power = one_sided_power(unsharded(ctx.reference_weights[name])[: self.period or None])
         return power.topk(min(self.top_k, len(power))).indices + 1

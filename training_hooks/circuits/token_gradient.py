@@ -4,7 +4,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import whole
+from loopscope.state import unsharded
 from torch import Tensor
 
 from ..measures import gini, leading_share, participation_ratio
@@ -89,7 +89,7 @@ class TokenGradient(TrainingHook):
         name = first_name(ctx.model, self._embedding or first_embedding(ctx.model, self.name))
         if not ctx.accumulated_grads or name not in ctx.accumulated_grads:
             return {}
-        rows = whole(ctx.accumulated_grads[name]).to_dense()
+        rows = unsharded(ctx.accumulated_grads[name]).to_dense()
         norms = rows.norm(dim=1)
         top = norms.topk(min(self._top_k, len(norms))).indices
         return {**concentration(norms, self._top_k), **agreement(rows, norms), "top_tokens": list(top)}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import GradientTap, RunInfo
-from loopscope.state import WIDE, OwnFunction, fully_sharded_modules, is_sharded
+from loopscope.state import WIDE, InternalFunction, fully_sharded_modules, is_sharded
 from loopscope.training import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
@@ -55,7 +55,7 @@ def watch(model: nn.Module, seen: Pass, tell: Callable[[], None] = lambda: None)
             tell()
 
     for name, module in model.named_modules():
-        stack.callback(module.register_forward_hook(OwnFunction(partial(after, name))).remove)
+        stack.callback(module.register_forward_hook(InternalFunction(partial(after, name))).remove)
     return stack
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.data import held, micro_batches, rows
+from loopscope.data import micro_batches, preserved_loader, rows
 from loopscope.errors import require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import Vector, accumulate, dot, tensors_of
@@ -186,7 +186,7 @@ class GradientNoiseScale(TrainingHook):
 
     def start(self, run: RunInfo) -> None:
         """Issue a notice if the rows are not exchangeable, or if there will be no standard errors."""
-        with held(run.task.loader):
+        with preserved_loader(run.task.loader):
             correlation, row_count = strongest_correlation(run.task.loader.batches(0))
         if abs(correlation) * math.sqrt(row_count) > SIGNIFICANT:
             notice(

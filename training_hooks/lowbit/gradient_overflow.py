@@ -12,7 +12,7 @@ from loopscope.errors import UnsuitableError, UsageError, counted, listed, requi
 from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
-from loopscope.state import whole
+from loopscope.state import unsharded
 from torch import Tensor, nn
 
 from ..measures import notice
@@ -199,7 +199,7 @@ class GradientOverflow(TrainingHook):
                 self._ask_about_seen()
             if inputs := self._inputs.get(layer):  # of several uses in a step the last comes back first
                 module, transposed = self._layers[layer]
-                weight = whole(module.get_parameter("weight").detach())
+                weight = unsharded(module.get_parameter("weight").detach())
                 self._casts.keep_products(inputs.pop(), weight.T if transposed else weight, gradient.detach())
 
     def _ask_about_seen(self) -> None:

@@ -10,7 +10,7 @@ from loopscope import Remembered
 from loopscope.hooks import Remembering
 from loopscope.lowbit import has_own_weight, known_matrices
 from loopscope.lowbit.casts import Cast, largest_magnitudes
-from loopscope.state import trainable, whole
+from loopscope.state import trainable, unsharded
 from torch import Tensor, nn
 
 from .cast_losses import losses
@@ -36,7 +36,9 @@ def with_computed_weights(model: nn.Module) -> list[str]:
 def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
     """Return the gradients or weights of the trained parameters by name, each a real and whole tensor."""
     found = {name: each.grad if subject == "gradients" else each for name, each in trainable(model).items()}
-    return {name: whole(each.detach()) for name, each in found.items() if each is not None and each.is_floating_point()}
+    return {
+        name: unsharded(each.detach()) for name, each in found.items() if each is not None and each.is_floating_point()
+    }
 
 
 class HypotheticalCasts(Remembering):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import WIDE, Vector, groups_of, is_sharded, laid_out_like, local_shards, over_shards, whole
+from loopscope.state import WIDE, Vector, groups_of, is_sharded, laid_out_like, local_shards, over_shards, unsharded
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
@@ -39,7 +39,7 @@ class FlatSpace:
     def flat(self, vector: Vector) -> Tensor:
         """Return a vector as one tensor, shape (n,); names that it lacks are zeros."""
         named = self.parameters.items()
-        parts = [whole(vector[name] if name in vector else torch.zeros_like(value)) for name, value in named]
+        parts = [unsharded(vector[name] if name in vector else torch.zeros_like(value)) for name, value in named]
         return torch.cat([part.reshape(-1).to(self.dtype) for part in parts])
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, OptimizerGroup, RunInfo
-from loopscope.state import live_gradients, trainable, whole
+from loopscope.state import live_gradients, trainable, unsharded
 from torch import Tensor
 
 Reading = tuple["Sums", Tensor]
@@ -70,7 +70,7 @@ class Update:
 @torch.no_grad()
 def flatten_together(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of one device to shape (elements,), in float32 or wider; sharded tensors are gathered."""
-    vector = torch.cat([whole(tensor.detach()).flatten() for tensor in tensors])
+    vector = torch.cat([unsharded(tensor.detach()).flatten() for tensor in tensors])
     return vector.to(torch.promote_types(vector.dtype, torch.float32))
 
 
@@ -87,7 +87,7 @@ def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tens
         group: the settings of their group at the step.
     """
     before = flatten_together(parameters)
-    steps = torch.stack([whole(state["step"]).double() for state in states])
+    steps = torch.stack([unsharded(state["step"]).double() for state in states])
     sizes = [parameter.numel() for parameter in parameters]
     # m̂ = m/(1 − β₁ᵗ) and √v̂ = √v/√(1 − β₂ᵗ); t may differ between parameters, so the corrections have a value for
     # every element, shape (elements,)

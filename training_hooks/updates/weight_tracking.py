@@ -6,7 +6,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import require
 from loopscope.hooks import Metrics
-from loopscope.state import Vector, norm_of_each, trainable, whole
+from loopscope.state import Vector, norm_of_each, trainable, unsharded
 from torch import Tensor
 
 from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked
@@ -176,7 +176,7 @@ class WeightTracking(TrainingHook):
         return metrics
 
     def _spectral_metrics(self, weights: Vector) -> dict[str, Tensor]:
-        matrices = {name: whole(weight).flatten(start_dim=1) for name, weight in weights.items() if weight.numel()}
+        matrices = {name: unsharded(weight).flatten(start_dim=1) for name, weight in weights.items() if weight.numel()}
         largest, effective, stable = {}, {}, {}
         tails: dict[str, dict[str, Tensor]] = {"alpha": {}, "alpha_distance": {}, "alpha_tail": {}}
         for names, spectra in spectra_by_size(matrices):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...state import OwnHook
+from ...state import InternalHook
 
 SUMS = (
     "quantizations",
@@ -50,7 +50,7 @@ class Counts:
         return dict(zip((*SUMS, *MAXIMA), (*self.sums.unbind(-1), *self.maxima.unbind(-1)), strict=True))
 
 
-class QuantizationListener(OwnHook):
+class QuantizationListener(InternalHook):
     """Takes what the quantisers of one module count while it is heard.
 
     Args:

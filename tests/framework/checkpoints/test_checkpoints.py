@@ -13,7 +13,7 @@ from loopscope.checkpoints.format import write_checkpoint
 from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state import TrainingState, of_the_run, seed_everything
+from loopscope.state import TrainingState, seed_everything, without_on_demand
 from loopscope.training import TrainingTask
 from torch import nn
 
@@ -60,7 +60,7 @@ def run(task: TrainingTask, state: TrainingState, case: Case, path: Path | None 
 
     loop = epoch_loop if case.loop == "epoch" else step_loop
     loop(task, manager, pauses=Saving(manager, every, checkpoint))
-    return of_the_run(state.digest())
+    return without_on_demand(state.digest())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,13 +80,13 @@ def test_checkpoint_stores_streams_of_the_run(loop: str, tmp_path: Path) -> None
     """A checkpoint written in an isolated call stores the random streams of the run, not the isolated ones."""
     case = Case("batchnorm_mlp", "adamw_fused", loop)
     task, state = noisy_build(case)
-    before = of_the_run(state.digest())
+    before = without_on_demand(state.digest())
     manager = HookManager([], task, state, loop=loop)
     path = tmp_path / "a"
     manager.isolated("checkpoint", lambda: save_checkpoint(path, state, {}, manager.isolation.run_streams))
     _, other = noisy_build(case, seed=5)
     load_checkpoint(path, other)
-    assert not differences(before, of_the_run(other.digest()))
+    assert not differences(before, without_on_demand(other.digest()))
 
 
 def test_hook_states_are_restored(tmp_path: Path) -> None:

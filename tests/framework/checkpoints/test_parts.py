@@ -20,7 +20,7 @@ from loopscope.isolation import Call, Isolation, Snapshot, borrowed_for_evaluati
 from loopscope.isolation.tripwire import Audit
 from loopscope.loops import epoch_loop
 from loopscope.state import PARTS, Guarded, Part, Stored, TrainingState, Transient, Watched, differing
-from loopscope.state.training_state import of_the_run
+from loopscope.state.training_state import without_on_demand
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 
@@ -119,7 +119,7 @@ def trained(path: Path | None = None) -> dict[str, int]:
     manager = HookManager([], task, state)
     save = lambda: save_checkpoint(path / str(state.loop.step), state, {}, manager.isolation.run_streams)
     epoch_loop(task, manager, pauses=Saving(manager, 0 if path is None else 2, save))
-    return of_the_run(state.digest())
+    return without_on_demand(state.digest())
 
 
 def test_resumed_run_restores_module_attributes(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_resumed_run_restores_module_attributes(tmp_path: Path) -> None:
     assert (task.model.recipe, RECIPES[0].name) == (RECIPES[1], "first")
     assert task.model.recent == deque([5.0, 6.0], maxlen=2)
     epoch_loop(task, HookManager([], task, state))
-    assert differing(whole, of_the_run(state.digest())) == []
+    assert differing(whole, without_on_demand(state.digest())) == []
     assert task.model.calls == 12
 
 
@@ -167,7 +167,7 @@ def test_attribute_changes_are_detected_and_reverted(name: str) -> None:
     snapshot.restore(state)
     assert differing(before, state.digest()) == []
     isolation, audit = Isolation(state), Audit(state, enabled=True)
-    audit.begin()
+    audit.take_baseline()
     with pytest.raises(StateMutationError, match=r"changed the training state: ."), isolation.visit():
         isolation.observe(CALL, lambda: MUTATIONS[name](task.model))
     with pytest.raises(StateMutationError, match=rf"modules/\{name}"):
@@ -221,10 +221,10 @@ def made_up(place: Elsewhere) -> Part:
         lambda state: (("made up/tensor", place.kept["tensor"]), ("made up/number", place.number)),
         Guarded(
             lambda state: (place.kept,),
-            keep=lambda state, owners: place.number,
-            put_back=lambda state, owners, kept: setattr(place, "number", kept),
+            save=lambda state, owners: place.number,
+            restore=lambda state, owners, kept: setattr(place, "number", kept),
         ),
-        lambda state: Watched([place.kept], look=lambda: (place.number,), label="the made-up number"),
+        lambda state: Watched([place.kept], read_values=lambda: (place.number,), label="the made-up number"),
         Stored(
             lambda state, streams: {**place.kept, "number": place.number},
             load,
@@ -251,7 +251,7 @@ def test_custom_part_is_watched_and_restored(name: str) -> None:
     snapshot.restore(state)
     assert differing(before, state.digest()) == []
     isolation, audit = Isolation(state), Audit(state, enabled=True)
-    audit.begin()
+    audit.take_baseline()
     with pytest.raises(StateMutationError, match=r"made.up"), isolation.visit():
         isolation.observe(CALL, lambda: CHANGES[name](place))
     with pytest.raises(StateMutationError, match=f"made up/{name}"):

@@ -30,7 +30,7 @@ from loopscope.errors import LoopscopeError, UsageError
 from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop
 from loopscope.state import differing as differing_digests
-from loopscope.state import of_the_run
+from loopscope.state import without_on_demand
 
 from tests.framework.checkpoints.killed_sessions import flipped
 from tests.framework.checkpoints.shared_sessions import HOOKS, STOPPED_AT, resume, stop, train
@@ -91,9 +91,9 @@ def in_a_custom_loop(folder: Path) -> list[list[str]]:
     epoch_loop(task, HookManager((), task, state))
     epoch_loop(other, HookManager((), other, fresh))
     save_checkpoint(folder, state, {"a": {"n": 1}}, state.streams.save(), task.ranks)
-    expected, before = of_the_run(state.digest()), of_the_run(fresh.digest())
+    expected, before = without_on_demand(state.digest()), without_on_demand(fresh.digest())
     assert load_checkpoint(folder, fresh, other.ranks) == {"a": {"n": 1}}
-    return [differing_digests(expected, found) for found in (before, of_the_run(fresh.digest()))]
+    return [differing_digests(expected, found) for found in (before, without_on_demand(fresh.digest()))]
 
 
 def with_a_full_disk(folder: Path) -> list[str]:

@@ -10,7 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.data import TensorLoader, TorchLoader, derived_seed, fixed_order, lent, micro_batches, random_order, rows
+from loopscope.data import (
+    TensorLoader,
+    TorchLoader,
+    derived_seed,
+    fixed_order,
+    micro_batches,
+    random_order,
+    rows,
+    with_copied_batches,
+)
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.state import RandomStreams
 from torch.utils.data import (
@@ -263,7 +272,7 @@ def test_drawn_batches_depend_on_rows_not_order(drop_last):
     assert all(each == found[0] for each in found)
     assert sorted(chain(*found[0])) != list(chain(*found[0]))
     assert column(tensor_loader().drawn(5)) == column(tensor_loader(order=fixed_order(NUMBERS)).drawn(5))
-    assert column(lent(TorchLoader(loaders[2], 1)).drawn(5)) == found[0]
+    assert column(with_copied_batches(TorchLoader(loaders[2], 1)).drawn(5)) == found[0]
 
 
 def test_only_rows_that_the_sampler_visits_are_drawn():

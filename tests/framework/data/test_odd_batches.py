@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.data import Loader, TensorLoader, TorchLoader, fixed_order, lent, micro_batches, rows
+from loopscope.data import Loader, TensorLoader, TorchLoader, fixed_order, micro_batches, rows, with_copied_batches
 from loopscope.errors import LoopscopeError, StateMutationError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, of_the_run
+from loopscope.state import RandomStreams, TrainingState, without_on_demand
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,7 +30,7 @@ def run(loader: Loader, *hooks: Any, audit: bool = True, **options: Any) -> dict
     task = TrainingTask(model, optimizer, loader, loss, length=2, **options)
     state = TrainingState(model, optimizer, RandomStreams(3))
     epoch_loop(task, HookManager(hooks, task, state, audit=audit))
-    return of_the_run(state.digest())
+    return without_on_demand(state.digest())
 
 
 def write(batch: Any) -> None:
@@ -112,9 +112,9 @@ def test_writes_at_start_leave_data_unchanged(kind: str) -> None:
 def test_copied_view_uses_only_its_own_memory() -> None:
     """The copy of a batch that is a view does not copy the whole base tensor."""
     loader = Views("UserDict")
-    drawn = next(iter(lent(loader)))
+    drawn = next(iter(with_copied_batches(loader)))
     assert drawn["x"].untyped_storage().nbytes() == drawn["x"].nbytes
-    assert lent(loader).data is loader.data
+    assert with_copied_batches(loader).data is loader.data
 
 
 class Items(Dataset):
@@ -136,11 +136,11 @@ def test_only_loaders_that_share_data_are_copied() -> None:
     gathering = TensorLoader((data,), 4, fixed_order(torch.arange(ROWS)))
     stacking = TorchLoader(DataLoader(TensorDataset(data), batch_size=2), 0)
     showing = TorchLoader(DataLoader(Items(data), batch_size=None), 0)
-    assert lent(gathering) is gathering
-    assert lent(stacking) is stacking
+    assert with_copied_batches(gathering) is gathering
+    assert with_copied_batches(stacking) is stacking
     before = data.clone()
     for loader in (gathering, stacking, showing):
-        for batch in lent(loader):
+        for batch in with_copied_batches(loader):
             (batch if isinstance(batch, Tensor) else batch[0]).zero_()
     assert torch.equal(data, before)
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.data import Loader, RowNumbers, RowsOfRank, TensorLoader, TorchLoader, fixed_order, lent, part_of
+from loopscope.data import (
+    Loader,
+    RowNumbers,
+    RowsOfRank,
+    TensorLoader,
+    TorchLoader,
+    fixed_order,
+    part_of,
+    with_copied_batches,
+)
 from loopscope.data import random_order as drawn
 from loopscope.experiments.tied_lm.tokens import TokenLoader
 from torch.utils.data import (
@@ -89,7 +98,7 @@ def test_row_indices_match_the_batches(kind, rows, size, epoch, start, drop_last
     """They select the rows of each batch for every sampler, epoch and start, without random draws."""
     made, data = loader(kind, rows, size, drop_last=drop_last)
     before = torch.get_rng_state()
-    for each in (made, lent(made)):
+    for each in (made, with_copied_batches(made)):
         found = each.row_indices(epoch, start)
         for (batch,), index in zip_longest(each.batches(epoch, start), found):
             assert index.dtype is torch.int64

@@ -6,12 +6,12 @@ import pytest
 import torch
 from loopscope.digests import link, state_digests
 from loopscope.digests.entries import digests
-from loopscope.state import of_the_run
+from loopscope.state import without_on_demand
 from torch import Tensor, nn
 
 from tests.support import Case, build, differences
-from tests.support.ranks import on_ranks
 from tests.support.misbehaving_hooks import Scene, train_one_step
+from tests.support.ranks import on_ranks
 
 
 def test_digests_match_builds_and_detect_training():
@@ -19,7 +19,7 @@ def test_digests_match_builds_and_detect_training():
     (task, state), (_, again) = build(Case()), build(Case())
     before = state_digests(state)
     assert before == state_digests(again)
-    assert before.keys() == of_the_run(state.digest()).keys()
+    assert before.keys() == without_on_demand(state.digest()).keys()
     assert {len(value) for value in before.values()} == {32}
     train_one_step(Scene(task, state))
     changed = differences(before, state_digests(state))

@@ -7,7 +7,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, InterventionHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.sinks import CSVSink
-from loopscope.state import of_the_run
+from loopscope.state import without_on_demand
 from loopscope.training_hooks import EmbeddingProvenance, ModelSmoothing, OutputProjectionClip, WeightAverage
 
 from tests.support import LOOPS, Case, RecordingSink, SpyHook, at, build, differences, run_info, train
@@ -29,7 +29,7 @@ def outcome(case: Case, make, *, start: bool):
         manager.start(run_info(task, manager, case.loop))
     (epoch_loop if case.loop == "epoch" else step_loop)(task, manager)
     manager.end("completed")
-    return of_the_run(state.digest()), sink.emitted
+    return without_on_demand(state.digest()), sink.emitted
 
 
 @pytest.mark.parametrize("loop", LOOPS)

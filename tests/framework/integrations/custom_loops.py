@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from loopscope.integrations import Scope
-from loopscope.state import RandomStreams, TrainingState, of_the_run, seed_everything
+from loopscope.state import RandomStreams, TrainingState, seed_everything, without_on_demand
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
@@ -97,7 +97,7 @@ class Parts:
 
     def digest(self) -> Digests:
         """Digest everything that the rest of a run depends on, including the random generators."""
-        found = of_the_run(self.state.digest())
+        found = without_on_demand(self.state.digest())
         return {name: value for name, value in found.items() if "_optimizer_step_p" not in name}  # ours are there
 
 

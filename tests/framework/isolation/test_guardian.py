@@ -13,7 +13,7 @@ from loopscope.training import forward_backward, update
 from torch import nn
 
 from tests.support import CASES, Case, Tally, build, differences
-from tests.support.misbehaving_hooks import MUTATIONS, EMPTYING, HARMLESS, Scene, train_one_step
+from tests.support.misbehaving_hooks import EMPTYING, HARMLESS, MUTATIONS, Scene, train_one_step
 
 CASE = Case()
 

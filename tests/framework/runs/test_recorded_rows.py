@@ -19,7 +19,7 @@ from loopscope.data import (
     SourceOfRows,
     TensorLoader,
     TorchLoader,
-    changed,
+    data_changed,
     fingerprint,
     first_batch,
     fixed_order,
@@ -221,10 +221,10 @@ def test_fingerprint_detects_any_changed_byte(data, kind):
     array = (np.arange(rows * columns).reshape(rows, columns) % 2).astype(kind)
     for held in (array, torch.from_numpy(array.copy()), torch.from_numpy(array.T.copy()).T):
         before = of(held)
-        assert not changed(before, of(held))
+        assert not data_changed(before, of(held))
         place = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
         held[place] = not held[place]
-        assert changed(before, of(held))
+        assert data_changed(before, of(held))
         held[place] = not held[place]
 
 
@@ -235,18 +235,18 @@ def test_large_data_are_fingerprinted_in_spread_pieces():
     assert before["covers"] == "pieces"
     for place in (0, 5, len(data) - 1):
         data[place] = 1
-        assert changed(before, of(data))
+        assert data_changed(before, of(data))
         data[place] = 0
-    assert changed(before, of(data[:-1]))
+    assert data_changed(before, of(data[:-1]))
     data[2**20 + 7] = 1  # between two pieces
-    assert not changed(before, of(data))
+    assert not data_changed(before, of(data))
 
 
 def test_a_record_without_a_digest_refuses_nothing():
     now = fingerprint(TensorLoader([torch.ones(3)], 2, random_order(3, 1)), lambda: None)
-    assert not changed({}, now)
-    assert changed(now, {})
-    assert changed(now, fingerprint(TensorLoader([torch.ones(4)], 2, fixed_order(torch.arange(4))), lambda: None))
+    assert not data_changed({}, now)
+    assert data_changed(now, {})
+    assert data_changed(now, fingerprint(TensorLoader([torch.ones(4)], 2, fixed_order(torch.arange(4))), lambda: None))
 
 
 class Rewound(Sampled):

@@ -13,7 +13,7 @@ from loopscope import training_hooks
 from loopscope.cli import main
 from loopscope.errors import HookError
 from loopscope.hooks import HookPoint, TrainingHook
-from loopscope.state import deterministic, explained, settings
+from loopscope.state import deterministic, explain_nondeterminism, settings
 from loopscope.state.flags import CUBLAS, NotDeterministicError
 
 from tests.framework.runs.small_experiment import Small, read_json, registered, session
@@ -130,7 +130,7 @@ def test_one_in_a_hook_is_too(tmp_path: Path) -> None:
 
 def test_other_errors_stay_what_they_are() -> None:
     error = RuntimeError("shapes do not fit")
-    assert explained(error) is error
+    assert explain_nondeterminism(error) is error
     with pytest.raises(RuntimeError, match="shapes do not fit") as raised, deterministic(on=True):
         raise error
     assert not isinstance(raised.value, NotDeterministicError)

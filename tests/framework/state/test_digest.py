@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.state import OwnFunction, differing, of_the_run
+from loopscope.state import InternalFunction, differing, without_on_demand
 from loopscope.state.digest import described, digest
 from torch import nn
 
@@ -123,11 +123,11 @@ def test_digest_is_reproducible_and_detects_a_step():
 def test_gradients_kept_for_hooks_are_not_digested():
     """The step counter is."""
     _, state = build(Case())
-    before = of_the_run(state.digest())
+    before = without_on_demand(state.digest())
     state.loop.current_grads = state.loop.accumulated_grads = {"0.weight": torch.ones(2)}
-    assert differences(before, of_the_run(state.digest())) == []
+    assert differences(before, without_on_demand(state.digest())) == []
     state.loop.step += 1
-    assert differences(before, of_the_run(state.digest())) == ["loop/step"]
+    assert differences(before, without_on_demand(state.digest())) == ["loop/step"]
 
 
 def test_digest_covers_hooks_except_framework_taps():
@@ -135,7 +135,7 @@ def test_digest_covers_hooks_except_framework_taps():
     _, state = build(Case())
     before = state.digest()
 
-    state.model[0].register_forward_hook(OwnFunction(lambda module, inputs, output: None))
+    state.model[0].register_forward_hook(InternalFunction(lambda module, inputs, output: None))
     assert differences(before, state.digest()) == []
     state.model[0].register_forward_hook(lambda module, inputs, output: None)
     assert differences(before, state.digest()) == ["module hooks/0._forward_hooks/0/code"]

@@ -10,7 +10,7 @@ from loopscope.errors import StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, of_the_run
+from loopscope.state import RandomStreams, TrainingState, without_on_demand
 from loopscope.training import TrainingTask, forward_backward, update
 from torch import nn
 from torch.nn import functional
@@ -53,7 +53,7 @@ def run(hooks=(), *, audit=True) -> list[dict[str, int]]:
     trace = DigestTrace(state)
     epoch_loop(task, HookManager(hooks, task, state, audit=audit), progress=trace)
     task.model[0].reshard(), task.model.reshard()
-    return [*trace.digests, of_the_run(state.digest())]
+    return [*trace.digests, without_on_demand(state.digest())]
 
 
 # Deeds; they take the model, the task and a batch

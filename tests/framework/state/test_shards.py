@@ -23,7 +23,7 @@ from loopscope.state import (
     norm,
     overwrite,
     trainable,
-    whole,
+    unsharded,
 )
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def context(*, sharded: bool) -> ModelDataContext:
 
 
 def gathered(vector: dict[str, Tensor]) -> Tensor:
-    return torch.cat([whole(value.detach()).reshape(-1) for value in vector.values()])
+    return torch.cat([unsharded(value.detach()).reshape(-1) for value in vector.values()])
 
 
 def context_results(ctx: ModelDataContext) -> Results:

@@ -11,7 +11,7 @@ from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, StatePart
 from loopscope.loops import NoPauses, epoch_loop, step_loop
-from loopscope.state import of_the_run
+from loopscope.state import without_on_demand
 from loopscope.training import forward_backward, takes_closure
 from loopscope.training_hooks import EmbeddingProvenance, GradClip, Norms, TrainingMetrics
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ def test_closure_run_resumes_with_plateau_scheduler(optimizer, loop, tmp_path):
             load_checkpoint(tmp_path / "saved", state)
             assert state.loop.step == 6
         run(task, manager, pauses=NoPauses() if resumed else OneSave(manager, tmp_path / "saved", 6))
-        finals.append(of_the_run(state.digest()))
+        finals.append(without_on_demand(state.digest()))
     assert differences(*finals) == []
 
 

@@ -15,7 +15,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import GradientTap, HookPoint, HookRegistry
 from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state import RandomStreams, TrainingState, local_shards, of_the_run
+from loopscope.state import RandomStreams, TrainingState, local_shards, without_on_demand
 from loopscope.training import TrainingTask, forward_backward, is_skipped, update
 from torch import nn
 
@@ -104,7 +104,7 @@ def trained(make: Callable[[], Any], hooks: Sequence[Any] = (), loop: str = "epo
     manager.start(run_info(task, manager, loop))
     {"epoch": epoch_loop, "step": step_loop}[loop](task, manager)
     manager.end("completed")
-    return of_the_run(state.digest())
+    return without_on_demand(state.digest())
 
 
 # What an intervention may do; rolled back.

@@ -11,7 +11,7 @@ from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import NoProgress, epoch_loop
-from loopscope.state import LoopState, fully_sharded_modules, whole
+from loopscope.state import LoopState, fully_sharded_modules, unsharded
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask, forward_backward, update
 from loopscope.training_hooks import ModelSmoother, SmoothingConfig
@@ -322,7 +322,7 @@ def smoothed(kind: str | None, hooks: list[ModelSmoothing]) -> dict[str, Any]:
     manager.end("completed")
     for module in fully_sharded_modules(task.model):
         module.reshard()
-    found = {name: whole(value.detach()) for name, value in task.model.named_parameters()}
+    found = {name: unsharded(value.detach()) for name, value in task.model.named_parameters()}
     kept = {name: type(value).__name__ for name, value in (smoother.buffers if smoother else {}).items()}
     return {"weights": found, "rows": {(name, step): value for name, _, step, value in sink.rows()}, "kept": kept}
 

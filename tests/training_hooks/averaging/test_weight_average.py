@@ -13,7 +13,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunFolder
-from loopscope.state import TrainingState, fully_sharded_modules, of_the_run
+from loopscope.state import TrainingState, fully_sharded_modules, without_on_demand
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.averaging import WeightAverage
@@ -338,7 +338,7 @@ def averaged(kind: str | None, folder: Path, *, hooks: bool = True) -> dict[str,
     manager.end("completed")
     for module in fully_sharded_modules(task.model):
         module.reshard()
-    return {"rows": {name: value for name, _, _, value in sink.rows()}, "final": of_the_run(state.digest())}
+    return {"rows": {name: value for name, _, _, value in sink.rows()}, "final": without_on_demand(state.digest())}
 
 
 def refusal() -> str:

@@ -11,7 +11,7 @@ from loopscope.errors import HookError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, trainable, whole
+from loopscope.state import RandomStreams, TrainingState, trainable, unsharded
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.gradients import GradientFlow
@@ -58,7 +58,7 @@ def run(hook: TrainingHook, *, sharded: bool) -> dict[str, Any]:
     if sharded:
         task.model[0].reshard(), task.model[3].reshard(), task.model.reshard()
     numbers = {f"{name} {step}": value for name, _, step, value in sink.rows()}
-    return {"numbers": numbers, "weights": {name: whole(p.detach()) for name, p in trainable(task.model).items()}}
+    return {"numbers": numbers, "weights": {name: unsharded(p.detach()) for name, p in trainable(task.model).items()}}
 
 
 def made() -> dict[str, TrainingHook]:

@@ -13,7 +13,7 @@ from loopscope.hooks import GradientTap, HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.lowbit import quantize_model
 from loopscope.lowbit.casts import Cast
-from loopscope.state import RandomStreams, TrainingState, of_the_run, seed_everything
+from loopscope.state import RandomStreams, TrainingState, seed_everything, without_on_demand
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
@@ -85,7 +85,7 @@ class LowBitRun:
 
     @property
     def final(self) -> dict[str, int]:
-        return of_the_run(self.state.digest())
+        return without_on_demand(self.state.digest())
 
 
 class Recorder(TrainingHook):

@@ -9,7 +9,7 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, of_the_run
+from loopscope.state import RandomStreams, TrainingState, without_on_demand
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradients import Consecutive, Variance
 from loopscope.training_hooks.measures import FlatLayout, FlatMemory, FlatSpace
@@ -114,7 +114,7 @@ def run(hooks: list[TrainingHook], *, sharded: bool) -> tuple[dict[tuple[str, in
     manager.end("completed")
     if sharded:
         task.model[0].reshard(), task.model.reshard()
-    return {(name, step): value for name, _, step, value in sink.rows()}, of_the_run(state.digest())
+    return {(name, step): value for name, _, step, value in sink.rows()}, without_on_demand(state.digest())
 
 
 def made() -> list[TrainingHook]:

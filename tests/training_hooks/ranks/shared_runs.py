@@ -12,7 +12,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import InterventionHook, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.lowbit import Recipe, quantize_model
-from loopscope.state import RandomStreams, TrainingState, local_shards, whole
+from loopscope.state import RandomStreams, TrainingState, local_shards, unsharded
 from loopscope.state.digest import digest
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
@@ -212,7 +212,7 @@ def trained(
     named = dict(task.model.named_parameters())
     return {
         "metrics": {(name, point.name, step): value for name, point, step, value in sink.rows()},
-        "weights": {name: whole(value.detach()) for name, value in named.items()},
+        "weights": {name: unsharded(value.detach()) for name, value in named.items()},
         "bytes": [digest(value) for value in local_shards(named.values())],
         "remembered": halfway.remembered,
         "middle": halfway.content,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from loopscope.firing import HookManager
 from loopscope.loops import NoPauses
-from loopscope.state import LoopState, is_sharded, whole
+from loopscope.state import LoopState, is_sharded, unsharded
 from loopscope.state.digest import digest
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ class Middle(NoPauses):
                 "loop": self._manager.state.loop.state_dict(),
                 "hooks": hooks,
             }
-            self.content = each_tensor(lambda _, tensor: whole(tensor).clone(), content)
+            self.content = each_tensor(lambda _, tensor: unsharded(tensor).clone(), content)
 
     def _note(self, path: tuple[str, ...], tensor: Tensor) -> None:
         how: Any = digest(tensor)

@@ -14,7 +14,7 @@ from .generators import all_holders, attributes
 from .loaders import Batch, Loader, SourceOfRows
 
 
-class LentLoader(Loader):
+class CopyingLoader(Loader):
     """A loader as hooks are given it: what it yields are copies, since batches may be views of the data."""
 
     def __init__(self, loader: Loader) -> None:
@@ -42,11 +42,11 @@ class LentLoader(Loader):
 
     def shuffled(self, seed: int) -> Loader:
         """Return the same data in another order, as copies too."""
-        return lent(self._loader.shuffled(seed))
+        return with_copied_batches(self._loader.shuffled(seed))
 
     def drawn(self, seed: int) -> Loader:
         """Return the same data in the order of ``seed`` alone, as copies too."""
-        return lent(self._loader.drawn(seed))
+        return with_copied_batches(self._loader.drawn(seed))
 
     def generators(self) -> tuple[torch.Generator, ...]:
         """Return the random generators of the loader."""
@@ -57,13 +57,13 @@ class LentLoader(Loader):
         return getattr(self._loader, name)
 
 
-def lent(loader: Loader) -> Loader:
+def with_copied_batches(loader: Loader) -> Loader:
     """Return a loader whose batches may be written to without changing the data."""
-    return loader if isinstance(loader, Loader) and loader.copies else LentLoader(loader)
+    return loader if isinstance(loader, Loader) and loader.copies else CopyingLoader(loader)
 
 
 @contextmanager
-def held(loader: Loader) -> Iterator[None]:
+def preserved_loader(loader: Loader) -> Iterator[None]:
     """Let the body look into a loader, and put back what that holds: a loader may count what it has given."""
     found = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
     found.natives = [native for native in found.natives if not isinstance(native, np.ndarray)]  # data, not a position
@@ -71,11 +71,11 @@ def held(loader: Loader) -> Iterator[None]:
     try:
         yield
     finally:
-        found.put_back()
+        found.restore()
         found.write_natives(states)
 
 
 def first_batch(loader: Loader) -> Batch:
     """Return the first batch of a run, with what the loader holds put back."""
-    with held(loader):
+    with preserved_loader(loader):
         return next(iter(loader.batches(0)))
