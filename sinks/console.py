@@ -26,7 +26,7 @@ class ConsoleSink(MetricSink):
         console: the output; by default standard output.
         first: full names of metrics by group; by default those of ``training_metrics``.
         recorded: whether another sink keeps all metrics.
-        told: called after a line was printed.
+        shown: called after a line was printed.
     """
 
     name: ClassVar[str] = "console"
@@ -38,15 +38,15 @@ class ConsoleSink(MetricSink):
         console: "Console | None" = None,
         first: Groups | None = None,
         recorded: bool = False,
-        told: Callable[[], None] = lambda: None,
+        shown: Callable[[], None] = lambda: None,
     ) -> None:
         self._console = console or make_console()
-        self._recorded, self._told = recorded, told
+        self._recorded, self._shown = recorded, shown
         self._board = Board(first or {})
 
     def set_run_context(self, run: RunInfo) -> None:
         """Start a strategy."""
-        self._board.begin(run)
+        self._board.start(run)
         self._output = NotebookOutput(self._console)
 
     def position(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class ConsoleSink(MetricSink):
 
     def alert(self, alerts: Sequence[Alert]) -> None:
         """Count alerts."""
-        self._board.warned(alerts)
+        self._board.count_alerts(alerts)
 
     def snapshot(self, epoch: int, step: int) -> None:
         """Show the stored metrics."""
@@ -87,5 +87,5 @@ class ConsoleSink(MetricSink):
             console.print(newest_table(board, console.width, console.height, recorded=self._recorded))
         else:
             console.out(snapshot_line(board, recorded=self._recorded), highlight=False)
-            self._told()
-        board.is_told()
+            self._shown()
+        board.mark_shown()

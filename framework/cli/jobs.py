@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..checkpoints import Signals, StoppedError
-from ..console import MARK, Mode, RunConsole, RunsLine, ToldProgress, printable
+from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable
 from ..errors import LoopscopeError, RunNotice, UsageError, counted
 from ..runs import RunFolder, Session, Setup, check_device
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
@@ -208,7 +208,7 @@ def train_one_of_several() -> None:
     config = replace(config_of(experiment, options), seed=seed)
     selected = replace(run_options(options), strategies=[strategy], seeds=[seed] if seeds_of(options) else [])
     runner = experiment(config, check_device(options["device"]))
-    Session(runner, selected, wanted_sinks(options), ToldProgress()).run()
+    Session(runner, selected, wanted_sinks(options), ProgressMessages()).run()
 
 
 def _stop_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""What people see of a run in a terminal, a pipe or a log: headers, a bar or the whole screen, tables, warnings."""
+"""Console output of a run: headers, progress, full-screen display, tables, warnings."""
 
 from ..preserved_streams import preserved_streams
 
@@ -9,14 +9,37 @@ from .board import Board, Groups, Label
 from .frame import newest_table, snapshot_line
 from .notebook import NotebookOutput
 from .run_console import Mode, RunConsole, watch
-from .runs_line import MARK, RunsLine, ToldProgress
+from .runs_line import MARK, RunsLine, ProgressMessages
 from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line, side_by_side
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
 
 __all__ = [
-    "MARK", "Board", "Groups", "Label", "Mode", "NotebookOutput", "RunConsole", "RunsLine", "ToldProgress",
-    "duration_text", "experiment_list", "final_numbers", "first_line", "hook_list", "hook_page", "in_columns",
-    "make_console", "newest_table", "number_text", "printable", "result_line", "shortened", "show_warnings",
-    "side_by_side", "snapshot_line", "value_text", "watch",
+    "MARK",
+    "Board",
+    "Groups",
+    "Label",
+    "Mode",
+    "NotebookOutput",
+    "ProgressMessages",
+    "RunConsole",
+    "RunsLine",
+    "duration_text",
+    "experiment_list",
+    "final_numbers",
+    "first_line",
+    "hook_list",
+    "hook_page",
+    "in_columns",
+    "make_console",
+    "newest_table",
+    "number_text",
+    "printable",
+    "result_line",
+    "shortened",
+    "show_warnings",
+    "side_by_side",
+    "snapshot_line",
+    "value_text",
+    "watch",
 ]

@@ -1,4 +1,4 @@
-"""What a display knows of a run: the newest values, which way they go, the strategies that are done, the notices."""
+"""State of a display: the newest values and their trends, the finished strategies, and the notices."""
 
 import math
 from collections import Counter
@@ -30,27 +30,29 @@ class Notice(NamedTuple):
     sentence: str
 
     def text(self, remark: str = "") -> Text:
-        """Return the notice as one line, its label in its colour."""
+        """Return the notice as one line with a coloured label."""
         return Text.assemble((f"{self.label}: ", LABEL_STYLES[self.label]), printable(self.sentence), remark)
 
 
 @dataclass
 class Track:
-    """One metric of a strategy: its newest value and when it came, its last numbers, and its news for a table."""
+    """One metric of a strategy: its newest value with epoch and step, its last numbers, and its state in tables."""
 
     last: Any = None
     recent: list[float] = field(default_factory=list)
-    total: float = 0.0  # the sum of a series' numbers since the last table
-    count: int = 0  # how many these are
+    total: float = 0.0  # sum of a series' numbers since the last table
+    count: int = 0  # number of terms of the sum
     is_news: bool = True
-    told: str | None = None  # how the last table showed it
+    told: str | None = None  # the text in the last table
     epoch: int = 0
     step: int = 0
 
     def add(self, value: Any, kept: int = TREND_VALUES) -> None:
-        """Take in a value, or further values of a series; ``kept`` of all numbers are remembered."""
+        """Add a value, or the values of a series; the last ``kept`` numbers are stored."""
         values = value.values if isinstance(value, Series) else [value]
-        numbers = [one for one in values if isinstance(one, float) or (isinstance(one, int) and abs(one) < LARGEST)]
+        numbers = [
+            item for item in values if isinstance(item, float) or (isinstance(item, int) and abs(item) < LARGEST)
+        ]
         self.last, self.is_news = values[-1], True
         self.recent = [*self.recent, *numbers[-kept:]][-kept:]
         if isinstance(value, Series):
@@ -60,24 +62,24 @@ class Track:
             self.total, self.count = 0.0, 0
 
     def brief(self) -> str:
-        """Return the newest value in at most twenty columns."""
+        """Return the newest value as text of at most 20 columns."""
         return shortened(printable(value_text(self.last, LONGEST_VALUE)), LONGEST_VALUE, keep_end=False)
 
     def mean(self) -> str:
-        """Return the mean of a series since the last table, in at most twenty columns, or else the newest value."""
+        """Return the mean of a series since the last table, or the newest value of other metrics."""
         return MEAN + number_text(self.total / self.count) if self.count else self.brief()
 
-    def describe_type(self, age: str) -> str:
-        """Return the newest value, or of a series the mean since the last table, saying so, and how old it is."""
+    def describe(self, age: str) -> str:
+        """Return the newest value and its age; of a series, the mean since the last table and the number of values."""
         remarks = [f"mean of {self.count:,}"] * (self.count > 1) + [age] * bool(age)
         number = number_text(self.total / self.count) if self.count else self.brief()
         return number + (f" ({', '.join(remarks)})" if remarks else "")
 
 
 def arrow_of(values: Sequence[float]) -> str:
-    """Return the arrow of the last three values, or nothing for fewer, or where one of them is not finite.
+    """Return an arrow for the trend of the last three values; empty if there are fewer or one is not finite.
 
-    Flat is a change from the first to the last of at most 0.1 % of the largest of the three in magnitude.
+    The trend is flat if first and last differ by at most 0.1 % of the largest magnitude.
 
     >>> arrow_of([1.0, 5.0, 2.0]), arrow_of([2.0, 1.0, 1.5]), arrow_of([1.0, 2.0, 1.0005]), arrow_of([1.0, 2.0])
     ('↑', '↓', '→', '')
@@ -92,7 +94,7 @@ def arrow_of(values: Sequence[float]) -> str:
 
 
 def flattened(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield metrics, and small dicts among them key by key.
+    """Yield metrics, with the entries of small dicts as separate metrics.
 
     >>> dict(flattened({"h/loss": 0.5, "h/evaluation": {"val_loss": 2.0}}))
     {'h/loss': 0.5, 'h/evaluation/val_loss': 2.0}
@@ -105,7 +107,7 @@ def flattened(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def count_of(value: Any) -> int:
-    """Count the numbers of a metric.
+    """Count the values in a metric.
 
     >>> count_of({"a": [1, 2], "b": Series([1, 2], [{"c": 1}, {"c": 2}])}), count_of("a text")
     (4, 1)
@@ -116,32 +118,32 @@ def count_of(value: Any) -> int:
 
 @dataclass
 class Board:
-    """The state of a display, and nothing of how it looks."""
+    """The state of a display, independent of its layout."""
 
-    live_metrics: Groups = field(default_factory=dict)  # without any, those of hooks that are always on
-    kept: int = TREND_VALUES  # numbers that are remembered of each metric
+    live_metrics: Groups = field(default_factory=dict)  # by default the metrics of hooks that are always on
+    kept: int = TREND_VALUES  # stored numbers per metric
     run: RunInfo | None = None
     epoch: int = 0
     step: int = 0
-    results: list[Mapping[str, Any]] = field(default_factory=list)  # summaries of the strategies that have ended
+    results: list[Mapping[str, Any]] = field(default_factory=list)  # summaries of finished strategies
     notices: list[Notice] = field(default_factory=list)
     printed_lines: int = 0
     tracks: dict[str, Track] = field(default_factory=dict)
-    count: int = 0  # the numbers that came since the last table, those of single parameters among them
-    alerts: Counter[str] = field(default_factory=Counter)  # those since the last table, by kind
+    count: int = 0  # values since the last table, including those of single parameters
+    alerts: Counter[str] = field(default_factory=Counter)  # alerts since the last table, by kind
 
     def __post_init__(self) -> None:
-        """Gather the names of the live metrics."""
+        """Collect the names of the live metrics."""
         self._live_names = {name for names in self.live_metrics.values() for name in names}
 
-    def begin(self, run: RunInfo) -> None:
-        """Begin a strategy: its values are its own."""
+    def start(self, run: RunInfo) -> None:
+        """Start a strategy without values."""
         self.run, self.epoch, self.step, self.count = run, 0, 0, 0
         self.tracks.clear()
         self.alerts.clear()
 
     def take(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Take in the metrics of one emit; those of single parameters (a/b/c) only if they are among the live ones."""
+        """Store the metrics of one emit; metrics of single parameters (a/b/c) only if they are live metrics."""
         self.epoch, self.step, self.count = epoch, step, self.count + count_of(metrics)
         shown = {name: value for name, value in metrics.items() if name.count("/") < 2 or name in self._live_names}
         for name, value in flattened(shown):
@@ -151,47 +153,46 @@ class Board:
             track.add(value, self.kept)
             track.epoch, track.step = epoch, value.steps[-1] if isinstance(value, Series) else step
 
-    def warned(self, alerts: Iterable[Alert]) -> None:
-        """Count alerts; that something is over is none."""
+    def count_alerts(self, alerts: Iterable[Alert]) -> None:
+        """Count alerts, but not recoveries."""
         self.alerts.update(alert.kind for alert in alerts if not isinstance(alert, Recovery))
 
     def age(self, track: Track) -> int:
-        """Return by how many epochs, in the step loop steps, a value is older than the newest one."""
+        """Return the age of a value relative to the newest one, in epochs, or in steps for the step loop."""
         in_epochs = self.run is not None and self.run.loop == "epoch"
         return self.epoch - track.epoch if in_epochs else self.step - track.step
 
     def news(self) -> dict[str, Track]:
-        """Return the metrics that came since the last table."""
+        """Return the metrics with values since the last table."""
         return {name: track for name, track in self.tracks.items() if track.is_news}
 
-    def is_told(self) -> None:
-        """Remember that a table has shown the news."""
+    def mark_shown(self) -> None:
+        """Mark the news as shown in a table."""
         for track in self.news().values():
             track.told, track.is_news, track.total, track.count = track.mean(), False, 0.0, 0
         self.count = 0
         self.alerts.clear()
 
     def position(self) -> dict[str, Any]:
-        """Return how far the strategy has come, in plain values, for :meth:`resume`."""
+        """Return the state of the strategy as plain values, for :meth:`resume`."""
         tracks = {name: vars(track).copy() for name, track in self.tracks.items()}
         counts = {"count": self.count, "alerts": dict(self.alerts)}
         return {"epoch": self.epoch, "step": self.step, "tracks": tracks, **counts}
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on with a strategy where an earlier part of its run had come to."""
-        self.begin(run)
-        # A checkpoint of an older version keeps the values in another way: then they are gathered anew.
+        """Restore the state of a strategy from a checkpoint."""
+        self.start(run)
+        # Checkpoints of older versions have another format; then the values are collected again.
         if "tracks" in position:
             self.epoch, self.step = position["epoch"], position["step"]
             self.tracks |= {name: Track(**values) for name, values in position["tracks"].items()}
             self.count, self.alerts = position.get("count", 0), Counter(position.get("alerts", {}))
 
     def groups(self, cells: Mapping[str, Cell]) -> tuple[list[Group], list[Group]]:
-        """Part metrics, by full name, into the groups of live ones and the others by hook.
+        """Split metrics, by full name, into groups of live metrics and groups of other metrics by hook.
 
-        Where none of the live metrics came, those of hooks that are always on take their place. Hooks stand in the
-        order in which their metrics were described. A live metric goes by the last part of its name, unless another of
-        its group ends alike.
+        If no live metric has a value, the metrics of always-on hooks replace them. Hooks have the order in which their
+        metrics were described. A live metric is named by the last part of its name, unless two in a group share it.
         """
         always = always_on()
         wanted: Groups = {"training": [name for name in cells if name.partition("/")[0] in always]}
@@ -202,12 +203,12 @@ class Board:
             ends = {name: name.rpartition("/")[2] for name in names if name in cells}
             alike = Counter(ends.values())
             shown = {name: printable(end if alike[end] == 1 else name) for name, end in ends.items()}
-            found = [cells[name]._replace(name=end) for name, end in shown.items()]
-            live += [Group(printable(heading), found)] if found else []
-        taken = {name for names in wanted.values() for name in names}
+            group_cells = [cells[name]._replace(name=end) for name, end in shown.items()]
+            live += [Group(printable(heading), group_cells)] if group_cells else []
+        live_names = {name for names in wanted.values() for name in names}
         described = self.run.metric_infos if self.run else ()
         hooks: dict[str, list[Cell]] = {name.partition("/")[0]: [] for name in described}
-        for name in [name for name in cells if name not in taken]:
+        for name in [name for name in cells if name not in live_names]:
             hook, _, metric = name.partition("/")
             hooks.setdefault(hook, []).append(cells[name]._replace(name=printable(metric or hook)))
-        return live, [Group(printable(hook), found) for hook, found in hooks.items() if found]
+        return live, [Group(printable(hook), hook_cells) for hook, hook_cells in hooks.items() if hook_cells]

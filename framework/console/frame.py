@@ -1,4 +1,4 @@
-"""How a board is shown, in the columns and lines that there are: on the full screen, as a table, as plain lines."""
+"""Layouts of a board for the available columns and lines: full screen, table, or plain line."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,29 +26,30 @@ LOWEST_WITHOUT_NOTICES = 6
 ITEM_GAP = 3
 LEAST_LINES = 30
 NOT_RECORDED = "not recorded"
-FIRST = 10  # metrics on a line where none is known to matter
+FIRST = 10  # metrics on a line without live metrics
 
 
 class Sized:
-    """Shows what ``draw(width, height)`` returns for the room that a layout has for it."""
+    """Shows the result of ``draw(width, height)`` for the space that a layout assigns."""
 
     def __init__(self, draw: Callable[[int, int], RenderableType]) -> None:
         self._draw = draw
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield what there is room for."""
+        """Yield the drawing for the available space."""
         yield self._draw(options.max_width, options.height or options.max_height)
 
 
 def frame(board: Board, position: Position | None, console: Console) -> Layout:
-    """Return the whole screen: progress, results, the newest metrics beside the live ones, and at the foot notices."""
+    """Return the full screen: progress, results, the newest metrics, the live metrics, and notices at the bottom."""
     width, height = console.size
     notices = _notices(board, console, height)
     sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 9 // 20))
     length = LONGEST_SPARKS if sidebar == WIDEST_SIDEBAR else SHORTEST_SPARKS
     live, _ = board.groups({name: _cell(board, name, track, length) for name, track in board.tracks.items()})
     _, others = board.groups({name: _cell(board, name, track, 0) for name, track in board.tracks.items()})
-    if position is not None and sum(len(group.cells) for group in live) < height // 2:  # else some give way
+    # The progress line omits the numbers of live metrics, unless the screen may have no space for all of these.
+    if position is not None and sum(len(group.cells) for group in live) < height // 2:
         shown = {cell.name for group in live for cell in group.cells}
         numbers = {name: number for name, number in position.numbers.items() if name not in shown}
         position = replace(position, numbers=numbers)
@@ -79,17 +80,17 @@ def _rule(title: str, style: str = "bold") -> Rule:
 
 
 def _results(board: Board, most: int) -> Layout:
-    """Show one row for each finished strategy, the newest if there is no room for all."""
-    ended = board.results
-    if not ended:
+    """Show one row per finished strategy, at most the ``most`` newest."""
+    finished = board.results
+    if not finished:
         return Layout(_rule("results: no strategy has ended yet"), size=1)
-    title = "results" if len(ended) <= most else f"results: the last {most} of {len(ended)} strategies"
-    rows = comparison_rows(ended)[-most:]
+    title = "results" if len(finished) <= most else f"results: the last {most} of {len(finished)} strategies"
+    rows = comparison_rows(finished)[-most:]
     return Layout(Sized(lambda width, _: Group(_rule(title), table_in_width(rows, width))), size=2 + len(rows))
 
 
 def _cell(board: Board, name: str, track: Track, sparks: int) -> Cell:
-    """Return the newest value of a metric, how it went, and how old it is; without sparks in place of the arrow."""
+    """Return the newest value of a metric, its trend and its age; without ``sparks`` the age replaces the arrow."""
     age = f"-{age:,}" if (age := board.age(track)) else ""
     text, arrow = track.brief(), arrow_of(track.recent)
     if sparks:
@@ -98,11 +99,11 @@ def _cell(board: Board, name: str, track: Track, sparks: int) -> Cell:
 
 
 def _metrics(live: list[Metrics], others: list[Metrics], legend: str, width: int, sidebar: int) -> Layout:
-    """Show the other metrics to the left of the live ones; the latter alone where there is no room for both."""
+    """Show the other metrics to the left of the live metrics, or only the live metrics on a narrow screen."""
 
     def draw_live(wide: int, high: int) -> RenderableType:
         groups = live
-        if sum(group.height for group in live) >= high:  # headings give way to metrics
+        if sum(group.height for group in live) >= high:  # omit headings to show more metrics
             groups = [Metrics("", [cell for group in live for cell in group.cells])]
         return _grid(f"live{legend}", groups, wide, high, most_blocks=1)
 
@@ -126,7 +127,7 @@ def _grid(title: str, groups: Sequence[Metrics], width: int, height: int, **opti
 
 
 def _notices(board: Board, console: Console, height: int) -> list[RenderableType]:
-    """Show the last warnings and notes, and how much was printed, at the foot of the screen."""
+    """Show the last warnings and notes, and the number of printed lines, at the bottom of the screen."""
     labels = Counter(notice.label for notice in board.notices)
     parts = [counted(labels[label], label) for label in LABEL_STYLES if labels[label]]
     if board.printed_lines:
@@ -144,7 +145,7 @@ def _notices(board: Board, console: Console, height: int) -> list[RenderableType
 
 
 def notice_lines(notice: Notice, console: Console) -> list[Text]:
-    """Return a notice on at most two lines, broken and cut between words.
+    """Return a notice on at most two lines, wrapped and truncated between words.
 
     >>> notice_lines(Notice("note", "one two three four five six"), Console(width=18))
     [<text 'note: one two' [Span(0, 6, 'bold cyan')] ''>, <text '  three four …' [] ''>]
@@ -159,10 +160,9 @@ def notice_lines(notice: Notice, console: Console) -> list[Text]:
 
 
 def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Group:
-    """Show the news of a board on ``height`` lines, or thirty: the live metrics on top, below the others by hook.
+    """Show the news of a board on ``height`` lines, at least thirty: first live metrics, then other metrics by hook.
 
-    Every hook shows as many metrics as every other, numbers that changed since the last table before lists and what
-    stood still.
+    Every hook shows equally many metrics: first changed numbers, then lists, then unchanged numbers.
     """
     news = board.news()
     cells = {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
@@ -179,10 +179,10 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
 
 
 def snapshot_line(board: Board, *, recorded: bool) -> str:
-    """Return on one line the live metrics, or else the first that came, and how many numbers and alerts came."""
+    """Return one line with the live metrics, or the first others, and the number of values and alerts."""
     unit, strategy = (board.run.loop, printable(board.run.strategy)) if board.run else ("", "")
     ages = {name: counted(age, unit) + " old" for name, track in board.tracks.items() if (age := board.age(track))}
-    cells = {name: Cell(name, track.describe_type(ages.get(name, ""))) for name, track in board.tracks.items()}
+    cells = {name: Cell(name, track.describe(ages.get(name, ""))) for name, track in board.tracks.items()}
     live, others = board.groups(cells)
     shown = [f"{cell.name} {cell.text}" for group in live for cell in group.cells]
     shown = shown or [f"{group.heading}/{cell.name} {cell.text}" for group in others for cell in group.cells][:FIRST]
@@ -197,12 +197,12 @@ def _alerts(board: Board) -> list[str]:
 
 
 def _rank(track: Track) -> int:
-    """Return 0 for a number that has changed since the last table, 1 for a list, 2 for what stood still."""
+    """Return 0 for a number that changed since the last table, 1 for a list, 2 for an unchanged value."""
     return 2 if track.told == track.mean() else isinstance(track.last, (list, tuple))
 
 
 def group_lines(groups: Sequence[Metrics], width: int) -> Iterator[Line]:
-    """Yield each group on a line of its own, headings in one column, what does not fit on further lines."""
+    """Yield one line per group, with headings in one column, wrapping cells that do not fit."""
     begin = max((len(group.heading) for group in groups), default=0) + ITEM_GAP
     for group in groups:
         line: Line = [(f"{group.heading:{begin}}", HEADING_STYLE)]

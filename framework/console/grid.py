@@ -1,4 +1,4 @@
-"""Metrics in blocks side by side: as many, and as much of each hook, as a given number of columns and lines hold."""
+"""Layout of metrics in parallel blocks, with as many metrics per hook as fit the columns and lines."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -24,9 +24,9 @@ HEADING_STYLE = "bold cyan"
 
 
 class Cell(NamedTuple):
-    """One metric: its name within the hook, its value as text, its arrow; those of a higher rank give way first.
+    """One metric: its name within the hook, its value as text, its arrow; a higher rank is omitted first.
 
-    The arrow, or a space for none, may follow a sparkline; an age may take its place.
+    The arrow, or a space, may follow a sparkline; an age may replace it.
     """
 
     name: str
@@ -36,14 +36,14 @@ class Cell(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """The columns of a block: its names with their indent and the gap behind them, its values, its arrows."""
+    """The columns of a block: names (with indent and gap), values, arrows."""
 
     names: int
     values: int
     arrows: int
 
     def within(self, names: int, width: int) -> "Widths":
-        """Shorten names to ``names`` columns, and then names before values until the block fits into ``width``."""
+        """Limit names to ``names`` columns, then shrink names before values until the block fits into ``width``."""
         values = max(1, min(self.values, width - 1 - COLUMN_GAP - self.arrows))
         room = max(1 + COLUMN_GAP, width - values - self.arrows)
         return Widths(min(self.names, names + COLUMN_GAP, room), values, self.arrows)
@@ -51,19 +51,19 @@ class Widths(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The metrics of one hook; without a heading they stand under nothing and are not indented."""
+    """The metrics of one hook; without a heading they are not indented."""
 
     heading: str
     cells: Sequence[Cell]
 
     @cached_property
     def height(self) -> int:
-        """Lines that the group takes."""
+        """The number of lines of the group."""
         return len(self.cells) + bool(self.heading)
 
     @cached_property
     def widths(self) -> Widths:
-        """The columns that the group would like."""
+        """The columns that the group needs without shortening."""
         names = max([cell_len(cell.name) for cell in self.cells])
         names = INDENT + min(names, LONGEST_NAME) if self.heading else min(names, LONGEST_FULL_NAME)
         values = max(cell_len(cell.text) for cell in self.cells)
@@ -71,7 +71,7 @@ class Group:
         return Widths(max(names + COLUMN_GAP, cell_len(self.heading)), values, arrows)
 
     def first(self, count: int) -> "Group":
-        """Keep the ``count`` metrics of the lowest rank, in their order."""
+        """Keep the ``count`` metrics with the lowest rank, in their order."""
         if count >= len(self.cells):
             return self
         ranked = sorted(range(len(self.cells)), key=lambda index: self.cells[index].rank)
@@ -84,11 +84,11 @@ Blocks = list[tuple[list[Group], Widths]]
 def fitted(
     groups: Sequence[Group], width: int, height: int, *, most_blocks: int = MOST_BLOCKS
 ) -> tuple[list[Line], int]:
-    """Lay out as much of the groups as ``height`` lines of ``width`` columns hold; return it with the metrics shown.
+    """Lay out the groups on ``height`` lines of ``width`` columns; return the lines and the number of shown metrics.
 
-    Every hook keeps as many of its metrics as every other, those of the lowest rank. Where not even two of each fit,
-    they stand in one list without headings: the first of every hook, then the second of every hook. Blocks are as low
-    as can be without cutting short groups.
+    Every hook keeps equally many metrics, those with the lowest rank. If not even two of each fit, the result is one
+    list without headings: the first metric of every hook, then the second of every hook. Blocks are as low as possible
+    without splitting short groups.
     """
     sizes = [len(group.cells) for group in groups]
     if not sizes or width < NARROWEST or height < 1:
@@ -98,7 +98,7 @@ def fitted(
         (lambda count: in_turn(groups, count), range(1, sum(sizes) + 1)),
     ]
     for choice, counts in choices:
-        # More metrics never take less room: the first count that is too much comes after the one to be shown.
+        # The needed space grows with the count, so a binary search finds the first count that does not fit.
         fits = bisect_left(counts, True, key=lambda count: not divided(choice(count), width, height, most_blocks))
         if fits:
             shown = choice(counts[fits - 1])
@@ -109,15 +109,15 @@ def fitted(
 
 
 def in_turn(groups: Sequence[Group], count: int) -> list[Group]:
-    """Keep ``count`` metrics in all, a first of every group before a second of any, as one group under full names."""
+    """Keep ``count`` metrics, the first of every group before any second one, as one group with full names."""
     turns = sorted((turn, index) for index, group in enumerate(groups) for turn in range(len(group.cells)))
     taken = Counter(index for _, index in turns[:count])
     kept = [group.first(taken[index]) for index, group in enumerate(groups)]
-    return [Group("", [cell._replace(name=f"{each.heading}/{cell.name}") for each in kept for cell in each.cells])]
+    return [Group("", [cell._replace(name=f"{group.heading}/{cell.name}") for group in kept for cell in group.cells])]
 
 
 def divided(groups: Sequence[Group], width: int, height: int, most: int) -> Blocks:
-    """Divide groups into blocks that fit side by side, long names shortened as far as they must be; or into none."""
+    """Divide groups into blocks that fit next to each other, shortening long names if needed; empty if impossible."""
     if height < 1 + bool(groups[0].heading):
         return []
     blocks = list(in_blocks(groups, height))
@@ -132,7 +132,7 @@ def divided(groups: Sequence[Group], width: int, height: int, most: int) -> Bloc
 
 
 def in_blocks(groups: Sequence[Group], height: int) -> Iterator[list[Group]]:
-    """Yield blocks of at most ``height`` lines; groups that are longer than a block are cut.
+    """Yield blocks of at most ``height`` lines; groups longer than a block are split.
 
     >>> blocks = in_blocks([Group("a", [Cell("x", "1")] * 4), Group("b", [Cell("x", "1")])], 3)
     >>> [[(group.heading, len(group.cells)) for group in block] for block in blocks]
@@ -146,9 +146,9 @@ def in_blocks(groups: Sequence[Group], height: int) -> Iterator[list[Group]]:
             block, room = [], height
         rest = group
         while rest.height > room:
-            held = room - bool(group.heading)
-            yield [Group(rest.heading, rest.cells[:held])]
-            rest = Group(f"{group.heading} (continued)" if group.heading else "", rest.cells[held:])
+            count = room - bool(group.heading)
+            yield [Group(rest.heading, rest.cells[:count])]
+            rest = Group(f"{group.heading} (continued)" if group.heading else "", rest.cells[count:])
         block.append(rest)
         room -= rest.height
     yield block
@@ -167,7 +167,7 @@ def _side_by_side(blocks: Blocks) -> list[Line]:
 
 
 def _block_lines(block: Sequence[Group], widths: Widths, margin: str) -> Iterator[Line]:
-    """Yield the lines of one block; a value that does not fit is left out rather than cut."""
+    """Yield the lines of one block; a value that does not fit is omitted, never truncated."""
     for group in block:
         names = widths.names - COLUMN_GAP
         indent = " " * INDENT if group.heading and names > INDENT else ""

@@ -1,4 +1,4 @@
-"""What a notebook shows while a cell runs: an output that changes in place, where a terminal has lines."""
+"""Output of a notebook cell that is updated in place."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rich.segment import Segments
 
 
 class NotebookOutput(JupyterMixin):
-    """One output of the cell that runs, which shows the newest of what it is given."""
+    """One output of the running cell, which shows its newest content."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -16,14 +16,14 @@ class NotebookOutput(JupyterMixin):
         self._handle: Any = None
 
     def __rich__(self) -> RenderableType:
-        """Return what is shown."""
+        """Return the content."""
         return self._shown
 
     def update(self, shown: RenderableType) -> None:
-        """Show something in place of what was shown before."""
+        """Replace the content."""
         from IPython.display import display
 
-        self._shown = Segments(self._console.render(shown))  # where names give no commands
+        self._shown = Segments(self._console.render(shown))  # with control characters escaped
         if self._handle is None:
             self._handle = display(self, display_id=True)  # type: ignore[no-untyped-call]
         else:

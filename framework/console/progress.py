@@ -1,4 +1,4 @@
-"""The progress of one strategy: a bar on a terminal, a line now and then elsewhere, at most twice a second."""
+"""Progress of one strategy: a bar on a terminal, occasional lines elsewhere, at most twice a second."""
 
 import math
 import warnings
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import told
+from ..errors import describe_error
 from ..hooks import HookPoint, MetricSink, RunInfo, Series
 from ..state import LoopState
 from .board import flattened
@@ -25,25 +25,25 @@ from .text import duration_text, number_text, printable, rate_text
 SECONDS_BETWEEN_UPDATES = 0.5
 SECONDS_OF_PACE = 30.0
 SECONDS_BETWEEN_LINES, SHARE_BETWEEN_LINES = 30.0, 0.0999
-SECONDS_BESIDE_SNAPSHOTS = 300.0
+SECONDS_WITH_SNAPSHOTS = 300.0
 SHORTEST_BAR, LONGEST_BAR = 8, 40
 LEAST_IMPORTANT = ("epoch", "count", "rate")
-# What gives way first where the experiment chose numbers to be shown.
-LEAST_BESIDE_CHOSEN = ("rate", "percent", "left", "total")
+# Topics to omit first if the experiment chose numbers to show.
+LEAST_WITH_CHOSEN = ("rate", "percent", "left", "total")
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a strategy has come, at one moment."""
+    """The position of a strategy at one moment."""
 
     unit: str
     done: float
-    total: int  # 0 where nobody knows it
-    rate: float | None  # units per second over the last half minute; None before anything is known
+    total: int  # 0 if unknown
+    rate: float | None  # units per second over the last half minute; None if unknown
     numbers: dict[str, float]
-    took: float | None = None  # seconds from the first step to the last, once the strategy is over
-    epoch: float | None = None  # passes over the data, where those are not the unit
-    # What the experiment wants to be said, by label; it takes the place of numbers of that name.
+    took: float | None = None  # seconds from the first step to the last, after the strategy has ended
+    epoch: float | None = None  # passes over the data, if those are not the unit
+    # Texts that the experiment shows, by label; they replace numbers of that name.
     chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -52,7 +52,7 @@ class Position:
         return min(1.0, self.done / self.total) if self.total else 0.0
 
     def parts(self) -> dict[str, str]:
-        """Return what there is to say, by topic, in the order in which it is shown."""
+        """Return the texts by topic, in display order."""
         parts = {"percent": f"{self.share * 100:.0f}%", "count": f"{self.unit} {int(self.done):,}/{self.total:,}"}
         if not self.total:
             parts = {"count": f"{self.unit} {int(self.done):,}"}
@@ -68,9 +68,9 @@ class Position:
         return parts | {f"number {name}": text for name, text in {**numbers, **self.chosen}.items()}
 
     def fitted(self, room: int) -> str:
-        """Return as much of that on one line as ``room`` columns hold: the least important gives way, then the last.
+        """Return the texts that fit into ``room`` columns; the least important topics are omitted, then the last.
 
-        The topic ``total`` is the end of the count.
+        The topic ``total`` is the second part of the count.
 
         >>> Position("epoch", 1, 20, None, {"loss": 1.5}).fitted(15)
         '5%  loss 1.5'
@@ -78,7 +78,7 @@ class Position:
         'step 1/20  over 0.5'
         """
         parts = self.parts()
-        for topic in (*(LEAST_BESIDE_CHOSEN if self.chosen else LEAST_IMPORTANT), *reversed(list(parts))):
+        for topic in (*(LEAST_WITH_CHOSEN if self.chosen else LEAST_IMPORTANT), *reversed(list(parts))):
             if len("  ".join(parts.values())) <= room or len(parts) == 1:
                 break
             if topic == "total":
@@ -88,7 +88,7 @@ class Position:
 
 
 class View(Protocol):
-    """Where a position is shown."""
+    """A view of positions."""
 
     def show(self, position: Position) -> None:
         """Show a position."""
@@ -98,7 +98,7 @@ class View(Protocol):
 
 
 class BarView:
-    """A bar at the foot of a terminal, where ``transient`` ones vanish in the end, or in an output of a cell."""
+    """A bar at the bottom of a terminal, removed at the end if ``transient``, or in the output of a cell."""
 
     def __init__(self, console: Console, label: str, *, transient: bool) -> None:
         self._console, self._label = console, label
@@ -111,18 +111,18 @@ class BarView:
             self._live.start(refresh=True)
 
     def show(self, position: Position) -> None:
-        """Draw the bar anew."""
+        """Redraw the bar."""
         self._draw(progress_line(position, self._console.width, self._label))
 
     def finish(self, position: Position | None) -> None:
-        """Give the terminal back."""
+        """Draw the last position and release the terminal."""
         if position is not None:
             self.show(position)
         self._live.stop()
 
 
 def progress_line(position: Position | None, width: int, label: str = "") -> Table:
-    """Return a line of ``width`` columns: a label, a bar, and as much as fits of what there is to say beside it."""
+    """Return a line of ``width`` columns: a label, a bar, and the texts that fit."""
     room = width - cell_len(label) - bool(label) - 1
     tail = position.fitted(room - SHORTEST_BAR) if position else ""
     long = max(1, min(LONGEST_BAR, room - cell_len(tail))) if position else SHORTEST_BAR
@@ -133,30 +133,30 @@ def progress_line(position: Position | None, width: int, label: str = "") -> Tab
 
 
 class LineView:
-    """A plain line a tenth of the run or half a minute after the last line, for pipes and log files."""
+    """A plain line after every tenth of the run or half a minute, for pipes and log files."""
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
         self._console, self._label = console, label
         self._transient, self._clock = transient, clock
         self._share = self._time = 0.0
-        self._is_told = True
+        self._line_shown = True
         self._between = (SHARE_BETWEEN_LINES, SECONDS_BETWEEN_LINES)
 
     def show(self, position: Position) -> None:
         """Print a line if one is due."""
-        now, told = self._clock(), self._is_told
+        now, line_shown = self._clock(), self._line_shown
         share, seconds = self._between
-        if told or position.share - self._share > share or now - self._time >= seconds:
-            self._share, self._time, self._is_told = int(position.share * 10) / 10, now, False
-            if not told:
+        if line_shown or position.share - self._share > share or now - self._time >= seconds:
+            self._share, self._time, self._line_shown = int(position.share * 10) / 10, now, False
+            if not line_shown:
                 self._print(position)
 
-    def told(self) -> None:
-        """Take note of the line of a SNAPSHOT: from now on only five minutes without any call for one."""
-        self._is_told, self._between = True, (math.inf, SECONDS_BESIDE_SNAPSHOTS)
+    def snapshot_shown(self) -> None:
+        """Note that a SNAPSHOT printed a line: from now on a line is due only after five minutes without any."""
+        self._line_shown, self._between = True, (math.inf, SECONDS_WITH_SNAPSHOTS)
 
     def finish(self, position: Position | None) -> None:
-        """Print the last position, which is left to whoever reports the result where the view is transient."""
+        """Print the last position, unless the view is transient: then the result line follows."""
         if position is not None and not self._transient:
             self._print(position)
 
@@ -166,9 +166,9 @@ class LineView:
 
 @dataclass
 class TrainingProgress:
-    """Tells a view, at most twice a second, where a loop is; in between a call costs one look at the clock.
+    """Updates a view with the position of a loop at most twice a second; other calls only read the clock.
 
-    A view that fails, because the pipe behind it is closed for example, is told nothing more; the loop goes on.
+    A view that fails, for example because of a broken pipe, is disabled; the loop continues.
     """
 
     view: View
@@ -176,38 +176,38 @@ class TrainingProgress:
     unit: str  # of the loop, "epoch" or "step"
     length: int  # units in the whole run
     clock: Callable[[], float]
-    steps_per_epoch: int | None = None  # without it a loop of steps says nothing of passes over the data
-    chosen: Callable[[], Mapping[str, str]] = dict  # what the experiment wants to be said, by label
+    steps_per_epoch: int | None = None  # without it a step loop does not show epochs
+    chosen: Callable[[], Mapping[str, str]] = dict  # texts that the experiment shows, by label
 
     def __post_init__(self) -> None:
-        """Begin to measure the time."""
+        """Start the clock."""
         self._begin = self._due = self.clock()
-        self._pace: deque[tuple[float, float]] = deque()  # moments of the last half minute, and what was done by then
+        self._pace: deque[tuple[float, float]] = deque()  # times of the last half minute, with the units done by then
         self._loop: LoopState | None = None
 
     def step(self, loop: LoopState) -> None:
-        """Note that a step or an evaluation is done."""
+        """Record the end of a step or an evaluation."""
         now = self.clock()
         if now >= self._due:
             self._loop = loop
-            self._tell(lambda: self.view.show(self._position(loop, now)))
+            self._update(lambda: self.view.show(self._position(loop, now)))
 
     evaluated = step
 
     def stop(self) -> None:
-        """Show where the loop stands and finish the view."""
+        """Show the last position and finish the view."""
         loop, self._loop = self._loop, None
         now = self.clock()
         last = None if loop is None else replace(self._position(loop, now), took=now - self._begin)
-        self._tell(lambda: self.view.finish(last))
+        self._update(lambda: self.view.finish(last))
 
-    def _tell(self, action: Callable[[], None]) -> None:
-        self._due = math.inf  # where the view fails it stays so, and nothing is due again
+    def _update(self, action: Callable[[], None]) -> None:
+        self._due = math.inf  # stays so if the view fails, which disables it
         try:
             action()
             self._due = self.clock() + SECONDS_BETWEEN_UPDATES
         except Exception as error:
-            warnings.warn(f"The progress display failed and is switched off: {told(error)}", stacklevel=2)
+            warnings.warn(f"The progress display failed and is disabled: {describe_error(error)}", stacklevel=2)
 
     def _position(self, loop: LoopState, now: float) -> Position:
         epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None
@@ -215,22 +215,22 @@ class TrainingProgress:
         self._pace.append((now, done))
         while len(self._pace) > 2 and self._pace[1][0] <= now - SECONDS_OF_PACE:
             self._pace.popleft()
-        begin, before = self._pace[0]
-        rate = (done - before) / (now - begin) if now > begin else None
+        start, done_at_start = self._pace[0]
+        rate = (done - done_at_start) / (now - start) if now > start else None
         chosen, epoch = self.chosen(), epochs if self.unit == "step" else None
         numbers = newest_numbers(loop, with_evaluation=not chosen)
         return Position(self.unit, done, self.length, rate, numbers, epoch=epoch, chosen=chosen)
 
 
 def newest_numbers(loop: LoopState, *, with_evaluation: bool = True) -> dict[str, float]:
-    """Return the newest mean loss and, of the evaluation, the validation accuracy or else its first number."""
+    """Return the newest mean loss, and the validation accuracy or else the first number of the evaluation."""
     numbers = {} if loop.epoch_loss is None else {"loss": loop.epoch_loss}
     names = ["val_acc"] if "val_acc" in loop.evaluation else list(loop.evaluation)[:1]
     return numbers | {name: loop.evaluation[name] for name in names if with_evaluation}
 
 
 class ProgressNumbers(MetricSink):
-    """Keep what was delivered last of some metrics; of a series its mean, as the loss beside it is one."""
+    """Stores the newest values of some metrics; of a series its mean, like the loss next to it."""
 
     name = "progress"
     keeps = False
@@ -241,20 +241,20 @@ class ProgressNumbers(MetricSink):
         self._newest: dict[str, float] = {}
 
     def set_run_context(self, run: RunInfo) -> None:
-        """Begin a strategy: its values are its own."""
+        """Start a strategy without values."""
         self._newest.clear()
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Note the numbers that are wanted."""
+        """Store the values of the selected metrics."""
         for name, value in flattened(metrics):
             if name in self._wanted:
                 values = value.values if isinstance(value, Series) else [float(value)]
                 self._newest[name] = sum(values) / len(values)
 
     def texts(self) -> dict[str, str]:
-        """Return what there is to say, by label; nothing under a label of which a value is missing.
+        """Return the texts by label; a label with a missing value is omitted.
 
-        Several values under one label have two significant digits each, so that a line holds them.
+        Several values under one label have two significant digits each, so that they fit on a line.
 
         >>> numbers = ProgressNumbers({"overflow": ["h/elements", "h/tensors"], "other": ["h/other"]})
         >>> numbers.emit({"h/elements": 0.25, "h/tensors": Series([1, 2], [1.0, 0.0])}, 0, HookPoint.POST_STEP, step=2)

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: headers, a progress bar, warnings, and the comparison at the end."""
+"""Display of a session: headers, progress, warnings, and the comparison at the end."""
 
 import time
 from collections import Counter
@@ -18,29 +18,28 @@ from . import tables
 from .board import Groups, Label, Notice
 from .live import LiveDisplay
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
-from .terminal import can_be_taken, make_console, show_warnings
+from .terminal import make_console, show_warnings, supports_full_screen
 from .text import cleaned
 
-MOST_TOLD = 10  # alerts of one kind that are shown in a strategy; lines of SNAPSHOTs count all, and a file has them
+MOST_SHOWN = 10  # alerts of one kind shown per strategy; SNAPSHOT lines count all, and a file has all
 Mode = Literal["normal", "live", "silent", "none"]
 
 
 class RunConsole(Display):
-    """The display of one session; a context manager that leaves the terminal as it was.
+    """The display of one session; a context manager that restores the terminal.
 
-    What fails in it ends the display, never the run.
+    A failure in it disables the display and never ends the run.
 
     Args:
-        mode: ``normal`` shows everything line by line, ``live`` on the whole screen, ``silent`` the progress bar alone
-            and in the end what was warned of, ``none`` nothing at all. Where there is no terminal ``live`` is
-            ``normal``.
-        live_metrics: the metrics that come first, as full names by group.
-        progress_metrics: the metrics that the progress line repeats, as full names by label.
-        compared_to: strategies from which the distance is shown in the comparison, by the number that is compared.
+        mode: ``normal`` prints lines, ``live`` uses the full screen, ``silent`` shows the progress bar and prints
+            warnings at the end, ``none`` prints nothing. Without a terminal ``live`` is ``normal``.
+        live_metrics: full names of the metrics to show first, by group.
+        progress_metrics: full names of the metrics on the progress line, by label.
+        compared_to: by final metric, the strategy from which the comparison shows the distance.
         recorded: whether a sink keeps all metrics.
-        warnings: the kind of warnings that it shows; others go on to where they went before.
-        console: where to show it; standard output by default.
-        clock: the time in seconds.
+        warnings: the class of warnings to show; others are passed to the previous ``showwarning``.
+        console: the output; by default standard output.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -60,39 +59,39 @@ class RunConsole(Display):
         self._recorded, self._warnings = recorded, warnings
         self._compared_to = compared_to or {}
         self._clock = clock
-        self._no_screen = mode == "live" and not can_be_taken(self.console)
+        self._no_screen = mode == "live" and not supports_full_screen(self.console)
         self._mode: Mode = "normal" if self._no_screen else mode
         self._live = LiveDisplay(self.console, self._live_metrics, clock=clock) if self._mode == "live" else None
         self.notices: list[Notice] = self._live.board.notices if self._live else []
-        # On the whole screen no number stands twice.
+        # The full screen shows no number twice.
         watched = {name for names in self._live_metrics.values() for name in names} if self._live else set()
         shown = {label: names for label, names in (progress_metrics or {}).items() if not watched.issuperset(names)}
         self._numbers = ProgressNumbers(shown)
-        self._watch = Watch(self._live_metrics, self._notify, each=self._mode != "silent")
-        self._hooks: list[str] = []  # those of the strategy before
-        self._line_told: Callable[[], None] = lambda: None
+        self._watch = Watch(self._live_metrics, self._notify, immediate=self._mode != "silent")
+        self._hooks: list[str] = []  # of the previous strategy
+        self._snapshot_shown: Callable[[], None] = lambda: None
         self._exit = ExitStack()
         self._progress: TrainingProgress | None = None
 
     def __enter__(self) -> "RunConsole":
         """Show warnings as lines from now on."""
-        warn: Callable[[Label, str], None] = lambda *said: self._notify(Notice(*said))
+        warn: Callable[[Label, str], None] = lambda *notice: self._notify(Notice(*notice))
         self._exit.enter_context(show_warnings(warn, alerts=False, kind=self._warnings))
-        self._exit.callback(self._tell_silenced)
+        self._exit.callback(self._print_silenced)
         if self._live is not None:
-            self._exit.callback(self._live.leave, self._tell)
+            self._exit.callback(self._live.leave, self._print_now)
         self._exit.callback(self._stop_progress)
         if self._no_screen:
-            sentence = "--live needs a terminal to draw on, and there is none; the output is plain lines."
+            sentence = "--live needs a terminal; the output is plain lines instead."
             self._notify(Notice("note", sentence))
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Take the bar or the screen away and let warnings go where they went before."""
+        """Remove the bar or the screen, and restore the handling of warnings."""
         self._exit.close()
 
     def sinks(self) -> list[MetricSink]:
-        """Return the sinks of the display: alerts, and the table at every SNAPSHOT, or what the screen shows."""
+        """Return the sinks of the display: alerts, and the SNAPSHOT table or the full screen."""
         if self._mode == "none":
             return []
         sinks: list[MetricSink] = [self._watch, *([self._numbers] if self._numbers.metrics else [])]
@@ -100,18 +99,18 @@ class RunConsole(Display):
             sinks.append(self._live)
         elif self._mode == "normal":
             table_sink: type[Any] = SinkRegistry.get("console")
-            options = {"first": self._live_metrics, "recorded": self._recorded, "told": lambda: self._line_told()}
+            options = {"first": self._live_metrics, "recorded": self._recorded, "shown": lambda: self._snapshot_shown()}
             sinks.append(table_sink(console=self.console, **options))
         return sinks
 
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
-        """Show what is about to be trained, and start the bar or draw the screen."""
+        """Print the header of a strategy, and start its progress display."""
         names = [hook.name for hook in hooks]
         name = cleaned(RunFolder(run.output_dir, run.strategy).name)
-        again = bool(names) and names == self._hooks
-        told = f"the {len(names)} of the strategy before" if again else ", ".join(names) or "none"
+        is_repeated = bool(names) and names == self._hooks
+        hook_names = f"the {len(names)} of the previous strategy" if is_repeated else ", ".join(names) or "none"
         self._hooks = names
-        self._print(tables.strategy_header(run, task, told, self._numbers.metrics, self.console.width))
+        self._print(tables.strategy_header(run, task, hook_names, self._numbers.metrics, self.console.width))
         if self._mode == "none":
             return NoProgress()
         self._stop_progress()
@@ -124,16 +123,16 @@ class RunConsole(Display):
             view = BarView(self.console, name, transient=is_normal)
         else:
             view = LineView(self.console, name, transient=is_normal, clock=self._clock)
-            self._line_told = view.told
+            self._snapshot_shown = view.snapshot_shown
         length, steps = 0 if run.is_endless else task.length, len(task.loader)
-        known, texts = steps if steps < ENDLESS else None, self._numbers.texts
+        steps_per_epoch, texts = steps if steps < ENDLESS else None, self._numbers.texts
         self._progress = TrainingProgress(
-            view, unit=run.loop, length=length, steps_per_epoch=known, clock=self._clock, chosen=texts
+            view, unit=run.loop, length=length, steps_per_epoch=steps_per_epoch, clock=self._clock, chosen=texts
         )
         return self._progress
 
     def strategy_ended(self, summary: Mapping[str, Any]) -> None:
-        """Take the bar away and say how the strategy ended."""
+        """Remove the progress display and print the result of the strategy."""
         shown = cleaned(summary)
         if self._live is not None:
             self._live.board.results.append(shown)
@@ -148,9 +147,9 @@ class RunConsole(Display):
             self._print(tables.sample_text(shown["strategy"], summary["sample"]))
 
     def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the strategies and say where the results lie."""
+        """Print the comparison of the strategies and the location of the results."""
         if self._live is not None:
-            self._live.leave(self._tell)
+            self._live.leave(self._print_now)
         if len(summaries) > 1:
             rows = tables.comparison_rows(cleaned(summaries), self._compared_to)
             self._print(tables.comparison_table(rows, self.console.width))
@@ -160,38 +159,38 @@ class RunConsole(Display):
         if self._live is not None and self._live.is_on:
             self._live.transcript.append(shown)
         elif self._mode in ("normal", "live"):
-            self._tell(shown)
+            self._print_now(shown)
 
-    def _tell(self, shown: RenderableType) -> None:
+    def _print_now(self, shown: RenderableType) -> None:
         try:
             if isinstance(shown, Text) and not self.console.is_interactive:
                 self.console.out(shown.plain, highlight=False)
             else:
                 self.console.print(shown, soft_wrap=isinstance(shown, Text) and bool(shown.no_wrap))
-        except OSError:  # the pipe is closed or the terminal gone: there is nobody to tell
+        except OSError:  # broken pipe, or the terminal has closed
             self._mode = "none"
 
     def _notify(self, notice: Notice) -> None:
-        again = notice.label == "note" and notice in self.notices and not self.console.is_terminal
+        is_repeated = notice.label == "note" and notice in self.notices and not self.console.is_terminal
         self.notices.append(notice)
-        if not again:  # who reads lines has it above
+        if not is_repeated:  # a log already has the line
             self._print(notice.text())
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
             self._progress.stop()
 
-    def _tell_silenced(self) -> None:
-        """Tell in the end what the silent display did not: no warning is lost."""
+    def _print_silenced(self) -> None:
+        """Print the notices that the silent display has withheld."""
         if self._mode == "silent":
             for notice, count in Counter(self.notices).items():
-                self._tell(notice.text(f" ({count} times)" if count > 1 else ""))
+                self._print_now(notice.text(f" ({count} times)" if count > 1 else ""))
 
 
 def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any] = Session.run) -> Any:
-    """Run a session, show it, and return its summaries, or what ``run`` returns of it.
+    """Run a session with a display, and return the result of ``run``, by default its summaries.
 
-    The display and its sinks take the place of the session's display, and stand beside its sinks.
+    The display replaces that of the session; its sinks are added to those of the session.
     """
     runner, make_sinks = session.runner, session.make_sinks
     display = RunConsole(
@@ -206,64 +205,65 @@ def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any]
 
 
 class Watch(MetricSink):
-    """Tells of alerts, of a kind at most one in an epoch and between SNAPSHOTs, and ten; and finds a metric to plot.
+    """Shows alerts, at most one of a kind per epoch and SNAPSHOT interval and ten in all; finds a metric to plot.
 
     Args:
-        live_metrics: the metrics that come first, as full names by group.
+        live_metrics: full names of the metrics to show first, by group.
         notify: shows a notice.
-        each: tell at once; otherwise of each kind the first, and how many there were, when the strategy is over.
+        immediate: show alerts at once; otherwise, at the end of the strategy, the first of each kind and the number of
+            further ones.
     """
 
     name = "alerts"
     keeps: ClassVar[bool] = False
 
-    def __init__(self, live_metrics: Groups, notify: Callable[[Notice], None], *, each: bool) -> None:
+    def __init__(self, live_metrics: Groups, notify: Callable[[Notice], None], *, immediate: bool) -> None:
         self.plotted = self._begin = ""
         self._wanted = [name for names in live_metrics.values() for name in names]
-        self._notify, self._each = notify, each
-        self._told: dict[tuple[str, bool], list[int]] = {}  # the epochs in which they were told
-        self._since: set[tuple[str, bool]] = set()  # those told since the last SNAPSHOT
+        self._notify, self._immediate = notify, immediate
+        self._epochs: dict[tuple[str, bool], list[int]] = {}  # epochs in which a kind was shown
+        self._since: set[tuple[str, bool]] = set()  # kinds shown since the last SNAPSHOT
         self._waiting: dict[tuple[str, bool], list[Alert]] = {}
 
     def set_run_context(self, run: RunInfo) -> None:
-        """Name the strategy where alerts wait for its end."""
-        self._begin = "" if self._each else f"{run.strategy}: "
+        """Start a strategy; alerts shown at its end name it."""
+        self._begin = "" if self._immediate else f"{run.strategy}: "
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Find the first of the live metrics, or else one of a hook that is always on."""
-        found = next((name for name in self._wanted if name in metrics), "")
-        if found:
-            self.plotted, self._wanted = found, self._wanted[: self._wanted.index(found)]
+        """Choose the first live metric with a value for plotting, or a metric of an always-on hook."""
+        live_name = next((name for name in self._wanted if name in metrics), "")
+        if live_name:
+            self.plotted, self._wanted = live_name, self._wanted[: self._wanted.index(live_name)]
         elif not self.plotted:
             self.plotted = next((name for name in metrics if name.partition("/")[0] in always_on()), "")
 
     def alert(self, alerts: Sequence[Alert]) -> None:
-        """Tell of the first of each kind, and how many more there are."""
+        """Show the first alert of each kind, and the number of further ones."""
         kinds: dict[tuple[str, bool], list[Alert]] = {}
         for alert in alerts:
             kinds.setdefault((alert.kind, isinstance(alert, Recovery)), []).append(alert)
-        for kind, found in kinds.items():
-            if not self._each:
-                self._waiting.setdefault(kind, []).extend(found)
-            elif kind not in self._since and found[0].epoch not in (told := self._told.setdefault(kind, [])):
-                told.append(found[0].epoch)
-                if len(told) <= MOST_TOLD:
-                    remark = " Others are only counted." * (len(told) == MOST_TOLD)
-                    self._tell(found, f" in epoch {found[0].epoch}", remark)
+        for kind, same_kind in kinds.items():
+            if not self._immediate:
+                self._waiting.setdefault(kind, []).extend(same_kind)
+            elif kind not in self._since and same_kind[0].epoch not in (epochs := self._epochs.setdefault(kind, [])):
+                epochs.append(same_kind[0].epoch)
+                if len(epochs) <= MOST_SHOWN:
+                    remark = " Further ones are only counted." * (len(epochs) == MOST_SHOWN)
+                    self._show(same_kind, f" in epoch {same_kind[0].epoch}", remark)
                 self._since.add(kind)
 
     def snapshot(self, epoch: int, step: int) -> None:
-        """Tell of what comes from the next epoch on."""
+        """Allow every kind to be shown again."""
         self._since.clear()
 
     def close(self, status: str) -> None:
-        """Tell of what waited for the end."""
-        for found in self._waiting.values():
-            self._tell(found, "")
-        for memory in (self._waiting, self._told, self._since):
+        """Show the alerts that waited for the end."""
+        for same_kind in self._waiting.values():
+            self._show(same_kind, "")
+        for memory in (self._waiting, self._epochs, self._since):
             memory.clear()
 
-    def _tell(self, found: Sequence[Alert], where: str, remark: str = "") -> None:
-        more = f" (and {len(found) - 1:,} more{where})" if len(found) > 1 else ""
-        label: Label = "note" if isinstance(found[0], Recovery) else "alert"
-        self._notify(Notice(label, f"{self._begin}{found[0].kind}: {' '.join(str(found[0]).split())}{more}{remark}"))
+    def _show(self, alerts: Sequence[Alert], where: str, remark: str = "") -> None:
+        more = f" (and {len(alerts) - 1:,} more{where})" if len(alerts) > 1 else ""
+        label: Label = "note" if isinstance(alerts[0], Recovery) else "alert"
+        self._notify(Notice(label, f"{self._begin}{alerts[0].kind}: {' '.join(str(alerts[0]).split())}{more}{remark}"))

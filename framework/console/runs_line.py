@@ -1,4 +1,4 @@
-"""One line over runs that train side by side, and what the process of each of them tells for it."""
+"""Status line of parallel runs, and the progress messages of their processes."""
 
 import os
 import time
@@ -16,44 +16,44 @@ from ..training import TrainingTask
 from .progress import SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_UPDATES, Position, TrainingProgress
 from .text import printable
 
-MARK = "\x1e"  # begins what a process tells of its progress among the lines that are printed in it
+MARK = "\x1e"  # marks progress messages among the printed lines of a process
 
 
-class ToldProgress(Display):
-    """Tells the process at the other end of standard output where a run stands."""
+class ProgressMessages(Display):
+    """Sends the position of a run to the parent process on standard output."""
 
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
-        """Return what tells it."""
+        """Return the progress that sends the messages."""
         steps = len(task.loader) if run.loop == "epoch" else None
         return TrainingProgress(self, unit=run.loop, length=task.length, steps_per_epoch=steps, clock=time.monotonic)
 
     def show(self, position: Position) -> None:
-        """Tell a position."""
+        """Send a position."""
         os.write(1, f"{MARK}{position.parts()['count']}\n".encode())
 
     def finish(self, position: Position | None) -> None:
-        """Leave the end to be seen by the end of the process."""
+        """Do nothing: the parent process notices the end of the process."""
 
 
 @dataclass
 class RunsLine:
-    """Says how many of all runs are done, and where the others are: at the foot of a terminal, or in lines."""
+    """Shows the number of finished runs and the positions of the others, at the bottom of a terminal or as lines."""
 
     console: Console
     total: int
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
     done: int = 0
-    running: dict[str, str] = field(default_factory=dict)  # where each run stands that is under way, by name
+    running: dict[str, str] = field(default_factory=dict)  # positions of the running runs, by name
 
     def __post_init__(self) -> None:
-        """Prepare a place at the foot of a terminal."""
+        """Prepare the bottom line of a terminal."""
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
         self._is_bar = self.console.is_interactive
         self._due = self.clock() + (0.0 if self._is_bar else SECONDS_BETWEEN_LINES)
 
     def show(self) -> None:
-        """Show the line, if that is due."""
+        """Show the line if it is due."""
         if self.clock() < self._due:
             return
         where = ", ".join(f"{name} {printable(text)}" for name, text in self.running.items())
@@ -66,5 +66,5 @@ class RunsLine:
         self._due = self.clock() + (SECONDS_BETWEEN_UPDATES if self._is_bar else SECONDS_BETWEEN_LINES)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._live.stop()

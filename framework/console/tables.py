@@ -1,4 +1,4 @@
-"""Tables and lines for people: hooks, metrics, experiments, what a strategy is and how it ended."""
+"""Tables and lines of the console: hooks, metrics, experiments, and the headers and results of strategies."""
 
 import inspect
 import re
@@ -27,22 +27,22 @@ NUMERIC = r"[-+]?([\d.,:]+(e[-+]\d+)?|nan|inf)|"
 
 
 def first_line(item: type[Any]) -> str:
-    """Return the first line of a class's docstring, or nothing."""
+    """Return the first line of a class's docstring, or an empty text."""
     return (inspect.getdoc(item) or "").partition("\n")[0].replace("``", "")
 
 
 def strategy_header(
     run: RunInfo, task: TrainingTask, hooks: str, shown: Mapping[str, Sequence[str]], width: int = 80
 ) -> Text:
-    """Say what is about to be trained: model, data, hooks, treatments, folder, and what the progress line ``shown``."""
+    """Return the header of a strategy: model, data, hooks, treatments, folder, and the progress metrics ``shown``."""
     parameters = sum(parameter.numel() for parameter in task.model.parameters())
     treatments = ", ".join(f"{name} ({', '.join(parts)})" for name, parts in run.treatments.items())
     unit = "step" if run.experiment == ATTACHED else "batch"
-    known = [f"{counted(len(task.loader), unit, unit + ('s' if unit == 'step' else 'es'))} per epoch"]
-    known = known * (len(task.loader) < ENDLESS) + [f"at most {counted(task.length, run.loop)}"] * (not run.is_endless)
+    sizes = [f"{counted(len(task.loader), unit, unit + ('s' if unit == 'step' else 'es'))} per epoch"]
+    sizes = sizes * (len(task.loader) < ENDLESS) + [f"at most {counted(task.length, run.loop)}"] * (not run.is_endless)
     kind = f"{type(task.model).__name__} of {counted(parameters, 'parameter')}"
     lines = {
-        "": f"{run.experiment} {RunFolder(run.output_dir, run.strategy).name}: {', '.join([kind, *known])}",
+        "": f"{run.experiment} {RunFolder(run.output_dir, run.strategy).name}: {', '.join([kind, *sizes])}",
         "  hooks: ": hooks,
         "  treatments: ": treatments,
         **{f"  {label} a/b: ": " / ".join(names) for label, names in shown.items() if len(names) > 1},
@@ -55,7 +55,7 @@ def strategy_header(
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the last training loss and the final accuracies; the whole evaluation where it has no accuracy."""
+    """Return the last training loss and the final accuracies, or the full evaluation if it has no accuracy."""
     final: Mapping[str, float] = summary["final"]
     accuracies = {name: value for name, value in final.items() if name.endswith("_acc")}
     loss = {} if summary["training_loss"] is None else {"loss": summary["training_loss"]}
@@ -63,38 +63,38 @@ def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def result_line(summary: Mapping[str, Any]) -> Text:
-    """Say how one strategy ended."""
+    """Return the line with the result of a strategy."""
     numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
-    reached, how = summary["target_reached"], summary["status"]
-    if how == "completed":
-        how = "ended" if summary.get("experiment") == ATTACHED else "ran to the cap"
-        how = f"target reached at epoch {reached['epoch']}" if reached else how
+    reached, ending = summary["target_reached"], summary["status"]
+    if ending == "completed":
+        ending = "ended" if summary.get("experiment") == ATTACHED else "stopped at its maximum length"
+        ending = f"target reached at epoch {reached['epoch']}" if reached else ending
     return Text.assemble(
         (run_name(summary), "bold"),
-        f": {how} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
+        f": {ending} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
         f"{duration_text(summary['seconds']['training'])}{numbers}",
     )
 
 
 def run_name(summary: Mapping[str, Any]) -> str:
-    """Return the strategy of a run, with its seed where each of several has a folder of its own."""
+    """Return the strategy of a run, with its seed if the seeds have separate folders."""
     return RunFolder(Path(summary["output_dir"]), summary["strategy"]).name
 
 
 def sample_text(strategy: str, sample: str) -> Text:
-    """Show a sample of what the model does, indented, without control characters."""
+    """Return a sample of the model's output, indented, without control characters."""
     lines = ["".join(filter(str.isprintable, line)) for line in sample.expandtabs().splitlines()]
     return Text("\n".join([f"{strategy}: sample:", *(f"  {line}" for line in lines)]))
 
 
 def hook_table(strategy: str, hook: str, rows: Mapping[str, Mapping[str, float]], width: int = 80) -> Group:
-    """Show what a hook has to say of a whole strategy, as a comparison of its rows."""
+    """Return the table of a hook about a strategy."""
     texts = [{hook: name, **{key: number_text(value) for key, value in row.items()}} for name, row in rows.items()]
     return Group(Text(f"{strategy}: {hook}", "bold"), comparison_table(texts, width))
 
 
 def tables_line(summary: Mapping[str, Any]) -> Text:
-    """Say where the tables of hooks are, for readers who have no terminal."""
+    """Return a line with the location of the tables of hooks, for output that is not a terminal."""
     tables = [f"{hook} ({counted(len(rows), 'row')})" for hook, rows in summary["hook_tables"].items()]
     where = f"hook_tables in {Path(summary['output_dir']) / SUMMARY}"
     return Text(f"{summary['strategy']}: {counted(len(tables), 'table')} of hooks: {', '.join(tables)}: {where}")
@@ -103,9 +103,9 @@ def tables_line(summary: Mapping[str, Any]) -> Text:
 def comparison_rows(
     summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str] | None = None
 ) -> list[dict[str, str]]:
-    """Return one row of the comparison for each strategy: text by column; of several seeds mean ± standard deviation.
+    """Return one row per strategy, as text by column; several seeds give mean ± standard deviation.
 
-    ``compared_to`` names numbers of the final evaluation and the strategy whose number is subtracted.
+    ``compared_to`` maps metrics of the final evaluation to the strategy whose value is subtracted.
     """
     by_strategy: dict[str, list[Mapping[str, Any]]] = {}
     for summary in summaries:
@@ -135,19 +135,19 @@ def _reached(runs: Sequence[Mapping[str, Any]]) -> str:
 def _numbers(
     runs: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
 ) -> dict[str, list[float]]:
-    """Return by column the final numbers of runs that differ in their seeds, with distances from those of one seed."""
-    found: dict[str, list[float]] = {}
+    """Return the final numbers of a strategy's runs by column, with distances between runs of the same seed."""
+    columns: dict[str, list[float]] = {}
     for run in runs:
         seed = run_name(run).removeprefix(run["strategy"])
         of_seed = [other for other in summaries if run_name(other) == other["strategy"] + seed]
         metrics = {name.partition("/")[2]: value for name, value in run["metrics"].items()}
         for name, value in {**final_numbers(run), **distances(run, of_seed, compared_to), **metrics}.items():
-            found.setdefault(name, []).append(value)
-    return found
+            columns.setdefault(name, []).append(value)
+    return columns
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean and the sample standard deviation of several values as text, or a single value.
+    """Return mean ± sample standard deviation of several values as text, or the single value.
 
     >>> spread([1.0, 2.0, 3.0]), spread([155]), spread([1.0, float("inf")])
     ('2 ± 1', '155', 'inf ± nan')
@@ -162,13 +162,13 @@ def spread(values: Sequence[float]) -> str:
 def distances(
     summary: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
 ) -> dict[str, float]:
-    """Return how far final numbers are from those of the strategies they are compared to, if both have ended.
+    """Return the differences of final numbers from those of the baseline strategies that have ended.
 
     >>> runs = [{"strategy": name, "final": {"val_loss": loss}} for name, loss in (("fp32", 4.5), ("fp4", 4.75))]
     >>> [distances(run, runs, {"val_loss": "fp32"}) for run in runs]
     [{}, {'val_loss − fp32': 0.25}]
     """
-    finals = {each["strategy"]: each["final"] for each in summaries}
+    finals = {other["strategy"]: other["final"] for other in summaries}
     return {
         f"{name} − {baseline}": summary["final"][name] - finals[baseline][name]
         for name, baseline in compared_to.items()
@@ -177,8 +177,8 @@ def distances(
 
 
 def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Group:
-    """Lay rows out under the union of their columns, without those that nobody fills; remarks follow below."""
-    # Where that is too wide every column becomes a line instead, in as many tables as it takes.
+    """Lay out rows under the union of their non-empty columns, with remarks below."""
+    # A table that is too wide is transposed, and split into as many tables as needed.
     upright = columns_of(rows)
     parts = [upright] if _width(upright) <= width else side_by_side(list(zip(*upright, strict=True)), width)
     remarks = [Text(f" {row['strategy']}: {name}: {row[name]}") for row in rows for name in REMARKS if row.get(name)]
@@ -186,14 +186,14 @@ def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Grou
 
 
 def columns_of(rows: Sequence[Mapping[str, str]]) -> list[Sequence[str]]:
-    """Return the columns that anybody fills, remarks aside, each with its name before its texts."""
+    """Return the non-empty columns without remarks, each with its name before its texts."""
     fullest_first = sorted(rows, key=len, reverse=True)
     names = dict.fromkeys(name for row in fullest_first for name in row if name not in REMARKS)
     return [[name, *(row.get(name, "") for row in rows)] for name in names if any(row.get(name) for row in rows)]
 
 
 def side_by_side(columns: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]]]:
-    """Distribute columns over as few tables as hold them in ``width``, each beginning with the first column.
+    """Distribute columns over as few tables of ``width`` as possible, each starting with the first column.
 
     >>> side_by_side([["n", "x"], ["a", "1"], ["b", "2"], ["c", "3"]], 9)
     [[['n', 'x'], ['a', '1'], ['b', '2']], [['n', 'x'], ['c', '3']]]
@@ -212,7 +212,7 @@ def _width(columns: Iterable[Sequence[str]]) -> int:
 
 
 def _table(columns: Sequence[Sequence[str]]) -> Table:
-    """Lay columns out, each under its first text; numbers stand to the right."""
+    """Lay out columns with their first text as heading; numbers are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading, *below in columns:
         numeric = all(re.fullmatch(NUMERIC, text) for text in below)
@@ -223,22 +223,22 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
 
 
 def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
-    """Return a table with a line for each row, without remarks, its last columns left out if they do not fit."""
+    """Return a table with a line per row, without remarks and without the last columns that do not fit."""
     columns = side_by_side(columns_of(rows), width)[0]
     table = Table.grid(padding=(0, 2, 0, 0))
     for index in range(len(columns)):
         table.add_column(justify="right" if index else "left", no_wrap=True)
-    # Each column is one text: rich takes ten times as long for a cell for each number.
+    # Each column is one text, since rich takes ten times as long for one cell per number.
     table.add_row(*(Text.assemble((heading, "dim"), *(f"\n{text}" for text in texts)) for heading, *texts in columns))
     return table
 
 
 def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
-    """Say where everything is (record, alerts, weights), and what to do next; ``plotted`` is a metric of the record."""
+    """Return the locations of record, alerts and weights, and the next commands; ``plotted`` names a metric."""
     folders = [RunFolder(Path(summary["output_dir"]), summary["strategy"]) for summary in summaries]
     first, many = folders[0], len(folders) > 1
     above = first.path.parent if first.name == first.strategy else first.path.parent.parent
-    found: dict[str, dict[str, None]] = {"record": {}, "weights": {}}
+    files: dict[str, dict[str, None]] = {"record": {}, "weights": {}}
     alerts = []
     for folder in folders:
         names = folder.strategy, "STRATEGY" if many else folder.strategy
@@ -246,21 +246,23 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
         kinds[tuple(RunFolder(folder.path, name).weights.name for name in names)] = "weights"
         for (name, generic), kind in kinds.items():
             if name != ALERTS and (folder.path / name).exists():
-                found[kind][generic] = None
+                files[kind][generic] = None
         if (folder.path / ALERTS).exists():
             count = (folder.path / ALERTS).read_bytes().count(b"\n")
             alerts.append(f"{count:,}" + f" of {folder.name}" * many)
-    lines = [f"Results: {above}/ with {', '.join(each.name for each in folders)}" if many else f"Results: {first.path}"]
-    told = {"record": ", ".join(found["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
-    lines += [f"  {kind:9}{text}" for kind, text in {**told, "weights": ", ".join(found["weights"])}.items() if text]
+    lines = [
+        f"Results: {above}/ with {', '.join(folder.name for folder in folders)}" if many else f"Results: {first.path}"
+    ]
+    texts = {"record": ", ".join(files["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
+    lines += [f"  {kind:9}{text}" for kind, text in {**texts, "weights": ", ".join(files["weights"])}.items() if text]
     lines.append(f"Next: loopscope show {shlex.quote(str(first.path))}")
-    if plotted and found["record"]:
+    if plotted and files["record"]:
         lines.append(f"      loopscope plot {shlex.quote(str(above if many else first.path))} --metrics {plotted}")
-    return Text("\n".join(map(printable, lines)), no_wrap=True)  # a command is copied as one line
+    return Text("\n".join(map(printable, lines)), no_wrap=True)  # so that a command can be copied as one line
 
 
 def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:
-    """List hooks with their kind, their points and one line."""
+    """List hooks with their kind, their hook points and one line."""
     width = max((len(hook.name) for hook in hooks), default=0)
     parts: list[RenderableType] = []
     for hook in hooks:
@@ -277,7 +279,7 @@ def _indented(shown: RenderableType) -> Padding:
 
 
 def points_text(hook: type[TrainingHook]) -> str:
-    """Name the points at which a hook fires, in firing order, by loop and with their epochs where it restricts them."""
+    """Return the hook points of a hook in firing order, by loop and with epochs if it restricts them."""
     if hook.loop_points is None:
         return ", ".join(point.name for point in sorted(hook.hook_points))
     loops = []
@@ -308,7 +310,7 @@ def hook_page(hook: type[TrainingHook]) -> Group:
 
 
 def documented(hook: type[TrainingHook]) -> tuple[list[str], dict[str, str]]:
-    """Split a hook's docstring into paragraphs, each on one line, and what it says of each option."""
+    """Split a hook's docstring into paragraphs, each on one line, and descriptions of its options by name."""
     text = (inspect.getdoc(hook) or "").replace("``", "")
     description, _, arguments = text.partition("\nArgs:\n")
     paragraphs = [" ".join(paragraph.split()) for paragraph in description.split("\n\n") if paragraph.strip()]

@@ -1,4 +1,4 @@
-"""What rich leaves open at a terminal: a closed pipe, signals, Ctrl-S, and what other code prints or warns of."""
+"""Terminal handling beyond rich: broken pipes, signals, Ctrl-S, and captured output and warnings."""
 
 import io
 import os
@@ -25,13 +25,13 @@ Keep = Callable[[IO[str], str], None]
 
 
 class LastingConsole(Console):
-    """A console that outlives its reader: where rich exits as a pipe is closed, this one is quiet from then on.
+    """A console that becomes quiet at a broken pipe, where rich would exit.
 
-    What it is given to show, which may come from a plug-in or a file, gives the terminal no commands.
+    It escapes control characters in its content, which may come from a plug-in or a file.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yield the pieces of what is shown, with everything that a terminal would take as a command replaced."""
+        """Yield the segments of the content, with control characters replaced."""
         for piece in super().render(renderable, options):
             text = piece.text
             if piece.control or text == "\n" or text.isprintable():
@@ -40,35 +40,35 @@ class LastingConsole(Console):
                 yield Segment("\n".join(map(printable, text.split("\n"))), piece.style)
 
     def on_broken_pipe(self) -> None:
-        """Write to nowhere, so that nothing fails again, not even the last flush of the process."""
+        """Redirect output to the null device, so that later writes and the final flush of the process succeed."""
         self.quiet = True
         if self.file is sys.stdout:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, sys.stdout.fileno())
+            os.close(null_device)
 
 
 def make_console() -> Console:
-    """Return a console on standard output that writes control codes to terminals only, whatever the environment."""
+    """Return a console on standard output that writes control codes to terminals only, ignoring the environment."""
     forced = None if sys.stdout.isatty() else False
     return LastingConsole(force_terminal=forced, highlight=False, markup=False, emoji=False)
 
 
-def can_be_taken(console: Console) -> bool:
-    """Return whether a console is a terminal that can be drawn on: no pipe, no dumb one, none of an old Windows."""
+def supports_full_screen(console: Console) -> bool:
+    """Return whether a console is a terminal with full-screen support: no pipe, dumb or legacy Windows terminal."""
     return console.is_terminal and console.is_interactive and not (console.is_dumb_terminal or console.legacy_windows)
 
 
-def can_be_written(file: IO[str], patience: float = 0) -> bool:
-    """Return whether a terminal takes something from this process: in the foreground, no Ctrl-S, a reader at work.
+def accepts_output(file: IO[str], patience: float = 0) -> bool:
+    """Return whether a terminal accepts output of this process: in the foreground and not stopped by Ctrl-S.
 
-    A reader that is behind has ``patience`` seconds to catch up.
+    A slow terminal has ``patience`` seconds.
     """
     try:
         descriptor = file.fileno()
         if os.tcgetpgrp(descriptor) != os.getpgrp():
             return False
-    except (OSError, ValueError, AttributeError):  # not the controlling terminal, or a system without such
+    except (OSError, ValueError, AttributeError):  # not the controlling terminal, or a system without one
         pass
     try:
         return bool(select.select([], [file], [], patience)[1])
@@ -77,28 +77,28 @@ def can_be_written(file: IO[str], patience: float = 0) -> bool:
 
 
 @contextmanager
-def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[None]:
-    """Call ``give_back`` before signals that stop or end the process; then they do what they would have done.
+def restore_terminal_on_signals(restore: Callable[[], None]) -> Iterator[None]:
+    """Call ``restore`` before signals that stop or end the process take their default effect.
 
-    Signals for which somebody has a handler are left alone, and so are all of them outside the main thread.
+    Signals that already have a handler keep it. Outside the main thread the context manager does nothing.
     """
-    owner = os.getpid()
+    process = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == owner:  # in a forked process the terminal is the parent's
-            give_back()
+        if os.getpid() == process:  # in a forked process the terminal belongs to the parent
+            restore()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        signal.signal(number, handle)  # the process was stopped, and goes on
+        signal.signal(number, handle)  # the process was stopped and continues
 
     main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in SIGNALS if main and signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
+    numbers = [number for number in SIGNALS if main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
         signal.signal(number, handle)
     try:
         yield
     finally:
-        for number in ours:
+        for number in numbers:
             if signal.getsignal(number) is handle:
                 signal.signal(number, signal.SIG_DFL)
 
@@ -107,62 +107,63 @@ def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[No
 def show_warnings(
     show: Callable[[Label, str], None], *, alerts: bool = True, kind: type[Warning] = Warning
 ) -> Iterator[None]:
-    """Hand every warning of a ``kind`` to ``show`` as its label and its sentence, not to be printed as it was.
+    """Pass every warning of a ``kind`` to ``show`` with label and sentence instead of printing it.
 
-    Without ``alerts`` those are left out: a sink takes them.
+    Without ``alerts``, alerts are dropped: a sink shows them.
     """
-    before = warnings.showwarning
+    previous = warnings.showwarning
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
         if isinstance(message, Alert) and not alerts:
             return
         if not issubclass(category, kind):
-            before(message, category, *where, **rest)
+            previous(message, category, *where, **rest)
             return
-        # A notice is information, every other warning is trouble.
+        # A notice is information; any other warning is a problem.
         show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))
 
     warnings.showwarning = shown
     try:
         yield
     finally:
-        warnings.showwarning = before
+        warnings.showwarning = previous
 
 
-class _KeptBytes(io.RawIOBase):
-    """Hands what is written to ``keep``, as text, as long as it is held; afterwards to the stream it stands for."""
+class _CapturedBytes(io.RawIOBase):
+    """Passes written text to ``keep`` while ``is_capturing``, afterwards to the original stream."""
 
     def __init__(self, stream: IO[str], keep: Keep) -> None:
-        self._stream, self._keep, self._owner = stream, keep, os.getpid()
-        self.is_held = True
+        self._stream, self._keep, self._process = stream, keep, os.getpid()
+        self.is_capturing = True
 
     def writable(self) -> bool:
-        """Return true."""
+        """Return True."""
         return True
 
     def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
-        """Keep some text; in a forked process, whose memory nobody will read, write it."""
+        """Keep some text, or write it in a forked process, whose kept text would be lost."""
         text = bytes(data).decode("utf-8", "replace")
-        if self.is_held and os.getpid() == self._owner:
+        if self.is_capturing and os.getpid() == self._process:
             self._keep(self._stream, text)
         else:
             self._stream.write(text)
         return len(data)
 
     def fileno(self) -> int:
-        """Return the number of the stream's file, for child processes."""
+        """Return the stream's file descriptor, for child processes."""
         return self._stream.fileno()
 
 
 @contextmanager
-def output_kept(keep: Keep) -> Iterator[None]:
-    """Hand what Python prints on the terminal, and not what goes to a file, to ``keep(stream, text)``."""
+def captured_output(keep: Keep) -> Iterator[None]:
+    """Pass what Python prints on the terminal to ``keep(stream, text)``; output to files is not affected."""
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream.isatty():
-                kept = _KeptBytes(stream, keep)
-                text = io.TextIOWrapper(kept, "utf-8", newline="\n", write_through=True)  # type: ignore[type-var]
-                text.rich_proxied_file = stream  # type: ignore[attr-defined]  # where rich itself goes on writing
+                stream_bytes = _CapturedBytes(stream, keep)
+                text = io.TextIOWrapper(stream_bytes, "utf-8", newline="\n", write_through=True)  # type: ignore[type-var]
+                text.rich_proxied_file = stream  # type: ignore[attr-defined]  # rich keeps writing to the original stream
                 stack.enter_context(redirect(text))
-                stack.callback(setattr, kept, "is_held", False)  # who still has the text writes to the terminal
+                # Afterwards writes through the wrapper go to the terminal.
+                stack.callback(setattr, stream_bytes, "is_capturing", False)
         yield

@@ -1,4 +1,4 @@
-"""How numbers, names and lines are shown to people, and cut to the columns that there are."""
+"""Formatting of numbers, names and lines, and truncation to the available columns."""
 
 import math
 import sys
@@ -10,29 +10,29 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
-LEAST = 14  # columns of each of the two that give way
+LEAST = 14  # minimum width of the two flexible columns
 SPARKS = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans("↑↓→│…ø" + SPARKS, "^v>|~o_.-~=+*#")
-Line = list[tuple[str, str]]  # pieces of text, each with its style; an empty style is none
+Line = list[tuple[str, str]]  # pieces of text with their styles; an empty text for no style
 
 
 class Lines:
-    """Lines of styled pieces that rich crops and never wraps: several times cheaper than its own texts and tables."""
+    """Lines of styled pieces that rich crops and never wraps; several times faster than its texts and tables."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the pieces, arrows and the like in ASCII where the terminal has nothing else."""
+        """Yield the pieces, with symbols replaced for a terminal that only supports ASCII."""
         for line in self._lines:
             for text, style in line:
-                known = text.translate(ASCII) if options.ascii_only else text
-                yield Segment(known, console.get_style(style) if style else None)
+                supported = text.translate(ASCII) if options.ascii_only else text
+                yield Segment(supported, console.get_style(style) if style else None)
             yield Segment.line()
 
 
 def number_text(value: float) -> str:
-    """Return a number with four significant digits; integers are shown in full, with commas from five digits on.
+    """Format a number with four significant digits; integers in full, with commas from five digits.
 
     >>> [number_text(value) for value in (0.123456, 12345.6, 1.5e-7, 1234567, 42, float("nan"), True)]
     ['0.1235', '12,346', '1.5e-07', '1,234,567', '42', 'nan', 'True']
@@ -47,7 +47,7 @@ def number_text(value: float) -> str:
 
 
 def value_text(value: Any, width: int = 40) -> str:
-    """Return any metric value on one line: of a list or dict as much as ``width`` columns hold, and how many there are.
+    """Format a metric value on one line: of a list or dict, the first items in ``width`` columns and the count.
 
     >>> value_text([0.123456, 2, 3]), value_text([1.25e-7, 33.333, 44.44], 20), value_text({"a": 1 / 3})
     ('0.1235, 2, 3', '1.25e-07, ... (3)', 'a 0.3333')
@@ -68,13 +68,13 @@ def value_text(value: Any, width: int = 40) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the last values as bars from the least to the largest of them; a question mark for one that is no number.
+    """Return the last values as bars, scaled from their minimum to their maximum; ``?`` for a non-finite value.
 
     >>> sparkline([9, 1, 2, float("nan"), 8], 4), sparkline([3, 3], 4), sparkline([1.0], 4)
     ('▁▂?█', '▁▁', '')
     """
     shown = values[-width:] if width > 0 and len(values) > 1 else []
-    halves = [value / 2 for value in shown]  # the difference of two floats may be none
+    halves = [value / 2 for value in shown]  # the difference of two finite floats may overflow
     finite = [value for value in halves if math.isfinite(value)] or [0.0]
     least, span = min(finite), max(finite) - min(finite)
     levels = [round((value - least) / (span or 1) * 7) if math.isfinite(value) else -1 for value in halves]
@@ -82,7 +82,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds.
+    """Format a duration in hours, minutes and seconds.
 
     >>> [duration_text(seconds) for seconds in (0.4, 63.2, 7384, 200000)]
     ['0:00', '1:03', '2:03:04', '2 d 7:33:20']
@@ -97,7 +97,7 @@ def duration_text(seconds: float) -> str:
 
 
 def rate_text(per_second: float, unit: str) -> str:
-    """Return a speed in units per second, or in seconds per unit where it is slow.
+    """Format a speed in units per second, or in seconds per unit if it is slow.
 
     >>> rate_text(2.125, "epoch"), rate_text(0.08, "epoch"), rate_text(1234.5, "step")
     ('2.12 epochs/s', '12.5 s/epoch', '1,234 steps/s')
@@ -108,7 +108,7 @@ def rate_text(per_second: float, unit: str) -> str:
 
 
 def shortened(text: str, width: int, *, keep_end: bool = True) -> str:
-    """Shorten a text to ``width`` columns; the end of a name, which often tells most, is kept.
+    """Shorten a text to ``width`` columns, keeping its end, which is often the most informative part of a name.
 
     >>> shortened("loss_autocorrelation_lag_10", 20), shortened("a long text", 7, keep_end=False)
     ('loss_auto…ion_lag_10', 'a long…')
@@ -120,9 +120,9 @@ def shortened(text: str, width: int, *, keep_end: bool = True) -> str:
 
 
 def in_columns(rows: Sequence[Mapping[str, str]], width: int, flexible: tuple[str, str]) -> list[str]:
-    """Return a heading and a line for each row, without columns that nobody fills.
+    """Return a heading and a line per row, without empty columns.
 
-    The first of the ``flexible`` columns is shortened where there is no room, the second stands last and is cut off.
+    The first ``flexible`` column is shortened if needed; the second is the last column and is truncated.
 
     >>> in_columns([{"a": "0123456789abcdefghi", "b": "", "c": "a text of 20 columns"}], 30, ("a", "c"))
     ['a               c', '012345…cdefghi  a text of 20 …']
@@ -139,7 +139,7 @@ def in_columns(rows: Sequence[Mapping[str, str]], width: int, flexible: tuple[st
 
 
 def cleaned(value: Any) -> Any:
-    r"""Return a value with all text in it, also within lists and mappings, made :func:`printable`.
+    r"""Apply :func:`printable` to all text in a value, including lists and mappings.
 
     >>> cleaned({"a\x1b": ["b\n", 1]})
     {'a?': ['b?', 1]}
@@ -152,7 +152,7 @@ def cleaned(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    r"""Return a text without anything that a terminal would take as a command.
+    r"""Replace control characters in a text, which a terminal could interpret as commands.
 
     >>> printable("a\x1b[2Jb\tc")
     'a?[2Jb?c'

@@ -196,7 +196,7 @@ def test_plain_output_is_one_line_per_snapshot(first, numbers):
 def test_plain_line_shows_ages_counts_and_alerts():
     """The line gives the age of an old value, the number of recorded values and the alerts per metric."""
     console, told = console_of(80, terminal=False), []
-    sink = ConsoleSink(console=console, first={"a": ["h/x", "h/y"]}, recorded=True, told=lambda: told.append(1))
+    sink = ConsoleSink(console=console, first={"a": ["h/x", "h/y"]}, recorded=True, shown=lambda: told.append(1))
     sink.set_run_context(run_info(None, "stride"))
     sink.emit({"h/x": 1.0}, 0, HookPoint.POST_EPOCH, step=9)
     sink.emit({"h/y": Series([10, 11], [1.0, 2.0]), "h/z": {"a": [1, 2]}}, 2, HookPoint.POST_STEP, step=11)

@@ -62,7 +62,7 @@ def test_failed_runs_leave_other_runs_alone(tmp_path: Path) -> None:
     assert f"plain seed-0, in {runs}/seed-0: Hook 'trouble' raised at POST_EPOCH" in last
     assert f"plain seed-2, in {runs}/seed-2: killed by SIGKILL." in last
     assert {f"plain seed-{seed}: printed by {seed}" for seed in range(3)} <= {*lines}
-    assert sum(line.startswith("plain seed-1: ran to the cap") for line in lines) == 1
+    assert sum(line.startswith("plain seed-1: stopped at its maximum length") for line in lines) == 1
     assert read_json(runs / "seed-0/summary.json")["status"] == "failed"
     assert rows_and_weights(runs / "seed-1") == rows_and_weights(alone(tmp_path / "alone", "--seed", "1"))
 

@@ -224,7 +224,7 @@ def test_show_prints_options_and_metrics(runs: Path, capsys) -> None:
     with registered(Small):
         lines = said(capsys, "show", "output/small/clipped")
     text = "\n".join(lines)
-    assert lines[0].startswith("output/small/clipped: ran to the cap after 2 epochs, 6 steps, ")
+    assert lines[0].startswith("output/small/clipped: stopped at its maximum length after 2 epochs, 6 steps, ")
     assert "  treatments   grad_clip (gradients)" in lines
     assert "  hooks        training_metrics, norms, grad_clip" in lines
     (options,) = [line for line in lines if line.startswith("  options")]

@@ -64,7 +64,7 @@ def test_summary_compares_strategies_across_seeds(tmp_path: Path, capsys) -> Non
     """The final table shows mean and standard deviation, the result folders and the plot command."""
     run(tmp_path, "--strategy", "plain", "clipped", "--seed", "0", "1", "2")
     output = capsys.readouterr().out
-    assert "plain seed-1: ran to the cap after 2 epochs" in output
+    assert "plain seed-1: stopped at its maximum length after 2 epochs" in output
     table = output[output.index("seeds") :]
     assert table.count(" ± ") >= 4
     assert f"Results: {tmp_path}/small/ with plain seed-0, clipped seed-0, plain seed-1, " in table

@@ -11,7 +11,7 @@ from tests.sinks.emits import run_info
 
 def board_of(emitted, live=None, described=()):
     board = Board(live or {})
-    board.begin(run_info(None, described=list(described)))
+    board.start(run_info(None, described=list(described)))
     board.take(emitted, 3, 7)
     return board
 
@@ -75,5 +75,5 @@ def test_parameter_metrics_are_hidden():
     """Metrics of single parameters get no track, and a new strategy starts with an empty board."""
     board = board_of({"norms/grad/0.weight": 1.0, "norms/total": 2.0})
     assert list(board.tracks) == ["norms/total"]
-    board.begin(run_info(None, "other"))
+    board.start(run_info(None, "other"))
     assert (board.tracks, board.step) == ({}, 0)

@@ -10,7 +10,7 @@ from loopscope import sinks, training_hooks
 from loopscope.console import RunConsole
 from loopscope.console.live import LiveDisplay
 from loopscope.console.progress import Position
-from loopscope.console.terminal import can_be_taken
+from loopscope.console.terminal import supports_full_screen
 from loopscope.hooks import HookPoint
 from rich.console import Console
 
@@ -40,7 +40,7 @@ class Emitting:
     def __init__(self, file):
         self.now = 0.0
         console = Console(file=file, width=80, height=24, force_terminal=True, force_interactive=True)
-        assert can_be_taken(console)
+        assert supports_full_screen(console)
         self.display = LiveDisplay(console, LIVE, clock=lambda: self.now)
         self.sink = self.display
         self.sink.set_run_context(run_info(None))
@@ -94,7 +94,7 @@ def test_failed_drawing_disables_only_the_display(live):
     """The display warns once and the board still receives metrics."""
     live.display._draw = lambda: 1 / 0
     live.now += 1.0
-    with pytest.warns(UserWarning, match="The live display failed and is switched off: ZeroDivisionError"):
+    with pytest.warns(UserWarning, match="The live display failed and is disabled: ZeroDivisionError"):
         live.emit(1)
     live.now += 1.0
     live.emit(2)
@@ -109,7 +109,7 @@ def test_printed_text_is_kept_up_to_a_limit(live):
     live.display.leave(told.append)
     lines = [int(line) for line in printed.getvalue().split()]
     assert lines == list(range(100, 1100))
-    assert [text.plain for text in told] == ["100,000 characters that were printed before are left out here."]
+    assert [text.plain for text in told] == ["100,000 earlier characters of output are omitted."]
     assert live.display.board.printed_lines == 1100
 
 

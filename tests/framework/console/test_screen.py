@@ -94,7 +94,7 @@ def test_exit_prints_the_normal_output_in_order():
     parts = ["exp only: ", "warning: The loss is 0.123456789", "note: Left out: 'x'.", "printed by the experiment"]
     parts += [
         "stride: target reached",
-        "fixed-random: ran to the cap",
+        "fixed-random: stopped at its maximum length",
         "strategy target",
         "Results: output/mod_arithmetic/",
     ]
@@ -289,4 +289,4 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch):
     terminal = process.finish()
     assert b"\x1b" not in process.bytes
     assert terminal.entered == 0
-    assert b"note: --live needs a terminal to draw on" in process.bytes
+    assert b"note: --live needs a terminal;" in process.bytes

@@ -40,7 +40,7 @@ def test_a_page_has_every_number_of_the_records(finished: Path) -> None:
 def test_page_describes_runs_and_metrics(finished: Path) -> None:
     """Status, treatments, formulas and readings are shown, and the loss comes first."""
     both = reported(finished)
-    assert "clipped (small/clipped): ran to the cap after 5 epochs, 15 steps" in both.text
+    assert "clipped (small/clipped): stopped at its maximum length after 5 epochs, 15 steps" in both.text
     assert "treatments: grad_clip (gradients)" in both.text
     assert [run["treatments"] for run in both.data["runs"]] == ["grad_clip (gradients)", ""]
     by_name = {each["name"]: each for each in both.data["metrics"]}
