@@ -1,9 +1,9 @@
-"""What a finished run shows: curves, pictures, a page; matplotlib and plotly are imported only where one is made."""
+"""Curves, plots and pages of recorded runs; matplotlib and plotly are imported only when needed."""
 
 from .comparison import compare_runs, differing_parts
 from .curves import read_curves
 from .explanations import BRANCHES, departure_text, removed_text
-from .found import FoundRun, find_runs, look_at, read_run
+from .run_index import FoundRun, find_runs, look_at, read_run
 from .page import MARK, page_of
 from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
 from .plotting import plot, read_runs, save_picture, seeds_picture

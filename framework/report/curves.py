@@ -1,4 +1,4 @@
-"""The curves in the record of a run: each number at its step."""
+"""Curves in the record of a run: each number at its step."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from ..runs import Record, RecordSink, RunRecord, forward_emits, read_initial
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
-MOST_LINE = 2**26  # bytes of a line in a file of lines; one with more is not read
-ACCURACIES = ("train_acc", "val_acc")  # of an evaluation: metrics by themselves, beside the other numbers
+MOST_LINE = 2**26  # maximum bytes of a line; a file with a longer line is not read
+ACCURACIES = ("train_acc", "val_acc")  # numbers of an evaluation that are separate metrics
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of a run: ascending steps, each once, and as many values; over seeds with half of their intervals."""
+    """A metric of a run: ascending unique steps and their values; a mean over seeds has half-widths of intervals."""
 
     steps: Floats
     values: Floats
@@ -30,7 +30,7 @@ class Curve:
 
     @classmethod
     def of_points(cls, steps: Sequence[float], values: Sequence[float]) -> "Curve":
-        """Sort points by step; of several at one step the last stays.
+        """Sort points by step, keeping the last of several at one step.
 
         >>> Curve.of_points([2, 1, 2], [5, 6, 7])
         Curve(steps=array([1., 2.]), values=array([6., 7.]))
@@ -40,42 +40,42 @@ class Curve:
 
     @property
     def finite(self) -> NDArray[np.bool_]:
-        """Which of the values are finite."""
+        """Whether each value is finite."""
         return np.isfinite(self.values)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a record holds."""
+    """The content of a record."""
 
     folder: Path
     run: RunRecord
-    curves: Mapping[str, Curve]  # the metrics that were wanted, by full name, in the order of the record
+    curves: Mapping[str, Curve]  # the selected metrics, by full name, in the order of the record
     names: Sequence[str]  # all metrics with numbers
-    others: Sequence[str]  # all metrics with lists or text, which have no curve
-    epoch_steps: float = 0.0  # steps in an epoch; 0 where no ends of epochs were recorded
-    group: str = ""  # the name of the runs over whose seeds the curves are means
+    others: Sequence[str]  # all metrics with lists or text, which have no curves
+    epoch_steps: float = 0.0  # steps per epoch; 0 if no ends of epochs were recorded
+    group: str = ""  # the name of the group if the curves are means over seeds
 
     def in_epochs(self) -> "RecordedRun":
-        """Return the run with epochs, whole and broken, for steps."""
+        """Return the run with fractional epochs instead of steps."""
         curves = {name: replace(curve, steps=curve.steps / self.epoch_steps) for name, curve in self.curves.items()}
         return replace(self, curves=curves)
 
 
 def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
-    """Read the record in the folder of a run; raises :class:`UsageError` where there is none, or a broken one."""
+    """Read the record in the folder of a run; raises :class:`UsageError` if it is missing or damaged."""
     run = RunRecord.read(folder)
     is_wanted = cache(wanted)
     points: dict[str, tuple[list[float], list[float]]] = {}
     names, others = dict[str, None](), dict[str, None]()
-    epoch_steps = set[float]()  # as each end of an epoch has it
+    epoch_steps = set[float]()  # one value per recorded end of an epoch
 
     def take(step: int, metrics: Mapping[str, Any]) -> None:
         for name, at, numbers in series_in(step, metrics):
             if type(numbers[0]) not in NUMBERS:
                 others[name] = None
                 continue
-            name.encode()  # no picture can show half a character
+            name.encode()  # raises for a lone surrogate, which no picture can show
             names[name] = None
             if is_wanted(name):
                 steps, values = points.setdefault(name, ([], []))
@@ -89,18 +89,18 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
 
     sink, path = record_of(folder, run.strategy)
     forward_emits(path, sink.read(path), take_emit)
-    # The evaluation at step 0 goes under the names that hooks which are always on give to later ones.
+    # The evaluation at step 0 gets the names that always-on hooks give to later evaluations.
     evaluation, recorded = read_initial(folder), {name.partition("/")[0] for name in names}
     for hook in [hook.name for hook in HookRegistry if hook.always and hook.name in recorded]:
         for key, value in evaluation.items():
             take(0, {f"{hook}/{key}" if key in ACCURACIES else f"{hook}/evaluation/{key}": value})
-    curves = {name: Curve.of_points(*found) for name, found in points.items()}
+    curves = {name: Curve.of_points(*pairs) for name, pairs in points.items()}
     without = [name for name in others if name not in curves]
     return RecordedRun(folder, run, curves, list(names), without, epoch_steps.pop() if len(epoch_steps) == 1 else 0.0)
 
 
 def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequence[Any]]]:
-    """Yield names with steps and as many values, all numbers or one of any kind; dicts are curves ``metric/key``."""
+    """Yield names with steps and values, all numbers or one other value; a dict gives curves ``metric/key``."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from series_in(step, {f"{name}/{key}": item for key, item in value.items()})
@@ -116,7 +116,7 @@ def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequ
 
 
 def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
-    """Return the best record in a folder and the sink that wrote it; raises :class:`UsageError` where there is none."""
+    """Return the best record in a folder and its sink; raises :class:`UsageError` if there is no record."""
     readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
     best_first = sorted(readable, key=lambda sink: not sink.lossless)
     files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
@@ -125,14 +125,14 @@ def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
             return sink, path
     names = " nor ".join(path.name for path in files.values())
     ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
-    raise UsageError(f"{folder} holds neither {names}; a run that is started {ways} writes its metrics there.")
+    raise UsageError(f"{folder} has neither {names}; a run started {ways} writes its metrics there.")
 
 
 def check_size(path: Path, most: int) -> None:
-    """Raise :class:`UsageError` for what is no file, and for a file or a line that would fill the memory."""
-    require(path.is_file(), f"{path} is not read: it is no file.")
+    """Raise :class:`UsageError` for anything but a file, and for a file or a line that is too large."""
+    require(path.is_file(), f"{path} is not read: it is not a file.")
     size = path.stat().st_size
-    require(size <= most, f"{path} is not read: it has {size:,} bytes, and at most {most:,} are read.")
+    require(size <= most, f"{path} is not read: it has {size:,} bytes, and the limit is {most:,}.")
     with path.open("rb") as file:
         longest = max(map(len, iter(partial(file.readline, MOST_LINE + 1), b"")), default=0)
     require(longest <= MOST_LINE, f"{path} is not read: it has a line of more than {MOST_LINE:,} bytes.")

@@ -1,4 +1,4 @@
-"""Pictures drawn with matplotlib: without a window, without pyplot, whatever the user's matplotlibrc says."""
+"""Plots drawn with matplotlib, without pyplot or a window, and independent of the user's matplotlibrc."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator
 
-from ..durable_files import write_whole
+from ..durable_files import write_atomically
 from ..errors import require
 from .curves import Curve, Floats
 from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
@@ -25,7 +25,7 @@ from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_loga
 SETTINGS: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": "medium",
-    "text.parse_math": False,  # names are no formulas
+    "text.parse_math": False,  # names are not formulas
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -48,17 +48,17 @@ BAND = "mean over seeds, 95 % t-interval"
 FEW_POINTS = 40  # curves of fewer points than this show each
 MANY_POINTS = 1000  # curves of more points than this are drawn thinner
 PLAIN = 1e-3, 1e6  # axes within these bounds have plain numbers, not powers of ten
-DIGITS = 10  # of a tick's number; what is behind them are rounding errors
+DIGITS = 10  # significant digits of a tick; further digits are rounding errors
 NOISE = 1e-9  # values that differ by less than this, relatively, are shown as constant
 CHARACTER = 0.075  # width of a character, in inches
-ROOM = 3.2, 2.1  # inches of a panel that has text of the full size; in smaller ones it shrinks
-SMALLEST, LEAST = 0.5, 0.27  # parts of it to which text and panel may shrink
-# Values that are not finite, with their marks and the heights of these in the panel.
+ROOM = 3.2, 2.1  # inches of a panel with full-size text; smaller panels have smaller text
+SMALLEST, LEAST = 0.5, 0.27  # smallest factors of text and panel
+# Non-finite values with their markers and the heights of these in the panel.
 MARKS = ((np.isnan, "x", 0.02), (np.isposinf, "^", 0.98), (np.isneginf, "v", 0.02))
 
 
 class Drawing(Figure):
-    """A figure that notebooks show, which show those of pyplot alone."""
+    """A figure that notebooks display without pyplot."""
 
     def _repr_png_(self) -> bytes:
         with matplotlib.style.context(STYLE), BytesIO() as file:
@@ -67,7 +67,7 @@ class Drawing(Figure):
 
 
 def figure_of(picture: Picture, look: Look) -> Drawing:
-    """Draw a picture; raises :class:`UsageError` where the wanted size is too small for its panels."""
+    """Draw a picture; raises :class:`UsageError` if the requested size is too small for its panels."""
     rows, columns = layout(len(picture.panels), look.size)
     width, height = look.size or ((7.2, 4.4) if columns == 1 else (4.2 * columns, 2.6 * rows + 0.4))
     scale = max(SMALLEST, min(1.0, width / columns / ROOM[0], (height - 0.5) / rows / ROOM[1]))
@@ -85,12 +85,12 @@ def figure_of(picture: Picture, look: Look) -> Drawing:
         for index, (panel, below) in enumerate(zip(picture.panels, remarks, strict=True)):
             row = index // columns * columns
             _draw(axes[index], panel, look)
-            # What there is to remark stands below the title; the titles of a row stay at one height.
+            # Remarks are below the title; the titles of a row have the same height.
             lines = max(below.count("\n") + bool(below) for below in remarks[row : row + columns])
             axes[index].set_title(wrapped(panel.title, room), loc="left", pad=(6 + 10.5 * lines) * scale)
             place: dict[str, Any] = {"xytext": (0, 4 * scale), "xycoords": "axes fraction"}
             axes[index].annotate(below, (0, 1), **place, textcoords="offset points", fontsize="small", color=GREY)
-            axes[index].tick_params(labelsize=9 * scale)  # ticks are made later, where the style is another
+            axes[index].tick_params(labelsize=9 * scale)  # ticks are created later, under another style
         _label_steps(axes, len(picture.panels), columns, look, max(2, min(6, room // 9)))
         figure.suptitle(wrapped(picture.title if look.title is None else look.title, int(width / text / 1.3)))
         if legend:
@@ -100,16 +100,16 @@ def figure_of(picture: Picture, look: Look) -> Drawing:
 
 
 def save(figure: Figure, path: Path, about: tuple[str, str] = ("", "")) -> None:
-    """Write a figure, whole or not at all, in the format that the name's suffix says."""
+    """Write a figure atomically, in the format of the name's suffix."""
     kind = path.suffix[1:].lower()
     metadata = UNDATED[kind] | {DESCRIPTION[kind]: about[0], "Keywords": about[1]}
     with matplotlib.style.context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("once", "Glyph")  # or each draft of the layout warns of a character without a shape
-        write_whole(path, lambda file: figure.savefig(file, format=kind, metadata=metadata))
+        warnings.filterwarnings("once", "Glyph")  # otherwise each layout pass warns about a missing glyph
+        write_atomically(path, lambda file: figure.savefig(file, format=kind, metadata=metadata))
 
 
 def layout(panels: int, size: tuple[float, float] | None = None) -> tuple[int, int]:
-    """Return rows and columns, which suit the size in inches if one is given; raises :class:`UsageError` for none.
+    """Return rows and columns of panels, fitted to a size in inches; raises :class:`UsageError` if it is too small.
 
     >>> [layout(panels) for panels in (1, 2, 3, 4, 5, 7, 24)]
     [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3), (6, 4)]
@@ -126,7 +126,7 @@ def layout(panels: int, size: tuple[float, float] | None = None) -> tuple[int, i
 
 
 def _draw(ax: Axes, panel: Panel, look: Look) -> None:
-    """Fill a pair of axes."""
+    """Draw a panel."""
     log_y = is_logarithmic(panel, look)
     if log_y:
         ax.set_yscale("log", nonpositive="mask")
@@ -140,13 +140,13 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
 
 
 def wrapped(name: str, width: int) -> str:
-    r"""Break a long text behind slashes, underscores, spaces and dots, but not within numbers, or where it must.
+    r"""Wrap a text after slashes, underscores, spaces and dots, not within numbers unless necessary.
 
     >>> wrapped("norms/weight_norm/blocks.0.weight", 20), wrapped("a\nbcdefghij", 8)
     ('norms/weight_norm/\nblocks.0.weight', 'a?bcdefg\nhij')
     """
     lines, width = [""], max(width, 8)
-    inner, end = r"(?:[^/._ ]|\.(?=\d))", r"(?:[/_ ]|\.(?!\d))"  # a number stays whole
+    inner, end = r"(?:[^/._ ]|\.(?=\d))", r"(?:[/_ ]|\.(?!\d))"  # do not split a number at its point
     for piece in re.findall(rf"{inner}{{0,{width - 1}}}{end}|{inner}{{1,{width}}}", name):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
             lines.append("")
@@ -155,7 +155,7 @@ def wrapped(name: str, width: int) -> str:
 
 
 def _limit(ax: Axes, traces: Sequence[Trace], *, log_y: bool) -> None:
-    """Give constant curves some room, and none to rounding errors; take the numbers off axes without values."""
+    """Set limits around constant curves, so that rounding errors are not magnified; hide ticks without values."""
     values = np.concatenate([curve.values[curve.finite] for curve, _ in traces])
     values = values[values > 0] if log_y else values
     if not len(values):
@@ -167,7 +167,7 @@ def _limit(ax: Axes, traces: Sequence[Trace], *, log_y: bool) -> None:
 
 
 class TickLabels(LogFormatterSciNotation):
-    """Labels in the one style of all axes; of a logarithmic axis those ticks that matplotlib would label."""
+    """Tick labels in one style for all axes; a logarithmic axis labels the same ticks as matplotlib."""
 
     def format_ticks(self, values: Sequence[float]) -> list[str]:
         """Return the labels of all ticks of an axis."""
@@ -180,7 +180,7 @@ class TickLabels(LogFormatterSciNotation):
 
 
 def tick_labels(ticks: Sequence[float], even: bool) -> list[str]:
-    """Write numbers plainly, but very small and large ones in the manner of 1e-5; ``even`` ones all in one manner.
+    """Format ticks plainly, or like 1e-5 if very small or large; ``even`` ticks all in the same format.
 
     >>> tick_labels([0, 2500, 5000], True), tick_labels([0, 0.25, 0.5], True), tick_labels([0, 2.5e-5, 5e-5], True)
     (['0', '2,500', '5,000'], ['0.00', '0.25', '0.50'], ['0', '2.5e-5', '5e-5'])
@@ -205,17 +205,17 @@ def _set_labels(axis: Axis) -> None:
 
 
 def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_y: bool) -> None:
-    """Draw a curve, its gaps marked; a smoothed one with the raw one faintly behind it."""
+    """Draw a curve with marked gaps; a smoothed curve has the original faintly behind it."""
     steps, values, thick = raw.steps, raw.values, rcParams["lines.linewidth"]
     if raw.half is not None:
-        # a logarithmic axis cannot show an interval that reaches 0
+        # A logarithmic axis cannot show an interval that includes 0.
         least = values[values > 0].min(initial=math.inf) / 2 if log_y else -math.inf
         band = {"color": line["color"], "alpha": FAINT, "linewidth": 0}
         ax.fill_between(steps, np.maximum(values - raw.half, least), values + raw.half, **band)
     if smooth > 1:
         ax.plot(steps, values, color=line["color"], linewidth=thick / 2, alpha=FAINT)
     curve = running_mean(raw, smooth, geometric=log_y) if smooth > 1 else raw
-    # Points that no line would show get a dot: those between gaps, and all of a short curve.
+    # Points without a line get a dot: those between gaps, and all points of a short curve.
     gaps = np.pad(~curve.finite, 1, constant_values=True)
     lone = np.flatnonzero((gaps[:-2] & ~gaps[1:-1] & gaps[2:]) | (len(values) <= FEW_POINTS)).tolist()
     width = thick * 0.6 if len(values) > MANY_POINTS else thick
@@ -229,11 +229,11 @@ def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_
 
 
 def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve:
-    """Return the mean of the ``window`` points around each point, of which as many lie before as after it.
+    """Return the centred running mean over ``window`` points.
 
-    An even window has a point more. Towards both ends it shrinks, so that the first and the last value stay as they
-    are. Values that are not finite count for nothing, and where one is there is no mean either. A geometric mean, which
-    lies in the middle of a curve on a logarithmic axis, is of the values above 0.
+    An even window gets one more point. The window shrinks towards both ends, so that the first and the last value do
+    not change. Non-finite values are ignored, and the mean at their position is NaN. A geometric mean, suited to a
+    logarithmic axis, uses only positive values.
 
     >>> running_mean(Curve.of_points([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, float("nan"), 8.0]), 3).values
     array([ 1.,  3.,  4., nan,  8.])
@@ -248,10 +248,10 @@ def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve
 
 
 def _window_sums(values: Floats, half: int) -> Floats:
-    """Return the sums of each value and the ``half`` values on either side, at the ends as many as both sides have."""
-    # Sums run from both ends of blocks as long as the window, each window being the end of a block and the beginning
-    # of the next: the time does not depend on the window, and nothing is subtracted, so that a spike leaves no rounding
-    # error behind (van Herk, Pattern Recognition Letters 13, 1992, does this for maxima).
+    """Return the sum of each value and ``half`` values on both sides, or fewer on both sides near the ends."""
+    # Cumulative sums run from both ends of blocks of the window's length; each window is the end of one block and the
+    # beginning of the next. The time does not depend on the window, and without subtraction a spike leaves no rounding
+    # error (van Herk, Pattern Recognition Letters 13, 1992, does this for maxima).
     window, first = 2 * half + 1, np.arange(len(values) - 2 * half)
     blocks = np.pad(values, (0, -len(values) % window)).reshape(-1, window)
     from_left, from_right = blocks.cumsum(axis=1).ravel(), blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel()
@@ -260,7 +260,7 @@ def _window_sums(values: Floats, half: int) -> Floats:
 
 
 def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look, most: int) -> None:
-    """Label the horizontal axes, at the lowest panel of each column, and remove the axes without a panel."""
+    """Label the horizontal axis of the lowest panel in each column, and remove unused axes."""
     for index, ax in enumerate(axes):
         if index >= panels:
             ax.remove()
@@ -278,7 +278,7 @@ def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look, mo
 
 
 def _legend(picture: Picture, look: Look) -> list[tuple[str, dict[str, Any]]]:
-    """List what the legend explains, with arguments of the lines: the styles, and what smoothing is."""
+    """Return the entries of the legend with arguments of their lines: styles, band, smoothing."""
     entries = [(label, line_of(style)) for label, style in picture.legend]
     if any(curve.half is not None for panel in picture.panels for curve, _ in panel.traces):
         entries += [(BAND, {"color": GREY, "alpha": FAINT, "linewidth": 6})]
@@ -293,5 +293,5 @@ def _legend(picture: Picture, look: Look) -> list[tuple[str, dict[str, Any]]]:
 
 
 def line_of(style: Style) -> dict[str, Any]:
-    """Return the colour and the dashes of a style, as arguments of matplotlib."""
+    """Return the colour and dashes of a style as arguments of matplotlib."""
     return {"color": GREY if style.colour is None else COLOURS[style.colour], "linestyle": DASHES[style.dashes]}

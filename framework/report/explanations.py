@@ -1,4 +1,4 @@
-"""The explanation of a step as its file has it, and the words in which it is told, wherever that is."""
+"""The file format of explanations of steps, and their texts and HTML."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,24 +12,24 @@ from .tables import cells, table, text
 
 MOST_LINES, LONGEST_SENTENCE = 20, 2000
 BRANCH, ROW = ("", "times", "loss", "next losses", "later", "removed"), ("row", "loss", "gradient norm", "what it is")
-BRANCHES = {  # the ways of taking a step, in words
+BRANCHES = {  # descriptions of the branches
     "run": "the run's own step",
     "as_it_was": "the same step again",
     "fresh": "on fresh batches",
-    "without_rows": "without the rows that stand out",
+    "without_rows": "without the outlier rows",
     "clipped": "gradients clipped at their usual norm",
     "half_rate": "half the learning rate",
     "usual_rate": "the usual learning rate",
-    "fresh_state": "an optimizer that remembers nothing",
+    "fresh_state": "a fresh optimizer state",
     "float32": "everything in float32",
     "float64": "everything in float64",
     "layer_in_float32": "that layer in float32",
-    "element_restored": "the element that changed put back",
+    "element_restored": "the changed element restored",
 }
 
 
 class Where(TypedDict):
-    """What left its history first."""
+    """The first departure from the history."""
 
     step: int
     quantity: str
@@ -53,7 +53,7 @@ class Row(TypedDict):
 
 
 class Branch(TypedDict):
-    """A way of taking the step."""
+    """A repetition of the step under changed conditions."""
 
     name: str
     times: int
@@ -64,7 +64,7 @@ class Branch(TypedDict):
 
 
 class Explained(TypedDict):
-    """What the file says."""
+    """The content of the file."""
 
     step: int
     cause: str | None
@@ -76,59 +76,59 @@ class Explained(TypedDict):
 
 
 def read_explained(path: Path) -> str:
-    """Read an explanation, and return it in HTML; raises :class:`UsageError` for a file that is none."""
-    found = cast(Explained, checked_fields(read_json(path), get_type_hints(Explained), path))
+    """Read an explanation, and return it as HTML; raises :class:`UsageError` for an invalid file."""
+    explained = cast(Explained, checked_fields(read_json(path), get_type_hints(Explained), path))
     try:
-        return _told(found)
+        return _html_of(explained)
     except OverflowError as error:
-        raise UsageError(f"{path} cannot be used: it has a number that is too large for any loss or step.") from error
+        raise UsageError(f"{path} cannot be used: it has a number too large for a loss or a step.") from error
 
 
 def departure_text(where: Mapping[str, Any]) -> str:
-    """Say what left its history, and how surely."""
+    """Describe the first departure, with its p value."""
     what = {
         "effect": "the effect on the next loss",
         "lr": "the learning rate",
         "loss": "the loss",
-        "copies": "how often one row stands in the batch",
+        "copies": "the number of copies of one row in the batch",
     }.get(where["quantity"], f"{where['quantity']} of {where['name']}")
     return (
-        f"step {where['step']:,}: {what} was {where['value']:.4g}, its median before {where['usual']:.4g} "
+        f"step {where['step']:,}: {what} was {where['value']:.4g}, its earlier median {where['usual']:.4g} "
         f"(p = {where['p']:.2g} of {where['comparisons']:,} quantities)"
     )
 
 
 def removed_text(removed: float | None) -> str:
-    """Say what share of the harm a branch removes; nothing where it does far more harm itself."""
+    """Return the share of the harm that a branch removes; empty if the branch does far more harm itself."""
     return "" if removed is None or not removed >= -9 else f"{removed:.0%}"
 
 
-def _told(found: Explained) -> str:
-    """Return the verdict, where, the branches, and the rows that stand out."""
-    where = found["where"]
-    said = {
+def _html_of(explained: Explained) -> str:
+    """Return the verdict, the departure, the branches, and the outlier rows."""
+    where = explained["where"]
+    lines = {
         "Where": departure_text(where) if where else "",
         "Also": ", ".join(where["others"]) if where else "",
-        "Not in the branches": ", ".join(found["left_out"]),
+        "Not in the branches": ", ".join(explained["left_out"]),
     }
-    told = "".join(_paragraph(f"{name}: {line}.") for name, line in said.items() if line)
-    box = _paragraph(f"Cause: {found['cause'] or 'cannot be told'}") + _paragraph(found["verdict"])
-    tables = {"Branches": (BRANCH, [*_branches(found)]), "Rows that stand out": (ROW, _rows(found))}
+    paragraphs = "".join(_paragraph(f"{name}: {line}.") for name, line in lines.items() if line)
+    box = _paragraph(f"Cause: {explained['cause'] or 'unknown'}") + _paragraph(explained["verdict"])
+    tables = {"Branches": (BRANCH, [*_branches(explained)]), "Outlier rows": (ROW, _rows(explained))}
     drawn = [table(title, of, rows, level=4, most=MOST_LINES) for title, (of, rows) in tables.items() if rows]
-    heading = f"<h3>Step {text(found['step'])}, explained</h3>"
-    return f'<article>{heading}<div class="verdict">{box}</div>{told}{"".join(drawn)}</article>'
+    heading = f"<h3>Step {text(explained['step'])}, explained</h3>"
+    return f'<article>{heading}<div class="verdict">{box}</div>{paragraphs}{"".join(drawn)}</article>'
 
 
-def _branches(found: Explained) -> Iterator[list[object]]:
-    for branch in found["branches"]:
+def _branches(explained: Explained) -> Iterator[list[object]]:
+    for branch in explained["branches"]:
         numbers = cells(branch, ("times", "loss", "effect", "later"))
         yield [BRANCHES.get(branch["name"], branch["name"]), *numbers, removed_text(branch.get("removed"))]
 
 
-def _rows(found: Explained) -> list[list[object]]:
-    """Return the rows that stand out, each once, the largest loss first."""
+def _rows(explained: Explained) -> list[list[object]]:
+    """Return the outlier rows, each once, largest loss first."""
     rows = {}
-    for row in found["rows"]:
+    for row in explained["rows"]:
         index = row.get("index")
         if row["stands_out"]:
             description = " ".join(str(row.get("description") or "").split())

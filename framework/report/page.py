@@ -1,4 +1,4 @@
-"""The page of ``loopscope report``: one file with runs, curves and tables, which fetches nothing."""
+"""The page of ``loopscope report``: one self-contained HTML file with runs, curves and tables."""
 
 import base64
 import gzip
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from ..errors import listed, shortened
 from ..hooks import HookRegistry, MetricInfo
-from .comparison import differing_parts, evaluations, told_by_seeds
+from .comparison import compare_over_seeds, differing_parts, evaluations
 from .curves import Curve
 from .panels import COLOURS
+from .record_scan import Scan
 from .recording import Rows, ShownRun
-from .scanning import Scan
 from .seeds import mean_curve
 from .tables import cells, table, text
 
 LARGEST_PAGE = 8_000_000
 MOST_PIXELS, FEWEST_PIXELS, PIXELS_PER_ROW = 1000, 4, 5
-MORE_PIXELS, DIGITS = 8, 6  # so many times for maps and hooks that are always on; of values that are thinned
-MOST_POINTS = 600_000  # about as many as there is room for
+MORE_PIXELS, DIGITS = 8, 6  # a factor for maps and always-on hooks; significant digits of thinned values
+MOST_POINTS = 600_000  # about as many as fit into the largest page
 LONGEST_SENTENCE, MOST_HOOKS = 1000, 30
 TEMPLATES = Path(__file__).with_name("template")
 MARK = "<!-- A report of loopscope. -->"
@@ -35,7 +35,7 @@ COSTS = ("seconds", "calls", "state_bytes", "peak_bytes")
 
 
 def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> bytes:
-    """Return the page, with as many points of each curve as leave it within its size."""
+    """Return the page, with curves thinned until it fits into ``LARGEST_PAGE`` bytes."""
     from plotly.offline import get_plotlyjs
 
     parts = {name: (TEMPLATES / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
@@ -71,7 +71,7 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
 
 
 def _rewinds(runs: Sequence[ShownRun]) -> tuple[str, list[ShownRun]]:
-    """Return sections on what was trained again in HTML, and which stretches have curves, drawn after all ``runs``."""
+    """Return HTML sections about rewinds, and the rewinds with curves, which are drawn after all ``runs``."""
     sections, drawn = "", list[ShownRun]()
     for shown in runs:
         told = ""
@@ -87,28 +87,28 @@ def _rewinds(runs: Sequence[ShownRun]) -> tuple[str, list[ShownRun]]:
 
 
 def _stretch(found: ShownRun, number: int | None) -> str:
-    """Say how a stretch went, with a button for the curves of the ``number``-th of all that are drawn."""
+    """Describe a rewind, with a button for its curves if it is the ``number``-th drawn run."""
     error = found.run.summary.get("error")
     ended = f"State: {found.run.state}{f' ({error})' if error else ''}."
-    hooks = f"Hooks that the run had not, or with other options: {listed(found.added, MOST_HOOKS) or 'none'}."
+    hooks = f"Added hooks, or hooks with other options: {listed(found.added, MOST_HOOKS) or 'none'}."
     button = f'<button type="button" data-run="{number}" hidden>Show its curves</button>'
     line = f"<p>{text(f'{ended} {hooks}', LONGEST_SENTENCE)}</p>"
     return f"<article><h3>{text(found.label)}</h3>{line}{'' if number is None else button}</article>"
 
 
 def _compared(runs: Sequence[ShownRun]) -> dict[str, list[Any]]:
-    """Return what seeds tell of the numbers of the evaluation."""
+    """Compare the numbers of the evaluation over seeds."""
     wanted, scans = evaluations(), {}
     for shown in [shown for shown in runs if shown.run.record]:
         scans[shown.label] = scan = Scan(shown.run.path, "")
         for name in filter(wanted, shown.points):
             steps, values = shown.points[name]
             scan.add(name, [int(step) for step in steps], values)
-    return told_by_seeds({shown.label: shown.run for shown in runs}, scans)
+    return compare_over_seeds({shown.label: shown.run for shown in runs}, scans)
 
 
 def _completed(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return which runs count in groups over seeds: completed ones, a run of each seed."""
+    """Return the runs of each group over seeds: completed runs, one per seed."""
     found: dict[str, dict[int, int]] = {}
     for at, row in enumerate(rows):
         if row["group"] and row["state"] == "completed" and row["seed"] is not None:
@@ -117,7 +117,7 @@ def _completed(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def _seed_tables(compared: Mapping[str, list[Any]]) -> str:
-    """Return tables of spreads and of tests in HTML, empty where no group has two seeds."""
+    """Return HTML tables of spreads and tests; empty if no group has two seeds."""
     spreads, tests = compared["spreads"], compared["tests"]
     if not spreads:
         return ""
@@ -125,14 +125,14 @@ def _seed_tables(compared: Mapping[str, list[Any]]) -> str:
     told = "".join(f"<p>{text(sentence, LONGEST_SENTENCE)}</p>" for sentence in compared["sentences"])
     pairs = [(row["number"], f"{row['a']} − {row['b']}", *cells(row, SEED_TEST)) for row in tests]
     means = table("Over seeds", SPREAD, [cells(row, SPREAD) for row in spreads])
-    title = f"Do groups differ? Tests: {tested}; holm is p corrected for that"
+    title = f"Do groups differ? {tested} tests; holm is p after Holm's correction"
     return means + told + table(title, ("number", "groups", *SEED_TEST), pairs)
 
 
 def metrics_of(
     names: Sequence[str], runs: Sequence[ShownRun], groups: Mapping[str, Sequence[int]], pixels: int
 ) -> list[dict[str, Any]]:
-    """Return what the page draws of each metric, in plain values: curves of numbers, maps of lists."""
+    """Return the drawings of each metric in plain values: curves of numbers, maps of lists."""
     infos, found, wide = explained(names), [], min(MOST_PIXELS, pixels * MORE_PIXELS)
     for name in names:
         info = infos.get(name, {})
@@ -162,7 +162,7 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     kept = thinned(curve, pixels)
     values, half = curve.values[kept], curve.half[kept]
     drawn = {"low": values - half, "values": values, "high": values + half}
-    plain = {part: _plain(found.tolist(), is_whole=False) for part, found in drawn.items()}
+    plain = {part: _plain(numbers.tolist(), is_whole=False) for part, numbers in drawn.items()}
     steps = [*map(int, curve.steps[kept])]
     return {"group": group, "runs": seeds, "steps": steps, **plain, "points": len(curve.steps)}
 
@@ -179,7 +179,7 @@ def _plain(values: Sequence[float], *, is_whole: bool) -> list[float | str]:
 
 
 def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
-    """Return which points of a curve to draw on so many pixels: least, largest and not finite ones of each, the ends.
+    """Return the points to draw on ``pixels`` columns: minimum, maximum and non-finite values of each, and the ends.
 
     >>> thinned(Curve.of_points(range(9), [0, 5, 1, 1, 1, 1, 1, -5, 1]), 2).tolist()
     [0, 1, 7, 8]
@@ -201,35 +201,38 @@ def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
 
 
 def explained(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return what registered hooks say of their metrics, by full name, and whether a hook is always on."""
+    """Return the descriptions of metrics by registered hooks, by full name, and whether the hook is always on."""
     hooks = {hook.name: hook for hook in HookRegistry}
     tables: dict[str, dict[str, MetricInfo]] = {}
-    found: dict[str, dict[str, Any]] = {}
+    descriptions: dict[str, dict[str, Any]] = {}
     for name in names:
         hook, _, metric = name.partition("/")
         if hook in hooks and hook not in tables:
             tables[hook] = {info.name.partition("/<")[0]: info for info in hooks[hook]().describe_metrics()}
-        while metric and metric not in tables.get(hook, {}):  # what stands in a dict is explained as a whole
+        while metric and metric not in tables.get(hook, {}):  # an entry of a dict has the description of the dict
             metric = metric.rpartition("/")[0]
         if metric:
-            found[name] = {**vars(tables[hook][metric]), "first": hooks[hook].always}
-    return found
+            descriptions[name] = {**vars(tables[hook][metric]), "first": hooks[hook].always}
+    return descriptions
 
 
 def tables_of(runs: Sequence[ShownRun]) -> str:
-    """Return tables in HTML: in what the runs differ, what hooks cost, and where the runs were trained."""
+    """Return HTML tables: differences between the runs, cost of hooks, and environments."""
     records = {shown.label: shown.run.record for shown in runs if shown.run.record}
     parts = differing_parts(records) if records else []
     differ = [(f"{row['part']} {row['name']}", *row["values"].values()) for row in parts]
     costs = [(of.label, hook, *cells(cost, COSTS)) for of in runs for hook, cost in of.costs.items()]
-    places = [found.surroundings for found in records.values()]
-    names = dict.fromkeys(name for place in places for name in place)
-    values = [(name, "; ".join(dict.fromkeys(str(place[name]) for place in places if name in place))) for name in names]
+    environments = [record.surroundings for record in records.values()]
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    values = [
+        (name, "; ".join(dict.fromkeys(str(environment[name]) for environment in environments if name in environment)))
+        for name in names
+    ]
     differences = table("Differences between the runs", ("", *records), differ)
     profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs)
     return differences + profile + table("Environment", ("", "of any run"), values)
 
 
 def packed(content: str) -> str:
-    """Compress a text into letters that mean nothing to HTML."""
+    """Compress a text into base64, which needs no escaping in HTML."""
     return base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()

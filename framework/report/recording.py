@@ -1,4 +1,4 @@
-"""What a page shows of a run's folder: sizes are looked at first, and what is damaged is read as far as it goes."""
+"""Reader of run folders for the page: checks sizes first, and reads damaged files up to the damage."""
 
 import json
 import operator
@@ -10,24 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..durable_files import is_there, read_json
+from ..durable_files import path_exists, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits
 from .curves import NUMBERS, check_size, record_of, series_in
 from .explanations import read_explained
-from .found import FoundRun, look_at
+from .run_index import FoundRun, look_at
 
 MOST_ALERT_BYTES = 2**24
 MOST_METRICS, MOST_ALERTS, MOST_REWINDS = 20_000, 1000, 50
-FEW_ROWS = 3  # of an alert
+FEW_ROWS = 3  # shown rows of an alert
 REWIND = re.compile(r"(?:steps_(?=\d+_to_)|explained_step_(?=\d+$))(?P<step>\d{1,18})(?:_to_(?P<until>\d{1,18}))?")
 MOST_ROWS = MOST_COLUMNS = 200  # of a heat map
 
 
 @dataclass
 class Rows:
-    """A list of numbers over steps: of too many rows every second is dropped, again and again."""
+    """A list metric over steps; whenever there are too many rows, every second one is dropped."""
 
     steps: list[int] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Rows:
     stride: int = 1
 
     def add(self, step: int, row: Sequence[float]) -> None:
-        """Take the next row."""
+        """Add the next row."""
         if self.seen % self.stride == 0:
             self.steps.append(step)
             self.rows.append([float(value) for value in row[:MOST_COLUMNS]])
@@ -47,23 +47,23 @@ class Rows:
 
 @dataclass
 class ShownRun:
-    """A run with what a page shows of it, and in sentences what is missing."""
+    """A run with its content for the page, and sentences about missing content."""
 
     label: str
     run: FoundRun
     points: dict[str, tuple["array[float]", "array[float]"]] = field(default_factory=dict)  # steps and values
     lists: dict[str, Rows] = field(default_factory=dict)
     last: tuple[int, int] | None = None  # epoch and step of the last emit
-    left_out: int = 0  # values of metrics beyond the most that are read
+    left_out: int = 0  # values of metrics beyond ``MOST_METRICS``
     alerts: list[Mapping[str, Any]] = field(default_factory=list)
     costs: Mapping[str, Any] = field(default_factory=dict)  # by hook
     problems: list[str] = field(default_factory=list)
-    rewinds: list["ShownRun | str"] = field(default_factory=list)  # first step first; explanations in HTML
-    added: Sequence[str] = ()  # of a rewind: hooks that the run had not, or with other options; it has theirs alone
+    rewinds: list["ShownRun | str"] = field(default_factory=list)  # ordered by first step; explanations are HTML
+    added: Sequence[str] = ()  # of a rewind: added hooks, or hooks with other options; only their metrics are kept
 
     @property
     def treatments(self) -> str:
-        """The treatments in words, empty where there are none."""
+        """The treatments as text; empty if there are none."""
         return self.run.record.treatments_text if self.run.record and self.run.record.treatments else ""
 
     def take(self, emit: Record) -> None:
@@ -73,24 +73,24 @@ class ShownRun:
             if is_new and len(self.points) + len(self.lists) >= MOST_METRICS:
                 self.left_out += len(steps)
             elif type(values[0]) in NUMBERS:
-                at, known = self.points.setdefault(name, (array("d"), array("d")))
-                at.extend([float(operator.index(step)) for step in steps])
-                known.extend(map(float, values))
+                recorded_steps, recorded_values = self.points.setdefault(name, (array("d"), array("d")))
+                recorded_steps.extend([float(operator.index(step)) for step in steps])
+                recorded_values.extend(map(float, values))
             elif isinstance(values[0], list) and values[0] and NUMBERS.issuperset(map(type, values[0])):
                 self.lists.setdefault(name, Rows()).add(operator.index(steps[0]), values[0])
         self.last = emit.epoch, emit.step
 
-    def leave_out_hooks_of(self, run: RunRecord | None) -> None:
-        """Leave only what those hooks recorded that were not on alike in the ``run``."""
-        before, now = (record.hooks if record else {} for record in (run, self.run.record))
-        self.added = [name for name, options in now.items() if before.get(name) != options]
-        self.points = {name: found for name, found in self.points.items() if name.partition("/")[0] in self.added}
-        self.lists = {name: found for name, found in self.lists.items() if name.partition("/")[0] in self.added}
+    def omit_hooks_of(self, run: RunRecord | None) -> None:
+        """Keep only the metrics of hooks that the ``run`` did not have with the same options."""
+        original, repeated = (record.hooks if record else {} for record in (run, self.run.record))
+        self.added = [name for name, options in repeated.items() if original.get(name) != options]
+        self.points = {name: pair for name, pair in self.points.items() if name.partition("/")[0] in self.added}
+        self.lists = {name: rows for name, rows in self.lists.items() if name.partition("/")[0] in self.added}
         self.alerts = [alert for alert in self.alerts if alert["hook"] in self.added]
 
 
 def read_shown(folder: Path, label: str, most: int) -> ShownRun:
-    """Read what may be a stranger's run, and its rewinds; a record of more than ``most`` bytes is not read."""
+    """Read a possibly damaged run and its rewinds; a record larger than ``most`` bytes is not read."""
     shown = _read(folder, label, most)
     with _noted(shown.problems):
         _read_rewinds(shown, folder / REWINDS, most)
@@ -98,19 +98,19 @@ def read_shown(folder: Path, label: str, most: int) -> ShownRun:
 
 
 def _read_rewinds(shown: ShownRun, folder: Path, most: int) -> None:
-    names = sorted(path.name for path in folder.iterdir()) if is_there(folder) else []
-    found = sorted(filter(None, map(REWIND.fullmatch, names)), key=lambda match: int(match["step"]))
-    for match in found[:MOST_REWINDS]:
+    names = sorted(path.name for path in folder.iterdir()) if path_exists(folder) else []
+    rewinds = sorted(filter(None, map(REWIND.fullmatch, names)), key=lambda match: int(match["step"]))
+    for match in rewinds[:MOST_REWINDS]:
         with _noted(shown.problems):
             if match["until"] is None:
                 shown.rewinds.append(read_explained(folder / match[0] / EXPLANATION))
                 continue
             label = f"{shown.label}, steps {match['step']} to {match['until']} again"
-            stretch = _read(folder / match[0], label, most)
-            shown.problems += [f"{match[0]}: {problem}" for problem in stretch.problems]
-            stretch.leave_out_hooks_of(shown.run.record)
-            shown.rewinds.append(stretch)
-    require(len(found) <= MOST_REWINDS, f"{folder} has {len(found):,} rewinds; the first {MOST_REWINDS} are shown.")
+            rewind = _read(folder / match[0], label, most)
+            shown.problems += [f"{match[0]}: {problem}" for problem in rewind.problems]
+            rewind.omit_hooks_of(shown.run.record)
+            shown.rewinds.append(rewind)
+    require(len(rewinds) <= MOST_REWINDS, f"{folder} has {len(rewinds):,} rewinds; the first {MOST_REWINDS} are shown.")
 
 
 def _read(folder: Path, label: str, most: int) -> ShownRun:
@@ -122,7 +122,7 @@ def _read(folder: Path, label: str, most: int) -> ShownRun:
             check_size(path, most)
             forward_emits(path, sink.read(path), shown.take)
     if shown.left_out:
-        problems.append(f"{shown.left_out:,} values were left out, of metrics after the first {MOST_METRICS:,}.")
+        problems.append(f"{shown.left_out:,} values of metrics after the first {MOST_METRICS:,} are omitted.")
     with _noted(problems):
         _read_alerts(shown, folder / ALERTS)
     if shown.run.summary and isinstance(costs := read_json(folder / SUMMARY).get("hook_profile"), dict):
@@ -139,9 +139,9 @@ def _noted(problems: list[str]) -> Iterator[None]:
 
 
 def _read_alerts(shown: ShownRun, path: Path) -> None:
-    if is_there(path):
+    if path_exists(path):
         check_size(path, MOST_ALERT_BYTES)
-    lines = path.read_bytes().splitlines() if is_there(path) else []
+    lines = path.read_bytes().splitlines() if path_exists(path) else []
     for line in lines[:MOST_ALERTS]:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             alert = json.loads(line)
@@ -151,4 +151,7 @@ def _read_alerts(shown: ShownRun, path: Path) -> None:
                 texts["rows"] = f"rows {listed(rows, FEW_ROWS)}"
             shown.alerts.append({"step": operator.index(alert["step"]), **texts})
     missing = len(lines) - len(shown.alerts)
-    require(not missing, f"{path} has {missing:,} lines more than are shown: no alerts, or more than {MOST_ALERTS:,}.")
+    require(
+        not missing,
+        f"{missing:,} lines of {path} are not shown: they are not alerts, or there are more than {MOST_ALERTS:,}.",
+    )

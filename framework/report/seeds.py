@@ -1,4 +1,4 @@
-"""What several seeds tell: groups of runs that differ in nothing else, their spread, and whether two groups differ."""
+"""Statistics over seeds: groups of runs with equal settings, their spread, and tests between two groups."""
 
 import json
 import math
@@ -15,14 +15,14 @@ from ..training import critical_t, two_sided_p
 from .curves import Curve
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
-TOLD = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast
-LARGEST = 1e150  # whose square is a float; beyond it a number counts as not finite
-NO_SPREAD = 1e-12  # of the largest value: what rounding leaves of differences that are equal
-FEW = 3  # so many options tell groups of one strategy apart
+CONTRAST = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast
+LARGEST = 1e150  # its square is finite; larger numbers count as non-finite
+NO_SPREAD = 1e-12  # relative to the largest value: the rounding error of equal differences
+FEW = 3  # at most this many options name a group of a strategy
 
 
 def spread_of(values: Sequence[float | None]) -> dict[str, Any]:
-    """Return mean, sample deviation and 95 % t-interval of the mean of the finite values, and what is left out."""
+    """Return mean, sample deviation, 95 % t-interval of the mean, and the number of non-finite and missing values."""
     numbers = list(_finite(dict(enumerate(values))).values())
     size, middle, missing = len(numbers), mean(numbers) if numbers else None, values.count(None)
     deviation = low = high = None
@@ -40,59 +40,60 @@ def _finite(numbers: Numbers) -> dict[int, float]:
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Return the mean of curves where each has a point, and half of its 95 % t-interval there; of one none."""
+    """Return the mean of curves at their common steps, with the half-width of its 95 % t-interval; none for one."""
     steps = reduce(np.intersect1d, [curve.steps for curve in curves])
     values, count = np.stack([curve.values[np.searchsorted(curve.steps, steps)] for curve in curves]), len(curves)
-    with np.errstate(all="ignore"):  # of values that are not finite
+    with np.errstate(all="ignore"):  # values may be non-finite
         half = critical_t(count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else None
         return Curve(steps, values.mean(axis=0), half)
 
 
 def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:
-    """Test whether two groups differ: paired where at least two seeds have a finite number in both, else by Welch's.
+    """Test whether two groups differ: paired t if at least two seeds have finite numbers in both, else Welch's t.
 
-    The result has a − b with its 95 % interval, the test, its p, and how many of how many seeds count.
+    The result has a − b with its 95 % interval, the test, p, and the number of used seeds.
     """
     mine, theirs = _finite(a), _finite(b)
     pairs = sorted(mine.keys() & theirs.keys())
     sides = [list(mine.values()), list(theirs.values())]
-    told: dict[str, Any] = dict.fromkeys(TOLD)
-    told |= {"test": "Welch t", "seeds": f"{len(mine)} of {len(a)}, {len(theirs)} of {len(b)}", "remark": ""}
+    result: dict[str, Any] = dict.fromkeys(CONTRAST)
+    result |= {"test": "Welch t", "seeds": f"{len(mine)} of {len(a)}, {len(theirs)} of {len(b)}", "remark": ""}
     if len(pairs) > 1:
         sides = [[mine[seed] - theirs[seed] for seed in pairs]]
-        told |= {"test": "paired t", "seeds": f"{len(pairs)} of {len(a.keys() | b.keys())}"}
+        result |= {"test": "paired t", "seeds": f"{len(pairs)} of {len(a.keys() | b.keys())}"}
     if min(map(len, sides)) < 2:
-        return told | {"test": None, "remark": "too few seeds"}
+        return result | {"test": None, "remark": "too few seeds"}
     difference = mean(sides[0]) - sum(map(mean, sides[1:]))
     squares = [(stdev(side) ** 2 / len(side), len(side) - 1) for side in sides]
     error = math.sqrt(sum(square for square, _ in squares))
     if error <= NO_SPREAD * max(map(abs, (*mine.values(), *theirs.values()))):
-        return told | {"test": None, "difference": difference, "remark": "no spread"}
-    freedom, t = 1 / sum((square / error**2) ** 2 / each for square, each in squares), difference / error
+        return result | {"test": None, "difference": difference, "remark": "no spread"}
+    # Welch-Satterthwaite degrees of freedom; for one (paired) side this is n − 1.
+    freedom, t = 1 / sum((square / error**2) ** 2 / df for square, df in squares), difference / error
     half = critical_t(freedom) * error
-    told |= {"difference": difference, "low": difference - half, "high": difference + half}
-    return told | {"t": t, "freedom": freedom, "p": two_sided_p(t, freedom)}
+    result |= {"difference": difference, "low": difference - half, "high": difference + half}
+    return result | {"t": t, "freedom": freedom, "p": two_sided_p(t, freedom)}
 
 
 def correct(contrasts: Sequence[dict[str, Any]]) -> None:
-    """Set ``holm`` in each that was tested: p corrected for the number of tests, as Holm does."""
-    tested = sorted((each for each in contrasts if each["p"] is not None), key=lambda each: float(each["p"]))
+    """Set ``holm`` in each tested contrast: p after Holm's step-down correction for the number of tests."""
+    tested = sorted((test for test in contrasts if test["p"] is not None), key=lambda test: float(test["p"]))
     largest = 0.0
-    for rank, each in enumerate(tested):
-        each["holm"] = largest = max(largest, min(1.0, each["p"] * (len(tested) - rank)))
+    for rank, test in enumerate(tested):
+        test["holm"] = largest = max(largest, min(1.0, test["p"] * (len(tested) - rank)))
 
 
 def groups_of(records: Mapping[str, RunRecord]) -> dict[str, str]:
-    """Return for each run the name of its group: strategy, and the options that tell it from others of the strategy."""
+    """Return the name of each run's group: its strategy, and the options that distinguish it within the strategy."""
     identities = {label: _identity(record) for label, record in records.items()}
     names: dict[str, str] = {}
     groups: dict[str, str] = {}
     for label, identity in identities.items():
         key = json.dumps(identity, sort_keys=True, default=str)
         if key not in names:
-            rivals = [each for each in identities.values() if each["strategy"] == identity["strategy"]]
-            told = list(dict.fromkeys(item.name for rival in rivals for item in differences(identity, rival)))[:FEW]
-            options = [f"{option} {shortened(str(identity.get(option)), 20)}" for option in told]
+            rivals = [other for other in identities.values() if other["strategy"] == identity["strategy"]]
+            names_of_options = dict.fromkeys(item.name for rival in rivals for item in differences(identity, rival))
+            options = [f"{option} {shortened(str(identity.get(option)), 20)}" for option in [*names_of_options][:FEW]]
             name = ", ".join([identity["strategy"], *options])
             names[key] = name if name not in names.values() else f"{name} ({len(names) + 1})"
         groups[label] = names[key]

@@ -1,4 +1,4 @@
-"""Texts and tables of anybody's runs in HTML."""
+"""Escaped texts and tables in HTML."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ MOST_TABLE_ROWS, LONGEST_CELL = 1000, 200
 
 
 def text(value: object, most: int = LONGEST_CELL) -> str:
-    r"""Return the beginning of any value as text in HTML, without control characters.
+    r"""Return a value as shortened and escaped HTML text, without control characters.
 
     >>> text("<script>\0")
     '&lt;script&gt;?'
     """
     shown = shortened("" if value is None else str(value), most)
-    return html.escape("".join(one if one.isprintable() else "?" for one in shown))
+    return html.escape("".join(character if character.isprintable() else "?" for character in shown))
 
 
 def table(
     title: str, heading: Sequence[str], rows: Sequence[Sequence[object]], *, level: int = 2, most: int = MOST_TABLE_ROWS
 ) -> str:
-    """Return a table in HTML under its title, a heading of that level, or that there is none."""
+    """Return an HTML table under a heading of this level, or ``None.`` if it has no rows."""
     lines = [f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows[:most]]
     head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
     body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
@@ -31,5 +31,5 @@ def table(
 
 
 def cells(row: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    """Return what stands in a row under these names, of numbers four digits."""
+    """Return the values of a row under these names, with floats as text of four significant digits."""
     return [f"{row.get(name):.4g}" if isinstance(row.get(name), float) else row.get(name) for name in names]

@@ -63,7 +63,7 @@ def test_lists_are_left_out_with_a_sentence(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {CURVE: 1.0, "m/top": [1, 2]}), (2, {CURVE: 2.0, "m/top": [3]})])
     assert plotted(folder, "--metrics", "m/*") == 0
-    assert capfd.readouterr().out == "Left out, being lists or texts: m/top.\nWrote exp_only_m.png.\n"
+    assert capfd.readouterr().out == "Omitted, since the values are lists or texts: m/top.\nWrote exp_only_m.png.\n"
     assert "m/top cannot be drawn" in refused(capfd, folder, "--metrics", "m/top")
 
 
@@ -245,9 +245,9 @@ def test_too_many_curves_are_refused(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     metrics = {f"m/{index}": 1.0 for index in range(29)}
     one, two = (record(tmp_path, [(1, metrics)], strategy=name) for name in ("one", "two"))
-    assert "at most 28 can be told apart" in refused(capfd, one, "--metrics", "**", "--overlay")
+    assert "a panel can distinguish at most 28" in refused(capfd, one, "--metrics", "**", "--overlay")
     sentence = refused(capfd, one, two, "--metrics", *(f"m/{index}" for index in range(5)), "--overlay")
-    assert f"{len(DASHES)} metrics by dashes, but these are 2 runs and 5 metrics" in sentence
+    assert f"{len(DASHES)} metrics by dashes, but got 2 runs and 5 metrics" in sentence
 
 
 def test_dollar_signs_and_leading_underscores_are_kept(tmp_path):
@@ -281,23 +281,23 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
         (["empty", "--metrics", "a"], "empty is not the folder of a run"),
         (
             ["bare", "--metrics", "a"],
-            "bare holds neither s.jsonl nor s.csv; a run that is started without --no-hook-jsonl or with --hook-csv",
+            "bare has neither s.jsonl nor s.csv; a run started without --no-hook-jsonl or with --hook-csv",
         ),
         (["broken", "--metrics", "a"], "broken/s.jsonl cannot be read after 1 emits (JSONDecodeError"),
         (
             ["uneven", "--metrics", "a"],
             "uneven/s.jsonl cannot be read after 0 emits (ValueError: m/a has 1 values at 2",
         ),
-        (["silent", "--metrics", "a"], "There is nothing to draw: silent holds no metric yet."),
-        (["headless", "--metrics", "a"], "There is nothing to draw: headless holds no metric yet."),
+        (["silent", "--metrics", "a"], "There is nothing to draw: silent has no metrics yet."),
+        (["headless", "--metrics", "a"], "There is nothing to draw: headless has no metrics yet."),
         (["run/exp/only", "--metrics", "los"], "No metric matches 'los'; the nearest is m/loss."),
         (
             ["run/exp/only", "--metrics", "*"],
-            "No metric matches '*'; * stops at slashes, ** does not, and '**' matches m/",
+            "No metric matches '*'; * does not match slashes, ** does: '**' matches m/",
         ),
-        (["run/exp/only", "--metrics", "l*"], "** does not, and '**/l*' matches m/loss."),
+        (["run/exp/only", "--metrics", "l*"], "** does: '**/l*' matches m/loss."),
         (["run/exp/only", "--metrics", "l[o"], "No metric matches 'l[o'; the nearest is m/loss."),
-        (["run/exp/only", "--metrics", "m/*", "qqq"], "No metric matches 'qqq'; there are m/loss."),
+        (["run/exp/only", "--metrics", "m/*", "qqq"], "No metric matches 'qqq'; recorded metrics: m/loss."),
         (["run/exp/only", "--metrics"], "--metrics needs a value."),
         (["run/exp/only", "--metrics", "m/*", "--smooth", "0"], "--smooth is 0; it must be a whole number"),
         (["run/exp/only", "--metrics", "m/*", "--smooth=few"], "--smooth is 'few'; it must be an integer."),
@@ -312,7 +312,7 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
         (["run/exp/only", "--metrics", "m/*", "--log-x=1"], "--log-x takes no value."),
         (
             ["run/exp/only", "--metrics", "m/*", "--x", "epoch"],
-            "--x epoch needs the ends of epochs, which run/exp/only la",
+            "--x epoch needs recorded ends of epochs; run/exp/only ha",
         ),
         (["run/exp/only", "--metrics", "m/*", "--x", "hour"], "Unknown value of --x: 'hour'."),
         (["run/exp/only", "--metrics", "m/*", "--format", "jpg"], "Unknown value of --format: 'jpg'."),
@@ -325,9 +325,9 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
         (["summaries/exp/only", "--metrics", "m/*"], "summaries/exp/only/summary.json cannot be read: it is not JSON"),
         (["listed/exp/only", "--metrics", "m/*"], "its field 'initial' must be an object"),
         (["run/exp/only", "--provenance", "--metrics", "a"], "draws fixed panels; remove --metrics, --overlay"),
-        (["run/exp/only", "--metrics", "m/*", "--seeds"], "runs that say their seed; run/exp/only says"),
+        (["run/exp/only", "--metrics", "m/*", "--seeds"], "runs with a recorded seed; run/exp/only has"),
         (["run/exp/only", "--metrics", "m/*", "--seeds", "--smooth", "3"], "--seeds cannot be combined with --smooth"),
-        (["run/exp/only", "--provenance"], "run/exp/only holds no metric of embedding_provenance or output_proj"),
+        (["run/exp/only", "--provenance"], "run/exp/only has no metrics of embedding_provenance or output_proj"),
     ],
 )
 def test_bad_input_is_refused_and_writes_nothing(words, sentence, tmp_path, monkeypatch, capfd):

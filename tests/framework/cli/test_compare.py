@@ -11,7 +11,7 @@ from loopscope import experiments, sinks, training_hooks
 from loopscope.checkpoints import run_lock
 from loopscope.cli import main
 from loopscope.durable_files import write_json
-from loopscope.report import curves, scanning
+from loopscope.report import curves, record_scan
 from loopscope.runs import CONFIG, SUMMARY
 from rich.cells import cell_len
 from scipy import stats
@@ -150,7 +150,7 @@ def test_single_seeds_give_no_statistics(capsys) -> None:
     run("b", [2.0], strategy="b")
     found = told(capsys, "runs")
     assert (found["spreads"], found["tests"]) == ([], [])
-    assert "With one seed nothing can be told about chance: a, b." in found["sentences"]
+    assert "One seed is not enough for a significance test: a, b." in found["sentences"]
 
 
 def test_excluded_runs_are_reported_with_the_reason(capsys) -> None:
@@ -163,9 +163,9 @@ def test_excluded_runs_are_reported_with_the_reason(capsys) -> None:
     found = told(capsys, "runs")
     assert found["spreads"][0] | {"count": 2, "remark": "1 missing"} == found["spreads"][0]
     text = " ".join(found["sentences"])
-    assert "seed-1: differs in nothing from again, which alone counts" in text
-    assert "none: has no seed, and counts in no group" in text
-    assert "seed-2: killed, so compared as far as it goes, and missing over seeds" in text
+    assert "seed-1: has the settings of again, and is not counted again" in text
+    assert "none: has no seed, so it is in no group" in text
+    assert "seed-2: killed, so only its recorded part is compared, and it is excluded from groups" in text
 
 
 def test_divergence_is_at_first_differing_step(capsys) -> None:
@@ -218,7 +218,7 @@ def test_nonfinite_values_are_counted_and_never_best(capsys) -> None:
         (SUMMARY, "{", "b: runs/b/summary.json cannot be read"),
         (CONFIG, "[]", "b: runs/b/experiment_config.json cannot be read: it is JSON, but no object."),
         ("a.jsonl", "{}\n", "b: runs/b/a.jsonl cannot be read after 2 emits"),
-        ("a.jsonl", None, "b: runs/b holds neither a.jsonl"),
+        ("a.jsonl", None, "b: runs/b has neither a.jsonl"),
     ],
 )
 def test_damaged_runs_are_compared_as_far_as_possible(file: str, content: str | None, sentence: str, capsys) -> None:
@@ -246,7 +246,7 @@ def test_running_and_foreign_runs_are_compared_with_notes(capsys) -> None:
     assert [row["state"] for row in found["runs"]] == ["completed", "running", "completed", "completed"]
     assert (found["runs"][1]["epochs"], found["runs"][1]["steps"]) == (1, 10)
     assert found["tests"] == []
-    assert "These are runs of different experiments, whose numbers are not tested: exp, other." in found["sentences"]
+    assert "Runs of different experiments are not tested against each other: exp, other." in found["sentences"]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_running_and_foreign_runs_are_compared_with_notes(capsys) -> None:
     [
         (["runs", "--metrics", "val_los"], "No metric matches 'val_los'; the nearest is " + LOSS),
         (["runs", "--metrics", "h/text"], "lists or texts"),
-        (["runs/a"], "takes two runs or more, and found 1 that can be read."),
-        (["runs/a", "runs/../runs/a"], "takes two runs or more, and found 1 that can be read."),
+        (["runs/a"], "takes two or more runs, but could read 1."),
+        (["runs/a", "runs/../runs/a"], "takes two or more runs, but could read 1."),
         (["runs", "empty"], "empty has no runs"),
         (["nowhere"], "nowhere does not exist"),
         ([], "loopscope compare needs RUN"),
@@ -280,13 +280,13 @@ def test_oversized_records_are_not_read(limit: str, capsys, monkeypatch) -> None
     for name in "ab":
         run(name, [], emits=many if name == "a" else [*many[:1], (30, "POST_STEP", series("h/x", [1.0], 900))])
     monkeypatch.setattr(
-        curves if limit == "MOST_LINE" else scanning,
+        curves if limit == "MOST_LINE" else record_scan,
         limit,
         {"MOST_BYTES": 500, "MOST_LINE": 300, "MOST_METRICS": 2, "MOST_WAITING": 99}[limit],
     )
     found = told(capsys, "runs")
     told_of = [row["problem"] for row in found["runs"]] + [each["problem"] for each in found["partings"]]
-    assert "more than" in told_of[0] + told_of[-1] or "are read" in told_of[0]
+    assert "more than" in told_of[0] + told_of[-1] or "the limit is" in told_of[0]
     assert told_of[1] == ""
 
 

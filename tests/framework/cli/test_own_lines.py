@@ -12,7 +12,7 @@ import pytest
 import torch
 from loopscope.cli import command, main
 from loopscope.data import TorchLoader
-from loopscope.errors import this_command, users_lines
+from loopscope.errors import this_command, user_code_lines
 from torch.utils.data import DataLoader
 
 from tests.framework.runs.small_experiment import Small, read_json, registered
@@ -86,7 +86,7 @@ def test_long_user_traceback_is_shortened() -> None:
 
     with pytest.raises(ZeroDivisionError) as raised:
         down(50)
-    told = users_lines(raised.value).split("; ")
+    told = user_code_lines(raised.value).split("; ")
     assert len(told) == 5
     assert told[2] == "48 more lines"
     assert told[-1].endswith("in down: return 1 // depth + down(depth - 1)")

@@ -14,9 +14,9 @@ import torch
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.data import RowsOfRank, TensorLoader, fixed_order
-from loopscope.errors import UnfitError, UsageError
+from loopscope.errors import InvalidExperimentError, UsageError
 from loopscope.runs import RunOptions
-from loopscope.training import joined
+from loopscope.training import joined_process_group
 
 from tests.framework.runs.test_rewinding import assert_the_same
 
@@ -171,18 +171,18 @@ def test_unsuitable_kind_or_world_size_is_refused(monkeypatch):
     """The errors name the command or option to use; exact=True without resume is refused as well."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match=r"torchrun --nproc-per-node 2 -m loopscope run EXPERIMENT --parallel tp"):
-        joined("tp").__enter__()
+        joined_process_group("tp").__enter__()
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match=r"add --parallel ddp, fsdp, tp, fsdp\+tp, or start one process"):
-        joined(None).__enter__()
+        joined_process_group(None).__enter__()
     with pytest.raises(UsageError, match=r"needs a multiple of 2 processes, and torchrun started 3"):
-        joined("fsdp+tp").__enter__()
+        joined_process_group("fsdp+tp").__enter__()
     with pytest.raises(UsageError, match=r"--exact applies only to a resumed run; add --resume"):
         RunOptions(exact=True)
 
 
 def test_rank_shares_concatenate_to_whole_batches():
-    """The shares of all ranks keep the row order of one process; a batch with too few rows raises UnfitError."""
+    """The shares of all ranks keep the row order of one process; a batch with too few rows raises InvalidExperimentError."""
     rows = torch.arange(23)
     loader = TensorLoader((rows, rows * 2.0), 5, fixed_order(rows.flip(0)))
     for count in (1, 2, 3):
@@ -192,5 +192,5 @@ def test_rank_shares_concatenate_to_whole_batches():
                 assert all(len(part[0]) for part in parts)
                 for tensor, found in zip(whole, zip(*parts, strict=True), strict=True):
                     assert torch.equal(torch.cat(found), tensor)
-    with pytest.raises(UnfitError, match="has 3 rows, too few for each of 4 ranks to have one"):
+    with pytest.raises(InvalidExperimentError, match="has 3 rows, too few for each of 4 ranks to have one"):
         list(RowsOfRank(loader, 0, 4).batches(0))

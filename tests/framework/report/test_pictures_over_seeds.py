@@ -83,8 +83,8 @@ def test_omitted_runs_and_steps_are_reported(runs):
     read, _ = read_runs([runs, runs / "again"], lambda name: True, None)
     told = seeds_picture(read, [CURVE], overlay=False).sentences
     assert f"a is drawn to the end of its shortest run: {CURVE}." in told
-    assert "With one seed nothing can be told about chance: c." in told
-    assert any(sentence.startswith("Left out, having the options and seed of another run") for sentence in told)
+    assert "One seed is not enough for a significance test: c." in told
+    assert any(sentence.startswith("Omitted, since another run has the same options and seed") for sentence in told)
     assert f"{CURVE}: last a − c: too few seeds." in told
 
 
@@ -107,7 +107,7 @@ def test_log_axis_clips_nonpositive_intervals(tmp_path):
 
 def test_runs_without_a_seed_are_refused(tmp_path):
     folder = curve_record(tmp_path, [1.0, 2.0])
-    with pytest.raises(UsageError, match=r"runs that say their seed; .* says none"):
+    with pytest.raises(UsageError, match=r"runs with a recorded seed; .* has none"):
         loopscope.plot(folder, CURVE, seeds=True)
     with pytest.raises(UsageError, match=r"needs metrics: loopscope\.plot"):
         loopscope.plot(folder)
@@ -123,6 +123,6 @@ def test_metric_of_some_seeds_is_averaged(runs):
     drawn = {panel.title: panel.traces[0][0].values for panel in picture.panels}
     assert drawn[CURVE] == pytest.approx(VALUES["a"][:2].mean(axis=0))
     assert drawn["m/other"] == pytest.approx(VALUES["a"][2:, :5].mean(axis=0))
-    assert f"a has in some of its seeds only: {CURVE}, m/other." in picture.sentences
+    assert f"Only some seeds of a have: {CURVE}, m/other." in picture.sentences
     with pytest.raises(UsageError, match=f"No metric matches 'm/los'; .*{CURVE}"):
         seeds_picture(found, ["m/los"], overlay=False)

@@ -212,7 +212,7 @@ def test_nonfinite_values_are_marked_and_counted(tmp_path):
 
 def test_what_a_logarithmic_axis_cannot_show_is_counted(tmp_path):
     (axes,) = figure(curve_record(tmp_path, [1.0, 0.0, -2.0, 3.0]), log_y=True).axes
-    assert axes.texts[0].get_text() == "2 not above 0, left out"
+    assert axes.texts[0].get_text() == "2 not above 0, omitted"
 
 
 def test_metric_without_finite_values_has_marks_only(tmp_path):
@@ -380,7 +380,7 @@ def test_custom_hook_can_request_its_picture(tmp_path):
     HookRegistry.register(Drawn)
     try:
         picture = hook_picture("sketch", runs)
-        with pytest.raises(UsageError, match="holds no metric of drawn; the hooks that --sketch draws are"):
+        with pytest.raises(UsageError, match="has no metrics of drawn; enable these hooks"):
             hook_picture("sketch", runs[1:])
     finally:
         HookRegistry.unregister("drawn")

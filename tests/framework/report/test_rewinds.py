@@ -58,8 +58,8 @@ def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -
     (row,) = explanation.standing_out
     assert f"{row.index} {row.loss:.4g} {row.gradient_norm:.4g} the row {row.index}" in step
     assert all(f"{branch.effect:.4g}" in step for branch in explanation.branches)
-    assert "without the rows that stand out" in step
-    assert "without the rows that stand out" in told_there
+    assert "without the outlier rows" in step
+    assert "without the outlier rows" in told_there
 
 
 def test_rewind_curves_show_only_added_hooks(run: Path) -> None:

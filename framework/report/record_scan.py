@@ -1,4 +1,4 @@
-"""What passes over the records of runs tell: each metric's last and best value, and where two records part."""
+"""Scans of records: the last and best value of each metric, and the first difference between two records."""
 
 import math
 from collections import defaultdict, deque
@@ -15,13 +15,13 @@ from ..errors import UsageError, require
 from ..runs import Record, forward_emits
 from .curves import NUMBERS, check_size, record_of, series_in
 
-MOST_BYTES = 4 * 2**30  # of a record: more is not read
-MOST_METRICS, MOST_WAITING = 10**5, 10**6  # of a record; values of one that still have none beside them in another
+MOST_BYTES = 4 * 2**30  # larger records are not read
+MOST_METRICS, MOST_WAITING = 10**5, 10**6  # metrics of a record; values without a counterpart in the other record
 
 
 @dataclass
 class Seen:
-    """The values of a metric, of which the last is kept, and the lowest of a loss or the highest of an accuracy."""
+    """The last value of a metric, and the lowest of a loss or the highest of an accuracy."""
 
     best_is: str
     points: int = 0
@@ -31,7 +31,7 @@ class Seen:
     best_step: int | None = None
 
     def take(self, step: int, value: float) -> None:
-        """Add a value; one that is not finite is never the best."""
+        """Add a value; a non-finite value is never the best."""
         self.points, self.last = self.points + 1, value
         sign = {"lowest": 1, "highest": -1}.get(self.best_is)
         if not abs(value) < math.inf:
@@ -42,7 +42,7 @@ class Seen:
 
 @dataclass
 class Scan:
-    """A record of which one pass was made, to its end or to a problem; ``length`` is the last epoch and step."""
+    """The result of one pass over a record, to its end or to a problem; ``length`` is the last epoch and step."""
 
     folder: Path
     strategy: str
@@ -53,13 +53,16 @@ class Scan:
     problem: str = ""
 
     def take(self, emit: Record, wanted: Callable[[str], bool]) -> None:
-        """Add an emit; raises what :func:`forward_emits` knows for one that no sink wrote."""
+        """Add an emit; raises an exception that :func:`forward_emits` handles if no sink can have written it."""
         for name, steps, values in series_in(index(emit.step), emit.metrics):
             at = list(map(index, steps))
             self.names[name] = type(values[0]) in NUMBERS
             if self.names[name] and wanted(name):
                 self.add(name, at, values)
-        require(len(self.names) <= MOST_METRICS, f"{self.folder} has more than {MOST_METRICS:,} metrics: read in part.")
+        require(
+            len(self.names) <= MOST_METRICS,
+            f"{self.folder} has more than {MOST_METRICS:,} metrics; only a part was read.",
+        )
         self.emits, self.length = self.emits + 1, (index(emit.epoch), emit.step)
 
     def add(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
@@ -70,7 +73,7 @@ class Scan:
             seen.take(step, value)
 
     def points(self, side: int, names: set[str]) -> Iterator[tuple[int, int, str, int, int]]:
-        """Yield values again: step of the emit, side, name, step, and a hash of the value's text."""
+        """Yield the values: step of the emit, side, name, step, and a hash of the value's text."""
         sink, path = record_of(self.folder, self.strategy)
         for emit in islice(sink.read(path), self.emits):
             for name, steps, values in series_in(emit.step, emit.metrics):
@@ -79,32 +82,32 @@ class Scan:
 
 
 def scan(folder: Path, strategy: str, wanted: Callable[[str], bool]) -> Scan:
-    """Read the record of a run once, as far as it can be read."""
-    found, is_wanted = Scan(folder, strategy), cache(wanted)
+    """Read the record of a run once, up to the first unreadable part."""
+    result, is_wanted = Scan(folder, strategy), cache(wanted)
     try:
         sink, path = record_of(folder, strategy)
         check_size(path, MOST_BYTES)
-        forward_emits(path, sink.read(path), lambda emit: found.take(emit, is_wanted))
+        forward_emits(path, sink.read(path), lambda emit: result.take(emit, is_wanted))
     except (UsageError, OSError) as error:
-        found.problem = str(error)
-    return found
+        result.problem = str(error)
+    return result
 
 
 def parting(*scans: Scan) -> dict[str, Any]:
-    """Read two records side by side, and find the first ``step`` at which any of their common metrics differ.
+    """Read two records in parallel, and find the first ``step`` at which one of their common metrics differs.
 
-    ``points`` is how many values, of the same metric and step, were compared.
+    ``points`` is the number of compared values of the same metric and step.
     """
     common = scans[0].names.keys() & scans[1].names.keys()
     waiting: list[dict[str, deque[tuple[int, int]]]] = [defaultdict(deque), defaultdict(deque)]
     parted: dict[str, int] = {}
     points, problem = 0, ""
     try:
-        values = merge(*(each.points(side, common) for side, each in enumerate(scans)), key=itemgetter(0))
+        values = merge(*(record.points(side, common) for side, record in enumerate(scans)), key=itemgetter(0))
         for _, emitted in groupby(values, itemgetter(0)):
             for _, side, name, step, text in emitted:
                 mine, theirs = waiting[side][name], waiting[1 - side][name]
-                while theirs and theirs[0][0] < step:  # the other record alone has a value there
+                while theirs and theirs[0][0] < step:  # only the other record has a value at that step
                     theirs.popleft()
                 if theirs and theirs[0][0] == step:
                     points += 1
@@ -112,10 +115,12 @@ def parting(*scans: Scan) -> dict[str, Any]:
                         parted.setdefault(name, step)
                 else:
                     mine.append((step, text))
-            if parted:  # whatever belongs to steps before was emitted before
+            if parted:  # values of earlier steps were emitted earlier
                 break
             many = sum(len(queue) for queues in waiting for queue in queues.values())
-            require(many <= MOST_WAITING, f"more than {MOST_WAITING:,} values have none beside them, so it is not told")
+            require(
+                many <= MOST_WAITING, f"more than {MOST_WAITING:,} values have no counterpart, so the comparison stops"
+            )
     except (UsageError, OSError, RecursionError) as error:
         problem = str(error)
     first = min(parted.values(), default=None)

@@ -1,4 +1,4 @@
-"""The runs in a folder: what each was, how it ended or that it goes on, and its metrics as data frames of pandas."""
+"""The runs in a folder: their state, summary, and metrics as pandas data frames."""
 
 import operator
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from ..checkpoints import is_locked
-from ..durable_files import is_there, read_json
+from ..durable_files import path_exists, read_json
 from ..errors import UsageError, listed, require, require_package
 from ..runs import CONFIG, REWINDS, SUMMARY, Completed, Record, RunRecord, checked_fields, forward_emits
 from .curves import record_of, series_in
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pandas
 
 COLUMNS = ["epoch", "step", "hook_point", "metric", "value"]
-Point = tuple[int, int, str, str, Any]  # what stands in these columns
-TOLD = {  # what is read of a summary
+Point = tuple[int, int, str, str, Any]  # the values of these columns
+SUMMARY_FIELDS = {  # the fields read from a summary
     **get_type_hints(Completed),
     **{"status": str, "error": str | None, "steps": int, "training_loss": float | None},
     **dict.fromkeys(("initial", "final"), Mapping[str, Any]),
@@ -30,10 +30,10 @@ TOLD = {  # what is read of a summary
 
 @dataclass(frozen=True)
 class FoundRun:
-    """What the folder of a run holds; its metrics are read when they are first asked for, as far as they are there.
+    """The content of a run's folder; metrics are read on first use.
 
     ``state`` is completed, failed or interrupted; running (a process holds the lock), killed (neither lock nor summary)
-    or damaged, with a sentence in ``problem``. ``summary`` is empty before the end.
+    or damaged, with a sentence in ``problem``. ``summary`` is empty before the end of the run.
     """
 
     path: Path
@@ -49,13 +49,13 @@ class FoundRun:
 
     @property
     def began(self) -> float:
-        """When its options were written, in seconds since the epoch; 0 where they cannot be found."""
+        """The time when the options were written, in seconds since the epoch; 0 if unknown."""
         path = self.path / CONFIG
         return path.stat().st_mtime if path.is_file() else 0.0
 
     @property
     def length(self) -> tuple[int, int] | None:
-        """Epochs and steps that are done; before the end those of the last emit, if there is any."""
+        """Completed epochs and steps; before the end of the run, those of the last emit, if any."""
         if self.summary:
             return self.summary["epochs"], self.summary["steps"]
         last = deque[Record](maxlen=1)
@@ -73,7 +73,7 @@ class FoundRun:
 
     @cached_property
     def points(self) -> Sequence[Point]:
-        """Every value with its epoch, step, hook point and name, as they came; :class:`UsageError` without a record."""
+        """All values with epoch, step, hook point and name, in order; raises :class:`UsageError` without a record."""
         return [
             (emit.epoch, operator.index(step), emit.hook_point.name, name, value)
             for emit in self._read(deque())
@@ -83,33 +83,34 @@ class FoundRun:
 
     @cached_property
     def names(self) -> list[str]:
-        """The metrics in the order of the record; what stands in a dict is named ``metric/key``."""
+        """The metrics in the order of the record; an entry of a dict is named ``metric/key``."""
         return list(dict.fromkeys(name for *_, name, _ in self.points))
 
     def matching(self, patterns: Sequence[str]) -> list[str]:
-        """Return the metrics that match patterns as ``loopscope plot`` takes them; without any, all of them.
+        """Return the metrics that match patterns like those of ``loopscope plot``; without patterns, all metrics.
 
-        Raises :class:`UsageError`, with the nearest names, for a pattern that matches none.
+        Raises:
+            UsageError: for a pattern without a match, with the nearest names.
         """
-        found = {pattern: list(filter(matcher([pattern]), self.names)) for pattern in patterns}
-        for pattern in [pattern for pattern, names in found.items() if not names]:
+        matches = {pattern: list(filter(matcher([pattern]), self.names)) for pattern in patterns}
+        for pattern in [pattern for pattern, names in matches.items() if not names]:
             near = near_names(pattern, self.names)
             hint = f"the nearest: {', '.join(near)}" if near else f"it has {listed(self.names) or 'none'}"
             raise UsageError(f"{self.path} has no metric {pattern!r}; {hint}.")
-        return list(dict.fromkeys(name for names in found.values() for name in names)) if patterns else self.names
+        return list(dict.fromkeys(name for names in matches.values() for name in names)) if patterns else self.names
 
     @property
     def metrics(self) -> "pandas.DataFrame":
-        """Every value as a row of ``epoch``, ``step``, ``hook_point``, ``metric`` and ``value``, as they came."""
+        """All values as rows of ``epoch``, ``step``, ``hook_point``, ``metric`` and ``value``, in order."""
         import pandas
 
         return pandas.DataFrame(self.points, columns=COLUMNS)
 
     def frame(self, *patterns: str, by: Literal["step", "epoch"] = "step") -> "pandas.DataFrame":
-        """Return the metrics that match, a column for each, with a row for each step at which any of them has a value.
+        """Return the matching metrics, one per column, with a row per step at which one of them has a value.
 
-        Of several values in one row the last counts; a metric without one is missing there. Lists and texts are
-        objects. With ``by="epoch"`` there is a row for each epoch, counted from 0.
+        The last of several values in a row counts; a metric without a value is missing (NaN). Lists and texts are
+        objects. With ``by="epoch"`` rows are epochs, counted from 0.
         """
         import pandas
 
@@ -118,29 +119,30 @@ class FoundRun:
         for epoch, step, _, name, value in self.points:
             if name in values:
                 values[name][epoch if by == "epoch" else step] = value
-        columns = {name: pandas.Series(found) for name, found in values.items()}
+        columns = {name: pandas.Series(by_row) for name, by_row in values.items()}
         return pandas.DataFrame(columns).sort_index().rename_axis(index=by)
 
 
 def read_run(path: str | os.PathLike[str]) -> FoundRun:
     """Read the folder of a run, ``OUTPUT_DIR/EXPERIMENT/STRATEGY``, for pandas.
 
-    Raises :class:`UsageError` for a folder without a run that can be read, and where pandas is not installed.
+    Raises:
+        UsageError: if the folder has no readable run, or pandas is not installed.
     """
     require_package("pandas", "loopscope.read_run", "frames")
-    found = look_at(Path(path))
-    require(found.record is not None, found.problem)
-    return found
+    run = look_at(Path(path))
+    require(run.record is not None, run.problem)
+    return run
 
 
 def look_at(folder: Path) -> FoundRun:
-    """Read what lies in the folder of a run; nothing that lies there raises."""
+    """Read the folder of a run; a damaged folder does not raise, but gives a run with a problem."""
     record, path = None, folder / SUMMARY
     try:
         record = RunRecord.read(folder)
-        if is_locked(folder) or not is_there(path):
+        if is_locked(folder) or not path_exists(path):
             return FoundRun(folder, "running" if is_locked(folder) else "killed", record)
-        summary = checked_fields(read_json(path), TOLD, path)
+        summary = checked_fields(read_json(path), SUMMARY_FIELDS, path)
     except UsageError as error:
         return FoundRun(folder, "damaged", record, problem=str(error))
     for name in ("initial", "final"):
@@ -149,15 +151,15 @@ def look_at(folder: Path) -> FoundRun:
 
 
 def find_runs(folder: Path) -> list[FoundRun]:
-    """Return all runs under a folder, however deep, by path; what cannot be read is among them with its problem.
+    """Return all runs in a folder and its subfolders, by path, including unreadable ones with their problem.
 
-    Links are followed after all else, and no folder is looked at twice. What was trained again of a run is part of it.
+    Links are followed last, and no folder is read twice. Rewinds belong to their run.
     """
-    found: list[FoundRun] = []
+    runs: list[FoundRun] = []
     seen: set[tuple[int, int]] = set()
-    waiting = [str(folder)]
-    while waiting:
-        here = waiting.pop()
+    pending = [str(folder)]
+    while pending:
+        here = pending.pop()
         try:
             stat = os.stat(here)
             if (stat.st_dev, stat.st_ino) in seen:
@@ -165,12 +167,12 @@ def find_runs(folder: Path) -> list[FoundRun]:
             seen.add((stat.st_dev, stat.st_ino))
             entries = list(os.scandir(here))
         except OSError as error:
-            found.append(FoundRun(Path(here), "damaged", problem=f"{here} cannot be read: {error.strerror}."))
+            runs.append(FoundRun(Path(here), "damaged", problem=f"{here} cannot be read: {error.strerror}."))
             continue
         if any(entry.name == CONFIG for entry in entries):
-            found.append(look_at(Path(here)))
+            runs.append(look_at(Path(here)))
             entries = [entry for entry in entries if entry.name != REWINDS]
         folders = sorted((entry.is_symlink(), entry.path) for entry in entries if os.path.isdir(entry.path))
-        waiting[:0] = [path for is_link, path in folders if is_link]
-        waiting += [path for is_link, path in folders if not is_link]
-    return sorted(found, key=lambda run: run.path.parts)
+        pending[:0] = [path for is_link, path in folders if is_link]
+        pending += [path for is_link, path in folders if not is_link]
+    return sorted(runs, key=lambda run: run.path.parts)
