@@ -107,7 +107,7 @@ def test_gradient_overflow_names_skipped_layers(way: str) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     task = TrainingTask(model, optimizer, loader, loss, evaluate=lambda model: {}, length=1)
     manager = HookManager([GradientOverflow()], task, TrainingState(model, optimizer, RandomStreams(1)))
-    with pytest.warns(RunNotice, match=r"leaves out layers whose weights are computed .*: head, blocks\.0\."):
+    with pytest.warns(RunNotice, match=r"omits layers whose weights are computed .*: head, blocks\.0\."):
         epoch_loop(task, manager)
     assert any(name.startswith("gradient_overflow/") for name in manager.dispatch.last())
 

@@ -1,4 +1,4 @@
-"""What narrow numbers lose."""
+"""Hooks about losses of low-precision number formats."""
 
 from .gradient_overflow import GradientOverflow
 from .metis_split import MetisSplit

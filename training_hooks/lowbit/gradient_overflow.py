@@ -1,4 +1,4 @@
-"""How many values leave the range of a narrow format: counted in quantised layers, or asked what if."""
+"""Overflow, underflow and noise of narrow formats, in quantised layers or under hypothetical casts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,20 +16,29 @@ from loopscope.state import unsharded
 from torch import Tensor, nn
 
 from ..measures import notice
-from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of, with_computed_weights
-from .overflow_ledger import Alarm, Ledger, Page, Values, infos, turn, values_by_role, values_together
-from .product_errors import LAYERS, PRODUCTS, oriented
+from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, trained_tensors, with_computed_weights
+from .overflow_ledger import (
+    Alarm,
+    Ledger,
+    Page,
+    Values,
+    close_ledgers,
+    describe_readings,
+    readings_by_role,
+    readings_of_all_roles,
+)
+from .product_errors import LAYERS, PRODUCTS, gradient_operands
 
 QUANTIZERS = "quantizers"
-TOGETHER = 64
-"""Output gradients that are kept until they are asked about."""
+PENDING_GRADIENTS = 64
+"""Number of output gradients that are cast in one batch."""
 SUBJECTS = (OUTPUT, "gradients", "weights", "activations")
 
 
-def quantizing(model: nn.Module) -> list[str]:
-    """Return the modules that quantise; low-bit layers whose recipe leaves everything in full precision do not."""
-    found = {name: model.get_submodule(name) for name in quantized_modules(model)}
-    return [name for name, each in found.items() if not isinstance(each, BitLinear) or each.recipe.casts]
+def quantizing_layers(model: nn.Module) -> list[str]:
+    """Return the names of the modules that quantise, without low-bit layers whose recipe casts nothing."""
+    modules = {name: model.get_submodule(name) for name in quantized_modules(model)}
+    return [name for name, module in modules.items() if not isinstance(module, BitLinear) or module.recipe.casts]
 
 
 @HookRegistry.register
@@ -37,49 +46,49 @@ def quantizing(model: nn.Module) -> list[str]:
 class GradientOverflow(TrainingHook):
     """Count how many values leave the range of a narrow format, or vanish in it, and how much noise the cast adds.
 
-    In a model with quantised layers (``quantize_model``) it reads what their quantisers counted, by layer and by role:
-    input and weight of the forward product, input and weight of the backward products, and the output's gradient. It
-    counts what was really done: each micro-batch and each use of a layer is a quantisation of its own, the parts of a
-    decomposed gradient (Metis) are too, and the output's gradients are as they arrive, which under a float16 loss
-    scaler is multiplied by its scale. In a model without, it asks what if: which share of the output gradients, or of
-    the gradients, weights or activations, would leave each of the ``formats`` under each of the ``rules``, without
-    changing a bit. Name ``formats``, and it asks that of a model with quantised layers, too.
+    In a model with quantised layers (``quantize_model``) the hook reads the counts of their quantisers, by layer and by
+    role: input and weight of the forward product, input and weight of the backward products, and gradient of the
+    output. These are the actual quantisations: each micro-batch, each use of a layer and each part of a decomposed
+    gradient (Metis) counts separately. Output gradients include the scale of a float16 loss scaler.
 
-    Output gradients, dL/dy, are what training casts: those of linear layers (``nn.Linear``, ``Conv1D``), as they
-    arrive. Each is cast along the dimension that its product sums over: for the input's gradient along the outputs,
-    for the weight's along the tokens; roles are called ``output_gradients/e2m1/nvfp4/dgrad`` and ``.../wgrad``. Of more
-    than 16,384 elements rows at even distances are looked at, and the one with the largest magnitude, which makes the
-    scales. Beside them stands how far the three products of eight layers would be off, all operands cast so, also where
-    training does not need one of them, as a first layer's input gradient.
+    In a model without quantised layers the hook makes hypothetical casts, which change nothing: it reports which share
+    of the output gradients, or of the gradients, weights or activations, would leave the range of each of the
+    ``formats`` under each of the ``rules``. If ``formats`` is given, it does so in a model with quantised layers, too.
 
-    Roles of the rest are called ``gradients/e2m1/nvfp4``: these are parameter gradients of POST_BACKWARD, of the whole
-    batch, unscaled, before clipping, which no product casts.
-    Activations are the inputs of the layers with a matrix. Each is cast whole, along its last dimension: that over
-    which the forward product sums.
+    Output gradients are dL/dy of linear layers (``nn.Linear``, ``Conv1D``): the gradients that low-precision training
+    casts. Each is cast along the dimension that its product sums over: the outputs for the input's gradient, the tokens
+    for the weight's gradient. The roles are ``output_gradients/e2m1/nvfp4/dgrad`` and ``.../wgrad``. Of a gradient with
+    more than 16,384 elements the hook takes evenly spaced rows and the row with the largest magnitude, which sets the
+    scales. It also reports the errors of the three products of eight layers if all operands are cast, even of products
+    that training does not need, such as the input gradient of a first layer.
 
-    Counts stay on their device and come to the host in one transfer at each step that is looked at. They begin anew at
-    PRE_STEP; the cumulative ones go on over the run and through checkpoints. What quantised layers and activations give
-    is added up over ranks that see different rows, each of which casts its own, so that a scale for all of a tensor is
-    one for a rank's part of it, as in training; gradients and weights are taken whole. A table for the whole run is
-    shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown
-    in noise, and a note says when it is over: of quantised layers, and of formats that were named.
+    The roles of other subjects look like ``gradients/e2m1/nvfp4``. ``gradients`` are the parameter gradients at
+    POST_BACKWARD, of the whole batch, unscaled and before clipping; no product casts them. Activations are the inputs
+    of the layers with a matrix. Each is cast as a whole, along its last dimension, over which the forward product sums.
 
-    Assumes that the blocks of a parameter or its gradient, asked what if, lie along its last dimension as it is stored,
-    which in ``Conv1D`` is not the one that a product sums over; those of quantised layers lie where the recipe says.
-    Activations and output gradients of a compiled model can be asked about only in a pass of its own. Output gradients
-    within attention of torch and experts are not seen. A delayed rule, asked what if, remembers the steps at which it
-    was asked, not all steps; of activations and output gradients each rank remembers its own.
+    Counts stay on their device; a measured step transfers them to the host once. They restart at PRE_STEP; cumulative
+    counts continue over the run and through checkpoints. The counts of quantised layers and activations are summed over
+    ranks with different rows. Each rank casts its own rows, so a per-tensor scale covers one rank's part, as in
+    training; gradients and weights are cast whole. The run's end shows a table for the whole run, which the summary
+    contains. A warning names layers and roles that start to overflow, or whose gradients start to drown in noise, and a
+    notice reports their recovery; both cover quantised layers and explicitly given formats only.
+
+    Assumes that the blocks of a parameter or its gradient are along its last dimension as stored, in hypothetical
+    casts; in ``Conv1D`` that is not the dimension that a product sums over. Blocks of quantised layers follow the
+    recipe. In a compiled model, hypothetical casts of activations and output gradients need a separate pass. Output
+    gradients within torch's attention and within experts are not measured. A delayed rule of a hypothetical cast has
+    the history of the measured steps only; for activations and output gradients each rank has a separate history.
 
     Args:
-        interval: steps from one round of hypothetical casts to the next.
-        count_interval: steps from one step whose quantisers are counted to the next.
-        formats: formats of the hypothetical casts, separated by commas; empty: e2m1 in a model without quantised
+        interval: steps between two rounds of hypothetical casts.
+        count_interval: steps between two counts of the quantisers.
+        formats: formats of the hypothetical casts, separated by commas. Default: e2m1 in a model without quantised
             layers, else none.
         rules: scaling rules of the hypothetical casts, separated by commas.
-        of: what is asked about, separated by commas: output_gradients, gradients, weights, activations.
-        top_k: layers to report by name in each role, those with the worst overflow and noise.
-        overflow_threshold: warn of a layer and role if more than this share of its elements overflows.
-        noise_threshold: warn of gradients whose gradient_to_noise_ratio is below this; √3 is where training degrades.
+        of: subjects of the hypothetical casts, separated by commas: output_gradients, gradients, weights, activations.
+        top_k: number of layers to report by name in each role, those with the worst overflow and noise.
+        overflow_threshold: warn about a layer and role if more than this share of its elements overflows.
+        noise_threshold: warn about gradients with a gradient_to_noise_ratio below this; training degrades below √3.
     """
 
     name = "gradient_overflow"
@@ -100,172 +109,176 @@ class GradientOverflow(TrainingHook):
             in_range = least <= value < math.inf
             require(in_range, f"gradient_overflow.{option} is {value}; it must be a number of at least {least}.")
         share = self.overflow_threshold
-        require(0 < share <= 1, f"gradient_overflow.overflow_threshold is {share}; it is a share above 0 and up to 1.")
-        self._asks_always = bool(self.formats.strip())
-        formats = _several("formats", self.formats.strip() or "e2m1", "format", FormatRegistry.names())
-        rules = _several("rules", self.rules, "scaling rule", RuleRegistry.names())
-        subjects = _several("of", self.of, "subject", SUBJECTS)
-        self._casts = HypotheticalCasts([Cast(each, rule) for each in formats for rule in rules], subjects)
+        require(0 < share <= 1, f"gradient_overflow.overflow_threshold is {share}; it must be a share in (0, 1].")
+        self._formats_given = bool(self.formats.strip())
+        formats = _parse_names("formats", self.formats.strip() or "e2m1", "format", FormatRegistry.names())
+        rules = _parse_names("rules", self.rules, "scaling rule", RuleRegistry.names())
+        subjects = _parse_names("of", self.of, "subject", SUBJECTS)
+        self._casts = HypotheticalCasts(
+            [Cast(number_format, rule) for number_format in formats for rule in rules], subjects
+        )
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=self.interval)
         self._plain_schedule: StepSchedule | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was counted and warned of."""
-        self._counts = self._asks = False
+        """Clear all counts and reported warnings."""
+        self._counts = self._makes_casts = False
         self._step = 0
         self._casts.reset()
         self._inputs: dict[str, list[Tensor]] = {}
-        self._seen: list[tuple[str, Mapping[str, Tensor]]] = []
+        self._pending_gradients: list[tuple[str, Mapping[str, Tensor]]] = []
         self._layers: dict[str, tuple[nn.Module, bool]] = {}
         self._ledgers = {subject: Ledger() for subject in (QUANTIZERS, *self._casts.subjects)}
         self._alarms = {subject: Alarm(self.overflow_threshold, self.noise_threshold) for subject in self._ledgers}
 
     def start(self, run: RunInfo) -> None:
-        """Decide between counting and asking; raises :class:`UnsuitableError` if there is nothing for either."""
+        """Decide between counts and hypothetical casts; raises :class:`UnsuitableError` if neither has a subject."""
         if self._plain_schedule is not None:
             self.step_schedule, self._plain_schedule = self._plain_schedule, None
-        ledgers = {QUANTIZERS: Ledger(quantizing(run.model), ROLES, shared=True)}
+        ledgers = {QUANTIZERS: Ledger(quantizing_layers(run.model), ROLES, shared=True)}
         ledgers |= {subject: self._casts.ledger(subject, run.model) for subject in self._casts.subjects}
         self._layers = linear_layers(run.model) if OUTPUT in self._casts.subjects else {}
         self._counts = bool(ledgers[QUANTIZERS].layers)
-        self._asks = self._asks_always or not self._counts
+        self._makes_casts = self._formats_given or not self._counts
         computed = with_computed_weights(run.model) if OUTPUT in self._casts.subjects else []
-        why = "whose weights are computed from other parameters, as by prune or weight_norm"
+        reason = "whose weights are computed from other parameters, as by prune or weight_norm"
         if not self._counts and not any(ledger.layers for ledger in ledgers.values()):
-            rest = [subject for subject in self._casts.subjects if subject != OUTPUT]
+            others = [subject for subject in self._casts.subjects if subject != OUTPUT]
             wanted = ["output gradients of linear layers"] * (OUTPUT in self._casts.subjects)
-            wanted += [f"{' or '.join(rest)} of parameters that are trained"] * bool(rest)
+            wanted += [f"{' or '.join(others)} of trained parameters"] * bool(others)
             raise UnsuitableError(
                 f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(wanted)}; the model has neither"
-                + (f", but layers {why}: {listed(computed, 3)}." if computed else ".")
+                + (f", but layers {reason}: {listed(computed, 3)}." if computed else ".")
             )
         for subject, ledger in ledgers.items():
             ledger.load_state_dict(self._ledgers[subject].state_dict())
         self._ledgers = ledgers
-        if self._asks and run.ranks.shares_layers and {OUTPUT, "activations"} & {*self._casts.subjects}:
+        if self._makes_casts and run.ranks.shares_layers and {OUTPUT, "activations"} & {*self._casts.subjects}:
             raise UnsuitableError(
-                "Hook 'gradient_overflow' asks about whole activations and output gradients, and under tensor "
-                "parallelism a rank has parts of some of them; set gradient_overflow.of=gradients,weights."
+                "Hook 'gradient_overflow' casts whole activations and output gradients, but under tensor parallelism "
+                "a rank has only parts of some of them; set gradient_overflow.of=gradients,weights."
             )
         if self._counts:
             self._fit_schedule()
             layers = counted(len(ledgers[QUANTIZERS].layers), "quantised layer")
-            notice(f"gradient_overflow counts the casts of {layers}, {_often(self.step_schedule.every_n_steps)}.")
-        if self._asks:
+            notice(f"gradient_overflow counts the casts of {layers}, {_frequency(self.step_schedule.every_n_steps)}.")
+        if self._makes_casts:
             ways = ", ".join(map(label, self._casts.casts))
             subjects = ", ".join(self._casts.subjects).replace("_", " ")
-            often = _often(self.interval if self._counts else self.step_schedule.every_n_steps)
-            notice(f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.")
+            frequency = _frequency(self.interval if self._counts else self.step_schedule.every_n_steps)
+            notice(f"gradient_overflow makes hypothetical casts of {subjects} to {ways}, {frequency}.")
             if computed:
-                notice(f"gradient_overflow leaves out layers {why}: {listed(computed, 3)}.")
+                notice(f"gradient_overflow omits layers {reason}: {listed(computed, 3)}.")
 
     def _fit_schedule(self) -> None:
         """Fire where quantisers are counted; what if is asked at some of these steps."""
         every = self.count_interval
-        if self._asks and self.interval % every:
+        if self._makes_casts and self.interval % every:
             raise UsageError(
-                f"gradient_overflow.interval is {self.interval}; where quantised layers are counted every {every} "
+                f"gradient_overflow.interval is {self.interval}; since quantised layers are counted every {every} "
                 f"steps (count_interval), it must be a multiple of {every}."
             )
         self._plain_schedule = self.step_schedule
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
-        """Tap the quantisers, and the inputs of the layers whose activations are asked about."""
-        found: list[Tap] = [QuantizationTap(layer, counts) for layer, counts in self._ledgers[QUANTIZERS].open.items()]
-        if self._asks and "activations" in self._casts.subjects:
+        """Tap the quantisers, and the inputs and output gradients that hypothetical casts need."""
+        taps: list[Tap] = [QuantizationTap(layer, counts) for layer, counts in self._ledgers[QUANTIZERS].open.items()]
+        if self._makes_casts and "activations" in self._casts.subjects:
             layers = self._ledgers["activations"].layers
-            found += [GradientTap(layer, "input", partial(self._see, layer)) for layer in layers]
-        if self._asks and OUTPUT in self._casts.subjects:
+            taps += [GradientTap(layer, "input", partial(self._cast_activation, layer)) for layer in layers]
+        if self._makes_casts and OUTPUT in self._casts.subjects:
             layers = self._ledgers[OUTPUT].layers
-            found += [GradientTap(layer, "output", partial(self._see_gradient, layer)) for layer in layers]
+            taps += [GradientTap(layer, "output", partial(self._cast_gradient, layer)) for layer in layers]
             compared = layers[:: math.ceil(len(layers) / LAYERS)]
-            found += [GradientTap(layer, "input", partial(self._keep, layer)) for layer in compared]
-        return found
+            taps += [GradientTap(layer, "input", partial(self._keep_input, layer)) for layer in compared]
+        return taps
 
-    def _keep(self, layer: str, values: Tensor) -> None:
-        """Keep an input until the gradient of its output comes."""
-        if values.is_floating_point() and self._asks_at(self._step):
+    def _keep_input(self, layer: str, values: Tensor) -> None:
+        """Keep an input until the gradient of its output arrives."""
+        if values.is_floating_point() and self._casts_at(self._step):
             self._inputs.setdefault(layer, []).append(values)
 
-    def _see_gradient(self, layer: str, gradient: Tensor) -> None:
-        """Ask about an output gradient, and about the products that it is part of."""
-        if not self._asks_at(self._step):
+    def _cast_gradient(self, layer: str, gradient: Tensor) -> None:
+        """Queue an output gradient for its casts, and keep the operands of its products."""
+        if not self._casts_at(self._step):
             return
         with torch.no_grad():
-            self._seen.append((layer, oriented(gradient.detach())))
-            if len(self._seen) >= TOGETHER:
-                self._ask_about_seen()
-            if inputs := self._inputs.get(layer):  # of several uses in a step the last comes back first
+            self._pending_gradients.append((layer, gradient_operands(gradient.detach())))
+            if len(self._pending_gradients) >= PENDING_GRADIENTS:
+                self._cast_pending_gradients()
+            # The backward pass visits several uses of a layer in reverse order, so the last input comes first.
+            if inputs := self._inputs.get(layer):
                 module, transposed = self._layers[layer]
                 weight = unsharded(module.get_parameter("weight").detach())
                 self._casts.keep_products(inputs.pop(), weight.T if transposed else weight, gradient.detach())
 
-    def _ask_about_seen(self) -> None:
-        """Ask about the output gradients that have come, together: several times faster than one by one."""
+    def _cast_pending_gradients(self) -> None:
+        """Cast the queued output gradients in one batch, several times faster than one by one."""
         for product in PRODUCTS[1:]:
-            seen = [(layer, views[product]) for layer, views in self._seen]
-            self._casts.ask(OUTPUT, seen, self._ledgers[OUTPUT], f"/{product}")
-        self._seen.clear()
+            gradients = [(layer, views[product]) for layer, views in self._pending_gradients]
+            self._casts.count_losses(OUTPUT, gradients, self._ledgers[OUTPUT], f"/{product}")
+        self._pending_gradients.clear()
 
-    def _see(self, layer: str, values: Tensor) -> None:
-        """Ask about an activation; numbers of tokens are none."""
-        if values.is_floating_point() and self._asks_at(self._step):
-            self._casts.ask("activations", [(layer, values)], self._ledgers["activations"])
+    def _cast_activation(self, layer: str, values: Tensor) -> None:
+        """Count the losses of an activation's casts; integer inputs, such as token numbers, are ignored."""
+        if values.is_floating_point() and self._casts_at(self._step):
+            self._casts.count_losses("activations", [(layer, values)], self._ledgers["activations"])
 
-    def _asks_at(self, step: int) -> bool:
-        """Return whether the hypothetical casts are made at a step at which the hook fires."""
-        return self._asks and (not self._counts or (step - 1) % self.interval == 0)
+    def _casts_at(self, step: int) -> bool:
+        """Return whether a step on the hook's schedule has hypothetical casts."""
+        return self._makes_casts and (not self._counts or (step - 1) % self.interval == 0)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Begin the step's counts at PRE_STEP; at POST_BACKWARD return what they say."""
+        """Clear the step's counts at PRE_STEP; at POST_BACKWARD return their readings."""
         if ctx.hook_point is HookPoint.PRE_STEP:
             self._step = ctx.step
             self._casts.clear()
             self._inputs.clear()
-            self._seen.clear()
+            self._pending_gradients.clear()
             for ledger in self._ledgers.values():
                 ledger.clear()
             return {}
         due = [QUANTIZERS] if self._counts else []
-        if self._asks_at(ctx.step):
+        if self._casts_at(ctx.step):
             for subject in self._casts.subjects:
                 if subject == OUTPUT:
-                    self._ask_about_seen()
+                    self._cast_pending_gradients()
                     self._casts.compare_products()
-                elif subject != "activations":  # those were asked about while they passed
-                    self._casts.ask(subject, tensors_of(ctx.model, subject).items(), self._ledgers[subject])
+                elif subject != "activations":  # their taps have counted them already
+                    tensors = trained_tensors(ctx.model, subject).items()
+                    self._casts.count_losses(subject, tensors, self._ledgers[subject])
             due += self._casts.subjects
-        beside = {subject: self._casts.beside(subject) for subject in due if subject != QUANTIZERS}
+        extra = {subject: self._casts.extra_numbers(subject) for subject in due if subject != QUANTIZERS}
         ledgers = {subject: self._ledgers[subject] for subject in due}
-        pages = turn(ledgers, next(ctx.model.parameters()).device, beside, ctx.ranks)
+        pages = close_ledgers(ledgers, next(ctx.model.parameters()).device, extra, ctx.ranks)
         metrics: dict[str, Any] = {}
         for subject, page in pages.items():
-            if page.heard():
-                metrics |= self._told(subject, page, ctx.step)
+            if page.active_roles():
+                metrics |= self._page_metrics(subject, page, ctx.step)
         return metrics
 
-    def _told(self, subject: str, page: Page, step: int) -> dict[str, Any]:
-        if subject == QUANTIZERS or self._asks_always:  # nobody is warned of what nobody asked
-            self._alarms[subject].see(page, step)
-        more = values_together(page) if subject == QUANTIZERS else self._casts.values(subject, page)
-        return more | values_by_role(page, self.top_k)
+    def _page_metrics(self, subject: str, page: Page, step: int) -> dict[str, Any]:
+        if subject == QUANTIZERS or self._formats_given:  # the default format gives no warnings
+            self._alarms[subject].update(page, step)
+        more = readings_of_all_roles(page) if subject == QUANTIZERS else self._casts.values(subject, page)
+        return more | readings_by_role(page, self.top_k)
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Give the warnings that have come up by ``step``."""
+        """Issue the warnings of all steps up to ``step``."""
         for alarm in self._alarms.values():
-            alarm.alerts.tell(step)
+            alarm.alerts.issue_warnings(step)
 
     def table(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the counts of the whole run, a row for each role, and for all roles of the quantised layers."""
+        """Return the readings of the whole run: a row per role, and one for all roles of the quantised layers."""
         rows: dict[str, Values] = {}
         for subject, ledger in self._ledgers.items():
-            rows |= ledger.table(together=subject == QUANTIZERS)
+            rows |= ledger.table(with_total=subject == QUANTIZERS)
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of the run so far, the past of delayed rules, and what was warned of."""
+        """Return the counts of the run so far, the history of delayed rules, and the reported warnings."""
         return {
             "ledgers": {subject: ledger.state_dict() for subject, ledger in self._ledgers.items()},
             "alarms": {subject: alarm.state_dict() for subject, alarm in self._alarms.items()},
@@ -273,7 +286,7 @@ class GradientOverflow(TrainingHook):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned of the subjects that this hook counts."""
+        """Resume from :meth:`state_dict`, with the subjects that this hook counts."""
         for subject, ledger in self._ledgers.items():
             if subject in state["ledgers"]:
                 ledger.load_state_dict(state["ledgers"][subject])
@@ -282,18 +295,18 @@ class GradientOverflow(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the readings; ``<parameter>`` stands for a role, or for <layer>/<role>."""
-        return infos()
+        return describe_readings()
 
 
-def _several(option: str, text: str, kind: str, known: Sequence[str]) -> list[str]:
-    """Return the names in a text, each once; raises :class:`UsageError` for an unknown one, and for none."""
+def _parse_names(option: str, text: str, kind: str, choices: Sequence[str]) -> list[str]:
+    """Return the distinct names in a text; raises :class:`UsageError` for an unknown name, and for an empty text."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    require(bool(names), f"gradient_overflow.{option} names nothing; known: {', '.join(known)}.")
+    require(bool(names), f"gradient_overflow.{option} is empty; choose from: {', '.join(choices)}.")
     for name in names:
-        if name not in known:
-            raise UsageError(f"gradient_overflow.{option}: {unknown(kind, name, known)}")
+        if name not in choices:
+            raise UsageError(f"gradient_overflow.{option}: {unknown(kind, name, choices)}")
     return names
 
 
-def _often(every: int) -> str:
+def _frequency(every: int) -> str:
     return "at every step" if every == 1 else f"at step 1 and every {every:,} steps after it"

@@ -1,4 +1,4 @@
-"""What casts would do to a model that trains without them: the tensors that are asked about, and the answers."""
+"""Hypothetical casts of the tensors of a model that trains without them, and their losses."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,35 +21,39 @@ OUTPUT = "output_gradients"
 
 
 def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
-    """Return the modules whose output is one product with their weight, and whether that lies transposed (in, out)."""
-    found = {name: each for name, each in known_matrices(model).items() if each.key in ("", "weight")}
-    own = {name: each for name, each in found.items() if has_own_weight(each.owner)}
-    return {name: (each.owner, each.key == "weight") for name, each in own.items() if each.weight.ndim == 2}
+    """Return the modules whose output is one product with their weight, and whether that is stored as (in, out)."""
+    matrices = {name: matrix for name, matrix in known_matrices(model).items() if matrix.key in ("", "weight")}
+    stored = {name: matrix for name, matrix in matrices.items() if has_own_weight(matrix.owner)}
+    return {name: (matrix.owner, matrix.key == "weight") for name, matrix in stored.items() if matrix.weight.ndim == 2}
 
 
 def with_computed_weights(model: nn.Module) -> list[str]:
-    """Name the linear layers whose weights are computed from other parameters, by ``prune`` or ``weight_norm`` say."""
+    """Return the names of linear layers with computed weights, for example by ``prune`` or ``weight_norm``."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return [name for name, layer in layers.items() if not has_own_weight(layer)]
 
 
-def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
-    """Return the gradients or weights of the trained parameters by name, each a real and whole tensor."""
-    found = {name: each.grad if subject == "gradients" else each for name, each in trainable(model).items()}
+def trained_tensors(model: nn.Module, subject: str) -> dict[str, Tensor]:
+    """Return the gradients or weights of the trained parameters by name, real and unsharded."""
+    tensors = {name: value.grad if subject == "gradients" else value for name, value in trainable(model).items()}
     return {
-        name: unsharded(each.detach()) for name, each in found.items() if each is not None and each.is_floating_point()
+        name: unsharded(tensor.detach())
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.is_floating_point()
     }
 
 
 class HypotheticalCasts(Remembering):
-    """Casts tensors in several ways, keeps what was lost and throws the results away.
+    """Casts tensors in several ways, records the losses and discards the results.
 
-    Rules with a history scale by the largest magnitudes of the same tensor when it was last looked at.
+    Rules with a history scale by the largest magnitudes that the same tensor had in earlier measurements.
     """
 
     _histories = Remembered(dict[str, Tensor])
-    """The largest magnitudes of the last steps, for the rules with a history; of a rank's rows they are its own."""
-    _beside = Remembered(dict[str, Tensor], saved=False)
+    """The largest magnitudes of the last measured steps, for rules with a history; separate on each rank if its rows
+    are."""
+    _extra = Remembered(dict[str, Tensor], saved=False)
+    """Numbers of the current step that accompany its counts."""
     _products = Remembered(list[list[Tensor]], saved=False)
 
     def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
@@ -57,90 +61,96 @@ class HypotheticalCasts(Remembering):
         self._delay = max(cast.scaling_rule.history for cast in casts)
 
     def roles(self, subject: str) -> list[str]:
-        """Return what is asked about a subject: ``<subject>/<format>/<rule>``, of output gradients by product."""
+        """Return the roles of a subject: ``<subject>/<format>/<rule>``, for output gradients also by product."""
         uses = [f"/{product}" for product in PRODUCTS[1:]] if subject == OUTPUT else [""]
         return [f"{subject}/{label(cast)}{use}" for use in uses for cast in self.casts]
 
     def ledger(self, subject: str, model: nn.Module) -> Ledger:
-        """Return an empty ledger for the questions about a subject.
+        """Return an empty ledger for the casts of a subject.
 
-        Activations, which differ from rank to rank, are the inputs of the modules with a trained matrix of their own;
-        output gradients, which do too, are those of linear layers.
+        Activations are the inputs of the modules that own a trained matrix, output gradients those of linear layers.
+        Both differ from rank to rank, so their ledgers are summed over ranks.
         """
         roles = self.roles(subject)
         if subject == OUTPUT:
             return Ledger(list(linear_layers(model)) if trainable(model) else [], roles, shared=True)
         if subject == "activations":
-            own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
-            layers = [name for name, values in own.items() if any(v.ndim > 1 and v.requires_grad for v in values)]
+            parameters = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
+            layers = [
+                name for name, values in parameters.items() if any(v.ndim > 1 and v.requires_grad for v in values)
+            ]
             return Ledger(layers, roles, shared=True)
         real = [name for name, parameter in trainable(model).items() if parameter.is_floating_point()]
         return Ledger(real, roles)
 
     def clear(self) -> None:
-        """Forget what was noted beside the counts in the step in progress."""
-        self._beside.clear()
+        """Clear the extra numbers and the operands of the current step."""
+        self._extra.clear()
         self._products.clear()
 
-    def ask(self, subject: str, tensors: Iterable[tuple[str, Tensor]], ledger: Ledger, use: str = "") -> None:
-        """Count what each cast would lose of each tensor, in one ``use`` of it if it has several."""
-        named = [(name, each if each.layout is torch.strided else each.to_dense()) for name, each in tensors]
-        past = [self._histories.get(f"{subject}/{name}{use}") for name, _ in named]
-        for (name, _), found in zip(named, losses([each for _, each in named], self.casts, past), strict=True):
-            for cast, counts in zip(self.casts, found, strict=True):
+    def count_losses(self, subject: str, tensors: Iterable[tuple[str, Tensor]], ledger: Ledger, use: str = "") -> None:
+        """Count the loss of each cast on each tensor, for one ``use`` of the tensor if it has several."""
+        named = [(name, value if value.layout is torch.strided else value.to_dense()) for name, value in tensors]
+        histories = [self._histories.get(f"{subject}/{name}{use}") for name, _ in named]
+        counts_by_tensor = losses([value for _, value in named], self.casts, histories)
+        for (name, _), counts_by_cast in zip(named, counts_by_tensor, strict=True):
+            for cast, counts in zip(self.casts, counts_by_cast, strict=True):
                 ledger.add(name, f"{subject}/{label(cast)}{use}", counts)
         for cast in self.casts:
-            scales = [cast.scales(each, earlier).flatten() for (_, each), earlier in zip(named, past, strict=True)]
+            scales = [
+                cast.scales(value, history).flatten() for (_, value), history in zip(named, histories, strict=True)
+            ]
             if scales:
-                self._note(f"{subject}/{label(cast)}{use}", exponents(torch.cat(scales)))
+                self._add_extra(f"{subject}/{label(cast)}{use}", exponents(torch.cat(scales)))
         if not self._delay:
             return
         for name, tensor in named:
-            earlier = self._histories.get(f"{subject}/{name}{use}")
-            before = tensor.new_zeros(self._delay) if earlier is None else earlier.to(tensor.device)  # zeros are none
-            newest = largest_magnitudes(tensor, None).to(before.dtype).reshape(1)
-            self._histories[f"{subject}/{name}{use}"] = torch.cat([before[1:], newest])
+            saved = self._histories.get(f"{subject}/{name}{use}")
+            # A zero in a history stands for a missing entry.
+            history = tensor.new_zeros(self._delay) if saved is None else saved.to(tensor.device)
+            newest = largest_magnitudes(tensor, None).to(history.dtype).reshape(1)
+            self._histories[f"{subject}/{name}{use}"] = torch.cat([history[1:], newest])
 
     def keep_products(self, x: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        """Keep what a layer multiplies until :meth:`compare_products`, or until it is much."""
+        """Keep the operands of a layer for :meth:`compare_products`, which runs at once above ``KEPT`` values."""
         self._products.append(operands(x, weight, gradient))
         if sum(matrix.numel() for layer in self._products for matrix in layer) > KEPT:
             self.compare_products()
 
     def compare_products(self) -> None:
-        """Note how far each cast would put the products of the layers that were kept off."""
+        """Add the errors of the kept layers' products under each cast to the extra numbers."""
         if self._products:
             for cast, table in zip(self.casts, product_errors(self._products, self.casts), strict=True):
-                self._note(label(cast), table.flatten())
+                self._add_extra(label(cast), table.flatten())
             self._products.clear()
 
-    def _note(self, name: str, numbers: Tensor) -> None:
-        self._beside[name] = self._beside[name] + numbers if name in self._beside else numbers
+    def _add_extra(self, name: str, numbers: Tensor) -> None:
+        self._extra[name] = self._extra[name] + numbers if name in self._extra else numbers
 
-    def beside(self, subject: str) -> Tensor:
-        """Return what was noted of a subject: the exponents of each role, and of output gradients the products."""
-        shapes = {role: EXPONENTS for role in self.roles(subject)}
-        shapes |= {label(cast): 3 * len(PRODUCTS) for cast in self.casts if subject == OUTPUT}
-        noted = [self._beside.get(name, torch.zeros(size, dtype=torch.float64)) for name, size in shapes.items()]
-        return torch.cat([each.to(noted[0].device) for each in noted])
+    def extra_numbers(self, subject: str) -> Tensor:
+        """Return the exponent counts of each role of a subject, followed by the product errors for output gradients."""
+        sizes = {role: EXPONENTS for role in self.roles(subject)}
+        sizes |= {label(cast): 3 * len(PRODUCTS) for cast in self.casts if subject == OUTPUT}
+        parts = [self._extra.get(name, torch.zeros(size, dtype=torch.float64)) for name, size in sizes.items()]
+        return torch.cat([part.to(parts[0].device) for part in parts])
 
     def values(self, subject: str, page: Page) -> dict[str, Any]:
-        """Return what a page says beside its counts."""
-        found: dict[str, Any] = {}
+        """Return the metrics from a page's extra numbers."""
+        metrics: dict[str, Any] = {}
         roles = self.roles(subject)
-        counts, products = np.split(page.beside, [len(roles) * EXPONENTS])
+        counts, products = np.split(page.extra, [len(roles) * EXPONENTS])
         for role, row in zip(roles, counts.reshape(len(roles), EXPONENTS), strict=True):
             used = np.flatnonzero(row).tolist()
-            found[f"scale_exponents_of/{role}"] = {str(LOWEST + index): int(row[index]) for index in used}
+            metrics[f"scale_exponents_of/{role}"] = {str(LOWEST + index): int(row[index]) for index in used}
         for cast, table in zip(self.casts, products.reshape(-1, len(PRODUCTS), 3), strict=False):
             for product, (error, cosine, number) in zip(PRODUCTS, table.tolist(), strict=True):
                 role = f"{product}/{label(cast)}"
-                found[f"product_error_of/{role}"] = error / number if number else math.nan
-                found[f"product_cosine_of/{role}"] = cosine / number if number else math.nan
-        return found
+                metrics[f"product_error_of/{role}"] = error / number if number else math.nan
+                metrics[f"product_cosine_of/{role}"] = cosine / number if number else math.nan
+        return metrics
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned, leaving out histories of another length."""
+        """Resume from :meth:`state_dict`; drops histories of another length."""
         super().load_state_dict(state)
         self._histories = {name: history for name, history in self._histories.items() if len(history) == self._delay}
 

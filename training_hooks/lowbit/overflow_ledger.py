@@ -1,4 +1,4 @@
-"""Counts of quantisations by layer and role, of the step in progress and of the run so far, and what they say."""
+"""Counts of quantisations by layer and role, for the current step and the run so far, and their readings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from ..measures import Alerts
 Numbers = npt.NDArray[np.float64]
 Values = dict[str, float | int]
 WHOLE = ("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count", "non_finite_count")
-"""Readings that are whole numbers."""
+"""Readings that are integers."""
 CUMULATIVE = (
     *("element_overflow_rate", "batch_overflow_rate", "underflow_rate"),
     *("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count"),
@@ -28,9 +28,9 @@ CUMULATIVE_BY_ROLE = ("element_overflow_rate", "batch_overflow_rate")
 
 
 def readings(sums: Numbers, maxima: Numbers) -> dict[str, Numbers]:
-    """Return every reading of counts of any leading shape, whose last dimensions are ``SUMS`` and ``MAXIMA``.
+    """Return all readings of counts with any leading shape; the last dimensions are ``SUMS`` and ``MAXIMA``.
 
-    NaN stands where there is nothing to divide by: rates of no elements, excess without overflow.
+    A reading without a denominator is NaN, such as a rate of no elements or an excess without overflow.
     """
     of = dict(zip(SUMS + MAXIMA, np.moveaxis(np.concatenate([sums, maxima], -1), -1, 0), strict=True))
     elements, overflowing = of["total_elements"], of["total_overflow_elements"]
@@ -55,68 +55,69 @@ def readings(sums: Numbers, maxima: Numbers) -> dict[str, Numbers]:
         }
 
 
-def plain(name: str, value: Any) -> float | int:
-    """Return a reading as a number of Python, a whole one as an integer."""
+def as_number(name: str, value: Any) -> float | int:
+    """Return a reading as a Python number, an integer for counts."""
     return int(value) if name in WHOLE else float(value)
 
 
 _TABLE = metric_table("""
     element_overflow_rate | elements with |x| > s·M / all elements, s the scale, M the largest number of the format
-        | [0, 1], NaN | What saturates. By construction 2.3 % of a Gaussian under mx_floor and 3.5 % under nvfp4 (by at
-        most 1/16), 0 under tensor, current, row, block, mx_ceil, mx_rceil and Metis' two. Above that: outliers under a
-        delayed scale, or a q_scalar below 1.
+        | [0, 1], NaN | The share that saturates. By construction 2.3 % of a Gaussian under mx_floor and 3.5 % under
+        nvfp4 (by at most 1/16), 0 under tensor, current, row, block, mx_ceil, mx_rceil and the two Metis rules. Above
+        that: outliers under a delayed scale, or a q_scalar below 1.
     batch_overflow_rate | quantisations (of a whole tensor each) in which any element overflows / all quantisations
         | [0, 1], NaN | Near 1 with a small element_overflow_rate: every tensor has a few outliers.
-    total_elements | elements that were quantised | 0, 1, 2, … | What the rates are shares of.
+    total_elements | elements that were quantised | 0, 1, 2, … | The denominator of the rates.
     total_overflow_elements | elements with |x| > s·M | 0, 1, 2, … | The numerator of element_overflow_rate.
-    total_quantizations | tensors that were quantised, each use and each micro-batch by itself | 0, 1, 2, …
-        | What batch_overflow_rate is a share of.
-    overflow_count | quantisations in which any element overflows | 0, 1, 2, … | Its numerator.
+    total_quantizations | tensors that were quantised, each use and each micro-batch separately | 0, 1, 2, …
+        | The denominator of batch_overflow_rate.
+    overflow_count | quantisations in which any element overflows | 0, 1, 2, … | The numerator of batch_overflow_rate.
     excess_mean | mean over the overflowing elements of |x| / (s·M) | (1, ∞), NaN
-        | By how much what saturates is cut. Just above 1 is harmless. NaN: nothing overflows.
-    excess_max | max over the overflowing elements of |x| / (s·M) | (1, ∞), NaN | The worst cut of all.
+        | The factor by which saturation cuts values. Just above 1 is harmless. NaN: nothing overflows.
+    excess_max | max over the overflowing elements of |x| / (s·M) | (1, ∞), NaN | The worst cut of any element.
     underflow_rate | elements with x ≠ 0 that become 0 / all elements | [0, 1], NaN
-        | What is lost at the other end: a share of any Gaussian in few bits (7 % in e2m1 with a scale for 16). Rising:
-        one outlier sets the scale of many; take smaller blocks or a format with more exponent bits.
+        | The loss at the small end: few bits lose a share of any Gaussian (7 % in e2m1 with a scale for 16). Rising:
+        one outlier sets the scale of many elements; use smaller blocks or a format with more exponent bits.
     non_finite_count | elements that are inf or NaN before the cast; they count as elements, but not as overflowing
-        | 0, 1, 2, … | Above 0: the run is broken, or a float16 loss scaler has gone too far for a step.
+        | 0, 1, 2, … | Above 0: the run has diverged, or a float16 loss scaler overflowed in this step.
     quantization_error | mean over the finite elements of (q(x) − x)², q(x) after scaling back | [0, ∞), NaN
-        | In the square of the tensor's own unit: compare between formats, not between tensors.
+        | In the squared unit of the tensor: compare between formats, not between tensors.
     gradient_to_noise_ratio | ‖x‖₂ / ‖q(x) − x‖₂ over the finite elements of all tensors together | [0, ∞], NaN
-        | Of gradients: training degrades below √3 ≈ 1.73 (arXiv 2505.19115), and more exponent bits, smaller blocks or
-        stochastic rounding help. Of weights and inputs it is the same ratio without that threshold.
-    scale_min | the smallest scale s above 0 | (0, ∞), NaN | Of the quietest block, or tensor.
-    scale_max | the largest scale s | (0, ∞), NaN | Of the loudest.
+        | For gradients: training degrades below √3 ≈ 1.73 (arXiv 2505.19115); more exponent bits, smaller blocks or
+        stochastic rounding help. For weights and inputs the ratio has no such threshold.
+    scale_min | the smallest scale s above 0 | (0, ∞), NaN | The scale of the block or tensor of smallest magnitude.
+    scale_max | the largest scale s | (0, ∞), NaN | The scale of the block or tensor of largest magnitude.
     scale_spread | scale_max / scale_min, over all blocks and tensors | [1, ∞), NaN
-        | What a single scale would have to span. Far above the format's own range: one scale for all would not do.
+        | The range that a single scale would have to cover. Far above the format's own range: one scale is not enough.
     upper_half_fraction | elements with |x| > s·M/2 / all elements | [0, 1], NaN
-        | No overflow, although published code calls it that: with a scale from the largest magnitude a third of a
-        Gaussian block lies there. High: the range is used well.
+        | Not overflow, although published code calls it so: if the largest magnitude sets the scale, a third of a
+        Gaussian block is in the upper half. High: the range is used well.
 """)
-_OF_WHAT_IF = metric_table("""
+_HYPOTHETICAL = metric_table("""
     scale_exponents_of/<parameter> | by hypothetical role: scales s > 0 (of blocks, or tensors) by floor(log2 s)
-        | exponent → 0, 1, 2, … | How wide the scales lie: those in E4M3 span 17 exponents below the largest, those in
-        E8M0 254. Two humps: layers that need rules of their own.
+        | exponent → 0, 1, 2, … | The spread of the scales: E4M3 scales span 17 exponents below the largest, E8M0
+        scales 254. Two humps: some layers need separate rules.
     product_error_of/<parameter> | by product/format/rule: mean of ‖P̂ − P‖ / ‖P‖, P̂ from operands that are cast along
-        the dimension that it sums over; of at most 8 layers, and 64 rows and columns of each P | [0, ∞), NaN
-        | What a cast does to what training uses: y (forward), dx (dgrad), dW (wgrad). Above 0.5 little is left.
+        the summed dimension; at most 8 layers, and 64 rows and columns of each P | [0, ∞), NaN
+        | The effect of a cast on the results that training uses: y (forward), dx (dgrad), dW (wgrad). Above 0.5:
+        little of the product is left.
     product_cosine_of/<parameter> | by product/format/rule: mean of ⟨P̂, P⟩ / (‖P̂‖ ‖P‖), P̂ and P the same | [-1, 1], NaN
-        | 1: only the length differs, which Adam undoes. Far below: the direction is lost.
+        | 1: only the length differs, which Adam corrects. Far below: the direction is lost.
 """)
 READINGS: Mapping[str, MetricInfo] = {info.name: info for info in _TABLE}
-"""What each reading means, whatever it is taken over."""
+"""The description of each reading, without the layers, roles and steps that it covers."""
 
 
-def infos() -> list[MetricInfo]:
-    """Describe the readings of all roles together, by role, over the whole run, and of the worst layers."""
-    since = "over all steps so far at which it was counted"
+def describe_readings() -> list[MetricInfo]:
+    """Describe the readings of all roles, by role, over the whole run, and of the worst layers."""
+    since = "over all counted steps so far"
     worst = metric_table(f"""
         topk_element_overflow_rate/<parameter> | of the top_k layers of each role where it is largest and above 0:
             {READINGS["element_overflow_rate"].formula} | (0, 1]
-            | Which layers overflow. At each step the names, <layer>/<role>, are those of then.
+            | The layers that overflow most. The names, <layer>/<role>, may change from step to step.
         topk_gradient_to_noise_ratio/<parameter> | of the top_k layers of each role of gradients where it is smallest:
             {READINGS["gradient_to_noise_ratio"].formula} | [0, ∞)
-            | Which layers drown in the noise of their quantisation.
+            | The layers whose gradients drown most in the noise of their quantisation.
     """)
     return [
         *_family(READINGS, "{}", "over all roles"),
@@ -124,14 +125,16 @@ def infos() -> list[MetricInfo]:
         *_family(CUMULATIVE, "cumulative_{}", f"{since}, all roles"),
         *_family(CUMULATIVE_BY_ROLE, "cumulative_{}_of/<parameter>", f"{since}, by role"),
         *worst,
-        *_OF_WHAT_IF,
+        *_HYPOTHETICAL,
     ]
 
 
-def _family(names: Iterable[str], name: str, over: str) -> list[MetricInfo]:
-    """Describe readings taken over something; ``name`` is their new name with ``{}`` for the old."""
-    old = [READINGS[each] for each in names]
-    return [replace(info, name=name.format(info.name), formula=f"{over}: {info.formula}") for info in old]
+def _family(names: Iterable[str], template: str, scope: str) -> list[MetricInfo]:
+    """Describe readings of a scope; ``template`` is their new name with ``{}`` for the old one."""
+    readings_infos = [READINGS[name] for name in names]
+    return [
+        replace(info, name=template.format(info.name), formula=f"{scope}: {info.formula}") for info in readings_infos
+    ]
 
 
 OVERFLOW, NOISE = "element_overflow_rate", "gradient_to_noise_ratio"
@@ -140,149 +143,149 @@ QUANTIZATIONS = SUMS.index("quantizations")
 
 @dataclass(frozen=True)
 class Page:
-    """The counts of a step and of the run so far on the host, each of shape (layers, roles, numbers)."""
+    """The counts of a step and of the run so far, on the host, each of shape (layers, roles, numbers)."""
 
     layers: Sequence[str]
     roles: Sequence[str]
     sums: Numbers
     maxima: Numbers
     run_sums: Numbers
-    beside: Numbers
-    """What was handed over beside the counts."""
+    extra: Numbers
+    """Further numbers of the step that accompany the counts."""
 
-    def heard(self) -> list[int]:
-        """Return the roles, by position, in which anything was quantised in this step."""
+    def active_roles(self) -> list[int]:
+        """Return the indices of the roles with any quantisation in this step."""
         return np.flatnonzero(self.sums[..., QUANTIZATIONS].any(0)).tolist()
 
     def over(self, axes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the readings over some axes of the step and of the run so far, which has none that need maxima."""
+        """Return the readings over some axes, of the step and of the run so far; the latter without maxima."""
         maxima = self.maxima.max(axes)
         return readings(self.sums.sum(axes), maxima), readings(self.run_sums.sum(axes), np.zeros_like(maxima))
 
     def worst(self, reading: str, role: int, *, largest: bool) -> list[tuple[str, float]]:
-        """Return the layers that have a reading in a role, the worst first, ties in the order of the model."""
+        """Return the layers with a reading in a role, worst first, ties in the order of the model."""
         values = readings(self.sums[:, role], self.maxima[:, role])[reading]
         order = np.argsort(-values if largest else values, kind="stable")
         return [(self.layers[index], float(values[index])) for index in order if not np.isnan(values[index])]
 
 
 class Ledger:
-    """Adds up counts on their device, of which :func:`turn` makes pages.
+    """Sums counts on their device; :func:`close_ledgers` makes pages of them.
 
     Args:
         layers: the names of the layers or tensors.
-        roles: what is quantised of them.
-        shared: ranks see different values, so that theirs are added up where there are several.
+        roles: the names of their quantised parts.
+        shared: whether ranks have different values, so that counts are summed over ranks.
     """
 
     def __init__(self, layers: Sequence[str] = (), roles: Sequence[str] = (), *, shared: bool = False) -> None:
         self.layers, self.roles = list(layers), list(roles)
         self.steps = 0
-        """Pages so far."""
+        """Number of pages so far."""
         self.open: dict[str, dict[str, Counts]] = {layer: {} for layer in self.layers}
-        """The counts of the step in progress by layer and role, where there are any."""
+        """The counts of the current step by layer and role, without empty ones."""
         self._shared = shared
         self._run: Counts | None = None
 
     def clear(self) -> None:
-        """Forget the step in progress."""
+        """Clear the counts of the current step."""
         for counts in self.open.values():
             counts.clear()
 
     def add(self, layer: str, role: str, counts: Counts) -> None:
-        """Add what one quantisation lost; a layer that appears during the run, as factors of a split do, joins."""
+        """Add the counts of one quantisation; the layer may be new, such as a factor of a split."""
         if layer not in self.open:
-            self._join(layer)
-        known = self.open[layer].get(role)
-        self.open[layer][role] = counts if known is None else joined(known, counts)
+            self._add_layer(layer)
+        total = self.open[layer].get(role)
+        self.open[layer][role] = counts if total is None else add_counts(total, counts)
 
-    def _join(self, layer: str) -> None:
+    def _add_layer(self, layer: str) -> None:
         self.layers.append(layer)
         self.open[layer] = {}
         if self._run is not None:
             tables = self._run.sums, self._run.maxima
             self._run = Counts(*(torch.cat([table, torch.zeros_like(table[:1])]) for table in tables))
 
-    def close(self, device: torch.device, beside: Tensor | None = None, ranks: Ranks | None = None) -> list[Tensor]:
-        """Close the step and return the tables of its page, made on ``device``.
+    def close(self, device: torch.device, extra: Tensor | None = None, ranks: Ranks | None = None) -> list[Tensor]:
+        """Close the step and return the tables of its page, on ``device``.
 
-        Numbers of the step ``beside`` the counts, float64, go along. Among ranks it is one reduction of the sums and
-        these, and one of the maxima.
+        ``extra`` are further float64 numbers of the step, which accompany the counts. Several ranks need two
+        reductions: one of the sums and extra numbers, one of the maxima.
         """
-        step = self._gathered(device)
-        extra = step.sums.new_zeros(0) if beside is None else beside.to(device)
+        step = self._stack_counts(device)
+        extra = step.sums.new_zeros(0) if extra is None else extra.to(device)
         if self._shared and ranks is not None and ranks.data:
             ranks.join()
-            added, extra = ranks.sums([step.sums, extra])
-            step = Counts(added, ranks.sums([step.maxima], largest=True)[0])
+            sums, extra = ranks.sums([step.sums, extra])
+            step = Counts(sums, ranks.sums([step.maxima], largest=True)[0])
         self.clear()
         self.steps += 1
-        before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
-        self._run = step if before is None else joined(before, step)
+        total = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
+        self._run = step if total is None else add_counts(total, step)
         return [step.sums, step.maxima, self._run.sums, extra]
 
-    def _gathered(self, device: torch.device) -> Counts:
+    def _stack_counts(self, device: torch.device) -> Counts:
         """Return the step's counts, of shape (layers, roles)."""
-        nothing = Counts.zeros(device=device)
-        grid = [self.open[layer].get(role, nothing) for layer in self.layers for role in self.roles]
-        tables = [each.sums.to(device) for each in grid], [each.maxima.to(device) for each in grid]
+        zeros = Counts.zeros(device=device)
+        grid = [self.open[layer].get(role, zeros) for layer in self.layers for role in self.roles]
+        tables = [counts.sums.to(device) for counts in grid], [counts.maxima.to(device) for counts in grid]
         return Counts(*(torch.stack(table).view(len(self.layers), len(self.roles), -1) for table in tables))
 
-    def table(self, *, together: bool) -> dict[str, Values]:
-        """Return a row for each role in which anything was quantised so far, and one for all of them ``together``."""
+    def table(self, *, with_total: bool) -> dict[str, Values]:
+        """Return a row for each role with any quantisation so far; ``with_total`` adds a row for all roles."""
         if self._run is None:
             return {}
         both = torch.cat([self._run.sums, self._run.maxima], -1).cpu().numpy()
         sums, maxima = np.split(both, [len(SUMS)], -1)
         rows = dict(zip(self.roles, zip(sums.sum(0), maxima.max(0), strict=True), strict=True))
         rows = {role: row for role, row in rows.items() if row[0][QUANTIZATIONS]}
-        if together:
+        if with_total:
             rows["all roles"] = sums.sum((0, 1)), maxima.max((0, 1))
-        found = {role: readings(*row) for role, row in rows.items()}
-        return {role: {name: plain(name, values[name]) for name in TABLE} for role, values in found.items()}
+        by_role = {role: readings(*row) for role, row in rows.items()}
+        return {role: {name: as_number(name, values[name]) for name in TABLE} for role, values in by_role.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of the run so far, and what they are of; the step in progress begins anew."""
+        """Return the counts of the run so far with their layers and roles, without those of the current step."""
         run = {} if self._run is None else {"sums": self._run.sums, "maxima": self._run.maxima}
         return {"layers": self.layers, "roles": self.roles, "steps": self.steps, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`, layer by layer; counts of another model or other roles begin anew."""
+        """Resume from :meth:`state_dict`, layer by layer; ignore counts of another model or other roles."""
         names: list[str] = state["layers"]
         if self.layers and (self.roles != state["roles"] or not {*self.layers} & {*names}):
             return
         new, opened = [layer for layer in self.layers if layer not in names], self.open
-        # In the order of the state, since the last bits of a sum over the layers depend on it.
+        # Keep the order of the state, since the last bits of a sum over the layers depend on it.
         self.layers, self.roles, self.steps = list(names), list(state["roles"]), state["steps"]
         self.open = {layer: opened.get(layer, {}) for layer in names}
         run: Mapping[str, Tensor] = state["run"]
         self._run = Counts(run["sums"], run["maxima"]) if run else None
         for layer in new:
-            self._join(layer)
+            self._add_layer(layer)
 
 
-def turn(
+def close_ledgers(
     ledgers: Mapping[str, Ledger],
     device: torch.device,
-    beside: Mapping[str, Tensor] = MappingProxyType({}),
+    extra: Mapping[str, Tensor] = MappingProxyType({}),
     ranks: Ranks | None = None,
 ) -> dict[str, Page]:
-    """Close the step of ledgers and return the page of each that has layers, with one transfer to the host for all."""
-    tables = {name: each.close(device, beside.get(name), ranks) for name, each in ledgers.items() if each.layers}
+    """Close the step of ledgers and return the page of each ledger with layers, in one transfer to the host."""
+    tables = {name: ledger.close(device, extra.get(name), ranks) for name, ledger in ledgers.items() if ledger.layers}
     if not tables:
         return {}
-    parts = [part for each in tables.values() for part in each]
+    parts = [part for table in tables.values() for part in table]
     flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
     split = iter(np.split(flat, np.cumsum([part.numel() for part in parts])[:-1]))
     return {
-        name: Page(ledgers[name].layers, ledgers[name].roles, *(next(split).reshape(part.shape) for part in each))
-        for name, each in tables.items()
+        name: Page(ledgers[name].layers, ledgers[name].roles, *(next(split).reshape(part.shape) for part in table))
+        for name, table in tables.items()
     }
 
 
-def joined(one: Counts, other: Counts) -> Counts:
-    """Return the sum of two counts; neither is changed."""
-    return Counts(one.sums + other.sums, torch.maximum(one.maxima, other.maxima))
+def add_counts(a: Counts, b: Counts) -> Counts:
+    """Return the sum of two counts, as new tensors."""
+    return Counts(a.sums + b.sums, torch.maximum(a.maxima, b.maxima))
 
 
 TABLE = (
@@ -292,44 +295,44 @@ TABLE = (
 )
 """The readings in the table at the end of a run."""
 HYSTERESIS = 2.0
-"""A warned condition ends where the value is back within its threshold by this factor."""
+"""A reported condition ends when the value is back within its threshold by this factor."""
 
 
-def of_gradients(role: str) -> bool:
-    """Return whether what is quantised in a role is a gradient."""
+def is_gradient_role(role: str) -> bool:
+    """Return whether a role quantises gradients."""
     return role == "output_grad" or role.startswith(("gradients/", "output_gradients/"))
 
 
-def values_together(page: Page) -> Values:
-    """Return the readings over all roles, of the step and of the run so far."""
+def readings_of_all_roles(page: Page) -> Values:
+    """Return the readings over all roles, for the step and the run so far."""
     step, run = page.over((0, 1))
-    return {name: plain(name, value) for name, value in step.items()} | {
-        f"cumulative_{name}": plain(name, run[name]) for name in CUMULATIVE
+    return {name: as_number(name, value) for name, value in step.items()} | {
+        f"cumulative_{name}": as_number(name, run[name]) for name in CUMULATIVE
     }
 
 
-def values_by_role(page: Page, top_k: int) -> Values:
-    """Return the readings of the roles in which anything was quantised, and those of their worst layers."""
+def readings_by_role(page: Page, top_k: int) -> Values:
+    """Return the readings of the active roles, and of their worst layers."""
     step, run = page.over((0,))
-    found: Values = {}
-    for index in page.heard():
+    metrics: Values = {}
+    for index in page.active_roles():
         role = page.roles[index]
-        found |= {f"{name}_of/{role}": plain(name, values[index]) for name, values in step.items()}
-        found |= {f"cumulative_{name}_of/{role}": plain(name, run[name][index]) for name in CUMULATIVE_BY_ROLE}
+        metrics |= {f"{name}_of/{role}": as_number(name, values[index]) for name, values in step.items()}
+        metrics |= {f"cumulative_{name}_of/{role}": as_number(name, run[name][index]) for name in CUMULATIVE_BY_ROLE}
         overflowing = [pair for pair in page.worst(OVERFLOW, index, largest=True)[:top_k] if pair[1] > 0]
-        found |= {f"topk_{OVERFLOW}/{layer}/{role}": value for layer, value in overflowing}
-        if of_gradients(role):
+        metrics |= {f"topk_{OVERFLOW}/{layer}/{role}": value for layer, value in overflowing}
+        if is_gradient_role(role):
             noisy = page.worst(NOISE, index, largest=False)[:top_k]
-            found |= {f"topk_{NOISE}/{layer}/{role}": value for layer, value in noisy}
-    return found
+            metrics |= {f"topk_{NOISE}/{layer}/{role}": value for layer, value in noisy}
+    return metrics
 
 
 class Alarm(Remembering):
-    """Warns when layers begin to overflow, or their gradients to drown in noise, and when that is over.
+    """Warns when layers start to overflow, or their gradients to drown in noise, and reports their recovery.
 
     Args:
-        most_overflow: the share of a layer's elements in a role above which it overflows.
-        least_ratio: the ratio of gradient to noise below which a gradient drowns.
+        most_overflow: a layer overflows in a role if more than this share of its elements does.
+        least_ratio: a gradient drowns below this gradient-to-noise ratio.
     """
 
     alerts = Remembered(lambda alarm: Alerts(alarm.phrases, noun="cast"), by_options=True, merged=True)
@@ -342,21 +345,23 @@ class Alarm(Remembering):
             NOISE: (f"has {below}", f"have {below}"),
         }
 
-    def see(self, page: Page, step: int) -> None:
-        """Note the layers that overflow, and those whose gradients drown in noise, on a page."""
+    def update(self, page: Page, step: int) -> None:
+        """Queue warnings for the layers on a page that overflow, or whose gradients drown in noise."""
         values = readings(page.sums, page.maxima)
         overflow, noise = values[OVERFLOW], values[NOISE].copy()
-        noise[:, [not of_gradients(role) for role in page.roles]] = np.nan
-        self._note(OVERFLOW, page, -overflow, -self._most_overflow, -self._most_overflow / HYSTERESIS, step)
-        self._note(NOISE, page, noise, self._least_ratio, self._least_ratio * HYSTERESIS, step)
+        noise[:, [not is_gradient_role(role) for role in page.roles]] = np.nan
+        self._update(OVERFLOW, page, -overflow, -self._most_overflow, -self._most_overflow / HYSTERESIS, step)
+        self._update(NOISE, page, noise, self._least_ratio, self._least_ratio * HYSTERESIS, step)
 
-    def _note(self, condition: str, page: Page, values: Any, begins: float, ends: float, step: int) -> None:
-        """Note the casts with values below ``begins``, and apart, of those told of, the ones that ``ends`` is above."""
-        below = [(float(values[place]), place) for place in map(tuple, np.argwhere(values < ends).tolist())]
-        texts = {f"{page.layers[row]} {page.roles[role]}": value for value, (row, role) in sorted(below)}
-        found = {name: f"{abs(value):.3g}" for name, value in texts.items() if value < begins}
-        told = self.alerts.told(condition) - found.keys()
-        late = {name: f"{abs(value):.3g}" for name, value in texts.items() if name in told}
+    def _update(self, condition: str, page: Page, values: Any, start: float, end: float, step: int) -> None:
+        """Update a condition: casts below ``start`` are in it, reported casts below ``end`` linger."""
+        below_end = [(float(values[index]), index) for index in map(tuple, np.argwhere(values < end).tolist())]
+        by_name = {f"{page.layers[row]} {page.roles[role]}": value for value, (row, role) in sorted(below_end)}
+        affected = {name: f"{abs(value):.3g}" for name, value in by_name.items() if value < start}
+        recovering = self.alerts.reported(condition) - affected.keys()
+        lingering = {name: f"{abs(value):.3g}" for name, value in by_name.items() if name in recovering}
         checked = int((~np.isnan(values)).sum())
-        worst, limit = abs(min(texts.values(), default=0.0)), abs(begins)
-        self.alerts.see(condition, found, step=step, checked=checked, lingering=late, worst=worst, limit=limit)
+        worst, limit = abs(min(by_name.values(), default=0.0)), abs(start)
+        self.alerts.update(
+            condition, affected, step=step, checked=checked, lingering=lingering, worst=worst, limit=limit
+        )

@@ -1,4 +1,4 @@
-"""What casts do to the products of a linear layer, and to what powers of two they scale."""
+"""Errors of a linear layer's products under casts, and exponents of the casts' scales."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,101 +7,106 @@ from loopscope.lowbit.casts import Cast
 from torch import Tensor
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
-"""y = x Wᵀ, dx = g W and dW = gᵀ x, which sum over the inputs, the outputs and the tokens."""
+"""The products y = x Wᵀ, dx = g W and dW = gᵀ x, which sum over the inputs, the outputs and the tokens."""
 ROWS = 64
-"""Rows, and columns, of a product that are compared."""
+"""Number of rows, and of columns, of a product that are compared."""
 ELEMENTS = 2**14
-"""Of an output gradient that are looked at."""
+"""Number of elements of an output gradient that are measured."""
 LAYERS = 8
-"""At even distances in the model, whose products are compared."""
+"""Number of evenly spaced layers whose products are compared."""
 KEPT = 2**22
-"""Values of operands that are kept until they are cast."""
+"""Largest number of operand values that are kept before they are cast."""
 LOWEST, EXPONENTS = -149, 278
-"""Exponents of float32 numbers: the smallest, and how many there are."""
+"""The smallest exponent of float32 numbers, and the number of exponents."""
 
 
-def some_rows(matrix: Tensor, most: int) -> Tensor:
-    """Return the rows at even distances, ``most`` in all with that of the largest magnitude: it makes the scales.
+def sample_rows(matrix: Tensor, most: int) -> Tensor:
+    """Return ``most`` rows of a matrix: evenly spaced ones, and the row with the largest magnitude.
 
-    So blocks of a row, and the tensor, are scaled as in the whole matrix; one with no more rows comes back as it is.
+    That row sets a per-tensor scale, so the rows are scaled as in the whole matrix. A matrix with at most ``most`` rows
+    is returned whole.
     """
     if len(matrix) <= most:
         return matrix.contiguous()
-    even = torch.linspace(0, len(matrix) - 1, max(1, most - 1), device=matrix.device).round().long()
-    loudest = torch.linalg.vector_norm(matrix, torch.inf, dim=1).argmax()
-    return matrix[torch.cat([even, loudest.reshape(1)])]
+    spaced = torch.linspace(0, len(matrix) - 1, max(1, most - 1), device=matrix.device).round().long()
+    largest = torch.linalg.vector_norm(matrix, torch.inf, dim=1).argmax()
+    return matrix[torch.cat([spaced, largest.reshape(1)])]
 
 
-def oriented(gradient: Tensor) -> Mapping[str, Tensor]:
-    """Return an output gradient (..., out) by product, with the dimension that this sums over as its last.
+def gradient_operands(gradient: Tensor) -> Mapping[str, Tensor]:
+    """Return an output gradient (..., out) as the operand of each backward product, summed dimension last.
 
-    Of one with more than ``ELEMENTS`` elements they are some rows.
+    An operand with more than ``ELEMENTS`` elements is reduced to :func:`sample_rows`.
     """
     rows = gradient.reshape(-1, gradient.shape[-1])
     views = {"dgrad": rows, "wgrad": rows.T}
-    return {product: some_rows(view, max(2, ELEMENTS // max(1, view.shape[1]))) for product, view in views.items()}
+    return {product: sample_rows(view, max(2, ELEMENTS // max(1, view.shape[1]))) for product, view in views.items()}
 
 
 def operands(x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Return what the three products of a linear layer multiply, a left and a right matrix (ROWS, n) for each.
+    """Return the operands of a linear layer's three products: a left and a right matrix (ROWS, n) for each.
 
-    The product is left @ right.T; of larger matrices they are :func:`some_rows`, of which a product has as many rows
-    and columns. They are copies: what is given may be written over, or freed as FSDP2 does, once the layer is done.
+    The product is left @ right.T. Larger matrices are reduced to :func:`sample_rows`. The operands are copies, since
+    the layer may overwrite the given tensors afterwards, and FSDP2 frees them.
 
     Args:
         x: of shape (..., in).
         weight: (out, in).
         gradient: of the output, (..., out), with as many tokens as ``x``.
     """
-    x, gradient = (each.reshape(-1, each.shape[-1]) for each in (x, gradient))
+    x, gradient = (values.reshape(-1, values.shape[-1]) for values in (x, gradient))
     pairs = ((x, weight), (gradient, weight.T), (gradient.T, x.T))
-    rows = [(matrix, some_rows(matrix, ROWS).float()) for pair in pairs for matrix in pair]
-    return [found.clone() if found is matrix else found for matrix, found in rows]
+    samples = [(matrix, sample_rows(matrix, ROWS).float()) for pair in pairs for matrix in pair]
+    return [sample.clone() if sample is matrix else sample for matrix, sample in samples]
 
 
 def product_errors(layers: Sequence[Sequence[Tensor]], casts: Sequence[Cast]) -> Tensor:
-    """Return relative error ‖P̂ − P‖ / ‖P‖, cosine of P̂ and P, and 1, for each cast and product (casts, 3, 3).
+    """Return relative error ‖P̂ − P‖ / ‖P‖, cosine of P̂ and P, and 1, summed over layers; shape (casts, products, 3).
 
-    P̂ is the product of the operands after the cast, each in blocks along the dimension that the product sums over; P
-    is that of the operands as they are, both in float32. They are sums over the layers, to which a product that is
-    zero, or not finite, adds zeros.
+    P̂ is the product of the cast operands, with blocks along the summed dimension; P is the product of the original
+    operands. Both are computed in float32. A product that is zero or not finite adds zeros to the sums.
 
     Args:
-        layers: the :func:`operands` of each.
-        casts: of all operands; a rule with a history takes the tensor's own largest magnitude.
+        layers: the :func:`operands` of each layer.
+        casts: applied to all operands; a rule with a history uses the tensor's current largest magnitude.
     """
     matrices = [matrix for layer in layers for matrix in layer]
-    narrow = [torch.stack(each) for each in zip(*(_cast_each(cast, matrices) for cast in casts), strict=True)]
-    found = []
-    for left, right, a, b in zip(matrices[::2], matrices[1::2], narrow[::2], narrow[1::2], strict=True):
-        exact, after = (left @ right.T).double(), (a @ b.mT).double()  # the second of shape (casts, rows, columns)
-        size, lengths = exact.norm(), after.norm(dim=(1, 2))
-        errors = (after - exact).norm(dim=(1, 2)) / size
-        cosines = torch.where(lengths > 0, (after * exact).sum((1, 2)) / (size * lengths), 0.0)
+    narrow = [torch.stack(results) for results in zip(*(_cast_each(cast, matrices) for cast in casts), strict=True)]
+    rows = []
+    # left, right: (ROWS, n); narrow_left, narrow_right: (casts, ROWS, n)
+    for left, right, narrow_left, narrow_right in zip(
+        matrices[::2], matrices[1::2], narrow[::2], narrow[1::2], strict=True
+    ):
+        exact = (left @ right.T).double()
+        rounded = (narrow_left @ narrow_right.mT).double()  # (casts, rows, columns)
+        exact_norm, rounded_norms = exact.norm(), rounded.norm(dim=(1, 2))
+        errors = (rounded - exact).norm(dim=(1, 2)) / exact_norm
+        cosines = torch.where(rounded_norms > 0, (rounded * exact).sum((1, 2)) / (exact_norm * rounded_norms), 0.0)
         numbers = torch.stack([errors, cosines, torch.ones_like(errors)], 1)
-        found.append(torch.where((size > 0) & size.isfinite(), numbers, 0.0))
-    return torch.stack(found).view(len(layers), len(PRODUCTS), len(casts), 3).sum(0).transpose(0, 1)
+        rows.append(torch.where((exact_norm > 0) & exact_norm.isfinite(), numbers, 0.0))
+    return torch.stack(rows).view(len(layers), len(PRODUCTS), len(casts), 3).sum(0).transpose(0, 1)
 
 
 def _cast_each(cast: Cast, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Cast matrices by scales of their own, those of one shape in one call, since calls are what costs."""
-    places: dict[torch.Size, list[int]] = {}
-    for place, matrix in enumerate(matrices):
-        places.setdefault(matrix.shape, []).append(place)
-    found = list(matrices)
-    for alike in places.values():
-        together = torch.stack([matrices[place] for place in alike])
+    """Cast each matrix with its own scales; matrices of one shape share a call, since calls dominate the time."""
+    indices_by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        indices_by_shape.setdefault(matrix.shape, []).append(index)
+    results = list(matrices)
+    for indices in indices_by_shape.values():
+        batch = torch.stack([matrices[index] for index in indices])
         try:
-            after = torch.func.vmap(cast)(together)
-        except RuntimeError:  # a user's scaling rule may ask what a tensor holds, which vmap does not allow
-            after = torch.stack([cast(matrix) for matrix in together])
-        for place, each in zip(alike, after.unbind(), strict=True):
-            found[place] = each
-    return found
+            rounded = torch.func.vmap(cast)(batch)
+        except RuntimeError:  # vmap forbids data-dependent control flow, which a user's scaling rule may have
+            rounded = torch.stack([cast(matrix) for matrix in batch])
+        for index, result in zip(indices, rounded.unbind(), strict=True):
+            results[index] = result
+    return results
 
 
 def exponents(scales: Tensor) -> Tensor:
-    """Count the scales above 0 by floor(log2), from ``LOWEST`` on; float64 (``EXPONENTS``,)."""
-    place = (scales.float().reshape(-1).frexp().exponent.long() - 1 - LOWEST).clamp(0, EXPONENTS - 1)
+    """Count the positive scales by floor(log2), starting at ``LOWEST``; float64, shape (``EXPONENTS``,)."""
+    # frexp gives m·2ᵉ with m in [0.5, 1), so floor(log2) is e − 1.
+    bins = (scales.float().reshape(-1).frexp().exponent.long() - 1 - LOWEST).clamp(0, EXPONENTS - 1)
     counts = torch.zeros(EXPONENTS, dtype=torch.float64, device=scales.device)
-    return counts.scatter_add_(0, place, (scales.reshape(-1) > 0).double())
+    return counts.scatter_add_(0, bins, (scales.reshape(-1) > 0).double())

@@ -1,4 +1,4 @@
-"""How near weights come to both ends of a narrow format's range, and what a penalty on that adds to the loss."""
+"""Closeness of the weights to both ends of a narrow format's range, and the effect of a penalty on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch import Tensor
 def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the means of w² and of (w + 1e-6)⁻² over all elements, zero-dimensional, float32 or wider.
 
-    One matrix after another, so that never more than one of them is copied.
+    Processes one matrix at a time, so that at most one of them is copied.
     """
     elements = sum(matrix.numel() for matrix in matrices)
     wide = (matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
@@ -26,9 +26,10 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
     """Return the norm of the penalty's gradient, (2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ for n elements, zero-dimensional.
 
-    In float64, since the squares of these numbers leave the range of float32.
+    Computes in float64, since the squares of these numbers leave the range of float32.
     """
     wide = (matrix.detach().double() for matrix in matrices)
+    # d/dw of λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) is (2λ/n)·(α₁·w − α₂·(w + 1e-6)⁻³), elementwise.
     slopes = (each.mul(penalty.large).sub_(each.add(OFFSET).pow_(-3), alpha=penalty.small) for each in wide)
     elements = sum(matrix.numel() for matrix in matrices)
     return torch.mul(torch.linalg.vector_norm(norms(slopes)), 2 * penalty.weight / elements)
@@ -37,42 +38,42 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
 @HookRegistry.register
 @dataclass(kw_only=True, eq=False)
 class RangePenaltyReport(TrainingHook):
-    """Measure how near weights come to zero and to large values, and the share of a penalty on both in the loss.
+    """Measure how close weights come to zero and to large values, and the share of a penalty on both in the loss.
 
-    Two means over every element of the trained matrices: that of w², which large weights rule, and that of
-    (w + 1e-6)⁻², which a few weights next to zero rule. The experiment ``lowbit_lm`` can add
-    λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) to its loss (``--reg-lambda``); it switches this hook on then, with the same
-    numbers, and the hook reports the penalty, its share and the loss without it.
+    The hook reports two means over all elements of the trained matrices: of w², which large weights dominate, and of
+    (w + 1e-6)⁻², which a few weights near zero dominate. The experiment ``lowbit_lm`` can add
+    λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) to its loss (``--reg-lambda``). It then enables this hook with the same
+    factors, and the hook also reports the penalty, its share and the loss without it.
 
-    Assumes that a run with a ``weight`` above 0 has this penalty in its loss, with these numbers and on these matrices:
-    the hook adds nothing to the loss.
+    Assumes that the loss of a run with a ``weight`` above 0 contains this penalty, with these factors and on these
+    matrices. The hook itself adds nothing to the loss.
 
     Args:
-        weight: λ, the weight of the penalty in the loss; at 0 the run has none.
-        large: α₁, the weight of the mean of w² in it.
-        small: α₂, the weight of the mean of (w + 1e-6)⁻².
+        weight: λ, the weight of the penalty in the loss; 0 if the loss has no penalty.
+        large: α₁, the weight of the mean of w² in the penalty.
+        small: α₂, the weight of the mean of (w + 1e-6)⁻² in the penalty.
         pattern: names of the matrices, with wildcards.
-        every_n_steps: steps from one report to the next.
+        every_n_steps: steps between two reports.
     """
 
     name = "range_penalty"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     metrics = """
         mean_square | mean of w² over every element of the matrices | [0, ∞)
-            | Grows with the weights; weight decay and α₁ hold it.
+            | Grows with the weights; weight decay and α₁ limit it.
         mean_inverse_square | mean of (w + 1e-6)⁻² over every element of the matrices | (0, ∞]
-            | Ruled by the weights nearest to −1e-6: of a million Gaussian ones with σ = 0.02 the nearest alone gives
-            about 1e9. Jumps are single weights that cross zero.
+            | Dominated by the weights nearest to −1e-6: among a million Gaussian weights with σ = 0.02 the nearest
+            alone contributes about 1e9. Jumps: single weights cross zero.
         penalty | λ·(α₁·mean_square + α₂·mean_inverse_square) | [0, ∞]
-            | What the loss holds beside that of the data; reported where λ > 0.
+            | The part of the loss that does not depend on the data; reported if λ > 0.
         penalty_grad_norm | (2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ over all n elements of the matrices | [0, ∞]
-            | What the penalty gives to the gradient, mostly through one weight next to zero. Far above the norm of the
-            rest, clipping by a joint norm leaves nothing of the data's gradient: choose a smaller λ or α₂.
+            | The penalty's contribution to the gradient, mostly from one weight near zero. Far above the norm of the
+            data's gradient: clipping by the joint norm leaves almost nothing of it; choose a smaller λ or α₂.
         data_loss | loss of the step − penalty | [0, ∞) for cross-entropy
-            | training_metrics/loss without the penalty. Its last digits are lost where the penalty is much larger.
+            | training_metrics/loss without the penalty. Loses its last digits if the penalty is much larger.
         share | penalty / loss of the step | [0, 1]
-            | Of the loss, not of its gradient, which the penalty may rule at a share of 0.1 %: compare
-            penalty_grad_norm with the gradient's whole norm.
+            | A share of the loss, not of its gradient, which the penalty may dominate at a share of 0.1 %: compare
+            penalty_grad_norm with the norm of the whole gradient.
     """
 
     weight: float = 0.0
@@ -91,7 +92,7 @@ class RangePenaltyReport(TrainingHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def start(self, run: RunInfo) -> None:
-        """Refuse a model without matrices whose range is penalised."""
+        """Raise :class:`UnsuitableError` for a model without matrices to penalise."""
         matrices = any(parameter.ndim == 2 for parameter in run.model.parameters())
         if not (matrices and penalised(run.model, self.pattern)):
             raise UnsuitableError(
@@ -99,7 +100,7 @@ class RangePenaltyReport(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return both means, and of a penalty its value, gradient and share."""
+        """Return both means; with a penalty also its value, gradient norm and share."""
         matrices = list(penalised(ctx.model, self.pattern).values())
         square, inverse_square = mean_squares(matrices)
         means = {"mean_square": square, "mean_inverse_square": inverse_square}

@@ -1,4 +1,4 @@
-"""Warnings that come once: when parameters get into a condition, and when none is in it any more."""
+"""Warnings that are issued once: when parameters enter a condition, and when all of them have left it."""
 
 import warnings
 from collections.abc import Mapping
@@ -12,33 +12,32 @@ NAMED = 5  # parameters that a warning names
 
 
 def notice(sentence: str) -> None:
-    """Tell the user what a hook does without, or measures against, where going on is what was asked for."""
+    """Issue a notice, a message that does not stop the run and is no warning."""
     warnings.warn(sentence, RunNotice, stacklevel=3)
 
 
 class Alerts(Remembering):
-    """Remembers which parameters are in which condition, and queues a sentence for every change.
+    """Tracks the parameters in each condition, and queues a message for every change.
 
     Args:
-        phrases: for each condition what one parameter is said to do, and what several are.
-        noun: what stands in a condition, in the singular.
+        phrases: for each condition the predicate for one parameter, and the predicate for several.
+        noun: the noun for a checked item, in the singular.
     """
 
     counts = Remembered[dict[str, int]](lambda alerts: dict.fromkeys(alerts.phrases, 0), by_options=True)
-    """How many parameters were in each condition when it was last looked at."""
+    """Number of parameters in each condition at its last check."""
     _told = Remembered[dict[str, list[str]]](lambda alerts: {name: [] for name in alerts.phrases}, by_options=True)
-    _news = Remembered(
-        list[tuple[Any, ...]]
-    )  # step, whether it is trouble, sentence, condition, worst value, its limit
+    # step, whether the condition starts (or ends), message, condition, worst value, its limit
+    _news = Remembered(list[tuple[Any, ...]])
 
     def __init__(self, phrases: Mapping[str, tuple[str, str]], *, noun: str = "parameter") -> None:
         self.phrases = dict(phrases)
         self._noun = noun
 
-    def see(
+    def update(
         self,
         condition: str,
-        found: Mapping[str, str],
+        affected: Mapping[str, str],
         *,
         step: int,
         checked: int,
@@ -46,34 +45,34 @@ class Alerts(Remembering):
         worst: float | None = None,
         limit: float | None = None,
     ) -> None:
-        """Note which of ``checked`` parameters are in a condition, the worst first, each with a measured value.
+        """Record which of ``checked`` parameters are in a condition, worst first, each with a measured value.
 
-        It is news if one of them was not among those told of since the condition appeared, and if none is left.
-        ``lingering`` are those that are out of it, but not far enough for it to be over. ``worst`` is the value of the
-        first of ``found``, ``limit`` what it was compared with.
+        A message is queued if a parameter was not reported before since the condition appeared, and when all have left
+        the condition. ``lingering`` parameters have left it, but not far enough to end it. ``worst`` is the value of
+        the first of ``affected``, ``limit`` the threshold of the condition.
         """
-        told, (one, several) = self._told[condition], self.phrases[condition]
-        if found.keys() - told:
-            named = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
-            says = f"{len(found):,} of {checked:,} {self._noun}s {one if len(found) == 1 else several}"
-            rest = listed([f"{name} ({value})" for name, value in lingering.items()], NAMED)
-            late = f"; not yet recovered: {rest}" if rest else ""
-            sentence = f"Step {step:,}: {says}: {named}{late}."
+        reported, (one, several) = self._told[condition], self.phrases[condition]
+        if affected.keys() - reported:
+            names = listed([f"{name} ({value})" for name, value in affected.items()], NAMED)
+            summary = f"{len(affected):,} of {checked:,} {self._noun}s {one if len(affected) == 1 else several}"
+            lingering_names = listed([f"{name} ({value})" for name, value in lingering.items()], NAMED)
+            suffix = f"; not yet recovered: {lingering_names}" if lingering_names else ""
+            sentence = f"Step {step:,}: {summary}: {names}{suffix}."
             self._news.append((step, True, sentence, condition, worst, limit))
-        elif told and not (found or lingering):
+        elif reported and not (affected or lingering):
             sentence = f"Step {step:,}: no {self._noun} {one} any more."
             self._news.append((step, False, sentence, condition, None, None))
-        self._told[condition] = sorted({*told, *found}) if found or lingering else []
-        self.counts[condition] = len(found)
+        self._told[condition] = sorted({*reported, *affected}) if affected or lingering else []
+        self.counts[condition] = len(affected)
 
-    def told(self, condition: str) -> frozenset[str]:
-        """Return who was told of since the condition appeared, those included that have left it meanwhile."""
+    def reported(self, condition: str) -> frozenset[str]:
+        """Return the parameters reported since the condition appeared, including those that have left it since."""
         return frozenset(self._told[condition])
 
-    def tell(self, step: int) -> None:
-        """Give the warnings that have come up by ``step``; that a condition has ended is a notice."""
-        due = [news for news in self._news if news[0] <= step]
-        self._news = [news for news in self._news if news[0] > step]
-        for at, trouble, sentence, condition, worst, limit in due:
-            kind = Alert if trouble else Recovery
-            warnings.warn(kind(sentence, metric=condition, step=at, value=worst, limit=limit), stacklevel=3)
+    def issue_warnings(self, step: int) -> None:
+        """Issue the queued messages of all steps up to ``step``; the end of a condition is only a notice."""
+        due = [message for message in self._news if message[0] <= step]
+        self._news = [message for message in self._news if message[0] > step]
+        for start_step, is_alert, sentence, condition, worst, limit in due:
+            kind = Alert if is_alert else Recovery
+            warnings.warn(kind(sentence, metric=condition, step=start_step, value=worst, limit=limit), stacklevel=3)

@@ -186,7 +186,7 @@ class WeightUpdates(TrainingHook):
         low, high = self.monitor.vanishing_grad_threshold, self.monitor.exploding_grad_threshold
         for condition, pairs, limit in (("vanishing", smallest, low), ("exploding", largest, high)):
             affected, worst = {name: f"‖g‖ = {norm:.3g}" for name, norm in pairs}, pairs[0][1] if pairs else None
-            self._conditions.see(condition, affected, step=ctx.step, checked=len(gradients), worst=worst, limit=limit)
+            self._conditions.update(condition, affected, step=ctx.step, checked=len(gradients), worst=worst, limit=limit)
         return self.monitor.aggregate_gradient_stats(gradients)
 
     def _update_metrics(self, updates: Mapping[str, UpdateDiagnostics], ctx: RunDataContext) -> Metrics:
@@ -196,13 +196,13 @@ class WeightUpdates(TrainingHook):
         threshold = self.monitor.frozen_update_ratio_threshold
         for condition, pairs, limit in (("frozen", frozen, threshold), ("rounded_away", rounded_away, None)):
             affected, worst = {name: _describe(updates[name]) for name, _ in pairs}, pairs[0][1] if pairs else None
-            self._conditions.see(condition, affected, step=ctx.step, checked=len(updates), worst=worst, limit=limit)
+            self._conditions.update(condition, affected, step=ctx.step, checked=len(updates), worst=worst, limit=limit)
         smallest_ratios = {f"topk_frozen/{name}": ratio for name, ratio in smallest[: self.topk]}
         return self.monitor.aggregate_update_stats(updates) | smallest_ratios
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Issue the warnings of checks up to ``step``."""
-        self._conditions.tell(step)
+        self._conditions.issue_warnings(step)
 
 
 def _describe(update: UpdateDiagnostics) -> str:

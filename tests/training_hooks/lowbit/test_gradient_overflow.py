@@ -15,7 +15,7 @@ from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegist
 from loopscope.training_hooks.lowbit import GradientOverflow, hypothetical_casts
 from loopscope.training_hooks.lowbit.hypothetical_casts import HypotheticalCasts, linear_layers
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
-from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, operands, product_errors, some_rows
+from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, operands, product_errors, sample_rows
 from torch import nn
 
 from tests.support import SpyHook, at, differences
@@ -329,7 +329,7 @@ def test_sampled_rows_cast_like_whole_matrix(rule):
     """The sample keeps the row with the largest element, and the cast of the sample equals that of the same rows."""
     matrix, cast = torch.randn(500, 40), Cast("e2m1", rule)
     matrix[123, 7] = 50.0
-    some = some_rows(matrix, 64)
+    some = sample_rows(matrix, 64)
     assert len(some) == 64
     whole, places = cast(matrix), (some[:, None] == matrix).all(-1).int().argmax(1)
     assert 123 in places
@@ -398,7 +398,7 @@ def test_many_operands_are_compared_early(monkeypatch):
             casts.keep_products(*each)
         waiting = len(casts._products)
         casts.compare_products()
-        found.append((waiting, casts.beside("output_gradients")[-9:]))
+        found.append((waiting, casts.extra_numbers("output_gradients")[-9:]))
     (all_of_them, together), (none, apart) = found
     assert (all_of_them, none) == (3, 0)
     assert torch.allclose(together, apart)
@@ -622,7 +622,7 @@ def test_default_formats_cause_no_warnings():
         ({"top_k": -1}, "gradient_overflow.top_k is -1; it must be a number of at least 0"),
         ({"formats": "e2m"}, "gradient_overflow.formats: Unknown format 'e2m'. Did you mean 'e2m"),
         ({"rules": "nvfp"}, "gradient_overflow.rules: Unknown scaling rule 'nvfp'. Did you mean 'nvfp4'"),
-        ({"rules": " , "}, "gradient_overflow.rules names nothing; known: block, "),
+        ({"rules": " , "}, "gradient_overflow.rules is empty; choose from: block, "),
         ({"of": "gradient"}, "gradient_overflow.of: Unknown subject 'gradient'. Did you mean 'gradients'"),
         ({"overflow_threshold": 0.0}, "gradient_overflow.overflow_threshold is 0.0; it is a share above 0"),
         ({"noise_threshold": math.nan}, "gradient_overflow.noise_threshold is nan"),
@@ -649,7 +649,7 @@ def test_model_without_countable_tensors_is_refused():
         UnsuitableError, match="needs layers that quantise, or output gradients of linear layers; the model has neither"
     ):
         LowBitRun(model, [GradientOverflow()]).train()
-    with pytest.raises(UnsuitableError, match="quantise, or gradients or weights of parameters that are trained; the"):
+    with pytest.raises(UnsuitableError, match="quantise, or gradients or weights of trained parameters; the"):
         LowBitRun(model, [GradientOverflow(of="gradients,weights")]).train()
 
 

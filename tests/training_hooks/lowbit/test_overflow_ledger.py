@@ -10,7 +10,7 @@ import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training import Ranks
 from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, readings, turn
+from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, close_ledgers, readings
 
 from tests.support.ranks import on_two_ranks
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
@@ -33,7 +33,7 @@ def read(counts: Counts) -> dict[str, float]:
 
 
 def turned(ledger: Ledger) -> Page:
-    return turn({"": ledger}, CPU)[""]
+    return close_ledgers({"": ledger}, CPU)[""]
 
 
 def test_readings_are_the_formulas_that_are_described():
@@ -107,7 +107,7 @@ def test_page_holds_step_and_run_sums():
     ledger.add("b", "out", counts_of(tensors[2]))
     ledger.add("a", "in", counts_of(tensors[3]))
     second = turned(ledger)
-    assert (first.heard(), second.heard()) == ([1], [0, 1])
+    assert (first.active_roles(), second.active_roles()) == ([1], [0, 1])
     assert first.sums[0, 1].tolist() == counts_of(*tensors[:2]).sums.tolist()
     assert not first.sums[1].any()
     assert second.run_sums[0, 1].tolist() == first.sums[0, 1].tolist()
@@ -160,10 +160,10 @@ def sentences_of(pages: list[Page]) -> list[str]:
     """Return what an alarm with thresholds 0.1 and √3 says at pages of successive steps."""
     alarm, said = Alarm(0.1, math.sqrt(3)), []
     for step, page in enumerate(pages, start=1):
-        alarm.see(page, step)
+        alarm.update(page, step)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            alarm.alerts.tell(step)
+            alarm.alerts.issue_warnings(step)
         said += [str(each.message).replace(" gradients/e2m1/tensor", "") for each in caught]
     return said
 
