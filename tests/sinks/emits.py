@@ -1,4 +1,4 @@
-"""What sinks are tested with: runs without training, values of every kind, and an equality that knows NaN."""
+"""Test data for sinks: runs without training, values of every kind, and an equality in which NaN equals NaN."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ class Emit:
 
 @st.composite
 def emits(draw: Any, names: st.SearchStrategy[str]) -> Emit:
-    """Draw one emit as the dispatch makes it: series at step-level points, values elsewhere."""
+    """Draw one emit in the form of the dispatch: series at step-level points, values elsewhere."""
     point, epoch = draw(st.sampled_from(HookPoint)), draw(st.integers(0, 99))
     if point not in STEP_POINTS:
         return Emit(draw(st.dictionaries(names, VALUES, max_size=4)), epoch, point, draw(st.integers(0, 999)))
@@ -57,14 +57,14 @@ def emits(draw: Any, names: st.SearchStrategy[str]) -> Emit:
 
 @st.composite
 def series_in_step(draw: Any, names: st.SearchStrategy[str]) -> dict[str, Series]:
-    """Draw series of numbers that all have the same steps, as most flushes give them to the sinks."""
+    """Draw series of numbers with equal steps, the typical form of a flush."""
     steps = draw(STEPS)
     values = st.lists(NUMBERS, min_size=len(steps), max_size=len(steps))
     return {name: Series(list(steps), draw(values)) for name in draw(st.lists(names, min_size=1, max_size=6))}
 
 
 def exact(value: Any) -> Any:
-    """Make values comparable with types told apart and NaN equal to itself."""
+    """Convert values so that equality distinguishes types and NaN equals itself."""
     if isinstance(value, Series):
         return ("series", tuple(value.steps), exact(value.values))
     if isinstance(value, dict):

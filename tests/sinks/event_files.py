@@ -1,4 +1,4 @@
-"""Event files as TensorBoard's own loader reads them."""
+"""Content of event files, read with TensorBoard's loader."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ ALL = {"scalars": 0, "histograms": 0, "tensors": 0}
 
 
 def accumulated(path: Path) -> EventAccumulator:
-    """Read an event file, or a folder of them, whole."""
+    """Read an event file, or a folder of event files, completely."""
     return EventAccumulator(str(path), size_guidance=ALL).Reload()
 
 
 def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return every scalar as (step, value), by tag, in the order in which they were written."""
-    found = accumulated(path)
-    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    """Return every scalar as (step, value), by tag, in written order."""
+    content = accumulated(path)
+    return {tag: [(event.step, event.value) for event in content.Scalars(tag)] for tag in content.Tags()["scalars"]}
 
 
 def values(path: Path) -> list[tuple[int, Any]]:
@@ -38,6 +38,6 @@ def lines(path: Path) -> str:
 
 
 def float32(value: float) -> float:
-    """Round a number as an event file does, those that are too large to infinity."""
+    """Round a number to float32 as in an event file; numbers that are too large become infinity."""
     with np.errstate(over="ignore"):
         return float(np.array(as_float(value), np.float64).astype(np.float32))

@@ -34,7 +34,7 @@ def started(width=80, *, terminal=True, described=(), first=None, height=25):
 
 
 def shown(metrics, width=80, *, point=HookPoint.POST_EPOCH, **options):
-    """Return what a sink shows of one emit and a SNAPSHOT."""
+    """Return the output of a sink for one emit and a SNAPSHOT."""
     sink, console = started(width, **options)
     sink.emit(metrics, 9, point, step=1234)
     sink.snapshot(9, 1234)
@@ -107,7 +107,7 @@ def test_training_metrics_come_first_by_default():
 
 
 def test_arrows_show_trend_of_last_three_values():
-    """The arrows are colored."""
+    """The arrows are coloured."""
     sink, console = started()
     for step in (1, 2, 3):
         sink.emit({"h/up": step, "h/down": -step, "h/same": 7}, step, HookPoint.POST_EPOCH, step=step)
@@ -161,13 +161,13 @@ def test_unshown_values_appear_on_close():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_resumed_console_matches_uninterrupted_console(terminal):
     """The outputs are equal with and without a terminal."""
-    whole, console = started(terminal=terminal)
+    uninterrupted, console = started(terminal=terminal)
     for epoch, value in enumerate([1.0, 2.0, 3.0, 4.0]):
         if epoch == 3:
-            position, begin = json.loads(json.dumps(whole.position())), console.file.tell()
+            position, begin = json.loads(json.dumps(uninterrupted.position())), console.file.tell()
             resumed, other = started(terminal=terminal)
             resumed.resume(run_info(None, "stride"), position)
-        for sink in [whole] if epoch < 3 else [whole, resumed]:
+        for sink in [uninterrupted] if epoch < 3 else [uninterrupted, resumed]:
             sink.emit({"h/up": value, "h/still": 5, "h/nan": float("nan")}, epoch, HookPoint.POST_EPOCH, step=epoch)
             sink.emit({"h/s": Series([epoch], [value])}, epoch, HookPoint.POST_STEP, step=epoch)
             if epoch % 2:
@@ -195,8 +195,8 @@ def test_plain_output_is_one_line_per_snapshot(first, numbers):
 
 def test_plain_line_shows_ages_counts_and_alerts():
     """The line gives the age of an old value, the number of recorded values and the alerts per metric."""
-    console, told = console_of(80, terminal=False), []
-    sink = ConsoleSink(console=console, first={"a": ["h/x", "h/y"]}, recorded=True, shown=lambda: told.append(1))
+    console, calls = console_of(80, terminal=False), []
+    sink = ConsoleSink(console=console, first={"a": ["h/x", "h/y"]}, recorded=True, shown=lambda: calls.append(1))
     sink.set_run_context(run_info(None, "stride"))
     sink.emit({"h/x": 1.0}, 0, HookPoint.POST_EPOCH, step=9)
     sink.emit({"h/y": Series([10, 11], [1.0, 2.0]), "h/z": {"a": [1, 2]}}, 2, HookPoint.POST_STEP, step=11)
@@ -208,7 +208,7 @@ def test_plain_line_shows_ages_counts_and_alerts():
         "stride, epoch 2, step 12: x 1 (2 epochs old), y 1.5 (mean of 2); 5 values recorded; alerts: 2 h/y, 1 g",
         "stride, epoch 3, step 15: x 3, y 2 (1 epoch old); 1 value recorded",
     ]
-    assert told == [1, 1]
+    assert calls == [1, 1]
 
 
 def alert_of(hook, metric):
@@ -228,7 +228,7 @@ def test_lines_fit_width_without_cutting_numbers(width):
     assert {"0.1235, ... (50)", "1.5", "1e-07"} <= {text.strip() for line in lines for text in re.split("  +", line)}
 
 
-def test_a_wide_terminal_shows_blocks_side_by_side():
+def test_wide_terminal_shows_parallel_blocks():
     metrics = {f"hook_{hook}/a_metric_with_a_name_{index}": index * 1.25 for hook in range(4) for index in range(6)}
     heights = [len(shown(metrics, width).splitlines()) for width in (40, 80, 140)]
     assert heights == [29, 15, 8]
@@ -238,7 +238,7 @@ def test_markup_in_names_is_shown_literally():
     assert "[red]m" in plain(shown({"h/[red]m": 1.0, "h/b": "[/]"}))
 
 
-def test_drawing_takes_nothing_from_the_random_generator():
+def test_drawing_uses_no_random_numbers():
     random.seed(1)
     before = random.getstate()
     shown(SCALARS)

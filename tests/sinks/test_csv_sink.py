@@ -24,15 +24,15 @@ PLACES = st.one_of(
 COLUMN_OF = {}
 
 
-def placed(place):
-    """Remember where a name belongs, and return the name."""
+def store_place(place):
+    """Store the column of a name, and return the name."""
     name, column, key = place
     COLUMN_OF[name] = (column, key)
     return name
 
 
-def folded(metrics):
-    """Put per-parameter metrics into one dict each, as the file does."""
+def with_families(metrics):
+    """Combine per-parameter metrics of a family into one dict, as in the file."""
     result = {}
     for name, value in metrics.items():
         column, key = COLUMN_OF[name]
@@ -45,11 +45,11 @@ def folded(metrics):
 
 def expected_rows(emit):
     if emit.point not in STEP_POINTS:
-        return [(emit.epoch, emit.step, emit.point, exact(folded(emit.metrics)))]
+        return [(emit.epoch, emit.step, emit.point, exact(with_families(emit.metrics)))]
     by_steps = {}
     for name, series in emit.metrics.items():
         by_steps.setdefault(tuple(series.steps), {})[name] = series
-    return [(emit.epoch, steps[-1], emit.point, exact(folded(part))) for steps, part in by_steps.items()]
+    return [(emit.epoch, steps[-1], emit.point, exact(with_families(part))) for steps, part in by_steps.items()]
 
 
 def written(folder, *calls, described=DESCRIBED):
@@ -67,7 +67,7 @@ def cells(path):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(emits(PLACES.map(placed)), max_size=4))
+@given(st.lists(emits(PLACES.map(store_place)), max_size=4))
 def test_every_row_is_read_back_as_emitted(tmp_path, all_emits):
     sink = CSVSink()
     sink.set_run_context(run_info(tmp_path, described=DESCRIBED))
@@ -79,7 +79,7 @@ def test_every_row_is_read_back_as_emitted(tmp_path, all_emits):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(series_in_step(PLACES.map(placed)), max_size=4))
+@given(st.lists(series_in_step(PLACES.map(store_place)), max_size=4))
 def test_aligned_series_round_trip_as_rows(tmp_path, flushes):
     """Series with matching steps share one row per step and are read back as emitted."""
     all_emits = [Emit(metrics, 3, HookPoint.POST_STEP, 7) for metrics in flushes]
@@ -89,7 +89,7 @@ def test_aligned_series_round_trip_as_rows(tmp_path, flushes):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(emits(PLACES.map(placed)), max_size=3))
+@given(st.lists(emits(PLACES.map(store_place)), max_size=3))
 def test_any_csv_reader_can_read_the_file(tmp_path, all_emits):
     """Each line is one row, and each cell is a number, a boolean or JSON."""
     sink = CSVSink()
@@ -172,7 +172,7 @@ def test_undescribed_metric_goes_to_last_column(tmp_path):
     ],
 )
 def test_numbers_are_plain_and_other_values_json(tmp_path, value, text):
-    """Numbers and booleans look as in Python and are read back exactly."""
+    """Numbers and booleans have Python's format and are read back exactly."""
     path = written(tmp_path, ({"h/loss": value}, HookPoint.POST_EPOCH))
     assert cells(path)[0]["h/loss"] == text
     read = next(read_csv(path)).metrics["h/loss"]
@@ -182,7 +182,7 @@ def test_numbers_are_plain_and_other_values_json(tmp_path, value, text):
 @pytest.mark.parametrize("value", [{"w": 1}, [1, 2], [], "exact", None])
 @pytest.mark.parametrize("name", ["h/loss", "who/x"])
 def test_nonnumeric_single_value_is_read_back(tmp_path, name, value):
-    """A series of one dict, list, string or None is not mistaken for a family or for several values."""
+    """A series of one dict, list, string or None is not read as a family or as several values."""
     (record,) = read_csv(written(tmp_path, ({name: Series([4], [value])}, HookPoint.POST_STEP)))
     assert record.metrics == {name: Series([4], [value])}
 
@@ -195,7 +195,7 @@ def test_series_with_the_same_steps_share_a_row(tmp_path):
 
 
 def test_long_series_cell_is_read_back(tmp_path):
-    """The reader leaves the field size limit of the csv module unchanged."""
+    """The reader does not change the field size limit of the csv module."""
     limit = csv.field_size_limit()
     series = Series(list(range(1, 50_001)), [1 / step for step in range(1, 50_001)])
     (record,) = read_csv(written(tmp_path, ({"h/loss": series}, HookPoint.POST_STEP)))

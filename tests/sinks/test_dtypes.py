@@ -1,4 +1,4 @@
-"""Numbers of every dtype that tensors have reach the files of one run exactly."""
+"""Exact numbers of every tensor dtype in the files of a run."""
 
 import math
 import warnings
@@ -31,7 +31,7 @@ EXPECTED = {
 
 
 def fired(sink_class, folder, point: HookPoint) -> None:
-    """Fire once at ``point`` under a hook that returns a number of every dtype."""
+    """Fire once at ``point`` with a hook that returns a number of every dtype."""
     task, state = build(Case())
     hook = at(SpyHook, point)(lambda ctx: dict(GIVEN))
     manager = HookManager([hook], task, state, loop="epoch", sinks=[sink_class()])
@@ -44,7 +44,7 @@ def fired(sink_class, folder, point: HookPoint) -> None:
 
 @pytest.mark.parametrize(("sink_class", "read"), [(JSONLSink, read_jsonl), (CSVSink, read_csv)])
 @pytest.mark.parametrize("point", [HookPoint.PRE_EPOCH, HookPoint.POST_STEP])
-def test_the_files_hold_every_number_with_its_kind(sink_class, read, point, tmp_path):
+def test_files_keep_numbers_and_their_types(sink_class, read, point, tmp_path):
     fired(sink_class, tmp_path, point)
     (record,) = read(tmp_path / f"only.{sink_class.name}")
     found = {name: getattr(value, "values", [value])[0] for name, value in record.metrics.items()}

@@ -32,6 +32,6 @@ def test_full_disk_disables_only_the_sink(tmp_path, sink_class, monkeypatch):
 
 
 @pytest.mark.parametrize("sink_class", FILES)
-def test_a_missing_folder_is_named(tmp_path, sink_class):
+def test_error_names_missing_folder(tmp_path, sink_class):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         sink_class().set_run_context(run_info(tmp_path / "nowhere"))

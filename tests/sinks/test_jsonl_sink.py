@@ -24,7 +24,7 @@ def written(folder, *calls):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(emits(NAMES), max_size=4))
-def test_everything_that_was_emitted_is_read_back_exactly(tmp_path, all_emits):
+def test_emits_are_read_back_exactly(tmp_path, all_emits):
     sink = JSONLSink()
     sink.set_run_context(run_info(tmp_path))
     for emit in all_emits:

@@ -1,4 +1,4 @@
-"""Files that go on after a kill, wherever it fell and wherever their last checkpoint was."""
+"""Files of resumed runs, for any position of the kill and of the last checkpoint."""
 
 import os
 import tempfile
@@ -38,7 +38,7 @@ def resumed(sink_class, folder, position, rows, **run):
 
 
 def content(path):
-    """Return the bytes of a file, of events the values with their steps: all but the times."""
+    """Return the bytes of a file; of an event file, the values with their steps, without times."""
     if "tfevents" not in path.name:
         return path.read_bytes()
     return [(step, value.SerializeToString()) for step, value in values(path) if "_hparams_" not in value.tag]

@@ -29,13 +29,13 @@ def write(sink, text):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Record the files that are forced onto the disk, by inode, while really forcing them."""
+    """Record the inodes of files that are synchronised to disk, and synchronise them."""
     inodes, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (inodes.append(os.fstat(number).st_ino), fsync(number)))
     return inodes
 
 
-def test_a_flush_forces_the_file_onto_the_disk(tmp_path, synced):
+def test_flush_synchronises_file_to_disk(tmp_path, synced):
     file = TextSink()
     file.set_run_context(run_info(tmp_path))
     write(file, "line\n")
@@ -63,15 +63,15 @@ def test_only_line_feeds_end_a_line(tmp_path):
 
 
 @pytest.fixture
-def a_megabyte_of_room():
-    """Let files grow to a megabyte, as a disk does that is nearly full: a write beyond is cut short."""
+def one_megabyte_limit():
+    """Limit files to a megabyte, like a nearly full disk: longer writes are cut off."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_full_disk_raises_an_error(tmp_path, a_megabyte_of_room):
+def test_full_disk_raises_an_error(tmp_path, one_megabyte_limit):
     """A line that does not fit raises OSError, and the lines before it stay complete."""
     file = TextSink()
     file.set_run_context(run_info(tmp_path))

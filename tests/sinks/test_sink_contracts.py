@@ -1,4 +1,4 @@
-"""The promises that every registered sink keeps."""
+"""Contract of every registered sink."""
 
 import inspect
 import json
@@ -12,7 +12,7 @@ from loopscope.hooks import Alert, HookPoint, MetricSink, Series, SinkRegistry
 from loopscope.hooks.selection import check_sink_class
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.registry import Registry
-from loopscope.state import of_the_run
+from loopscope.state import without_on_demand
 
 from tests.sinks.emits import run_info
 from tests.sinks.event_files import lines
@@ -24,18 +24,18 @@ LOOPS = {"epoch": epoch_loop, "step": step_loop}
 
 @pytest.fixture(autouse=True)
 def no_wandb_client(monkeypatch):
-    """Leave the W&B client to tests/sinks/test_wandb_sink.py: it takes seconds of another process to start."""
+    """Disable the W&B client, which takes seconds to start; tests/sinks/test_wandb_sink.py covers it."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
 def files(folder):
-    """Return the texts of all files below a folder, those of event files as lines of scalars."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [lines(path) if "tfevents" in path.name else path.read_text() for path in found]
+    """Return the texts of all files in a folder; event files as lines of scalars."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [lines(path) if "tfevents" in path.name else path.read_text() for path in paths]
 
 
 def produced(folder, capsys):
-    """Return everything a sink has written, in files and on the console."""
+    """Return the complete output of a sink, in files and on the console."""
     return "".join(files(folder)) + capsys.readouterr().out
 
 
@@ -45,14 +45,14 @@ def show(sink, metrics, step, point=HookPoint.POST_EPOCH):
 
 
 def run_with(folder, sinks, loop="epoch", **options):
-    """Run a loop of six steps under a hook that reports everywhere, and return its state."""
+    """Run a loop of six steps with a hook that reports at every hook point, and return its final state digest."""
     task, state = build(Case(loop=loop), steps=6)
     hook = SpyHook(lambda ctx: {"step": ctx.step, "loss": ctx.loss if ctx.loss is not None else float("nan")})
     manager = HookManager([hook] if sinks else [], task, state, loop=loop, sinks=sinks, **options)
     manager.start(run_info(folder, loop=loop))
     LOOPS[loop](task, manager)
     manager.end("completed")
-    return of_the_run(state.digest())
+    return without_on_demand(state.digest())
 
 
 def test_sink_needs_no_arguments_and_has_summary(sink_class):
@@ -63,13 +63,13 @@ def test_sink_needs_no_arguments_and_has_summary(sink_class):
     assert inspect.getdoc(sink_class).splitlines()[0].endswith(".")
 
 
-def test_its_name_and_flag_belong_to_it_alone(sink_class):
+def test_name_and_flag_are_unique(sink_class):
     others = [other for other in SinkRegistry if other is not sink_class]
     assert sink_class.name not in {other.name for other in others}
     assert sink_class.flag is None or sink_class.flag not in {other.flag for other in others}
 
 
-def test_non_finite_values_survive(sink_class, tmp_path, capsys):
+def test_non_finite_values_are_kept(sink_class, tmp_path, capsys):
     sink = sink_class()
     sink.set_run_context(run_info(tmp_path))
     show(sink, {"h/a": float("nan"), "h/b": float("inf"), "h/c": float("-inf")}, 1)
@@ -78,7 +78,7 @@ def test_non_finite_values_survive(sink_class, tmp_path, capsys):
     assert {word.lower() for word in words} == {"nan", "inf", "-inf"}
 
 
-def test_non_finite_values_of_a_series_survive(sink_class, tmp_path, capsys):
+def test_non_finite_values_of_series_are_kept(sink_class, tmp_path, capsys):
     sink = sink_class()
     sink.set_run_context(run_info(tmp_path))
     show(
@@ -100,7 +100,7 @@ def test_emits_arrive_in_order(sink_class, tmp_path, capsys):
     assert re.findall(r"700\d", text) == ["7001", "7002", "7003", "7004", "7005"]
 
 
-def test_two_strategies_are_kept_apart(sink_class, tmp_path, capsys):
+def test_strategies_have_separate_output(sink_class, tmp_path, capsys):
     sink = sink_class()
     for strategy, number in (("first", 7001), ("second", 7002)):
         (tmp_path / strategy).mkdir()
@@ -115,7 +115,7 @@ def test_two_strategies_are_kept_apart(sink_class, tmp_path, capsys):
 
 
 def test_sink_can_be_flushed_and_closed_repeatedly(sink_class, tmp_path, capsys):
-    """It can also be flushed and closed before a run, and nothing is written twice."""
+    """Flushing and closing also work before a run, and nothing is written twice."""
     sink = sink_class()
     sink.flush()
     sink.close("failed")
@@ -131,7 +131,7 @@ def test_sink_can_be_flushed_and_closed_repeatedly(sink_class, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_an_emit_outside_a_strategy_is_refused(sink_class, tmp_path, closed):
+def test_emit_outside_a_strategy_raises(sink_class, tmp_path, closed):
     sink = sink_class()
     if closed:
         sink.set_run_context(run_info(tmp_path))
@@ -141,7 +141,7 @@ def test_an_emit_outside_a_strategy_is_refused(sink_class, tmp_path, closed):
 
 
 @pytest.mark.parametrize("loop", list(LOOPS))
-def test_it_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
+def test_sink_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
     bare = run_with(tmp_path, [], loop)
     assert not differences(bare, run_with(tmp_path, [sink_class()], loop, audit=True))
     assert produced(tmp_path, capsys)
@@ -149,13 +149,13 @@ def test_it_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
 
 @pytest.mark.parametrize("method", ["set_run_context", "emit", "flush", "close"])
 def test_failing_sink_is_disabled_and_run_continues(sink_class, tmp_path, method, capsys):
-    """The run keeps its bytes, and other sinks receive every row."""
+    """The state is bitwise unchanged, and other sinks receive every row."""
 
     def fail(self, *arguments, **options):
         raise OSError("No space left on device")
 
     broken, intact = type("Broken", (sink_class,), {method: fail})(), RecordingSink()
-    with pytest.warns(UserWarning, match=f"Sink '{sink_class.name}' failed and is switched off.*No space left"):
+    with pytest.warns(UserWarning, match=f"Sink '{sink_class.name}' failed and is disabled.*No space left"):
         digest = run_with(tmp_path, [broken, intact])
     assert not differences(run_with(tmp_path, []), digest)
     run_with(tmp_path, [alone := RecordingSink()])
@@ -168,7 +168,7 @@ SECOND = [({"h/number": 7003, "h/loss": 0.25}, 3), ({"h/by": {"w": 1.5}, "h/numb
 
 
 def fed(sink, rows):
-    """Emit rows, a table where there is one after every other row, and return the sink."""
+    """Emit rows and alerts, with a SNAPSHOT after every second row, and return the sink."""
     for metrics, step in rows:
         sink.emit(metrics, step, HookPoint.POST_EPOCH, step=step)
         sink.alert([Alert("It is large.", metric="number", step=step, value=metrics["h/number"], limit=float("inf"))])
@@ -185,8 +185,8 @@ def begun(sink_class, folder):
     return fed(sink, FIRST)
 
 
-def torn(paths):
-    """Leave the beginning of a line or an event, as a crash does."""
+def tear(paths):
+    """Append an incomplete line or event, as after a crash."""
     for path in paths:
         with path.open("ab") as file:
             file.write(path.read_bytes()[:20])
@@ -201,7 +201,7 @@ def test_resumed_sink_matches_uninterrupted_run(sink_class, tmp_path, capsys):
     killed = begun(sink_class, tmp_path / "killed")
     position, paths = json.loads(json.dumps(killed.position())), killed.files()
     fed(killed, SECOND[:1])
-    torn(paths)
+    tear(paths)
     resumed = sink_class()
     resumed.resume(run_info(tmp_path / "killed"), position)
     capsys.readouterr()
@@ -221,7 +221,7 @@ def test_sink_lists_its_open_files(sink_class, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "another"])
-def test_foreign_file_is_refused_and_left_unchanged(sink_class, tmp_path, damage, capsys):
+def test_changed_file_is_refused_and_left_unchanged(sink_class, tmp_path, damage, capsys):
     """A missing, truncated or replaced file raises with a hint to use --overwrite."""
     sink = begun(sink_class, tmp_path)
     position, paths = sink.position(), list(sink.files())
@@ -232,10 +232,10 @@ def test_foreign_file_is_refused_and_left_unchanged(sink_class, tmp_path, damage
         path.unlink() if damage == "missing" else path.write_bytes(
             content[: size - 1] if damage == "shorter" else b"x" * len(content)
         )
-        left = path.exists() and path.read_bytes()
+        damaged = path.exists() and path.read_bytes()
         with pytest.raises(UsageError, match=rf"{path.name} .*--overwrite"):
             sink_class().resume(run_info(tmp_path), position)
-        assert (path.exists() and path.read_bytes()) == left
+        assert (path.exists() and path.read_bytes()) == damaged
         path.write_bytes(content)
 
 
@@ -249,7 +249,7 @@ def test_position_outside_a_strategy_is_refused(sink_class, tmp_path, capsys):
             sink.position()
 
 
-def test_the_registry_knows_it_by_name(sink_class):
+def test_registry_returns_sink_by_name(sink_class):
     assert SinkRegistry.get(sink_class.name) is sink_class
     with pytest.raises(UsageError, match="Unknown sink"):
         SinkRegistry.get(sink_class.name + "x")
@@ -268,7 +268,7 @@ def test_sink_class_with_bad_declaration_is_refused(sink_class):
         registry.register(type("Always", (sink_class,), {"default": True, "flag": None, "option": None}))
 
 
-def test_sink_names_every_file_it_leaves(sink_class, tmp_path, capsys):
+def test_sink_names_every_file_it_writes(sink_class, tmp_path, capsys):
     """leaves() has plain file names without placeholders or folders."""
     run_with(tmp_path, [sink_class()])
     assert {path.name for path in tmp_path.iterdir()} <= set(sink_class.leaves("only"))

@@ -1,4 +1,4 @@
-"""Any sequence of emits, flushes, closes, strategies, kills and resumes leaves exactly what was emitted."""
+"""Sink files equal the emitted metrics after any sequence of emits, flushes, closes, strategies, kills and resumes."""
 
 import os
 import tempfile
@@ -28,15 +28,15 @@ NUMBERS = st.one_of(st.floats(), st.integers(), st.booleans())
 NAMES = st.sampled_from(["h/described", "h/surprise"])
 
 
-def left_by(sink, path):
-    """Return what a sink's file holds: records, or of TensorBoard the scalars."""
+def content_of(sink, path):
+    """Return the content of a sink's file: records, or scalars for TensorBoard."""
     if isinstance(sink, TensorBoardSink):
         return [(tag, step, repr(value)) for tag, step, value in written(path)]
     return [(record.epoch, record.step, exact(record.metrics)) for record in READERS[type(sink)](path)]
 
 
 def expected_of(sink, emitted):
-    """Return what a sink's file must hold: values at their steps for TensorBoard, emits for the others."""
+    """Return the expected content of a sink's file: values at their steps for TensorBoard, emits for the others."""
     if not isinstance(sink, TensorBoardSink):
         return [(epoch, step, exact(metrics)) for epoch, step, metrics in emitted]
     points = []
@@ -48,25 +48,25 @@ def expected_of(sink, emitted):
 
 
 class SinkStates(RuleBasedStateMachine):
-    """Compares the files of all sinks with a list of what was emitted, by strategy."""
+    """Compares the files of all sinks with the emitted metrics, by strategy."""
 
     @initialize()
     def begin(self):
         self.folder = tempfile.TemporaryDirectory()
         os.environ["WANDB_MODE"] = "disabled"
         self.sinks = [sink() for sink in FILES]
-        self.model = {}
+        self.emitted = {}
         self.current = None
         self.checkpoint = None
 
-    def tell(self, method, *arguments, **options):
+    def call_all(self, method, *arguments, **options):
         for sink in self.sinks:
             getattr(sink, method)(*arguments, **options)
 
     @rule(strategy=st.sampled_from(["a", "b", "c"]))
     def start(self, strategy):
-        self.tell("set_run_context", self.run(strategy))
-        self.current = self.model[strategy] = []
+        self.call_all("set_run_context", self.run(strategy))
+        self.current = self.emitted[strategy] = []
         self.strategy, self.checkpoint = strategy, None
 
     def run(self, strategy):
@@ -80,7 +80,7 @@ class SinkStates(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpoint is not None)
     @rule(torn=st.binary(max_size=40))
     def kill_and_resume(self, torn):
-        self.tell("close", "failed")
+        self.call_all("close", "failed")
         positions, emitted = self.checkpoint
         self.sinks = [sink() for sink in FILES]
         for sink, position in zip(self.sinks, positions, strict=True):
@@ -88,20 +88,20 @@ class SinkStates(RuleBasedStateMachine):
             with path.open("ab") as file:
                 file.write(torn)
             sink.resume(self.run(self.strategy), position)
-        self.tell("flush")
-        self.current = self.model[self.strategy] = list(emitted)
+        self.call_all("flush")
+        self.current = self.emitted[self.strategy] = list(emitted)
 
     @precondition(lambda self: self.current is not None)
     @rule(metrics=st.dictionaries(NAMES, NUMBERS, min_size=1), epoch=st.integers(0, 9), step=st.integers(0, 99))
     def emit(self, metrics, epoch, step):
-        self.tell("emit", metrics, epoch, HookPoint.POST_EPOCH, step=step)
+        self.call_all("emit", metrics, epoch, HookPoint.POST_EPOCH, step=step)
         self.current.append((epoch, step, metrics))
 
     @precondition(lambda self: self.current is not None)
     @rule(values=st.lists(NUMBERS, min_size=1, max_size=3), first=st.integers(1, 99))
     def emit_series(self, values, first):
         series = Series(list(range(first, first + len(values))), values)
-        self.tell("emit", {"h/described": series}, 0, HookPoint.POST_STEP, step=series.steps[-1])
+        self.call_all("emit", {"h/described": series}, 0, HookPoint.POST_STEP, step=series.steps[-1])
         self.current.append((0, series.steps[-1], {"h/described": series}))
 
     @precondition(lambda self: self.current is None)
@@ -113,22 +113,22 @@ class SinkStates(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        self.tell("flush")
+        self.call_all("flush")
 
     @rule(status=st.sampled_from(["completed", "failed", "interrupted"]))
     def close(self, status):
-        self.tell("close", status)
+        self.call_all("close", status)
         self.current = None
 
     @invariant()
-    def files_hold_what_was_emitted(self):
+    def files_contain_emitted_metrics(self):
         for sink in self.sinks:
-            for strategy, emitted in self.model.items():
+            for strategy, emitted in self.emitted.items():
                 path = Path(self.folder.name) / FILES[type(sink)].format(strategy)
-                assert left_by(sink, path) == expected_of(sink, emitted)
+                assert content_of(sink, path) == expected_of(sink, emitted)
 
     def teardown(self):
-        self.tell("close", "completed")
+        self.call_all("close", "completed")
         self.folder.cleanup()
         del os.environ["WANDB_MODE"]
 

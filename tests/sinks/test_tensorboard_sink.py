@@ -1,4 +1,4 @@
-"""What TensorBoard finds of a run: read back with its own accumulator."""
+"""Event files of runs, read back with TensorBoard's accumulator."""
 
 import math
 import random
@@ -62,7 +62,7 @@ def test_dict_gives_a_scalar_per_key(tmp_path):
     assert scalars(folder) == expected
 
 
-def test_values_that_are_not_finite_survive(tmp_path):
+def test_non_finite_values_are_kept(tmp_path):
     metrics = {"h/nan": math.nan, "h/inf": math.inf, "h/neg": -math.inf, "h/huge": 10**400, "h/beyond": 1e300}
     found = {tag: points[0][1] for tag, points in scalars(written(tmp_path, at_epoch_end(metrics))).items()}
     assert math.isnan(found.pop("h/nan"))
@@ -99,7 +99,7 @@ def test_histogram_buckets_count_values_up_to_limit(values):
 
 
 @given(st.binary(max_size=1500))
-def test_checksums_are_those_of_tensorboard(data):
+def test_checksums_match_tensorboard(data):
     assert crc32c(data) == crc32c_of_tensorboard(data)
 
 
@@ -109,7 +109,7 @@ def hyperparameters(folder):
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in info.hparams.items()}
 
 
-def test_the_configuration_and_the_treatments_are_hyper_parameters(tmp_path):
+def test_configuration_and_treatments_are_hyper_parameters(tmp_path):
     config = SmallConfig(lr=0.25, bright=True, output_dir=tmp_path)
     found = hyperparameters(written(tmp_path, config=config, treatments={"grad_clip": ("gradients",)}))
     assert (found["lr"], found["bright"], found["mode"], found["ratio"]) == (0.25, True, "fast", "None")
@@ -126,7 +126,7 @@ def test_text_tab_shows_untreated_runs(tmp_path):
 
 
 @pytest.mark.parametrize(("status", "shown"), [("completed", 1), ("failed", 2), ("interrupted", 2)])
-def test_how_it_ended_is_shown(tmp_path, status, shown):
+def test_status_is_shown(tmp_path, status, shown):
     metadata = accumulated(written(tmp_path, at_epoch_end({"h/a": 1}), status=status)).SummaryMetadata
     assert (
         parse_session_end_info_plugin_data(metadata("_hparams_/session_end_info").plugin_data.content).status == shown
@@ -144,7 +144,7 @@ def test_emitted_rows_are_readable_immediately(tmp_path):
 
 
 def test_sink_uses_no_random_numbers_or_threads(tmp_path):
-    """Writing scalars and histograms leaves the state of the random module as it was."""
+    """Writing scalars and histograms does not change the state of the random module."""
     random.seed(3)
     before, threads = random.getstate(), threading.enumerate()
     written(tmp_path, at_epoch_end({"h/a": 1.0, "h/list": [1.0, 2.0]}))
@@ -165,7 +165,7 @@ def test_missing_tensorboard_error_shows_install_command(monkeypatch):
 
 
 @pytest.mark.process
-def test_importing_the_sinks_imports_neither_package():
+def test_importing_sinks_imports_neither_package():
     code = "import loopscope.sinks, sys; sys.exit(bool({'tensorboard', 'wandb', 'tensorflow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

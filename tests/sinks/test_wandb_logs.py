@@ -1,4 +1,4 @@
-"""The logs that W&B's clients write, of which a crash may have cut off the end: how many rows are in them."""
+"""Number of rows in logs of W&B clients, which a crash may have truncated."""
 
 import json
 import tempfile
@@ -19,7 +19,7 @@ from tests.sinks.wandb_files import history
 LONG_ROW = 3
 COUNT = 400
 PARTS = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}
-"""Types of chunks by whether they begin and end a record."""
+"""Types of chunks by (starts a record, ends a record)."""
 
 
 def row(step):
@@ -29,7 +29,7 @@ def row(step):
 
 
 def log_of(messages):
-    """Return a log in LevelDB's format, where each of its records ends, and the places of bytes without meaning."""
+    """Return a log in LevelDB's format, the end offset of each record, and the offsets of filling bytes."""
     log, ends, filling = bytearray(LOG_BEGIN), [], []
     for message in messages:
         begin = 0

@@ -1,4 +1,4 @@
-"""A W&B run that goes on after a resume, with the real client: no row is lost, none is there twice."""
+"""Resumed W&B runs with the real client: every row exists exactly once."""
 
 import json
 import os
@@ -26,8 +26,8 @@ WHOLE = [{"step": step, "epoch": step, "h/a": step / 8} for step in ROWS]
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch, tmp_path_factory):
-    """Have no login and no settings, and give the client all the time it needs."""
+def isolated_wandb(monkeypatch, tmp_path_factory):
+    """Remove login and settings, and wait up to a minute for the client."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
@@ -39,11 +39,11 @@ def nobody(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server, and a login for it."""
-    with wandb_server() as found:
-        monkeypatch.setenv("WANDB_BASE_URL", found.url)
+    """A server with a login."""
+    with wandb_server() as local_server:
+        monkeypatch.setenv("WANDB_BASE_URL", local_server.url)
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-        yield found
+        yield local_server
 
 
 def fed(sink, rows):
@@ -65,7 +65,7 @@ def resumed(folder, position, rows):
 
 
 def interrupted(folder, before, after):
-    """Return the position after the rows ``before`` of a run that ended after those ``after`` them."""
+    """Run with the rows ``before`` and then ``after``; return the position between them."""
     sink = begun(folder, before)
     position = sink.position()
     fed(sink, after).close("interrupted")
@@ -73,12 +73,12 @@ def interrupted(folder, before, after):
 
 
 def logs_in(folder):
-    """Return the logs that the clients wrote, oldest first."""
+    """Return the logs of the clients, oldest first."""
     return sorted(folder.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.stat().st_ctime)
 
 
 def synced(folders):
-    """Let W&B's own command send what was recorded offline."""
+    """Send offline records with the command ``wandb sync``."""
     wandb = Path(sys.executable).with_name("wandb")
     subprocess.run([wandb, "sync", "--yes", *folders], check=True, capture_output=True, timeout=60, cwd=folders[0])
 
@@ -110,10 +110,10 @@ def test_offline_resume_is_synced_from_named_folders(tmp_path, server, monkeypat
     """The notice lists the folders for wandb sync, and together they give the whole run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     position = interrupted(tmp_path, ROWS[:2], ROWS[2:4])
-    with pytest.warns(RunNotice, match="recorded offline; to send it: wandb sync") as told:
+    with pytest.warns(RunNotice, match="recorded offline; to send it: wandb sync") as notices:
         resumed(tmp_path, position, ROWS[2:]).close("completed")
     assert [history(log) for log in logs_in(tmp_path)] == [WHOLE[:4], WHOLE[4:]]
-    folders = str(told[0].message).partition("wandb sync ")[2].split()
+    folders = str(notices[0].message).partition("wandb sync ")[2].split()
     assert folders == [str(log.parent) for log in logs_in(tmp_path)]
     synced(folders)
     (run,) = server.runs.values()

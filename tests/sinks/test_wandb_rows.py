@@ -1,4 +1,4 @@
-"""What one line of the record becomes in W&B, without a client."""
+"""Conversion of record lines to W&B rows, without a client."""
 
 import math
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from loopscope.sinks.wandb_process import Ending, RecordReplacedError, distribut
 POINTS = ("POST_STEP",)
 
 
-class Told:
-    """A listener that hears of the end of the run after a number of looks."""
+class FakeListener:
+    """A listener that receives the end of the run after a number of polls."""
 
-    def __init__(self, looks: int, ending: Ending, between=lambda: None):
-        self.looks, self.ending, self.between = looks, ending, between
+    def __init__(self, polls: int, ending: Ending, between=lambda: None):
+        self.polls, self.ending, self.between = polls, ending, between
 
     def wait(self, seconds: float) -> bool:
         if seconds:
             self.between()
-        self.looks -= 1
-        return self.looks < 0
+        self.polls -= 1
+        return self.polls < 0
 
 
-def found(looks: int, path: Path, ending: Ending | None = None, **options: Any) -> Iterator[dict[str, Any]]:
-    return records(path, Told(looks, ending or Ending("completed"), **options))
+def read_records(polls: int, path: Path, ending: Ending | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+    return records(path, FakeListener(polls, ending or Ending("completed"), **options))
 
 
 def row_of(metrics, point="POST_EPOCH", step=7):
@@ -51,7 +51,7 @@ def test_series_like_dict_outside_series_stays_dict():
     assert row == {"step": 7, "epoch": 3, "h/a/steps": 1, "h/a/values": 2}
 
 
-def test_nonfinite_values_are_counted_beside_histogram():
+def test_nonfinite_values_are_counted_outside_histogram():
     """The mean shows them as NaN or infinity."""
     assert distribution("h", [1.0, math.nan, math.inf], sorted) == {"h": [1.0], "h/non_finite": 2}
     assert distribution("h", [-math.inf], sorted) == {"h/non_finite": 1}
@@ -59,7 +59,7 @@ def test_nonfinite_values_are_counted_beside_histogram():
     assert math.isnan(row["h/a/mean"])
 
 
-def test_integers_that_w_b_cannot_hold_are_floats():
+def test_oversized_integers_become_floats():
     (row,) = row_of({"h/a": 2**62, "h/b": 2**70, "h/c": -(10**400)})
     assert (row["h/a"], row["h/b"], row["h/c"]) == (2**62, 2.0**70, -math.inf)
     assert type(row["h/a"]) is int
@@ -78,16 +78,16 @@ def test_growing_record_is_read_without_torn_line(tmp_path):
     more = iter([' 2}\n{"a": NaN}\n', '{"cut'])
     with path.open("a") as file:
         between = lambda: print(next(more), end="", file=file, flush=True)
-        values = [line["a"] for line in found(5, path, between=between)]
+        values = [line["a"] for line in read_records(5, path, between=between)]
     assert values[:2] == [1, 2]
     assert math.isnan(values[2])
     assert len(values) == 3
 
 
-def test_no_more_is_read_than_the_run_wrote(tmp_path):
+def test_reading_stops_at_size_of_run(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    assert [line["a"] for line in found(0, path, Ending("completed", 9))] == [1]
+    assert [line["a"] for line in read_records(0, path, Ending("completed", 9))] == [1]
 
 
 def test_overwritten_record_raises(tmp_path):
@@ -95,11 +95,11 @@ def test_overwritten_record_raises(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     with pytest.raises(RecordReplacedError, match="was overwritten"):
-        list(found(3, path, between=lambda: path.write_text("{}\n")))
+        list(read_records(3, path, between=lambda: path.write_text("{}\n")))
 
 
 class WithoutLogin:
-    """W&B where nobody has logged in."""
+    """A W&B module without a login."""
 
     class UsageError(Exception):
         pass
@@ -115,7 +115,7 @@ def test_without_a_login_the_client_is_offline(monkeypatch):
     assert start_wandb_run(WithoutLogin(), project="demo") == ("offline", {"project": "demo"})
 
 
-def test_a_mode_that_was_asked_for_is_kept(monkeypatch):
+def test_requested_mode_is_kept(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(WithoutLogin.UsageError, match="No API key"):
         start_wandb_run(WithoutLogin(), project="demo")

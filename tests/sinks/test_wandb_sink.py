@@ -1,4 +1,4 @@
-"""The W&B sink with the real client: what it records offline, and what a run notices when it fails."""
+"""The W&B sink with the real client: offline records, and effects of client failures on a run."""
 
 import json
 import math
@@ -35,8 +35,8 @@ DEFAULT_WAIT = wandb_sink.LONGEST_WAIT
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch, tmp_path_factory):
-    """Have no login and no settings, and give the client all the time it needs."""
+def isolated_wandb(monkeypatch, tmp_path_factory):
+    """Remove login and settings, and wait up to a minute for the client."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
@@ -60,7 +60,7 @@ def fed(sink):
 
 
 def alive(pid):
-    """Tell whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def test_strategies_form_one_wandb_group(offline):
     assert config.keys() >= SmallConfig().as_dict().keys()
 
 
-def test_how_a_run_ended_is_its_exit_status(offline):
+def test_status_of_run_is_its_exit_code(offline):
     assert [only(log_of(offline.folder / name), "exit").exit_code for name in ("one", "two")] == [0, 1]
 
 
@@ -171,21 +171,21 @@ def test_wandb_sink_leaves_run_unchanged(tmp_path):
 
 @pytest.fixture
 def silent_server(monkeypatch):
-    """A server that takes connections and never answers, and a login for it."""
+    """A server with a login, which accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        held = []
+        connections = []
 
         def accept():
             with suppress(OSError):
                 while True:
-                    held.append(server.accept()[0])
+                    connections.append(server.accept()[0])
 
         threading.Thread(target=accept, daemon=True).start()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        yield held
+        yield connections
         server.shutdown(socket.SHUT_RDWR)
-        for connection in held:
+        for connection in connections:
             connection.close()
 
 
@@ -216,10 +216,10 @@ def test_dead_client_warns_once(tmp_path):
     client_of(sink).wait()
     with pytest.warns(
         UserWarning, match="client failed: exit status -9;.*No metric is lost; .*loopscope replay"
-    ) as told:
+    ) as caught:
         fed(sink)
     sink.close("completed")
-    assert len(told) == 1
+    assert len(caught) == 1
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 2
 
 

@@ -1,4 +1,4 @@
-"""What the W&B client wrote: the record log of an offline run, read with W&B's own messages."""
+"""Reader of the record log of an offline W&B run, with W&B's protobuf messages."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ HEADER = struct.Struct("<IHB")
 BLOCK = 32768
 FIRST_BYTES = 7
 LAST_PARTS = (1, 4)
-"""Types of a chunk that ends a record: it is whole, or the last of several."""
+"""Types of a chunk that ends a record: a complete record, or the last of several chunks."""
 
 
 def records(path: Path) -> Iterator[Record]:
@@ -44,29 +44,29 @@ def history(path: Path) -> list[dict[str, Any]]:
 
 
 def row(message: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for item in message.item:
         name, *part = item.nested_key or [item.key]
         value = json.loads(item.value_json)
         if part:
-            found.setdefault(name, {})[part[0]] = value
+            columns.setdefault(name, {})[part[0]] = value
         elif not name.startswith("_"):
-            found[name] = value
+            columns[name] = value
     return {
-        name: (value["values"], value["bins"]) if isinstance(value, dict) else value for name, value in found.items()
+        name: (value["values"], value["bins"]) if isinstance(value, dict) else value for name, value in columns.items()
     }
 
 
 def only(path: Path, kind: str) -> Any:
     """Return the one record of a kind."""
-    (found,) = [getattr(record, kind) for record in records(path) if record.WhichOneof("record_type") == kind]
-    return found
+    (content,) = [getattr(record, kind) for record in records(path) if record.WhichOneof("record_type") == kind]
+    return content
 
 
 def axes(path: Path) -> dict[str, str]:
-    """Return the declared step axis of every metric or pattern of them."""
-    found = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]
-    return {metric.name or metric.glob_name: metric.step_metric for metric in found}
+    """Return the declared step axis of every metric or metric pattern."""
+    metrics = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]
+    return {metric.name or metric.glob_name: metric.step_metric for metric in metrics}
 
 
 def config_of(path: Path) -> dict[str, Any]:

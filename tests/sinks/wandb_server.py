@@ -1,4 +1,4 @@
-"""A W&B server of one's own: as much of it as a client needs to send the rows of a run and to resume it."""
+"""A local W&B server with the requests that a client needs to send and resume a run."""
 
 import gzip
 import json
@@ -16,13 +16,13 @@ ENTITY = "me"
 
 @dataclass
 class StoredRun:
-    """The lines of a run's files, and how it ended."""
+    """The lines of a run's files, and its exit code."""
 
     files: dict[str, list[str]] = field(default_factory=dict)
     exit_code: int | None = None
 
     def write(self, request: dict[str, Any]) -> None:
-        """Put the lines of a request where it says, over what stands there."""
+        """Store the lines of a request at their offsets, replacing existing lines."""
         for name, chunk in (request.get("files") or {}).items():
             lines = self.files.setdefault(name, [])
             lines[chunk["offset"] : chunk["offset"] + len(chunk["content"])] = chunk["content"]
@@ -34,7 +34,7 @@ class StoredRun:
         return [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
 
     def steps(self) -> list[int]:
-        """Return W&B's own number of each row."""
+        """Return W&B's step number of each row."""
         return [json.loads(line)["_step"] for line in self.files.get(HISTORY, [])]
 
 
@@ -91,7 +91,7 @@ class WandbServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Takes GraphQL, streams of lines and uploads."""
+    """Handles GraphQL, line streams and uploads."""
 
     server: WandbServer
     protocol_version = "HTTP/1.1"
@@ -117,12 +117,12 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 @contextmanager
 def wandb_server() -> Iterator[WandbServer]:
-    """Serve as long as the context lasts."""
+    """Serve until the context ends."""
     with WandbServer() as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
