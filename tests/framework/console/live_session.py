@@ -1,4 +1,4 @@
-"""A live session without training: an experiment's worth of metrics, progress, warnings and prints."""
+"""Live sessions without training: the metrics of an experiment, progress, warnings and prints."""
 
 import select
 import time
@@ -21,8 +21,8 @@ METRICS = 6
 
 
 def metrics(step):
-    """Return about 110 metrics: a rising, a falling and a steady one among them."""
-    others = {
+    """Return about 110 metrics, including a rising, a falling and a constant one."""
+    hook_metrics = {
         f"hook_{hook:02}/metric_{metric}": hook + metric / 8 + step
         for hook in range(HOOKS)
         for metric in range(METRICS)
@@ -31,12 +31,12 @@ def metrics(step):
         "training_metrics/val_acc": 0.125 * step,
         "training_metrics/train_acc": 0.5,
         "training_metrics/loss": 12345.678 - 1000 * step,
-        **others,
+        **hook_metrics,
     }
 
 
 class Session:
-    """A session of ``RunConsole``; ``beats`` are seconds of a clock that the test moves."""
+    """A session of ``RunConsole`` with a clock that advances one second per step."""
 
     def __init__(self, mode="live", live_metrics=LIVE, **options):
         self.now = 0.0
@@ -52,9 +52,9 @@ class Session:
             sink.set_run_context(self.run)
         self.progress = self.console.strategy_started(self.run, self.task, [])
 
-    def step(self, *, patiently=True):
-        """Take a step, with an emit, once the terminal has taken what was drawn before."""
-        if patiently:
+    def step(self, *, waits=True):
+        """Take a step with an emit; if it ``waits``, after the terminal has accepted earlier drawings."""
+        if waits:
             select.select([], [1], [], 10)
         self.now += 1.0
         self.loop.step += 1
@@ -75,8 +75,8 @@ def warn(sentence, category=UserWarning):
         warnings.warn(sentence, category, stacklevel=1)
 
 
-def whole(mode="live"):
-    """Run a session with a warning, a note and a print."""
+def run_session(mode="live"):
+    """Run a complete session with a warning, a note and a print."""
     session = Session(mode)
     with session.console:
         session.begin()
@@ -94,8 +94,8 @@ def whole(mode="live"):
         session.console.ended([SUMMARY, OTHER])
 
 
-def until(condition=lambda: False, seconds=20.0):
-    """Step until something happens, or long enough for a test to fail."""
+def step_until(condition=lambda: False, seconds=20.0):
+    """Step until a condition holds, or until a timeout at which tests fail."""
     session, end = Session(), time.monotonic() + seconds
     with session.console:
         session.begin()

@@ -1,4 +1,4 @@
-"""A terminal with two screens, rendered from the bytes of a process that has it as its own."""
+"""Terminals with an alternate screen, rendered from the output of a process."""
 
 import copy
 import fcntl
@@ -20,12 +20,12 @@ PATIENCE = 30.0
 
 
 class Terminal(pyte.Screen):
-    """A screen of pyte that also has the alternate one."""
+    """A pyte screen with an alternate screen."""
 
     def __init__(self, columns: int, lines: int) -> None:
         self.is_alternate = False
         self.left: list[list[str]] = []
-        """What the alternate screen showed each time that it was left."""
+        """Content of the alternate screen at each exit."""
         self.entered = 0
         super().__init__(columns, lines)
 
@@ -47,17 +47,17 @@ class Terminal(pyte.Screen):
 
     @property
     def lines_shown(self) -> list[str]:
-        """The lines of the screen that is on, without what is empty at their ends and at its foot."""
+        """The lines of the visible screen without trailing spaces and empty lines."""
         return "\n".join(line.rstrip() for line in self.display).rstrip().split("\n")
 
     @property
-    def is_as_it_was(self) -> bool:
-        """Return true if the first screen is on, the cursor is seen and lines wrap."""
+    def is_restored(self) -> bool:
+        """Whether the primary screen and the cursor are visible and lines wrap."""
         return not self.is_alternate and not self.cursor.hidden and pyte.modes.DECAWM in self.mode
 
 
 class Process:
-    """A forked process on a terminal of its own; ``body`` runs in it, with standard output and error there."""
+    """A forked process with a separate terminal; ``body`` runs in it and prints to that terminal."""
 
     def __init__(self, body: Callable[[], Any], columns: int = 80, lines: int = 24) -> None:
         self.terminal = Terminal(columns, lines)
@@ -68,15 +68,15 @@ class Process:
         if self.id == 0:
             _run(body)
         self.resize(columns, lines)
-        os.write(self._master, b"\n")  # the size is set: the body may begin
+        os.write(self._master, b"\n")  # starts the body, now that the size is set
 
     def resize(self, columns: int, lines: int) -> None:
-        """Give the terminal another size."""
+        """Resize the terminal."""
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.terminal.resize(lines, columns)
 
     def modes(self) -> list[Any]:
-        """Return what ``stty -a`` shows."""
+        """Return the modes that ``stty -a`` shows."""
         return termios.tcgetattr(self._master)
 
     def type(self, keys: bytes) -> None:
@@ -88,7 +88,7 @@ class Process:
         os.kill(self.id, number)
 
     def read_until(self, done: Callable[[Terminal], bool]) -> Terminal:
-        """Read what the process writes until ``done(terminal)``; fails if that takes long or the process ends."""
+        """Read the output until ``done(terminal)``; fails after a timeout or at the end of the process."""
         end = time.monotonic() + PATIENCE
         while not done(self.terminal):
             assert time.monotonic() < end, "\n".join(self.terminal.display)
@@ -96,7 +96,7 @@ class Process:
         return self.terminal
 
     def finish(self) -> Terminal:
-        """Read to the end and note the exit status."""
+        """Read to the end and store the exit status."""
         while self._read():
             pass
         _, status = os.waitpid(self.id, 0)
@@ -142,7 +142,7 @@ def _run(body: Callable[[], Any]) -> None:
 
 
 def show(body: Callable[[], Any], columns: int = 80, lines: int = 24) -> Terminal:
-    """Run ``body`` on a terminal to its end."""
+    """Run ``body`` on a terminal until it ends."""
     process = Process(body, columns, lines)
     terminal = process.finish()
     assert process.status == 0, "\n".join(terminal.display)

@@ -34,7 +34,7 @@ def test_arrow_compares_last_value_with_first(scale):
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0], [1.0, math.nan, 2.0], [1.0, 2.0, math.inf]])
-def test_without_three_finite_values_there_is_no_arrow(values):
+def test_arrow_needs_three_finite_values(values):
     assert arrow_of(values) == ""
 
 
@@ -56,17 +56,17 @@ def test_metrics_are_grouped_in_described_order():
     emitted = {"b/x": 1.0, "a/loss": 2.0, "a/y": 3.0, "a/evaluation": {"val_loss": 4.0}, "c/z/weight": 5.0}
     live = {"loss": ["a/loss", "a/evaluation/val_loss", "a/absent"], "one": ["c/z/weight"]}
     board = board_of(emitted, live, described=["a/y", "b/x"])
-    found = board.groups(cells_of(board))
-    assert list(map(names, found)) == [{"loss": ["loss", "val_loss"], "one": ["weight"]}, {"a": ["y"], "b": ["x"]}]
+    groups = board.groups(cells_of(board))
+    assert list(map(names, groups)) == [{"loss": ["loss", "val_loss"], "one": ["weight"]}, {"a": ["y"], "b": ["x"]}]
 
 
-def test_live_metrics_that_end_alike_keep_their_hooks():
+def test_live_metrics_of_one_name_keep_hooks():
     live = {"norms": ["a/norm", "b/norm"]}
     board = board_of({"a/norm": 1.0, "b/norm": 2.0}, live)
     assert names(board.groups(cells_of(board))[0]) == {"norms": ["a/norm", "b/norm"]}
 
 
-def test_without_live_metrics_training_metrics_take_their_place():
+def test_training_metrics_replace_missing_live_metrics():
     board = board_of({"training_metrics/loss": 1.0, "a/b": 2.0})
     assert list(map(names, board.groups(cells_of(board)))) == [{"training": ["loss"]}, {"a": ["b"]}]
 

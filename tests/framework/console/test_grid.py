@@ -14,7 +14,7 @@ def text_of(lines):
     return ["".join(text for text, _ in line) for line in lines]
 
 
-def test_every_piece_of_a_long_group_is_kept():
+def test_long_group_keeps_all_metrics():
     metrics = [Cell(f"m{index}", str(index)) for index in range(37)]
     pieces = [piece for block in in_blocks([Group("a", metrics)], 11) for piece in block]
     assert [metric for piece in pieces for metric in piece.cells] == metrics
@@ -35,7 +35,7 @@ def test_blocks_keep_order_and_minimal_height(most):
 
 
 def lowest_height(groups, most):
-    """Find the least possible height of the tallest block, by trying every division."""
+    """Find the least possible height of the tallest block by brute force over all divisions."""
     heights = [len(group.cells) + 1 for group in groups]
     if most == 1 or len(groups) == 1:
         return sum(heights)
@@ -46,21 +46,21 @@ def lowest_height(groups, most):
 @pytest.mark.parametrize("width", [8, 13, 20, 44, 80, 160])
 @pytest.mark.parametrize("height", [1, 2, 5, 20, 60])
 @pytest.mark.parametrize("arrow", ["", "↑"])
-def test_what_is_fitted_fits_and_is_counted(width, height, arrow):
+def test_fitted_lines_fit_and_are_counted(width, height, arrow):
     lines, shown = fitted(hooks([3, 9, 1, 5], arrow=arrow), width, height)
     assert len(lines) <= height
     assert all(sum(cell_len(text) for text, _ in line) <= width for line in lines)
     assert sum(text.count(".125") + text.count("…") for text in text_of(lines)) >= shown > 0
 
 
-def test_numbers_are_shown_whole_or_not_at_all():
+def test_numbers_are_never_truncated():
     groups = [Group("a_hook", [Cell("a_long_name_of_a_metric", "-1.235e-07", "↓")])]
     texts = ["\n".join(text_of(fitted(groups, width, 5)[0])) for width in range(8, 60)]
     assert all(("-1.235e-07" in text) or not any(digit in text for digit in "0123456789") for text in texts)
     assert all("-1.235e-07" in text for text in texts[8:])
 
 
-def test_all_is_shown_where_there_is_room():
+def test_large_space_shows_all_metrics():
     groups = hooks([3, 9, 1, 5])
     assert fitted(groups, 160, 30)[1] == 18
 

@@ -1,4 +1,4 @@
-"""No display hands the terminal what hooks, strategies, metrics and warnings say as anything but text."""
+"""Text of hooks, strategies, metrics and warnings never controls the terminal, in any display."""
 
 import io
 import re
@@ -36,11 +36,11 @@ def console_of(*, terminal: bool) -> LastingConsole:
 
 
 def shown(text: str, mode: Any, *, terminal: bool) -> str:
-    """Return all that a session prints in which everything that has a name is called ``text``, or says it."""
+    """Return the output of a session in which every name and sentence is ``text``."""
     console, now = console_of(terminal=terminal), [0.0]
     task, state = TASK
     metric = f"{text}/{text}"
-    sentence = re.sub(r"\s", "?", text)  # what is one sentence has its white space joined
+    sentence = re.sub(r"\s", "?", text)  # white space in sentences is collapsed
     run = run_info(Path("out"), strategy=text, loop="step", experiment=text, treatments={text: (text,)},
                    described=[metric])  # fmt: skip
     names: dict[str, Any] = {"live_metrics": {text: [metric, "x/y"]}, "progress_metrics": {text: [metric, "a/b"]}}

@@ -35,7 +35,7 @@ def live(tmp_path):
 
 
 class Emitting:
-    """A live display on a console of its own, on a clock that the test moves."""
+    """A live display on a separate console, with a clock that the test advances."""
 
     def __init__(self, file):
         self.now = 0.0
@@ -60,7 +60,7 @@ def test_screen_is_drawn_at_most_twice_a_second(seconds, live):
         live.now += seconds
         live.emit(step)
         live.display.show(Position("step", step, 60, 1.0, {}))
-    assert all(after - before >= 0.5 for before, after in pairwise(live.drawings))
+    assert all(later - earlier >= 0.5 for earlier, later in pairwise(live.drawings))
     assert len(live.drawings) == pytest.approx(min(60, 60 * seconds / 0.5) + 1, abs=2)
 
 
@@ -79,7 +79,7 @@ def test_slow_drawing_is_followed_by_a_long_pause(live):
     assert len(live.drawings) * 0.1 <= 0.011 * live.now + 0.2
 
 
-def test_drawing_takes_nothing_from_any_random_generator(live):
+def test_drawing_uses_no_random_numbers(live):
     before = generators()
     live.now += 1.0
     for step in range(5):
@@ -102,19 +102,19 @@ def test_failed_drawing_disables_only_the_display(live):
 
 
 def test_printed_text_is_kept_up_to_a_limit(live):
-    """The display keeps the last million characters and reports how many it dropped."""
-    told, printed = [], io.StringIO()
+    """The display keeps the last million characters and reports the number of omitted ones."""
+    items, printed = [], io.StringIO()
     for number in range(1100):
         live.display._keep(printed, f"{number:999}\n")
-    live.display.leave(told.append)
+    live.display.leave(items.append)
     lines = [int(line) for line in printed.getvalue().split()]
     assert lines == list(range(100, 1100))
-    assert [text.plain for text in told] == ["100,000 earlier characters of output are omitted."]
+    assert [text.plain for text in items] == ["100,000 earlier characters of output are omitted."]
     assert live.display.board.printed_lines == 1100
 
 
 @pytest.mark.parametrize("mode", ["live", "normal", "silent"])
-def test_a_run_is_the_same_with_every_display(mode, tmp_path):
+def test_run_is_equal_with_every_display(mode, tmp_path):
     shown, bare = tmp_path / "shown", tmp_path / "bare"
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, force_interactive=True)
     times = iter(range(10**6))

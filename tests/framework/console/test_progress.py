@@ -11,7 +11,7 @@ from rich.console import Console
 
 
 class RecordingView:
-    """Keeps the positions it is shown."""
+    """Records the positions that it shows."""
 
     def __init__(self):
         self.shown = []
@@ -25,7 +25,7 @@ class RecordingView:
 
 
 class ManualClock:
-    """Shows the time that the test sets."""
+    """A clock that the test sets."""
 
     def __init__(self):
         self.now = 100.0
@@ -39,7 +39,7 @@ def progress_of(view, clock, *, unit="step", length=1000, steps_per_epoch=None):
 
 
 def drive(progress, clock, steps, seconds):
-    """Take steps of so many seconds each."""
+    """Take steps of ``seconds`` each."""
     loop = LoopState()
     for loop.step in range(1, steps + 1):
         clock.now += seconds
@@ -54,7 +54,7 @@ def test_view_updates_at_most_twice_a_second(seconds, updates):
     assert len(view.shown) == updates
 
 
-def test_evaluations_are_throttled_with_the_steps():
+def test_evaluations_are_throttled_like_steps():
     clock, view = ManualClock(), RecordingView()
     progress, loop = progress_of(view, clock), LoopState(step=1)
     for _ in range(5):
@@ -114,7 +114,7 @@ def test_throughput_covers_the_last_half_minute():
         (LoopState(epoch_loss=1.5, evaluation={"train_acc": 1.0, "val_acc": 0.5}), {"loss": 1.5, "val_acc": 0.5}),
     ],
 )
-def test_the_newest_numbers_are_loss_and_validation(loop, numbers):
+def test_newest_numbers_are_loss_and_validation(loop, numbers):
     assert newest_numbers(loop) == numbers
 
 
@@ -138,7 +138,7 @@ def test_long_run_prints_a_line_every_half_minute():
     assert not any("\x1b" in line for line in lines)
 
 
-def test_lines_that_stay_end_with_the_last_position():
+def test_permanent_lines_end_with_last_position():
     console, clock = Console(file=io.StringIO(), force_terminal=False, width=80), ManualClock()
     progress = progress_of(LineView(console, "stride", transient=False, clock=clock), clock)
     drive(progress, clock, 30, 0.1)
@@ -161,7 +161,7 @@ def test_bar_fits_width_and_drops_least_important(width):
     assert ("2.12 epochs/s" in drawn) == ("epoch 4,200/5,000" in drawn) == (width >= 120)
 
 
-def test_a_bar_takes_nothing_from_the_random_generator():
+def test_bar_uses_no_random_numbers():
     random.seed(1)
     before = random.getstate()
     console = Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=80)

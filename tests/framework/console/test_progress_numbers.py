@@ -1,4 +1,4 @@
-"""The progress line repeats the metrics that an experiment names: newest means, on one line, of this strategy alone."""
+"""Progress metrics of an experiment: newest means of the current strategy on one line."""
 
 import io
 import math
@@ -64,19 +64,19 @@ def test_chosen_metrics_are_dropped_before_the_step():
     assert Position("step", 160, 400, 12.5, {}, epoch=1.24, chosen=CHOSEN).fitted(1) == "step 160"
 
 
-class Telling(SmallSteps):
-    """Tell two noisy classes apart, and say at what rate."""
+class NamedProgress(SmallSteps):
+    """Classify two noisy classes, with progress metrics."""
 
-    name = "telling"
+    name = "named_progress"
     progress_metrics = {"rate": ["training_metrics/lr"], "mean": ["training_metrics/loss"]}
 
 
 def test_piped_run_prints_step_epoch_and_named_metrics(tmp_path: Path):
     """The last line has the final step, the final epoch and the metrics that the experiment names."""
     out = io.StringIO()
-    with registered(Telling), RunConsole("silent", progress_metrics=Telling.progress_metrics,
+    with registered(NamedProgress), RunConsole("silent", progress_metrics=NamedProgress.progress_metrics,
                                          console=Console(file=out, force_terminal=False)) as console:  # fmt: skip
-        run = session(tmp_path, Telling, epochs=40, log_every=3, hooks=["training_metrics"])
+        run = session(tmp_path, NamedProgress, epochs=40, log_every=3, hooks=["training_metrics"])
         run.make_sinks, run.display = console.sinks, console
         summary = run.run()[0]
     last = out.getvalue().splitlines()[-1]

@@ -47,8 +47,8 @@ OTHER = {
 
 
 @pytest.fixture(autouse=True)
-def away(tmp_path, monkeypatch):
-    """Be where no run lies."""
+def folder_without_runs(tmp_path, monkeypatch):
+    """Change to a folder without runs."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -63,7 +63,7 @@ def plain(text):
 
 
 def session(mode, *, terminal, width=80):
-    """Show a whole session of one strategy of ten steps, a second each, with a warning and a table; return the text."""
+    """Show a session with ten steps of a second each, a warning and a table; return the text and the display."""
     console, now = captured(terminal=terminal, width=width), [0.0]
     with RunConsole(mode, console=console, clock=lambda: now[0]) as shown:
         task, state = build(Case(loop="step"), steps=10)
@@ -78,23 +78,23 @@ def session(mode, *, terminal, width=80):
             progress.step(state.loop)
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.warn("Hook 'x' failed.\nThe run goes on.", stacklevel=1)
+            warnings.warn("Hook 'x' failed.\nThe run continues.", stacklevel=1)
         shown.strategy_ended(SUMMARY)
         shown.ended([SUMMARY, OTHER])
     return console.file.getvalue(), shown
 
 
-def test_a_session_without_a_terminal_is_plain_lines():
+def test_session_without_terminal_prints_plain_lines():
     text, _ = session("normal", terminal=False)
     assert "\x1b" not in text
     assert "\r" not in text
     for part in (
         "exp only: ",
-        "warning: Hook 'x' failed. The run goes on.\n",
+        "warning: Hook 'x' failed. The run continues.\n",
         "only, epoch 0, step 1: h/metric 0.5; 1 value not recorded",
     ):
         assert part in text
-    assert "only: 20%" not in text  # the line of the SNAPSHOT tells it
+    assert "only: 20%" not in text  # the SNAPSHOT has a line instead
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -103,30 +103,30 @@ def test_terminal_session_fits_its_width(width):
     text, _ = session("normal", terminal=True, width=width)
     lines = re.split(r"[\n\r]", plain(text))
     assert max(map(len, lines)) <= width
-    for part in ("exp only", "grad_clip (gradients)", "warning: Hook 'x' failed. The run goes on.", "metric", "100%"):
+    for part in ("exp only", "grad_clip (gradients)", "warning: Hook 'x' failed. The run continues.", "metric", "100%"):
         assert part in plain(text)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_silent_mode_shows_progress_and_final_warnings(terminal):
-    """The only sink is that of alerts."""
+    """Alerts have the only sink."""
     text, shown = session("silent", terminal=terminal)
     lines = {line.strip() for line in re.split(r"[\n\r]", plain(text)) if line.strip()}
     assert lines
-    told = "warning: Hook 'x' failed. The run goes on."
-    assert all(line.startswith("only") and "%" in line for line in lines - {told} if line != "only ━━━━━━━━")
-    assert plain(text).strip().endswith(told)
+    warning = "warning: Hook 'x' failed. The run continues."
+    assert all(line.startswith("only") and "%" in line for line in lines - {warning} if line != "only ━━━━━━━━")
+    assert plain(text).strip().endswith(warning)
     assert [sink.name for sink in shown.sinks()] == ["alerts"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_without_console_output_there_is_none(terminal):
+def test_mode_none_prints_nothing(terminal):
     text, shown = session("none", terminal=terminal)
     assert text == ""
-    assert shown.notices == [Notice("warning", "Hook 'x' failed. The run goes on.")]
+    assert shown.notices == [Notice("warning", "Hook 'x' failed. The run continues.")]
 
 
-def test_the_terminal_gets_its_cursor_back_whatever_happens():
+def test_cursor_is_restored_after_interrupt():
     console = captured(terminal=True)
     task, _ = build(Case())
     with pytest.raises(KeyboardInterrupt), RunConsole(console=console) as shown:  # noqa: PT012
@@ -137,7 +137,7 @@ def test_the_terminal_gets_its_cursor_back_whatever_happens():
 
 
 def test_strategy_failing_before_start_is_reported():
-    """The console prints the status of a strategy that it has not seen start."""
+    """The console prints the status of a strategy whose start it did not receive."""
     console = captured(terminal=False)
     with RunConsole(console=console) as shown:
         shown.strategy_ended({**SUMMARY, "status": "failed", "final": {}, "training_loss": None})
@@ -158,7 +158,7 @@ def test_end_shows_strategy_comparison_and_folder():
 
 
 def test_a_single_strategy_is_not_compared(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where no run lies in output/
+    monkeypatch.chdir(tmp_path)  # a folder without runs in output/
     console = captured(terminal=False)
     RunConsole(console=console).ended([SUMMARY])
     assert console.file.getvalue() == (
@@ -218,7 +218,7 @@ def test_live_without_terminal_falls_back_to_normal(terminal):
 
 
 class Closed(io.StringIO):
-    """A pipe whose reader has gone."""
+    """A broken pipe."""
 
     def write(self, text):
         raise BrokenPipeError(32, "Broken pipe")
@@ -227,7 +227,7 @@ class Closed(io.StringIO):
 @pytest.mark.parametrize("mode", ["normal", "silent", "live"])
 @pytest.mark.parametrize("terminal", [True, False])
 def test_run_continues_after_output_is_closed(mode, terminal):
-    """A pipe without a reader breaks no display mode."""
+    """A broken pipe never ends a run in any display mode."""
     console = LastingConsole(file=Closed(), width=80, force_terminal=terminal, force_interactive=terminal)
     now = [0.0]
     with RunConsole(mode, console=console, clock=lambda: now[0]) as shown, warnings.catch_warnings():
@@ -249,20 +249,20 @@ def test_pipe_gets_no_control_codes(monkeypatch, capsys):
 
 
 def alerts_shown(mode, *, snapshots=()):
-    """Show alerts of two kinds in epochs 0 to 4, as many as the number of the epoch and one more, with SNAPSHOTs."""
+    """Show alerts of two kinds in epochs 0 to 4, two batches of epoch + 1 each, with SNAPSHOTs."""
     console = captured(terminal=False)
     with RunConsole(mode, console=console) as display:
         for sink in (sinks_of_run := display.sinks()):
             sink.set_run_context(run_info(Path("out"), "stride"))
         for epoch in range(5):
             for kind in ("a", "b") if epoch else ("a",):
-                found = [Alert(f"{kind} went wrong at {step}.", metric=kind, step=step) for step in range(epoch + 1)]
-                for alert in found:
+                alerts = [Alert(f"{kind} went wrong at {step}.", metric=kind, step=step) for step in range(epoch + 1)]
+                for alert in alerts:
                     alert.hook, alert.epoch = "h", epoch
-                    warnings.warn_explicit(alert, Alert, "file.py", 1)  # as the dispatch does; it is not told twice
+                    warnings.warn_explicit(alert, Alert, "file.py", 1)  # like the dispatch; the display ignores it
                 for sink in sinks_of_run:
-                    sink.alert(found)
-                    sink.alert(found)
+                    sink.alert(alerts)
+                    sink.alert(alerts)
             for sink in sinks_of_run if epoch in snapshots else ():
                 sink.emit({"x/y": 1.0}, epoch, HookPoint.POST_EPOCH, step=epoch)
                 sink.snapshot(epoch, epoch)
@@ -306,11 +306,13 @@ def test_paired_progress_metrics_are_explained_at_start():
 
 def test_end_lists_output_files_and_next_commands(tmp_path):
     """Record, alerts, weights, and quoted show and plot commands come last."""
-    summaries = [{**each, "output_dir": str(tmp_path / "an exp" / each["strategy"])} for each in (SUMMARY, OTHER)]
-    for index, each in enumerate(summaries):
-        folder = Path(each["output_dir"])
+    summaries = [
+        {**summary, "output_dir": str(tmp_path / "an exp" / summary["strategy"])} for summary in (SUMMARY, OTHER)
+    ]
+    for index, summary in enumerate(summaries):
+        folder = Path(summary["output_dir"])
         folder.mkdir(parents=True)
-        for name in (f"{each['strategy']}.jsonl", f"{each['strategy']}_final.pt", "summary.json"):
+        for name in (f"{summary['strategy']}.jsonl", f"{summary['strategy']}_final.pt", "summary.json"):
             (folder / name).touch()
         (folder / "alerts.jsonl").write_text("{}\n" * index)
     console = captured(terminal=False)
@@ -330,7 +332,7 @@ def test_end_lists_output_files_and_next_commands(tmp_path):
 
 
 def test_hook_tables_are_referenced_in_pipes():
-    """A terminal shows the tables with their strategy; a pipe gets one line with the place in summary.json."""
+    """A terminal shows the tables with their strategy; a pipe has one line with their location in summary.json."""
     summary = {**SUMMARY, "hook_tables": {"overflow": {"a": {"n": 1}, "b": {"n": 2}}, "other": {"c": {"n": 1}}}}
     for terminal in (False, True):
         console = captured(terminal=terminal)

@@ -1,4 +1,4 @@
-"""The full screen as a terminal shows it, and the terminal as it is afterwards."""
+"""Full screen in a terminal, and the restored terminal afterwards."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import time
 import pytest
 from loopscope.console.terminal import SIGNALS
 
-from tests.framework.console.live_session import HOOKS, METRICS, Session, until, warn, whole
+from tests.framework.console.live_session import HOOKS, METRICS, Session, run_session, step_until, warn
 from tests.framework.console.terminals import Process, show
 
 pytestmark = pytest.mark.process
@@ -22,14 +22,14 @@ def shows(text):
 
 
 def numbers(lines):
-    """Return the numbers that stand beside metrics."""
+    """Return the numbers next to metrics."""
     return re.findall(r"metric_\d +([^ ↑↓→│]+)", "\n".join(lines))
 
 
 @pytest.mark.parametrize(("columns", "lines"), SIZES)
 def test_screen_shows_progress_metrics_and_warnings(columns, lines):
     """Results, live and hook metrics, notes and counts of messages are readable in terminals of several sizes."""
-    (screen,) = show(whole, columns, lines).left
+    (screen,) = show(run_session, columns, lines).left
     text = "\n".join(screen)
     for part in (
         "exp  only",
@@ -50,7 +50,7 @@ def test_screen_shows_progress_metrics_and_warnings(columns, lines):
 @pytest.mark.parametrize(("columns", "lines"), [*SIZES, (100, 30), (60, 20)])
 def test_sidebar_numbers_are_never_cut(columns, lines):
     """Every number on the screen is a whole value of a metric at every terminal size."""
-    (screen,) = show(whole, columns, lines).left
+    (screen,) = show(run_session, columns, lines).left
     found = numbers(screen)
     assert len(found) >= (HOOKS * METRICS if columns == 160 else 1)
     assert set(found) <= {
@@ -60,9 +60,9 @@ def test_sidebar_numbers_are_never_cut(columns, lines):
 
 @pytest.mark.parametrize(("columns", "lines"), [(1, 1), (5, 2), (20, 5), (30, 8), (40, 10), (300, 90)])
 def test_a_terminal_of_any_size_is_drawn_on(columns, lines):
-    terminal = show(whole, columns, lines)
+    terminal = show(run_session, columns, lines)
     assert len(terminal.left) == 1
-    assert terminal.is_as_it_was
+    assert terminal.is_restored
 
 
 def test_sparklines_and_arrows_show_the_trend():
@@ -88,9 +88,9 @@ def test_sparklines_and_arrows_show_the_trend():
 
 def test_exit_prints_the_normal_output_in_order():
     """After the screen closes, the terminal has the normal lines, warnings and prints."""
-    terminal = show(whole, 80, 50)
+    terminal = show(run_session, 80, 50)
     text = " ".join("\n".join(terminal.lines_shown).split())
-    assert terminal.is_as_it_was
+    assert terminal.is_restored
     parts = ["exp only: ", "warning: The loss is 0.123456789", "note: Left out: 'x'.", "printed by the experiment"]
     parts += [
         "stride: target reached",
@@ -102,12 +102,12 @@ def test_exit_prints_the_normal_output_in_order():
 
 
 @pytest.mark.parametrize("exported", [{}, {"COLUMNS": "80", "LINES": "24"}], ids=["", "size exported"])
-def test_the_screen_follows_the_size_of_the_terminal(exported, monkeypatch):
+def test_screen_follows_terminal_size(exported, monkeypatch):
     for name in ("COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in exported.items():
         monkeypatch.setenv(name, value)
-    process = Process(until, 80, 24)
+    process = Process(step_until, 80, 24)
     process.read_until(shows("newest metrics"))
     process.resize(160, 50)
     terminal = process.read_until(
@@ -117,20 +117,20 @@ def test_the_screen_follows_the_size_of_the_terminal(exported, monkeypatch):
     process.resize(60, 20)
     process.read_until(lambda terminal: terminal.display[0].startswith("exp") and len(terminal.display) == 20)
     process.type(b"\x03")
-    assert process.finish().is_as_it_was
+    assert process.finish().is_restored
 
 
 def test_ctrl_c_restores_the_terminal():
     """The process exits with status 130, and the terminal has its old modes."""
-    process = Process(until)
+    process = Process(step_until)
     before = process.modes()
     process.read_until(shows("newest metrics"))
     process.type(b"\x03")
     terminal = process.finish()
     assert process.status == 130
-    assert terminal.is_as_it_was
+    assert terminal.is_restored
     assert len(terminal.left) == 1
-    assert "exp only" in terminal.lines_shown[1]  # after the echo of the key that began it
+    assert "exp only" in terminal.lines_shown[1]  # after the echo of the key that started it
     assert process.modes_left == before
 
 
@@ -148,38 +148,38 @@ def test_error_restores_terminal_and_prints_warnings():
     process = Process(body)
     terminal = process.finish()
     assert process.status == 1
-    assert terminal.is_as_it_was
+    assert terminal.is_restored
     assert terminal.lines_shown[-2:] == ["warning: Something went wrong before.", "raised ZeroDivisionError: in a hook"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_fatal_signal_restores_the_terminal_first(number):
     """The process then ends by SIGTERM, SIGHUP or SIGQUIT."""
-    process = Process(until)
+    process = Process(step_until)
     process.read_until(shows("newest metrics"))
     process.kill(number)
-    assert process.finish().is_as_it_was
+    assert process.finish().is_restored
     assert process.status == -number
 
 
 def test_signal_restores_a_slow_terminal():
     """A terminal with unread output is restored too when SIGTERM ends the process."""
-    process = Process(until)
+    process = Process(step_until)
     process.read_until(shows("newest metrics"))
-    time.sleep(1)  # what is drawn meanwhile fills what the terminal has not read yet
+    time.sleep(1)  # meanwhile drawings fill the output buffer of the terminal
     process.kill(signal.SIGTERM)
     time.sleep(0.1)
-    assert process.finish().is_as_it_was
+    assert process.finish().is_restored
     assert process.status == -signal.SIGTERM
 
 
 def shell():
-    """Run ``until`` as a shell runs a job: in the foreground, and again after it was stopped and a key was pressed."""
+    """Run ``step_until`` as a shell job: in the foreground, and again after a stop and a key press."""
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     job = os.fork()
     if job == 0:
         os.setpgid(0, 0)
-        until()
+        step_until()
     os.setpgid(job, job)
     os.tcsetpgrp(0, job)
     assert os.WIFSTOPPED(os.waitpid(job, os.WUNTRACED)[1])
@@ -196,24 +196,24 @@ def test_ctrl_z_restores_terminal_until_resumed():
     process = Process(shell)
     process.read_until(shows("newest metrics"))
     process.type(b"\x1a")
-    assert process.read_until(shows("[stopped]")).is_as_it_was
+    assert process.read_until(shows("[stopped]")).is_restored
     process.type(b"\n")
     process.read_until(lambda terminal: terminal.entered == 2 and shows("newest metrics")(terminal))
     process.type(b"\x03")
-    assert process.finish().is_as_it_was
+    assert process.finish().is_restored
 
 
-def test_signals_have_their_handlers_back_afterwards():
+def test_signal_handlers_are_restored():
     def body():
         before = [signal.getsignal(number) for number in SIGNALS]
-        whole()
+        run_session()
         assert [signal.getsignal(number) for number in SIGNALS] == before
         assert type(sys.stdout).__name__ == "TextIOWrapper"
 
-    assert show(body).is_as_it_was
+    assert show(body).is_restored
 
 
-def test_a_forked_process_ends_without_touching_the_terminal():
+def test_forked_process_does_not_change_terminal():
     def body():
         session = Session()
         with session.console:
@@ -238,10 +238,10 @@ def test_stopped_terminal_does_not_block_training():
         session = Session()
         with session.console:
             session.begin()
-            os.write(marker[1], b"!")  # no drawing is under way, which would wait
+            os.write(marker[1], b"!")  # between drawings, since a drawing in progress would wait
             os.read(0, 1)
             for _ in range(400):
-                session.step(patiently=False)
+                session.step(waits=False)
                 os.write(marker[1], b".")
             session.end()
 
@@ -253,12 +253,12 @@ def test_stopped_terminal_does_not_block_training():
     while len(steps) < 400:
         steps += os.read(marker[0], 400)
     process.type(b"\x11")
-    assert process.finish().is_as_it_was
+    assert process.finish().is_restored
     assert process.status == 0
 
 
-def test_foreign_terminal_output_is_painted_over():
-    """The next drawing removes the text that a library wrote on the screen."""
+def test_next_drawing_overwrites_library_output():
+    """A library writes directly on the screen."""
 
     def body():
         session = Session()
@@ -277,7 +277,7 @@ def test_foreign_terminal_output_is_painted_over():
 def test_no_color_variable_disables_colors(variable, value, colours, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv(variable, value)
-    process = Process(whole)
+    process = Process(run_session)
     process.finish()
     assert bool(re.search(rb"\x1b\[[\d;]*(3\d|38|48)[;m]", process.bytes)) == colours
 
@@ -285,7 +285,7 @@ def test_no_color_variable_disables_colors(variable, value, colours, monkeypatch
 def test_dumb_terminal_gets_plain_lines(monkeypatch):
     """A note explains that --live needs a terminal."""
     monkeypatch.setenv("TERM", "dumb")
-    process = Process(whole)
+    process = Process(run_session)
     terminal = process.finish()
     assert b"\x1b" not in process.bytes
     assert terminal.entered == 0

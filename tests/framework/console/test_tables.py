@@ -113,7 +113,7 @@ def test_hook_page_has_the_expected_layout():
     ]
 
 
-def test_every_option_of_a_shipped_hook_is_described():
+def test_options_of_shipped_hooks_are_described():
     undocumented = [
         f"{hook.name}.{name}" for hook in HookRegistry for name in set(hook_options(hook)) - set(documented(hook)[1])
     ]
@@ -135,7 +135,7 @@ def test_experiments_are_listed_with_strategies_and_presets():
         assert f"strategies {', '.join(item.strategies)} presets {', '.join(item.presets)}" in text
 
 
-def test_a_comparison_shows_the_columns_that_anyone_fills():
+def test_comparison_shows_nonempty_columns():
     rows = [
         {"strategy": "a", "loss": "1e-05", "treatments": ""},
         {"strategy": "[b]", "val_acc": "nan", "treatments": ""},
@@ -194,6 +194,6 @@ def test_comparison_of_many_strategies_is_split() -> None:
 
 
 def test_late_column_keeps_its_position() -> None:
-    """A column that only later rows fill is where those rows have it."""
+    """A column of later rows keeps its position in those rows."""
     rows = [{"strategy": "a", "time": "1"}, {"strategy": "b", "gap": "0.5", "time": "2"}]
     assert rendered(comparison_table(rows)).splitlines()[1].split() == ["strategy", "gap", "time"]
