@@ -11,10 +11,10 @@ import yaml
 
 from ..checkpoints import StoppedError
 from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_console, printable, show_warnings, watch
-from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
+from ..errors import LoopscopeError, UsageError, counted, listed, raised_in_user_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
-from ..training import Parallel, is_restarted, speaks, started_together
+from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
 from .compare import compare
 from .diff import diff
 from .jobs import ONE_OF_SEVERAL, train_one_of_several, train_side_by_side
@@ -138,7 +138,7 @@ def _resume(words: Sequence[str]) -> None:
     experiment, options = parse_recorded(Path(runs[0]))
     if given:  # the display does not affect the run
         options |= dict.fromkeys(MODES, False) | given
-    if not started_together():  # a run of several processes resumes in one
+    if not torchrun_world_size():  # a run of several processes resumes in one
         options["parallel"] = None
     _start(experiment, options | shared | {"traceback": traceback})
 
@@ -153,7 +153,7 @@ def _user_errors(*, full_traceback: bool) -> Iterator[None]:
         yield
     except Exception as error:
         is_ours = isinstance(error, LoopscopeError)
-        if not is_ours and not passed_through_users_code(error):
+        if not is_ours and not raised_in_user_code(error):
             raise
         if full_traceback and not isinstance(error, StoppedError):
             sys.stderr.write("\n".join(map(printable, "".join(format_exception(error)).split("\n"))))
@@ -172,7 +172,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         session, mode = Session(runner, run_options(options), wanted_sinks(options)), _mode(options)
         if session.options.validate_checkpoints:
             compared = session.validate()
-            for name, steps in compared.items() if speaks() else ():
+            for name, steps in compared.items() if is_main_process() else ():
                 where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
                 write_line(f"{name}: identical bit for bit at {where}")
             return
@@ -182,7 +182,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         plan = session.planned() if several else []
         if len(plan) > 1:
             train_side_by_side(plan, options, mode, runner.compared_to)
-        elif speaks():
+        elif is_main_process():
             watch(session, mode)
         else:
             session.run()
@@ -227,5 +227,5 @@ def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
 
 
 def _print_message(text: str) -> None:
-    if speaks():
+    if is_main_process():
         print(f"loopscope: {printable(text)}", file=sys.stderr)  # noqa: T201

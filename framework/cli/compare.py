@@ -34,29 +34,29 @@ def compare(words: Sequence[str]) -> None:
     require(bool(given["RUN"]), "loopscope compare needs RUN...: folders of runs, or folders that contain runs.")
     require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")
     runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder))}
-    told = compare_runs(list(runs.values()), given["metrics"])
+    comparison = compare_runs(list(runs.values()), given["metrics"])
     if given["json"]:
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(comparison, indent=2) + "\n")
         return
     lay_out, mark = (_markdown, "## ") if given["markdown"] else (_columns, "")
-    for title, rows in _tables(told, last=bool(given["metrics"])).items():
+    for title, rows in _tables(comparison, last=bool(given["metrics"])).items():
         texts = [{name: printable(_text(value)) for name, value in row.items()} for row in rows[:MOST_ROWS]]
         more = [f"{len(rows) - MOST_ROWS:,} more rows with --json."] if len(rows) > MOST_ROWS else []
         for line in [f"{mark}{title}", "", *lay_out(texts), *more, ""] if rows else ():
             write_line(line)
     width = min(line_width(), WIDE)
-    for sentence in told["sentences"]:
+    for sentence in comparison["sentences"]:
         for line in [f"- {_escaped(sentence)}"] if given["markdown"] else textwrap.wrap(sentence, width):
             write_line(line)
 
 
-def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
+def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
     """Return the rows of each table by its title; the first cell of a row identifies it."""
-    names = list(dict.fromkeys(name for run in told["runs"] for name in run["metrics"]))
+    names = list(dict.fromkeys(name for run in comparison["runs"] for name in run["metrics"]))
     labels = run_labels([Path(name) for name in names]) if names else []
     short = dict(zip(names, labels if len({*labels}) == len(names) else names, strict=True))
     if len(names) > MOST_METRICS:
-        told["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics with --json.")
+        comparison["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics with --json.")
 
     def seeds_row(row: Row) -> Row:
         which, _, name = row["number"].partition(" ")
@@ -64,15 +64,19 @@ def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
         others = {name: value for name, value in row.items() if name not in ("number", "group", "a", "b")}
         return {"number": f"{groups}: {which} {short.get(name, name)}", **others}
 
-    tested = sum(test["p"] is not None for test in told["tests"])
-    other = next((f" from {each['other']}" for each in told["partings"]), "")
-    differ = [(f"{each['part']} {each['name']}", _by_value(each["values"])) for each in told["differences"]]
+    tested = sum(test["p"] is not None for test in comparison["tests"])
+    other = next((f" from {entry['other']}" for entry in comparison["partings"]), "")
+    differ = [(f"{entry['part']} {entry['name']}", _by_value(entry["values"])) for entry in comparison["differences"]]
     return {
-        "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in told["runs"]],
-        "Over seeds": list(map(seeds_row, told["spreads"])),
-        f"Do groups differ? {tested} tests; holm is p after Holm's correction": list(map(seeds_row, told["tests"])),
+        "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in comparison["runs"]],
+        "Over seeds": list(map(seeds_row, comparison["spreads"])),
+        f"Do groups differ? {tested} tests; holm is p after Holm's correction": list(
+            map(seeds_row, comparison["tests"])
+        ),
         "What differs": [{"": name, "runs": values} for name, values in differ],
-        f"Where records differ{other}": [{"run": each["run"], "at": _where(each)} for each in told["partings"]],
+        f"Where records differ{other}": [
+            {"run": entry["run"], "at": _where(entry)} for entry in comparison["partings"]
+        ],
     }
 
 
@@ -80,9 +84,9 @@ def _run_row(run: Row, names: Sequence[str], short: Mapping[str, str], *, last: 
     row = {name: run[name] for name in ("run", "state", "epochs", "steps", "target_epoch", "treatments")}
     row |= {f"final {name}": value for name, value in run["final"].items()}
     for name in names:
-        seen = run["metrics"].get(name, {"best": None, "last": None})
-        best = f"{_text(seen['best'])} at {seen['best_step']:,}" if seen["best"] is not None else None
-        row |= {f"last {short[name]}": seen["last"]} if last else {}
+        metric = run["metrics"].get(name, {"best": None, "last": None})
+        best = f"{_text(metric['best'])} at {metric['best_step']:,}" if metric["best"] is not None else None
+        row |= {f"last {short[name]}": metric["last"]} if last else {}
         row |= {f"best {short[name]}": best}
     return row
 

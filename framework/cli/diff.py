@@ -41,8 +41,8 @@ def diff(words: Sequence[str]) -> None:
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _digests(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
-    for each in differing_parts(dict(zip("ab", records, strict=True))):
-        write_line(f"{each['part']}: {each['name']}: {each['values']['a']} / {each['values']['b']}")
+    for row in differing_parts(dict(zip("ab", records, strict=True))):
+        write_line(f"{row['part']}: {row['name']}: {row['values']['a']} / {row['values']['b']}")
     for text in compared:
         write_line(text)
     problem = "cannot be compared: they share no checkpoint or digest of the same step, no JSONL and no final weights."
@@ -56,7 +56,7 @@ def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     left, right = checkpoints_by_moment(a.checkpoints), checkpoints_by_moment(b.checkpoints)
     common = [moment for moment in left if moment in right]
     for epoch, step in common:
-        contents = [read_content(open_checkpoint(found[epoch, step])) for found in (left, right)]
+        contents = [read_content(open_checkpoint(checkpoints[epoch, step])) for checkpoints in (left, right)]
         if names := differing_entries(*contents):
             return f"Checkpoints: {', '.join(names[:5])} differ at step {step:,}.", str(Divergence(epoch, step, names))
     steps = ", ".join(f"{step:,}" for _, step in common)

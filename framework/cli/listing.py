@@ -20,13 +20,13 @@ from ..console import (
 )
 from ..errors import UsageError
 from ..hooks import ExperimentRegistry
-from ..report import FoundRun, find_runs, look_at
+from ..report import FoundRun, find_runs, inspect_run
 from ..runs import RunRecord, require, run_folders
 from .options import plain, run_parser
 from .parser import NAMES, CommandParser, line_width, write_line
 
 WIDE = 100  # columns of a terminal that shows full dates, and the longest line of text
-ALIKE = 3  # a family with more metrics than this is shown in one line
+LARGEST_FAMILY = 3  # a family with more metrics than this is shown in one line
 
 
 def ls(words: Sequence[str]) -> None:
@@ -35,17 +35,17 @@ def ls(words: Sequence[str]) -> None:
     parser.add_argument("FOLDER", nargs="*", default=["output"], help="the folder to search (default: output)")
     given = parser.parse(words)["FOLDER"]
     require(len(given) == 1, f"loopscope ls takes one folder, but got {len(given)}: {', '.join(given)}.")
-    found, width = runs_in(Path(given[0])), line_width()
-    for line in in_columns([_row(run, width) for run in found], width, flexible=("run", "final")):
+    runs, width = runs_in(Path(given[0])), line_width()
+    for line in in_columns([_row(run, width) for run in runs], width, flexible=("run", "final")):
         write_line(line)
 
 
 def runs_in(folder: Path) -> list[FoundRun]:
     """Return the runs in a folder and its subfolders; raises :class:`UsageError` if there are no runs."""
-    found = find_runs(folder) if folder.is_dir() else []
+    runs = find_runs(folder) if folder.is_dir() else []
     problem = "has no runs" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
-    require(bool(found), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER (default: output).")
-    return found
+    require(bool(runs), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER (default: output).")
+    return runs
 
 
 def _row(run: FoundRun, width: int) -> dict[str, str]:
@@ -86,7 +86,7 @@ def show(words: Sequence[str]) -> None:
     folder, patterns, width = Path(given["RUN"][0]), given["metrics"], line_width()
     lines: list[str] = []
     for path in run_folders(folder, "show"):
-        run = look_at(path)
+        run = inspect_run(path)
         require(run.record is not None or path != folder, run.problem)
         ended = result_line(run.summary).plain.partition(": ")[2] if run.summary else run.state
         for label, text in [("", f"{path}: {ended}"), *(() if patterns else _fields(run, short=path != folder))]:
@@ -101,7 +101,7 @@ def show(words: Sequence[str]) -> None:
 def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
     """Yield the fields of a run with their labels; the short form has only problems and treatments."""
     record, summary = run.record, run.summary
-    failed = [f"{each['hook']}: {each.get('error')}" for each in summary.get("hook_errors", ())]
+    failed = [f"{error['hook']}: {error.get('error')}" for error in summary.get("hook_errors", ())]
     fields = {"problem": run.problem, "error": summary.get("error"), "failed hooks": "; ".join(failed)}
     if record is not None:
         fields["treatments"] = record.treatments_text if record.treatments else ""
@@ -131,12 +131,18 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
     values: dict[str, list[Any]] = {}
     try:
         wanted = run.matching(patterns)
-        alike = Counter("/".join(name.split("/")[:2]) for name in wanted)
-        many = {family: f"in {count:,} metrics" for family, count in alike.items() if count > ALIKE and not patterns}
-        shown = {name: family if (family := "/".join(name.split("/")[:2])) in many else name for name in wanted}
+        family_sizes = Counter("/".join(name.split("/")[:2]) for name in wanted)
+        large_families = {
+            family: f"in {count:,} metrics"
+            for family, count in family_sizes.items()
+            if count > LARGEST_FAMILY and not patterns
+        }
+        rows = {
+            name: family if (family := "/".join(name.split("/")[:2])) in large_families else name for name in wanted
+        }
         for *_, name, value in run.points:
-            if name in shown:
-                values.setdefault(shown[name], []).append(value)
+            if name in rows:
+                values.setdefault(rows[name], []).append(value)
     except UsageError as error:
         require(not patterns, str(error))
         yield f"  metrics      {error}"
@@ -145,5 +151,5 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
     hooks = list(dict.fromkeys(name.partition("/")[0] for name in values))
     longest = max(map(len, values), default=0) + len("/**")
     for name in sorted(values, key=lambda name: hooks.index(name.partition("/")[0])):
-        ends = many.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))
-        yield f"    {f'{name}/**' if name in many else name:{longest}} {len(values[name]):>7,}  {ends}"
+        ends = large_families.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))
+        yield f"    {f'{name}/**' if name in large_families else name:{longest}} {len(values[name]):>7,}  {ends}"

@@ -110,13 +110,13 @@ def without_traceback(default_hook: Excepthook) -> Excepthook:
     """Return an ``excepthook`` that reports bad input, such as two hooks of one name in a script, in one line."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from ..errors import UsageError, users_lines
+        from ..errors import UsageError, user_code_lines
         from .command import refused
 
         if isinstance(error, UsageError):
             if "--traceback" in sys.argv:
                 default_hook(kind, error, trace)
-            lines = users_lines(error)
+            lines = user_code_lines(error)
             if lines.rpartition("; ")[2].partition(":")[0] not in str(error):
                 error.args = (f"{error} [{lines}]",)
             raise SystemExit(refused(error))

@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import which
 from string import Template
 
-from ..durable_files import is_there
+from ..durable_files import path_exists
 from ..errors import UsageError, require, unknown
 from ..hooks import KEYWORDS, ExperimentRegistry, HookRegistry
 from .parser import CommandParser, write_line
@@ -53,9 +53,8 @@ def new(words: Sequence[str]) -> None:
     require(kind == "hook" or not given["intervention"], "--intervention applies to hooks only.")
     name = word.replace("-", "_")
     paths = [folder / f"{name}.py", folder / f"test_{name}.py"]
-    _refuse(
-        kind, name, [*paths, folder / name / "__init__.py", folder / "__init__.py"]
-    )  # the test imports the file next to it
+    # A package of that name, or around the files, would keep the test from importing the file next to it.
+    _refuse(kind, name, [*paths, folder / name / "__init__.py", folder / "__init__.py"])
     texts = [(TEMPLATES / f"{stem}.txt").read_text("utf-8") for stem in (kind, f"test_{kind}")]
     fields = {"name": name, "title": _class_name(name, kind, " ".join(texts))}
     fields |= INTERVENTION if given["intervention"] else OBSERVER
@@ -78,9 +77,11 @@ def _refuse(kind: str, name: str, paths: Sequence[Path]) -> None:
         free = next(other for other in (f"{name}_{number}" for number in count(2)) if other not in taken)
         raise UsageError(f"The name {name!r} is taken by another {kind}; {free!r} is free.")
     folder = paths[0].parent
-    require(folder.is_dir() or not is_there(folder), f"--output-dir is {str(folder)!r}, which is not a folder.")
+    require(folder.is_dir() or not path_exists(folder), f"--output-dir is {str(folder)!r}, which is not a folder.")
     for path in paths:
-        require(not is_there(path), f"{path} exists already; choose another name, or another folder with --output-dir.")
+        require(
+            not path_exists(path), f"{path} exists already; choose another name, or another folder with --output-dir."
+        )
     if name in (*sys.stdlib_module_names, "conftest") or ((module := find_spec(name)) and module.origin):
         raise UsageError(
             f"The name is {name!r}, and {name}.py would hide the module of that name; choose another name."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..console import printable
-from ..durable_files import is_there
+from ..durable_files import path_exists
 from ..errors import listed, require_package
 from ..report import Look, hook_panels, hook_picture, matcher, metric_picture, read_runs, save_picture, seeds_picture
 from ..runs import require
@@ -89,7 +89,7 @@ def _path(words: Sequence[str], options: Mapping[str, Any], mark: str) -> Path:
 
 def is_free(path: Path, mark: str) -> bool:
     """Return whether ``path`` is free or has a picture with the mark; raises :class:`UsageError` if not writable."""
-    exists = is_there(path)
+    exists = path_exists(path)
     above = next(folder for folder in path.absolute().parents if folder.exists())
     require(not path.is_dir(), f"{path} is a folder; --out must name a file.")
     writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)

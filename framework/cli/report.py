@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..console import result_line
-from ..durable_files import write_whole
+from ..durable_files import write_atomically
 from ..errors import listed, require_package
 from ..report import MARK, ShownRun, page_of, read_shown, run_labels
 from ..runs import require, run_folders
@@ -31,11 +31,11 @@ def report(words: Sequence[str]) -> None:
     may_write = is_free(path, MARK) or given["overwrite"]
     require(may_write, f"{path} exists and is not a loopscope report; use --overwrite, or another --out.")
     require_package("plotly", "loopscope report", "report")
-    folders = {at.resolve(): at for run in given["RUN"] for at in run_folders(Path(run), "report")}
+    folders = {folder.resolve(): folder for run in given["RUN"] for folder in run_folders(Path(run), "report")}
     labels, most = run_labels([*folders]), given["most_mib"] * 2**20
     runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), labels, strict=True)]
     page = page_of(runs, [sentence_of(shown) for shown in runs], listed(labels, 3))
-    write_whole(path, lambda file: file.write(page))
+    write_atomically(path, lambda file: file.write(page))
     for sentence in [problem for shown in runs for problem in shown.problems]:
         write_line(sentence)
     write_line(f"Wrote {path} ({len(page) / 1e6:.1f} MB); open it in a browser.")
@@ -50,6 +50,6 @@ def sentence_of(shown: ShownRun) -> str:
         result += f"; error: {run.summary['error']}" if run.summary["error"] else ""
     else:
         result = UNENDED[run.state] + (f", recorded up to epoch {last[0]:,}, step {last[1]:,}" if last else "")
-    failed = ", ".join(str(each["hook"]) for each in run.summary.get("hook_errors", ()))
+    failed = ", ".join(str(error["hook"]) for error in run.summary.get("hook_errors", ()))
     parts = (result, f"treatments: {shown.treatments or 'none'}", f"failed hooks: {failed}" if failed else "")
     return f"{shown.label} ({title}): {'; '.join(filter(None, parts))}."

@@ -15,9 +15,9 @@ from ..console import watch
 from ..errors import UsageError, listed, require
 from ..explaining import explain, rows_by_step, rows_told, told
 from ..hooks import ALERTS
-from ..report import look_at
+from ..report import inspect_run
 from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, read_outcome, run_folders
-from ..training import speaks, started_together
+from ..training import is_main_process, torchrun_world_size
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, line_width, write_line
 
@@ -51,7 +51,7 @@ def rewind(words: Sequence[str]) -> None:
     record = RunRecord.read(folder)
     experiment, options = parse_recorded(folder)
     options |= {"resume": False, "hook_jsonl": True}
-    if not started_together():
+    if not torchrun_world_size():
         options["parallel"] = None
     runner = experiment(config_of(experiment, options), _device(folder, options["device"], record))
 
@@ -75,12 +75,12 @@ def rewind(words: Sequence[str]) -> None:
 
 def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) -> None:
     """Repeat the steps, report the folder of their metrics, and show the rows with the largest losses if measured."""
-    if not speaks():
+    if not is_main_process():
         session.rewind(stretch)
         return
     path, since, compared = watch(session, "normal", lambda shown: shown.rewind(stretch))
     measured = ROWS_HOOK in session.options.hooks
-    rows = rows_by_step(look_at(path).points, ROWS_HOOK, runner.describe_row) if measured else {}
+    rows = rows_by_step(inspect_run(path).points, ROWS_HOOK, runner.describe_row) if measured else {}
     for step in range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1):
         if step in rows:
             write_line(f"Step {step:,}: the largest losses of {len(rows[step])} rows")
@@ -133,7 +133,7 @@ def _verify(session: Session, folder: Path, number: int) -> None:
     require(bool(intervals), f"{folder} has no intact checkpoint to start from; {remedy}.")
     for stretch in sorted(Random().sample(intervals, min(number, len(intervals))), key=lambda drawn: drawn.step):
         session.rewind(stretch, recorded=False)
-        if speaks():
+        if is_main_process():
             write_line(f"Steps {stretch.step:,} to {stretch.until:,}: identical, bit for bit.")
 
 

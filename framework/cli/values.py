@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from ..durable_files import MOST_LEVELS
+from ..durable_files import MAX_JSON_DEPTH
 from ..errors import UsageError, require, shortened
 
 MOST_VALUES = 100_000  # aliases let a short file expand to billions of values
@@ -53,14 +53,14 @@ def _refuse_repeated(text: str, source: str) -> None:
 
 def refuse_deep(text: str, source: str) -> None:
     """Raise :class:`UsageError` for YAML that is nested too deep: libyaml would overflow the C stack."""
-    if sum(map(text.count, BRACKETS)) <= MOST_LEVELS:
+    if sum(map(text.count, BRACKETS)) <= MAX_JSON_DEPTH:
         return
     level = 0
     with suppress(yaml.YAMLError):  # read_yaml reports it
         for event in yaml.parse(text, Loader=LOADER):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if level > MOST_LEVELS:
-                raise UsageError(f"{source} is not YAML that can be read: it has more than {MOST_LEVELS} levels.")
+            if level > MAX_JSON_DEPTH:
+                raise UsageError(f"{source} is not YAML that can be read: it has more than {MAX_JSON_DEPTH} levels.")
 
 
 def refuse_odd(content: Any, source: str) -> None:
@@ -71,7 +71,7 @@ def refuse_odd(content: Any, source: str) -> None:
         if not isinstance(value, (dict, list)):
             _refuse_odd_leaf(value, source)
             return 1
-        if id(value) in above or len(above) > MOST_LEVELS:
+        if id(value) in above or len(above) > MAX_JSON_DEPTH:
             raise UsageError(f"{source} has a list or mapping that contains itself, or is nested too deep.")
         if id(value) not in weights:  # each container is visited once, however many aliases it has
             inner = [*value, *value.values()] if isinstance(value, dict) else value

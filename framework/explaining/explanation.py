@@ -9,7 +9,7 @@ import numpy as np
 
 from ..durable_files import plain_json, write_json
 from ..errors import UsageError
-from ..report import look_at
+from ..report import inspect_run
 from ..runs import EXPLANATION, REWINDS, DivergedError, Stretch
 from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
@@ -107,7 +107,7 @@ def _explained(
 ) -> Explanation:
     first = max(1, step - HISTORY - WINDOW - LOOKED_AT)
     watched = train_again(Stretch(first, min(step + 1, last), label=f"{label}/history"), HISTORY_HOOK, {})
-    history = read_history(look_at(watched), HISTORY_HOOK)
+    history = read_history(inspect_run(watched), HISTORY_HOOK)
     found, why_not = departures(history, step)
     if not found:
         return Explanation(step, None, f"It cannot be told: nothing to explain was found. {why_not}", left_out=left_out)
@@ -125,7 +125,7 @@ def _judged(
     """Take a step in branches, and judge by them."""
     stretch = Stretch(where.step, min(where.step + 1, last), label=f"{label}/branches")
     tried = train_again(stretch, BRANCHES_HOOK, _options(history, where))
-    found = read_branches(look_at(tried).points, where.step)
+    found = read_branches(inspect_run(tried).points, where.step)
     rows = measured_rows(found["rows"], describe_row, found["standing_out"])
     bad = harms(found, *_runs_own(history, where), WATCHED.get(where.quantity, "").format(where.name))
     said = verdict(found, bad, [*dict.fromkeys(row.name for row in rows if row.stands_out)])

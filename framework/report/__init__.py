@@ -3,7 +3,7 @@
 from .comparison import compare_runs, differing_parts
 from .curves import read_curves
 from .explanations import BRANCHES, departure_text, removed_text
-from .run_index import FoundRun, find_runs, look_at, read_run
+from .run_index import FoundRun, find_runs, inspect_run, read_run
 from .page import MARK, page_of
 from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
 from .plotting import plot, read_runs, save_picture, seeds_picture
@@ -11,6 +11,6 @@ from .recording import ShownRun, read_shown
 
 __all__ = [
     "BRANCHES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "departure_text", "differing_parts",
-    "find_runs", "hook_panels", "hook_picture", "look_at", "matcher", "metric_picture", "page_of", "plot",
+    "find_runs", "hook_panels", "hook_picture", "inspect_run", "matcher", "metric_picture", "page_of", "plot",
     "read_curves", "read_run", "read_runs", "read_shown", "removed_text", "run_labels", "save_picture", "seeds_picture",
 ]

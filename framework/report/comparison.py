@@ -9,7 +9,7 @@ from ..hooks import HookRegistry
 from ..runs import RunRecord, differences
 from .curves import ACCURACIES
 from .panels import matcher, no_match, run_labels
-from .record_scan import Scan, parting, scan
+from .record_scan import Scan, first_difference, scan
 from .run_index import FoundRun
 from .seeds import contrast, correct, groups_of, spread_of
 
@@ -30,16 +30,16 @@ def differing_parts(records: Mapping[str, RunRecord]) -> list[Row]:
     return rows
 
 
-def compare_runs(found: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dict[str, list[Any]]:
+def compare_runs(found_runs: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Compare the readable parts of runs in the matching metrics, by default those of the evaluation.
 
     Raises:
         UsageError: for fewer than two readable runs, and for a pattern without a match, with the nearest names.
     """
-    runs = dict(zip(run_labels([run.path.resolve() for run in found]), found, strict=True))
+    runs = dict(zip(run_labels([run.path.resolve() for run in found_runs]), found_runs, strict=True))
     records = {label: run.record for label, run in runs.items() if run.record is not None}
     problem = f"loopscope compare takes two or more runs, but could read {len(records)}."
-    require(len(records) > 1, " ".join([problem, *(run.problem for run in found if run.record is None)]))
+    require(len(records) > 1, " ".join([problem, *(run.problem for run in found_runs if run.record is None)]))
     wanted = matcher(patterns) if patterns else evaluations()
     scans = {label: scan(runs[label].path, record.strategy, wanted) for label, record in records.items()}
     names = {name: is_number for record_scan in scans.values() for name, is_number in record_scan.names.items()}
@@ -51,7 +51,9 @@ def compare_runs(found: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dic
     return {
         **compare_over_seeds(runs, scans, last=bool(patterns)),
         "differences": differing_parts(records),
-        "partings": [{"run": other, "other": first, **parting(scans[first], scans[other])} for other in others],
+        "partings": [
+            {"run": other, "other": first, **first_difference(scans[first], scans[other])} for other in others
+        ],
     }
 
 
@@ -82,17 +84,17 @@ def _row(label: str, run: FoundRun, scan: Scan, group: str | None) -> Row:
     final = {**summary["final"], **summary["metrics"]} if summary else {}
     row |= {"seed": seed if type(seed) is int else None, "epochs": epochs, "steps": steps}
     row |= {"target_epoch": reached and reached["epoch"], "treatments": list(record.treatments) if record else []}
-    return row | {"final": final, "metrics": {name: vars(seen) for name, seen in scan.metrics.items()}}
+    return row | {"final": final, "metrics": {name: vars(metric) for name, metric in scan.metrics.items()}}
 
 
 def _sentences(rows: Sequence[Row]) -> Iterator[str]:
     """Yield sentences about the direction of best values and about missing values."""
-    best = {name: seen["best_is"] for row in rows for name, seen in row["metrics"].items()}
-    for which in dict.fromkeys(best.values()):
-        names = listed([name for name in best if best[name] == which])
+    best = {name: metric["best_is"] for row in rows for name, metric in row["metrics"].items()}
+    for direction in dict.fromkeys(best.values()):
+        names = listed([name for name in best if best[name] == direction])
         yield (
-            f"Best is the {which}: {names}."
-            if which
+            f"Best is the {direction}: {names}."
+            if direction
             else f"No best value, since the name has neither loss nor acc: {names}."
         )
     experiments = list(dict.fromkeys(row["experiment"] for row in rows if row["group"]))
@@ -100,11 +102,12 @@ def _sentences(rows: Sequence[Row]) -> Iterator[str]:
         yield f"Runs of different experiments are not tested against each other: {listed(experiments)}."
     for row in rows:
         without = [name for name in best if name not in row["metrics"]]
-        odd = [f"{seen['not_finite']:,} of {name}" for name, seen in row["metrics"].items() if seen["not_finite"]]
-        problems = {"": row["problem"], "has no ": listed(without), "not finite: ": listed(odd)}
+        metrics = row["metrics"].items()
+        not_finite = [f"{metric['not_finite']:,} of {name}" for name, metric in metrics if metric["not_finite"]]
+        problems = {"": row["problem"], "has no ": listed(without), "not finite: ": listed(not_finite)}
         if row["state"] != "completed":
             problems[row["state"]] = ", so only its recorded part is compared, and it is excluded from groups"
-        yield from (f"{row['run']}: {what}{text}" for what, text in problems.items() if text)
+        yield from (f"{row['run']}: {label}{text}" for label, text in problems.items() if text)
 
 
 def _over_seeds(rows: Sequence[Row], sentences: list[str], *, last: bool) -> tuple[list[Row], list[Row]]:
@@ -143,7 +146,7 @@ def _numbers(row: Row, *, last: bool) -> dict[str, float]:
     """Return the numbers of a completed run for tests over seeds: best values, and last values or final numbers."""
     if row["state"] != "completed":
         return {}
-    seen = row["metrics"].items()
-    ends = {f"last {name}": each["last"] for name, each in seen} if last else {}
+    metrics = row["metrics"].items()
+    ends = {f"last {name}": metric["last"] for name, metric in metrics} if last else {}
     final = {} if last else {f"final {name}": value for name, value in row["final"].items()}
-    return final | ends | {f"best {name}": each["best"] for name, each in seen if each["best"] is not None}
+    return final | ends | {f"best {name}": metric["best"] for name, metric in metrics if metric["best"] is not None}

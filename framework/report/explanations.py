@@ -86,14 +86,14 @@ def read_explained(path: Path) -> str:
 
 def departure_text(where: Mapping[str, Any]) -> str:
     """Describe the first departure, with its p value."""
-    what = {
+    quantity = {
         "effect": "the effect on the next loss",
         "lr": "the learning rate",
         "loss": "the loss",
         "copies": "the number of copies of one row in the batch",
     }.get(where["quantity"], f"{where['quantity']} of {where['name']}")
     return (
-        f"step {where['step']:,}: {what} was {where['value']:.4g}, its earlier median {where['usual']:.4g} "
+        f"step {where['step']:,}: {quantity} was {where['value']:.4g}, its earlier median {where['usual']:.4g} "
         f"(p = {where['p']:.2g} of {where['comparisons']:,} quantities)"
     )
 
@@ -114,7 +114,7 @@ def _html_of(explained: Explained) -> str:
     paragraphs = "".join(_paragraph(f"{name}: {line}.") for name, line in lines.items() if line)
     box = _paragraph(f"Cause: {explained['cause'] or 'unknown'}") + _paragraph(explained["verdict"])
     tables = {"Branches": (BRANCH, [*_branches(explained)]), "Outlier rows": (ROW, _rows(explained))}
-    drawn = [table(title, of, rows, level=4, most=MOST_LINES) for title, (of, rows) in tables.items() if rows]
+    drawn = [table(title, head, rows, level=4, most=MOST_LINES) for title, (head, rows) in tables.items() if rows]
     heading = f"<h3>Step {text(explained['step'])}, explained</h3>"
     return f'<article>{heading}<div class="verdict">{box}</div>{paragraphs}{"".join(drawn)}</article>'
 

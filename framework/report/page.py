@@ -47,12 +47,13 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
     parts["seeds"], seeds = _seed_tables(compared), _completed(compared["runs"])
     parts["rewinds"], stretches = _rewinds(runs)
     drawn = [*runs, *stretches]
-    groups = [row["group"] for row in compared["runs"]] + [of.label for of in stretches]
+    groups = [row["group"] for row in compared["runs"]] + [shown.label for shown in stretches]
     described = [
-        {"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts, "group": group}
-        for of, group in zip(drawn, groups, strict=True)
+        {"label": shown.label, "treatments": shortened(shown.treatments), "alerts": shown.alerts, "group": group}
+        for shown, group in zip(drawn, groups, strict=True)
     ]
-    told: dict[str, Any] = {"runs": described, "colours": [*COLOURS[:-1], "#808080"]}  # seen on light and on dark
+    # Grey replaces black, which is invisible on a dark page.
+    data: dict[str, Any] = {"runs": described, "colours": [*COLOURS[:-1], "#808080"]}
     always = {hook.name for hook in HookRegistry if hook.always}
     names = list(dict.fromkeys(name for shown in drawn for name in (*shown.points, *shown.lists)))
     names.sort(key=lambda name: ((hook := name.partition("/")[0]) not in always, hook))
@@ -61,8 +62,8 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
     while pixels > FEWEST_PIXELS and sum(min(length, 2 * pixels) for length in lengths) > MOST_POINTS:
         pixels //= 2
     while True:
-        told |= {"metrics": metrics_of(names, drawn, seeds, pixels), "leftOut": count - len(names)}
-        filled = parts | {"data": packed(json.dumps(told, allow_nan=False))}
+        data |= {"metrics": metrics_of(names, drawn, seeds, pixels), "leftOut": count - len(names)}
+        filled = parts | {"data": packed(json.dumps(data, allow_nan=False))}
         page = Template(parts["html"]).substitute(filled).encode("utf-8", "replace")
         if len(page) <= LARGEST_PAGE or not names:
             return page
@@ -74,26 +75,26 @@ def _rewinds(runs: Sequence[ShownRun]) -> tuple[str, list[ShownRun]]:
     """Return HTML sections about rewinds, and the rewinds with curves, which are drawn after all ``runs``."""
     sections, drawn = "", list[ShownRun]()
     for shown in runs:
-        told = ""
-        for found in shown.rewinds:
-            if isinstance(found, ShownRun):
-                has_curves = bool(found.points or found.lists)
-                told += _stretch(found, len(runs) + len(drawn) if has_curves else None)
-                drawn += [found] if has_curves else []
-            else:
-                told += found
-        sections += f"<section><h2>Rewinds of {text(shown.label)}</h2>{told}</section>" if told else ""
+        articles = ""
+        for rewind in shown.rewinds:
+            if isinstance(rewind, ShownRun):
+                has_curves = bool(rewind.points or rewind.lists)
+                articles += _stretch(rewind, len(runs) + len(drawn) if has_curves else None)
+                drawn += [rewind] if has_curves else []
+            else:  # the HTML of an explanation
+                articles += rewind
+        sections += f"<section><h2>Rewinds of {text(shown.label)}</h2>{articles}</section>" if articles else ""
     return sections, drawn
 
 
-def _stretch(found: ShownRun, number: int | None) -> str:
-    """Describe a rewind, with a button for its curves if it is the ``number``-th drawn run."""
-    error = found.run.summary.get("error")
-    ended = f"State: {found.run.state}{f' ({error})' if error else ''}."
-    hooks = f"Added hooks, or hooks with other options: {listed(found.added, MOST_HOOKS) or 'none'}."
+def _stretch(rewind: ShownRun, number: int | None) -> str:
+    """Return the HTML of a rewind, with a button for its curves if it is the ``number``-th drawn run."""
+    error = rewind.run.summary.get("error")
+    ended = f"State: {rewind.run.state}{f' ({error})' if error else ''}."
+    hooks = f"Added hooks, or hooks with other options: {listed(rewind.added, MOST_HOOKS) or 'none'}."
     button = f'<button type="button" data-run="{number}" hidden>Show its curves</button>'
     line = f"<p>{text(f'{ended} {hooks}', LONGEST_SENTENCE)}</p>"
-    return f"<article><h3>{text(found.label)}</h3>{line}{'' if number is None else button}</article>"
+    return f"<article><h3>{text(rewind.label)}</h3>{line}{'' if number is None else button}</article>"
 
 
 def _compared(runs: Sequence[ShownRun]) -> dict[str, list[Any]]:
@@ -109,11 +110,11 @@ def _compared(runs: Sequence[ShownRun]) -> dict[str, list[Any]]:
 
 def _completed(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the runs of each group over seeds: completed runs, one per seed."""
-    found: dict[str, dict[int, int]] = {}
-    for at, row in enumerate(rows):
+    groups: dict[str, dict[int, int]] = {}
+    for index, row in enumerate(rows):
         if row["group"] and row["state"] == "completed" and row["seed"] is not None:
-            found.setdefault(row["group"], {}).setdefault(row["seed"], at)
-    return {group: [*seeds.values()] for group, seeds in found.items()}
+            groups.setdefault(row["group"], {}).setdefault(row["seed"], index)
+    return {group: [*seeds.values()] for group, seeds in groups.items()}
 
 
 def _seed_tables(compared: Mapping[str, list[Any]]) -> str:
@@ -122,27 +123,27 @@ def _seed_tables(compared: Mapping[str, list[Any]]) -> str:
     if not spreads:
         return ""
     tested = sum(test["p"] is not None for test in tests)
-    told = "".join(f"<p>{text(sentence, LONGEST_SENTENCE)}</p>" for sentence in compared["sentences"])
+    paragraphs = "".join(f"<p>{text(sentence, LONGEST_SENTENCE)}</p>" for sentence in compared["sentences"])
     pairs = [(row["number"], f"{row['a']} − {row['b']}", *cells(row, SEED_TEST)) for row in tests]
     means = table("Over seeds", SPREAD, [cells(row, SPREAD) for row in spreads])
     title = f"Do groups differ? {tested} tests; holm is p after Holm's correction"
-    return means + told + table(title, ("number", "groups", *SEED_TEST), pairs)
+    return means + paragraphs + table(title, ("number", "groups", *SEED_TEST), pairs)
 
 
 def metrics_of(
     names: Sequence[str], runs: Sequence[ShownRun], groups: Mapping[str, Sequence[int]], pixels: int
 ) -> list[dict[str, Any]]:
     """Return the drawings of each metric in plain values: curves of numbers, maps of lists."""
-    infos, found, wide = explained(names), [], min(MOST_PIXELS, pixels * MORE_PIXELS)
+    infos, metrics, wide = explained(names), [], min(MOST_PIXELS, pixels * MORE_PIXELS)
     for name in names:
         info = infos.get(name, {})
         width = wide if info.get("first") else pixels
-        curves = [_curve(at, *run.points[name], width) for at, run in enumerate(runs) if name in run.points]
+        curves = [_curve(index, *run.points[name], width) for index, run in enumerate(runs) if name in run.points]
         means = [_mean(group, seeds, runs, name, width) for group, seeds in groups.items()]
-        maps = [_map(at, run.lists[name], wide) for at, run in enumerate(runs) if name in run.lists]
+        maps = [_map(index, run.lists[name], wide) for index, run in enumerate(runs) if name in run.lists]
         shared = [mean for mean in means if mean and mean["steps"]]
-        found.append({**info, "name": name, "curves": curves, "means": shared, "maps": maps})
-    return found
+        metrics.append({**info, "name": name, "curves": curves, "means": shared, "maps": maps})
+    return metrics
 
 
 def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: int) -> dict[str, Any]:
@@ -154,10 +155,10 @@ def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: 
 
 def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str, pixels: int) -> dict[str, Any] | None:
     """Return the mean over seeds that have a metric, with its interval at each step; none of a single seed."""
-    seeds = [at for at in seeds if name in runs[at].points]
+    seeds = [index for index in seeds if name in runs[index].points]
     if len(seeds) < 2:
         return None
-    curve = mean_curve([Curve.of_points(*runs[at].points[name]) for at in seeds])
+    curve = mean_curve([Curve.of_points(*runs[index].points[name]) for index in seeds])
     assert curve.half is not None
     kept = thinned(curve, pixels)
     values, half = curve.values[kept], curve.half[kept]
@@ -167,10 +168,10 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     return {"group": group, "runs": seeds, "steps": steps, **plain, "points": len(curve.steps)}
 
 
-def _map(index: int, found: Rows, pixels: int) -> dict[str, Any]:
-    every = math.ceil(len(found.rows) / max(1, pixels // PIXELS_PER_ROW))
-    rows = [_plain(row, is_whole=False) for row in found.rows[::every]]
-    return {"run": index, "steps": found.steps[::every], "rows": rows, "seen": found.seen, "longest": found.longest}
+def _map(index: int, metric: Rows, pixels: int) -> dict[str, Any]:
+    stride = math.ceil(len(metric.rows) / max(1, pixels // PIXELS_PER_ROW))
+    rows = [_plain(row, is_whole=False) for row in metric.rows[::stride]]
+    return {"run": index, "steps": metric.steps[::stride], "rows": rows, "seen": metric.seen, "longest": metric.longest}
 
 
 def _plain(values: Sequence[float], *, is_whole: bool) -> list[float | str]:
@@ -194,9 +195,9 @@ def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
     begins = np.flatnonzero(np.diff(pixel[order], prepend=-1))
     ends = np.flatnonzero(np.diff(pixel[order], append=pixels))
     kept = [np.array([0, count - 1]), order[begins], order[ends]]
-    for is_odd in (np.isnan, np.isposinf, np.isneginf):
-        odd = np.flatnonzero(is_odd(curve.values))
-        kept.append(odd[np.unique(pixel[odd], return_index=True)[1]])
+    for is_kind in (np.isnan, np.isposinf, np.isneginf):
+        points = np.flatnonzero(is_kind(curve.values))
+        kept.append(points[np.unique(pixel[points], return_index=True)[1]])
     return np.unique(np.concatenate(kept))
 
 
@@ -221,7 +222,7 @@ def tables_of(runs: Sequence[ShownRun]) -> str:
     records = {shown.label: shown.run.record for shown in runs if shown.run.record}
     parts = differing_parts(records) if records else []
     differ = [(f"{row['part']} {row['name']}", *row["values"].values()) for row in parts]
-    costs = [(of.label, hook, *cells(cost, COSTS)) for of in runs for hook, cost in of.costs.items()]
+    costs = [(shown.label, hook, *cells(cost, COSTS)) for shown in runs for hook, cost in shown.costs.items()]
     environments = [record.surroundings for record in records.values()]
     names = dict.fromkeys(name for environment in environments for name in environment)
     values = [

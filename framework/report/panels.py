@@ -251,8 +251,10 @@ def hook_panels(picture: str) -> list[MetricPanel]:
     def named(hook: str, by_metric: Mapping[str, str]) -> dict[str, str]:
         return {f"{hook}/{metric}": text for metric, text in by_metric.items()}
 
-    found = [(hook.name, panel) for hook in HookRegistry for panel in hook.panels if panel.picture == picture]
-    panels = [replace(panel, curves=named(of, panel.curves), shares=named(of, panel.shares)) for of, panel in found]
+    pairs = [(hook.name, panel) for hook in HookRegistry for panel in hook.panels if panel.picture == picture]
+    panels = [
+        replace(panel, curves=named(hook, panel.curves), shares=named(hook, panel.shares)) for hook, panel in pairs
+    ]
     return sorted(panels, key=lambda panel: panel.place)
 
 

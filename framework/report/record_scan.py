@@ -20,7 +20,7 @@ MOST_METRICS, MOST_WAITING = 10**5, 10**6  # metrics of a record; values without
 
 
 @dataclass
-class Seen:
+class MetricSummary:
     """The last value of a metric, and the lowest of a loss or the highest of an accuracy."""
 
     best_is: str
@@ -49,16 +49,16 @@ class Scan:
     emits: int = 0
     length: tuple[int, int] | tuple[None, None] = (None, None)
     names: dict[str, bool] = field(default_factory=dict)  # whether the metrics are numbers
-    metrics: dict[str, Seen] = field(default_factory=dict)
+    metrics: dict[str, MetricSummary] = field(default_factory=dict)
     problem: str = ""
 
     def take(self, emit: Record, wanted: Callable[[str], bool]) -> None:
         """Add an emit; raises an exception that :func:`forward_emits` handles if no sink can have written it."""
         for name, steps, values in series_in(index(emit.step), emit.metrics):
-            at = list(map(index, steps))
+            indices = list(map(index, steps))
             self.names[name] = type(values[0]) in NUMBERS
             if self.names[name] and wanted(name):
-                self.add(name, at, values)
+                self.add(name, indices, values)
         require(
             len(self.names) <= MOST_METRICS,
             f"{self.folder} has more than {MOST_METRICS:,} metrics; only a part was read.",
@@ -67,10 +67,10 @@ class Scan:
 
     def add(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
         """Add values of a metric."""
-        which = "lowest" if "loss" in name else "highest" if "acc" in name else ""
-        seen = self.metrics.setdefault(name, Seen(which))
+        best_is = "lowest" if "loss" in name else "highest" if "acc" in name else ""
+        summary = self.metrics.setdefault(name, MetricSummary(best_is))
         for step, value in zip(steps, values, strict=True):
-            seen.take(step, value)
+            summary.take(step, value)
 
     def points(self, side: int, names: set[str]) -> Iterator[tuple[int, int, str, int, int]]:
         """Yield the values: step of the emit, side, name, step, and a hash of the value's text."""
@@ -93,14 +93,14 @@ def scan(folder: Path, strategy: str, wanted: Callable[[str], bool]) -> Scan:
     return result
 
 
-def parting(*scans: Scan) -> dict[str, Any]:
+def first_difference(*scans: Scan) -> dict[str, Any]:
     """Read two records in parallel, and find the first ``step`` at which one of their common metrics differs.
 
     ``points`` is the number of compared values of the same metric and step.
     """
     common = scans[0].names.keys() & scans[1].names.keys()
     waiting: list[dict[str, deque[tuple[int, int]]]] = [defaultdict(deque), defaultdict(deque)]
-    parted: dict[str, int] = {}
+    first_steps: dict[str, int] = {}  # by metric, the first step with different values
     points, problem = 0, ""
     try:
         values = merge(*(record.points(side, common) for side, record in enumerate(scans)), key=itemgetter(0))
@@ -112,17 +112,18 @@ def parting(*scans: Scan) -> dict[str, Any]:
                 if theirs and theirs[0][0] == step:
                     points += 1
                     if theirs.popleft()[1] != text:
-                        parted.setdefault(name, step)
+                        first_steps.setdefault(name, step)
                 else:
                     mine.append((step, text))
-            if parted:  # values of earlier steps were emitted earlier
+            if first_steps:  # values of earlier steps were emitted earlier
                 break
-            many = sum(len(queue) for queues in waiting for queue in queues.values())
+            waiting_count = sum(len(queue) for queues in waiting for queue in queues.values())
             require(
-                many <= MOST_WAITING, f"more than {MOST_WAITING:,} values have no counterpart, so the comparison stops"
+                waiting_count <= MOST_WAITING,
+                f"more than {MOST_WAITING:,} values have no counterpart, so the comparison stops",
             )
     except (UsageError, OSError, RecursionError) as error:
         problem = str(error)
-    first = min(parted.values(), default=None)
-    metrics = [name for name in parted if parted[name] == first]
-    return {"common": len(common), "points": points, "step": first, "metrics": metrics, "problem": problem}
+    first_step = min(first_steps.values(), default=None)
+    metrics = [name for name, step in first_steps.items() if step == first_step]
+    return {"common": len(common), "points": points, "step": first_step, "metrics": metrics, "problem": problem}

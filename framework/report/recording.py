@@ -16,7 +16,7 @@ from ..hooks import ALERTS
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits
 from .curves import NUMBERS, check_size, record_of, series_in
 from .explanations import read_explained
-from .run_index import FoundRun, look_at
+from .run_index import FoundRun, inspect_run
 
 MOST_ALERT_BYTES = 2**24
 MOST_METRICS, MOST_ALERTS, MOST_REWINDS = 20_000, 1000, 50
@@ -114,7 +114,7 @@ def _read_rewinds(shown: ShownRun, folder: Path, most: int) -> None:
 
 
 def _read(folder: Path, label: str, most: int) -> ShownRun:
-    shown = ShownRun(label, look_at(folder))
+    shown = ShownRun(label, inspect_run(folder))
     problems = shown.problems = [shown.run.problem] if shown.run.problem else []
     if shown.run.record is not None:
         with _noted(problems):

@@ -130,12 +130,12 @@ def read_run(path: str | os.PathLike[str]) -> FoundRun:
         UsageError: if the folder has no readable run, or pandas is not installed.
     """
     require_package("pandas", "loopscope.read_run", "frames")
-    run = look_at(Path(path))
+    run = inspect_run(Path(path))
     require(run.record is not None, run.problem)
     return run
 
 
-def look_at(folder: Path) -> FoundRun:
+def inspect_run(folder: Path) -> FoundRun:
     """Read the folder of a run; a damaged folder does not raise, but gives a run with a problem."""
     record, path = None, folder / SUMMARY
     try:
@@ -170,7 +170,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
             runs.append(FoundRun(Path(here), "damaged", problem=f"{here} cannot be read: {error.strerror}."))
             continue
         if any(entry.name == CONFIG for entry in entries):
-            runs.append(look_at(Path(here)))
+            runs.append(inspect_run(Path(here)))
             entries = [entry for entry in entries if entry.name != REWINDS]
         folders = sorted((entry.is_symlink(), entry.path) for entry in entries if os.path.isdir(entry.path))
         pending[:0] = [path for is_link, path in folders if is_link]

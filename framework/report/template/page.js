@@ -1,12 +1,12 @@
 "use strict";
 const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200, PAPER = 660;
 const at = id => document.getElementById(id);
-// Text of runs becomes part of the page in these two ways only: as a text node, or, in Plotly's labels, escaped.
+// Text of runs enters the page only in these two ways: as a text node, or escaped in Plotly's labels.
 const make = (tag, text, settings) => Object.assign(document.createElement(tag), text === undefined ? {} : {textContent: text}, settings);
 const label = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const number = value => typeof value === "number" ? value : {"nan": NaN, "inf": Infinity, "-inf": -Infinity}[value];
 const state = {shown: [], hidden: new Set(), logX: false, logY: false, means: false, smooth: 1, range: null};
-const charts = new Map();  // names of metrics with their figures
+const charts = new Map();  // figures by metric name
 let data, metrics, busy = false;
 
 async function unpacked(id) {
@@ -14,7 +14,7 @@ async function unpacked(id) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 
-// The mean of the finite values of as many points before each point as after it; on a logarithmic axis the geometric one.
+// Symmetric moving mean of the finite values; the geometric mean on a logarithmic axis.
 function smoothed(values, points, log) {
   const half = Math.floor(points / 2);
   return values.map((value, index) => {
@@ -30,7 +30,7 @@ function smoothed(values, points, log) {
 const isHidden = run => state.hidden.has(run);
 const finite = values => values.map(value => Number.isFinite(value) ? value : null);
 
-// What is drawn of a metric: curves of runs, or means over seeds in place of the runs that count in them.
+// Drawn lines of a metric: curves of runs, or means over seeds instead of the runs that they contain.
 function linesOf(metric) {
   const means = state.means ? metric.means : [], within = new Set(means.flatMap(mean => mean.runs));
   const lines = [...means, ...metric.curves.filter(curve => !within.has(curve.run)).map(curve => ({...curve, runs: [curve.run]}))];
@@ -43,7 +43,7 @@ function tracesOf(metric) {
   if (!metric.curves.length) return mapsOf(metric).map(mapTrace);
   const traces = [];
   for (const {run, name, steps, group, low, high, ...line} of linesOf(metric)) {
-    const values = line.values.map(number), smooth = found => finite(state.smooth > 1 ? smoothed(found, state.smooth, state.logY) : found);
+    const values = line.values.map(number), smooth = series => finite(state.smooth > 1 ? smoothed(series, state.smooth, state.logY) : series);
     const trace = {type: "scatter", mode: steps.length > 60 ? "lines" : "lines+markers", x: steps, line: {color: run.colour, width: group ? 2.4 : 1.6, dash: run.dash}, name, marker: {size: 4}};
     if (group) {
       const least = Math.min(...[...values, ...high.map(number)].filter(value => value > 0)) / 10, floor = value => state.logY && value <= 0 ? least : value;
@@ -64,9 +64,9 @@ function tracesOf(metric) {
 
 const mapsOf = metric => metric.maps.filter(map => !isHidden(map.run));
 
-// A list of numbers over steps as a map of colours, a run above the other; on logarithmic values colours are powers of ten.
+// Heat map of a list of numbers over steps, with runs stacked vertically; on a logarithmic axis colours are log10.
 function mapTrace(map, index) {
-  const value = one => { const found = state.logY ? Math.log10(number(one)) : number(one); return Number.isFinite(found) ? found : null; };
+  const value = item => { const colour = state.logY ? Math.log10(number(item)) : number(item); return Number.isFinite(colour) ? colour : null; };
   const height = Math.max(...map.rows.map(row => row.length));
   const z = Array.from({length: height}, (_, place) => map.rows.map(row => place < row.length ? value(row[place]) : null));
   return {type: "heatmap", x: map.steps, z, yaxis: index ? `y${index + 1}` : "y", coloraxis: "coloraxis", name: label(data.runs[map.run].label)};
@@ -82,7 +82,7 @@ function mapLayout(metric, layout, axis) {
   return {...rest, height: Math.max(320, 110 * maps.length), hovermode: "closest", coloraxis: {colorscale: "Viridis", colorbar: {title: {text: state.logY ? "log10" : ""}}}};
 }
 
-// Where a metric that is called phase changes.
+// Vertical lines at changes of metrics named phase.
 function phases() {
   const shapes = [];
   for (const metric of metrics.values()) for (const {run, steps, values} of metric.name.endsWith("/phase") ? metric.curves : []) {
@@ -118,9 +118,9 @@ function chartOf(metric) {
   caption.append(make("h3", metric.name));
   for (const part of ["formula", "range", "reading"]) if (metric[part]) caption.append(make("p", `${part}: ${metric[part]}`));
   const thinner = metric.curves.filter(curve => curve.steps.length < curve.points);
-  if (thinner.length) caption.append(make("p", `Drawn are the least and the largest value of every pixel: ${thinner.map(curve => `${curve.steps.length} of ${curve.points} points of ${data.runs[curve.run].label}`).join(", ")}.`));
+  if (thinner.length) caption.append(make("p", `Each pixel shows its smallest and largest value: ${thinner.map(curve => `${curve.steps.length} of ${curve.points} points of ${data.runs[curve.run].label}`).join(", ")}.`));
   const cut = metric.maps.map(map => ({...map, width: Math.max(...map.rows.map(row => row.length))})).filter(map => map.rows.length < map.seen || map.width < map.longest);
-  if (cut.length) caption.append(make("p", `Drawn are ${cut.map(map => `${map.rows.length} of ${map.seen} lists, the first ${map.width} of ${map.longest} numbers of ${data.runs[map.run].label}`).join("; ")}.`));
+  if (cut.length) caption.append(make("p", `Shown: ${cut.map(map => `${map.rows.length} of ${map.seen} lists, the first ${map.width} of ${map.longest} numbers of ${data.runs[map.run].label}`).join("; ")}.`));
   const behind = make("details");
   behind.append(make("summary", `Table of ${metric.name}`));
   behind.addEventListener("toggle", () => { if (behind.open && behind.children.length < 2) behind.append(tableOf(metric)); });
@@ -161,7 +161,7 @@ function draw() {
   at("state").textContent = (metrics.size ? `${state.shown.length} of ${metrics.size} metrics are shown.` : "There are no curves.") + left;
 }
 
-// What happens in one chart happens in all: hovering and zooming over the steps.
+// Synchronises hovering and zooming over steps across all charts.
 function listen(chart) {
   const others = () => [...charts.values()].filter(other => other !== chart).map(other => other.plot);
   chart.plot.on("plotly_hover", event => others().forEach(plot => Plotly.Fx.hover(plot, {xval: event.xvals ? event.xvals[0] : event.points[0].x}, ["xy"])));
@@ -200,7 +200,7 @@ function showAll(names) {
   for (const {input, name} of boxes) input.checked = state.shown.includes(name);
 }
 
-const metricsOf = run => data.metrics.filter(metric => [...metric.curves, ...metric.maps].some(found => found.run === run)).map(metric => metric.name);
+const metricsOf = run => data.metrics.filter(metric => [...metric.curves, ...metric.maps].some(item => item.run === run)).map(metric => metric.name);
 
 const boxes = [];
 function controls() {
@@ -256,7 +256,7 @@ function setTheme(theme, printed) {
 }
 at("theme").addEventListener("click", () => setTheme((root.dataset.theme || (darkness.matches ? "dark" : "light")) === "dark" ? "light" : "dark"));
 darkness.addEventListener("change", () => setTheme(root.dataset.theme || ""));
-addEventListener("beforeprint", () => setTheme("light", root.dataset.theme || "system"));  // ink is dark on paper
+addEventListener("beforeprint", () => setTheme("light", root.dataset.theme || "system"));  // print with the light theme
 addEventListener("afterprint", () => {
   setTheme(state.printed === "system" ? "" : state.printed);
   charts.forEach(({plot}) => Plotly.Plots.resize(plot));
@@ -265,7 +265,7 @@ addEventListener("afterprint", () => {
 async function start() {
   document.head.append(make("script", await unpacked("library")));
   data = JSON.parse(await unpacked("data"));
-  const groups = [...new Set(data.runs.map(run => run.group))], bySeed = groups.length > 1 && groups.length < data.runs.length;  // then seeds share a colour
+  const groups = [...new Set(data.runs.map(run => run.group))], bySeed = groups.length > 1 && groups.length < data.runs.length;  // if true, the seeds of a group share a colour
   data.runs.forEach((run, index) => {
     const place = bySeed ? groups.indexOf(run.group) : index, colours = data.colours.length;
     run.colour = data.colours[place % colours];

@@ -10,7 +10,7 @@ import torch
 from loopscope import sinks, training_hooks
 from loopscope.data import Batch
 from loopscope.errors import UsageError
-from loopscope.report import look_at
+from loopscope.report import inspect_run
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink
 from loopscope.training_hooks.explaining import WhatIf
@@ -86,7 +86,7 @@ def measured(folder: Path, runner: type[Planted] = Planted, hooks: tuple[str, ..
     with registered(runner):
         Session(runner(PlantedConfig(**options)), run, lambda: [JSONLSink()]).run()
     found: dict[str, Any] = {}
-    for _, _, _, metric, value in look_at(folder / "planted/plain").points:
+    for _, _, _, metric, value in inspect_run(folder / "planted/plain").points:
         name, _, branch = metric.removeprefix("what_if/").partition("/")
         found.setdefault(name, {})[branch] = value[0] if isinstance(value, list) and len(value) == 1 else value
     return found
@@ -102,7 +102,7 @@ def usual(tmp_path_factory):
 @own_process
 def test_the_step_again_is_the_runs_own_step(usual):
     found, folder = usual
-    recorded = look_at(folder / "planted/plain").points
+    recorded = inspect_run(folder / "planted/plain").points
     (norm,) = [
         value for _, step, _, name, value in recorded if name == "step_history/gradient/0.weight" and step == STEP
     ]
