@@ -26,7 +26,7 @@ class UsageError(LoopscopeError):
     """Bad input, found before the run starts: the command line prints the sentence and exits with status 2."""
 
 
-class UnfitError(UsageError):
+class InvalidExperimentError(UsageError):
     """An experiment, or what it is made of, is not what it must be; of a run that has just begun nothing is kept."""
 
 
@@ -69,12 +69,12 @@ LONGEST_TEXT = 400
 _INSTALLED = f"site-packages{os.sep}"
 
 
-def passed_through_users_code(error: BaseException) -> bool:
+def raised_in_user_code(error: BaseException) -> bool:
     """Return whether code that is neither loopscope's nor torch's, NumPy's or Python's own was running at an error."""
-    return bool(users_lines(error))
+    return bool(user_code_lines(error))
 
 
-def users_lines(error: BaseException) -> str:
+def user_code_lines(error: BaseException) -> str:
     """Return the lines of the user's own code that were running at an error, outermost first, without installed code.
 
     Such as ``spread.py:17 in compute: return {"std": ctx.batch_dta[0].std()}``, of many lines the first and the last.
@@ -103,7 +103,7 @@ def _line(frame: FrameType, number: int) -> str:
     return f"{where}: {shortened(code, LONGEST_LINE)}" if code else where
 
 
-def place_of(function: Callable[..., Any]) -> str:
+def source_location(function: Callable[..., Any]) -> str:
     """Return where a function or class is written, such as ``spread.py:16 in compute``; empty where nobody knows."""
     try:
         written = inspect.unwrap(function)
@@ -121,7 +121,7 @@ def _short(path: str) -> str:
         return os.path.basename(path)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error's type and text in one line; of a long text the beginning and the end, where errors say most."""
     text = " ".join(text_of(error).split())
     if len(text) > LONGEST_TEXT and not isinstance(error, LoopscopeError):
@@ -139,8 +139,8 @@ def text_of(error: BaseException) -> str:
 
 def with_lines(error: BaseException, place: str = "") -> str:
     """Return an error in one line with the user's own lines; where none of these was running, with a ``place``."""
-    where = users_lines(error) or place
-    return f"{told(error)} [{where}]" if where else told(error)
+    where = user_code_lines(error) or place
+    return f"{describe_error(error)} [{where}]" if where else describe_error(error)
 
 
 def this_command(*words: str) -> str:

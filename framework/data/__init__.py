@@ -1,4 +1,4 @@
-"""Batches as a function of (epoch, start)."""
+"""Loaders: batches as a function of (epoch, first batch)."""
 
 from .batches import MicroBatches, micro_batches, part_of, rows
 from .data_identity import data_changed, fingerprint

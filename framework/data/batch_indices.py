@@ -1,4 +1,4 @@
-"""Which rows each batch of an epoch has: read off a DataLoader's samplers from any batch on, without loading a row."""
+"""Row indices of an epoch's batches, starting at any batch, from a DataLoader's samplers, without loading rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
@@ -12,33 +12,33 @@ from ..state import RandomStreams
 from .generators import dataset_generators, restorer, seed_all, undisturbed
 
 Draw = Callable[[int], torch.Generator]
-"""Gives the generator of the n-th block of an epoch's order, the same one whenever it is asked."""
+"""Returns the generator of the n-th block of an epoch's order, the same one at each call."""
 KNOWN = (SequentialSampler, RandomSampler, SubsetRandomSampler)
-"""Samplers that are read here from any row on; subclasses may do anything, and are iterated over."""
+"""Samplers whose order is computed here from any row on; subclasses are iterated over, since they may differ."""
 BLOCK = 65_536
-"""Rows drawn at once, with replacement."""
+"""Rows that are drawn at once, with replacement."""
 PIECE = 1024
-"""Rows of an order that are integers of Python at once."""
+"""Rows of an order that are converted to Python integers at once."""
 T = TypeVar("T")
 
 
 @runtime_checkable
 class EpochSampler(Protocol):
-    """A sampler that is told the epoch before it is iterated over, as torch's ``DistributedSampler`` is."""
+    """A sampler whose epoch is set before each iteration, such as torch's ``DistributedSampler``."""
 
     def set_epoch(self, epoch: int) -> None:
         """Prepare the order of ``epoch``."""
 
 
 def samplers_of(dataloader: "DataLoader[Any]") -> list[Any]:
-    """List the DataLoader's samplers: its own, its batch sampler, and the one in that."""
+    """Return the DataLoader's sampler, its batch sampler, and the sampler in the latter."""
     batches: Any = dataloader.batch_sampler
     within = [batches.sampler] if isinstance(batches, BatchSampler) else []
     return [sampler for sampler in (dataloader.sampler, batches, *within) if sampler is not None]
 
 
 def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: Draw) -> Iterator[Any]:
-    """Yield the indices of each batch from batch ``start`` on; single indices where there is no batching."""
+    """Yield the indices of each batch from batch ``start`` on; single indices without batching."""
     batches: Any = dataloader.batch_sampler
     if batches is None:
         return rows_from(dataloader.sampler, start, draw)
@@ -51,10 +51,10 @@ def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: Draw) -> Iter
 
 
 def rows_from(sampler: Any, start: int, draw: Draw) -> Iterator[Any]:
-    """Yield what the sampler yields, from its ``start``-th row on.
+    """Yield the sampler's rows from its ``start``-th row on.
 
-    Time and memory to the first row do not depend on ``start`` for torch's samplers of a sequence or of a random order.
-    Others are iterated over up to there.
+    For torch's sequential and random samplers, time and memory to the first row do not depend on ``start``. Other
+    samplers are iterated over up to that row.
     """
     if type(sampler) is SequentialSampler:
         return iter(range(start, len(sampler.data_source)))
@@ -77,7 +77,7 @@ def random_rows(rows: int, total: int, start: int, draw: Draw, *, replacement: b
 def random_blocks(rows: int, total: int, start: int, draw: Draw, *, replacement: bool) -> Iterator[Tensor]:
     """Yield rows ``start`` to ``total`` of a random order of ``rows`` rows; one permutation follows another.
 
-    With replacement the order comes in blocks too, of independent draws: so the n-th one needs none before.
+    With replacement, the order consists of blocks of independent draws, so that block n needs no earlier block.
     """
     size = BLOCK if replacement else rows
     if not size:
@@ -92,13 +92,13 @@ def random_blocks(rows: int, total: int, start: int, draw: Draw, *, replacement:
 
 
 def draws_by_function(dataloader: "DataLoader[Any]") -> bool:
-    """Return whether the samplers are torch's own, whose order is read here, and not asked of them."""
+    """Return whether all samplers are torch's, so that the order is computed here instead of by iterating."""
     of_torch = type(dataloader.batch_sampler) in (BatchSampler, type(None))
     return of_torch and type(samplers_of(dataloader)[-1]) in KNOWN
 
 
 def start_epoch(streams: RandomStreams, epoch: int, samplers: Sequence[Any], generators: Sequence[Any]) -> None:
-    """Start streams and generators with an epoch, and tell it to samplers with an order for every epoch."""
+    """Seed streams and generators for an epoch, and set the epoch of samplers that have ``set_epoch``."""
     streams.derive("loader", "epoch", epoch)
     seed_all(generators)
     for sampler in samplers:
@@ -113,10 +113,10 @@ def on_streams(
     others: Sequence[Any],
     make_iterator: Callable[[], Iterator[T]],
 ) -> Iterator[T]:
-    """Yield what ``make_iterator()`` yields, drawn on streams that start with the epoch and wait while the caller works.
+    """Yield the items of ``make_iterator()``, drawn on streams that are seeded for the epoch.
 
-    The generators that ``samplers`` and ``others`` hold start and wait with them; samplers with an order for every
-    epoch are told the epoch.
+    The streams, and the generators of ``samplers`` and ``others``, are suspended while the caller works. The epoch of
+    samplers that have ``set_epoch`` is set.
     """
     generators = dataset_generators(*samplers, *others)
     with streams.isolated(), undisturbed(generators):

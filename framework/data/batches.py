@@ -1,4 +1,4 @@
-"""Counting the samples of a batch, and splitting it, whatever containers it is made of."""
+"""Functions that count the samples of a batch of any structure and split it into micro-batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -15,7 +15,7 @@ ROWED = (Tensor, np.ndarray)
 
 
 class MicroBatches(list[Any]):
-    """The micro-batches of one step as a training loop of somebody's own took them: their losses add up."""
+    """The micro-batches of one step in a custom training loop, whose losses add up."""
 
 
 def _tensors(batch: Any) -> Iterator[Any]:
@@ -30,15 +30,19 @@ def rows(batch: Any) -> int:
     for tensor in _tensors(batch):
         return len(tensor)
     kind = type(batch).__name__
-    raise LoopscopeError(f"A batch of type {kind} has no samples: there is no tensor or array with rows in it.")
+    raise LoopscopeError(
+        f"A batch of type {kind} has no samples; give batches with a tensor or an array that has rows."
+    )
 
 
 def micro_batches(batch: Any, pieces: int) -> list[Any]:
     """Split a batch along the first dimension of its tensors into at most ``pieces`` parts of the same structure.
 
-    Tensors, arrays, tuples (named ones too), lists, dataclasses and mappings are split; a mapping's parts are dicts.
-    What has no rows (numbers, texts, ``None``, zero-dimensional tensors) belongs to every part. Raises
-    :class:`LoopscopeError` if the tensors have different lengths, or lie in an object that is none of these.
+    Tensors, arrays, tuples (also named ones), lists, dataclasses and mappings are split; a mapping's parts are dicts.
+    Values without rows (numbers, texts, ``None``, zero-dimensional tensors) are part of every micro-batch.
+
+    Raises:
+        LoopscopeError: if the tensors have different lengths, or are in an object of another type.
 
     >>> import torch
     >>> micro_batches({"x": torch.arange(3), "scale": 2.0}, 2)
@@ -58,7 +62,7 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
 
 
 def part_of(item: Any, window: slice | Sequence[int] | Tensor) -> Any:
-    """Return the rows in ``window``, or at its places, of everything that has rows.
+    """Return a batch with the rows in ``window``, a slice or row numbers; values without rows are unchanged.
 
     >>> part_of({"x": torch.arange(3), "scale": 2.0}, [2, 0])
     {'x': tensor([2, 0]), 'scale': 2.0}

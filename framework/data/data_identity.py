@@ -1,4 +1,4 @@
-"""What a run's data are: how many rows, a digest by which a change shows, and where their order comes from."""
+"""The identity of a run's data: number of rows, a digest that detects changes, and the source of their order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,27 +14,27 @@ from .loaders import Batch, Loader
 
 Buffer = bytes | memoryview
 PIECES, PIECE = 64, 2**20
-"""How many pieces of how many bytes are read of data that have more."""
+"""Number and size in bytes of the pieces that are read of larger data."""
 BY_FUNCTION, IN_A_FILE, UNKNOWN = "function", "file", "unknown"
 
 
 def fingerprint(loader: Loader, first: Callable[[], Batch]) -> dict[str, Any]:
-    """Return in plain values what a loader's data are; ``first`` draws the first batch and leaves nothing behind.
+    """Return the identity of a loader's data as plain values; ``first`` draws the first batch without side effects.
 
-    ``rows`` is their number, ``xxh3_128`` a digest that ``covers`` every row, 64 evenly spread pieces of 1 MiB of the
-    data of more than that, or the first batch; of data that are not at hand and whose rows have no numbers, nothing.
-    ``order`` is that of the rows: a function of the epoch, or a file in the record that holds it, or unknown.
+    ``rows`` is the number of rows. ``xxh3_128`` is a digest that ``covers`` every row, 64 evenly spaced pieces of 1 MiB
+    of larger data, or the first batch; it is missing if the loader gives neither the data nor row numbers. ``order`` is
+    the source of the rows' order: a function of the epoch, a file in the record, or unknown.
     """
     source, numbered = loader.source_of_rows(), loader.row_indices(0) is not None
-    found: dict[str, Any] = {"rows": source.rows, "covers": "nothing", "order": UNKNOWN}
+    identity: dict[str, Any] = {"rows": source.rows, "covers": "nothing", "order": UNKNOWN}
     if numbered:
-        found["order"] = BY_FUNCTION if source.by_function else IN_A_FILE
+        identity["order"] = BY_FUNCTION if source.by_function else IN_A_FILE
     if source.arrays:
         large = sum(array.nbytes for array in source.arrays) > PIECES * PIECE
-        found |= {"covers": "pieces" if large else "every row", "xxh3_128": _digest(_arrays(source.arrays, large))}
+        identity |= {"covers": "pieces" if large else "every row", "xxh3_128": _digest(_arrays(source.arrays, large))}
     elif numbered:
-        found |= {"covers": "the first batch", "xxh3_128": _digest(_of_batch(first()))}
-    return found
+        identity |= {"covers": "the first batch", "xxh3_128": _digest(_of_batch(first()))}
+    return identity
 
 
 def _digest(parts: Iterator[Buffer]) -> str:
@@ -64,7 +64,7 @@ def _of_batch(batch: Batch) -> Iterator[Buffer]:
 
 
 def _bytes(part: Tensor | np.ndarray) -> Buffer:
-    """Return the bytes of a part of the data, row by row, whatever it is on and however it lies."""
+    """Return the bytes of a part of the data in row-major order, from any device and layout."""
     if isinstance(part, Tensor):
         if part.layout is not torch.strided or part.is_quantized:
             return described(part).encode()
@@ -75,6 +75,6 @@ def _bytes(part: Tensor | np.ndarray) -> Buffer:
 
 
 def data_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether data are others than those of an earlier fingerprint; of one without a digest nobody knows."""
+    """Return whether data differ from an earlier fingerprint; ``False`` if that has no digest."""
     names = ("rows", "covers", "xxh3_128")
     return "xxh3_128" in before and any(before.get(name) != now.get(name) for name in names)

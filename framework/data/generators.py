@@ -1,4 +1,4 @@
-"""Random generators that a dataset or a sampler holds as attributes: found, seeded, and put back as they were."""
+"""Functions that find, seed and restore random generators in attributes of datasets and samplers."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,49 +14,50 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 
 
 def dataset_generators(*holders: object) -> list[Generator]:
-    """List the generators among the attributes of ``holders``, of the datasets that these wrap, and so on.
+    """Return the generators among the attributes of ``holders`` and, recursively, of the datasets that they wrap.
 
-    Generators elsewhere, inside a transform say, are not found.
+    Generators in other objects, such as a transform, are not found.
     """
-    held = [value for holder in all_holders(*holders, kinds=(Dataset,)) for value in attributes(holder).values()]
-    found = [value for value in held if isinstance(value, Generator) and not isinstance(value, random.SystemRandom)]
-    return list({id(value): value for value in found}.values())
+    values = [value for holder in all_holders(*holders, kinds=(Dataset,)) for value in attributes(holder).values()]
+    generators = [
+        value for value in values if isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
+    ]
+    return list({id(value): value for value in generators}.values())
 
 
 def all_holders(*holders: object, kinds: tuple[type, ...]) -> list[object]:
-    """List ``holders``, the objects of these ``kinds`` that they wrap, and so on.
+    """Return ``holders`` and, recursively, the objects of these ``kinds`` that they wrap.
 
-    One is wrapped by another if it is an attribute of it, or in a list that is one (torch's ``Subset`` and
-    ``ConcatDataset``).
+    A wrapped object is an attribute, or an item of a list in an attribute (torch's ``Subset`` and ``ConcatDataset``).
     """
-    found: dict[int, object] = {}
+    visited: dict[int, object] = {}
     waiting = list(holders)
     while waiting:
         holder = waiting.pop()
-        if id(holder) in found:
+        if id(holder) in visited:
             continue
-        found[id(holder)] = holder
+        visited[id(holder)] = holder
         for value in list(attributes(holder).values()):
             if isinstance(value, kinds):
                 waiting.append(value)
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], kinds):
                 waiting.extend(value)
-    return list(found.values())
+    return list(visited.values())
 
 
 def attributes(holder: object) -> dict[str, Any]:
-    """Return the ``__dict__`` of an object; a list, or an object of a class with slots alone, has none."""
+    """Return the ``__dict__`` of an object, or an empty dict for a list or an object that only has slots."""
     return getattr(holder, "__dict__", {})
 
 
 def seed_all(generators: Sequence[Generator]) -> None:
-    """Start each generator from a number drawn from the global generator of torch."""
+    """Seed each generator with a number from torch's global generator."""
     for generator in generators:
         seed(generator, int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
 def seed(generator: Generator, number: int) -> None:
-    """Start a generator from ``number``, an integer in [0, 2**64)."""
+    """Seed a generator with ``number``, an integer in [0, 2**64)."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(number)
     elif isinstance(generator, random.Random):
@@ -69,7 +70,7 @@ def seed(generator: Generator, number: int) -> None:
 
 
 def restorer(generators: Sequence[Generator]) -> Callable[[], None]:
-    """Return a function that puts the generators back to where they are now."""
+    """Return a function that restores the current states of the generators."""
     steps: list[Callable[[], object]] = []
     for generator in generators:
         if isinstance(generator, torch.Generator):
@@ -90,7 +91,7 @@ def restorer(generators: Sequence[Generator]) -> Callable[[], None]:
 
 @contextmanager
 def undisturbed(generators: Sequence[Generator]) -> Iterator[None]:
-    """Run the body, then put the generators back, whatever happened."""
+    """Run the body, then restore the generators, also after an error."""
     restore = restorer(generators)
     try:
         yield

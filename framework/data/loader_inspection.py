@@ -1,4 +1,4 @@
-"""Looking into a loader without moving or changing it: batches as copies, and what it holds put back."""
+"""Inspection of a loader without side effects: batches as copies, and the loader's state restored."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from .loaders import Batch, Loader, SourceOfRows
 
 
 class CopyingLoader(Loader):
-    """A loader as hooks are given it: what it yields are copies, since batches may be views of the data."""
+    """The loader that hooks receive; it yields copies, since batches may be views of the data."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -29,23 +29,23 @@ class CopyingLoader(Loader):
         return self._loader.row_indices(epoch, start) if isinstance(self._loader, Loader) else None
 
     def source_of_rows(self) -> SourceOfRows:
-        """Return what the loader's rows are made of."""
+        """Return the source of the loader's rows."""
         return self._loader.source_of_rows() if isinstance(self._loader, Loader) else SourceOfRows()
 
     @property
     def copies(self) -> bool:
-        """Whether every batch lies in memory of its own."""
+        """Whether every batch has its own memory."""
         return True
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def shuffled(self, seed: int) -> Loader:
-        """Return the same data in another order, as copies too."""
+        """Return the same data in another order, also as copies."""
         return with_copied_batches(self._loader.shuffled(seed))
 
     def drawn(self, seed: int) -> Loader:
-        """Return the same data in the order of ``seed`` alone, as copies too."""
+        """Return the same data in an order that depends only on ``seed``, also as copies."""
         return with_copied_batches(self._loader.drawn(seed))
 
     def generators(self) -> tuple[torch.Generator, ...]:
@@ -53,29 +53,31 @@ class CopyingLoader(Loader):
         return self._loader.generators()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what an experiment's own loader has beside."""
+        """Return other attributes of a custom loader."""
         return getattr(self._loader, name)
 
 
 def with_copied_batches(loader: Loader) -> Loader:
-    """Return a loader whose batches may be written to without changing the data."""
+    """Return a loader whose batches can be written to without changing the data."""
     return loader if isinstance(loader, Loader) and loader.copies else CopyingLoader(loader)
 
 
 @contextmanager
 def preserved_loader(loader: Loader) -> Iterator[None]:
-    """Let the body look into a loader, and put back what that holds: a loader may count what it has given."""
-    found = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
-    found.natives = [native for native in found.natives if not isinstance(native, np.ndarray)]  # data, not a position
-    states = found.read_natives()
+    """Restore the state of a loader after the body: a loader may count the batches it has yielded."""
+    structure = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
+    structure.natives = [
+        native for native in structure.natives if not isinstance(native, np.ndarray)
+    ]  # arrays are data, not a position
+    states = structure.read_natives()
     try:
         yield
     finally:
-        found.restore()
-        found.write_natives(states)
+        structure.restore()
+        structure.write_natives(states)
 
 
 def first_batch(loader: Loader) -> Batch:
-    """Return the first batch of a run, with what the loader holds put back."""
+    """Return the first batch of a run, and restore the state of the loader."""
     with preserved_loader(loader):
         return next(iter(loader.batches(0)))

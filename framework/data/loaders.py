@@ -1,4 +1,4 @@
-"""Loaders: batches as a function of (epoch, first batch), so that nothing needs rewinding or replaying."""
+"""Loaders: batches as a function of (epoch, first batch), so that resuming needs no rewinding or replaying."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,25 +9,25 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..errors import UnfitError, UsageError, require
+from ..errors import InvalidExperimentError, UsageError, require
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
 
 
 class SourceOfRows(NamedTuple):
-    """What the rows of a loader are made of, as far as it says."""
+    """The source of a loader's rows, to the extent that it is known."""
 
     rows: int | None = None
-    """How many there are."""
+    """Number of rows."""
     arrays: Sequence[Tensor | np.ndarray] = ()
-    """All that batches are gathered from; empty where they are made otherwise."""
+    """All arrays from which batches are gathered; empty if batches are made in another way."""
     by_function: bool = True
-    """Whether their order, if they have numbers, is a function of the epoch, and no sampler of somebody's own."""
+    """Whether the order of numbered rows is a function of the epoch instead of a custom sampler."""
 
 
 class Loader(ABC):
-    """The training data of a run, in its order; iterating twice at once is safe, since no position is kept."""
+    """The training data of a run in order; concurrent iterations are safe, since a loader has no position."""
 
     @abstractmethod
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -42,32 +42,34 @@ class Loader(ABC):
         """Return a loader of the same data in an order drawn from ``seed``."""
 
     def drawn(self, seed: int) -> "Loader":
-        """Return a loader of the same data in an order that ``seed`` alone decides, whatever this loader's order is.
+        """Return a loader of the same data in an order that depends only on ``seed``, not on this loader's order.
 
-        What is measured on its first batches compares between orders. Raises :class:`LoopscopeError` where the rows of
-        this order cannot be told from those of another.
+        Measurements on its first batches are comparable between orders.
+
+        Raises:
+            LoopscopeError: if the rows cannot be identified independently of this loader's order.
         """
         return self.shuffled(seed)
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Return the random generators that this loader owns."""
+        """Return the random generators of this loader."""
         return ()
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
         """Return, for each batch of ``epoch`` from batch ``start`` on, the numbers of its rows in the data set.
 
-        They are int64, of shape (rows,), on the CPU, and belong to the caller; asking for them leaves nothing behind.
-        ``None``: rows have no numbers.
+        Each is int64 of shape (rows,) on the CPU, and the caller may change it; the call has no side effects. ``None``
+        means that rows have no numbers.
         """
         return None
 
     def source_of_rows(self) -> SourceOfRows:
-        """Return what the rows are made of, for the record of a run, by which a change of the data is found."""
+        """Return the source of the rows, by which the record of a run detects changes of the data."""
         return SourceOfRows()
 
     @property
     def copies(self) -> bool:
-        """Whether every batch lies in memory of its own, so that whoever writes to it does not write to the data."""
+        """Whether every batch has its own memory, so that writing to it does not change the data."""
         return False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -76,12 +78,12 @@ class Loader(ABC):
 
 
 def as_defined(loader: Loader, kind: type[Loader]) -> bool:
-    """Return whether the rows that ``kind`` counts are those of a loader of it: a subclass may have other batches."""
+    """Return whether the row indices of ``kind`` apply to a loader: a subclass may yield different batches."""
     return type(loader).batches is kind.batches or type(loader).row_indices is not kind.row_indices
 
 
 PIECES = 256
-"""Batches for which an order is cut up at once: that is quicker than one by one, and all take long to be cut."""
+"""Number of batches for which an order is split at once: faster than one by one, and quicker to start than all."""
 
 
 class TensorLoader(Loader):
@@ -97,11 +99,13 @@ class TensorLoader(Loader):
         self._tensors = tuple(tensors)
         lengths = [len(tensor) for tensor in self._tensors]
         if not lengths or min(lengths) != max(lengths) or not lengths[0]:
-            raise UsageError(f"The tensors of a loader have {lengths} rows; they need equally many, and at least one.")
+            raise UsageError(f"The tensors of a loader have {lengths} rows; give all the same number, at least one.")
         require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1.")
         if not callable(order):
             kind = type(order).__name__
-            raise UsageError(f"The order is a {kind}, not a function of the epoch; give fixed_order(permutation), say.")
+            raise UsageError(
+                f"The order is a {kind}, not a function of the epoch; give, for example, fixed_order(permutation)."
+            )
         self._batch_size = batch_size
         self._order = order
 
@@ -111,21 +115,21 @@ class TensorLoader(Loader):
             yield tuple([tensor[index] for tensor in self._tensors])
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
-        """Return the rows of each batch in the order of ``epoch``; ``None`` in a subclass with batches of its own."""
+        """Return the rows of each batch in the order of ``epoch``; ``None`` in a subclass with custom batches."""
         if not as_defined(self, TensorLoader):
             return None
         return self._pieces(self._checked_order(epoch).to("cpu", torch.int64, copy=True), start)
 
     def source_of_rows(self) -> SourceOfRows:
-        """Return the tensors, or nothing in a subclass with batches of its own."""
+        """Return the tensors, or none in a subclass with custom batches."""
         return SourceOfRows(len(self._tensors[0]), self._tensors if self.copies else ())
 
     def _checked_order(self, epoch: int) -> Tensor:
         order = self._order(epoch)
         if len(order) != len(self._tensors[0]):
-            raise UnfitError(
+            raise InvalidExperimentError(
                 f"The order of epoch {epoch} has {len(order)} rows, the data {len(self._tensors[0])}; "
-                "an order is a permutation of all rows."
+                "return a permutation of all rows."
             )
         return order
 
@@ -136,7 +140,7 @@ class TensorLoader(Loader):
 
     @property
     def copies(self) -> bool:
-        """Whether every batch lies in memory of its own: rows that are gathered do."""
+        """Whether every batch has its own memory: gathered rows do."""
         return type(self).batches is TensorLoader.batches
 
     def __len__(self) -> int:
@@ -148,12 +152,12 @@ class TensorLoader(Loader):
 
 
 def fixed_order(permutation: Tensor) -> Order:
-    """Use the same permutation in every epoch."""
+    """Return an order with the same permutation in every epoch."""
     return lambda epoch: permutation
 
 
 def random_order(rows: int, seed: int) -> Order:
-    """Draw a new permutation for every epoch from (seed, epoch) alone."""
+    """Return an order that draws a new permutation for every epoch, from (seed, epoch) only."""
 
     def order(epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
@@ -163,5 +167,5 @@ def random_order(rows: int, seed: int) -> Order:
 
 
 def derived_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends on the parts alone, the same on every machine."""
+    """Return a 63-bit seed that depends only on the parts, the same on every machine."""
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode()) >> 1

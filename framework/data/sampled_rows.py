@@ -1,4 +1,4 @@
-"""The numbers of the rows of batches, from a DataLoader's samplers, without loading a row."""
+"""Row numbers of batches from a DataLoader's samplers, without loading rows."""
 
 from collections.abc import Iterator, Sized
 from itertools import chain, islice
@@ -15,9 +15,9 @@ from .generators import dataset_generators, undisturbed
 
 
 def rows_of_known_sampler(batches: BatchSampler, start: int, draw: Draw) -> Iterator[Tensor] | None:
-    """Return the rows of each batch from batch ``start`` on, for samplers that are :data:`KNOWN`, without a list.
+    """Return the rows of each batch from batch ``start`` on, for samplers of a :data:`KNOWN` class, without a list.
 
-    ``None`` where a subset's indices are no integers.
+    The result is ``None`` if a subset's indices are not integers.
     """
     sampler: Any = batches.sampler
     size, first = batches.batch_size, start * batches.batch_size
@@ -39,26 +39,26 @@ def _in_batches(blocks: Iterator[Tensor], size: int, *, drop_last: bool) -> Iter
     left = torch.empty(0, dtype=torch.int64)
     for block in blocks:
         joined = torch.cat([left, block])
-        whole = len(joined) - len(joined) % size
-        left = joined[whole:]
-        yield from joined[:whole].split(size) if whole else ()  # type: ignore[no-untyped-call]
+        complete = len(joined) - len(joined) % size
+        left = joined[complete:]
+        yield from joined[:complete].split(size) if complete else ()  # type: ignore[no-untyped-call]
     if len(left) and not drop_last:
         yield left
 
 
 def as_numbers(indices: Any) -> Tensor | None:
-    """Return indices as int64; ``None`` for keys that are no integers."""
+    """Return indices as int64; ``None`` for keys that are not integers."""
     try:
-        found = np.asarray(indices)  # of a list many times as fast as torch's own
+        array = np.asarray(indices)  # many times faster for a list than torch
     except (TypeError, ValueError, RuntimeError):
         return None
-    return torch.from_numpy(found.astype(np.int64)) if found.ndim == 1 and found.dtype.kind in "iu" else None
+    return torch.from_numpy(array.astype(np.int64)) if array.ndim == 1 and array.dtype.kind in "iu" else None
 
 
 def draw_all_rows(
     dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: Draw, most: int
 ) -> Iterator[Tensor] | None:
-    """Return the rows of at most ``most`` batches by samplers that are asked for them; ``None`` if they are none."""
+    """Return the rows of at most ``most`` batches by iterating over the samplers; ``None`` unless all are integers."""
     samplers = samplers_of(dataloader)
     generators = dataset_generators(*samplers)
     with streams.isolated(), undisturbed(generators):
@@ -66,5 +66,5 @@ def draw_all_rows(
         batches = [*islice(batch_indices(dataloader, start, draw), max(0, most))]
     if not all(isinstance(batch, Sized) for batch in batches):
         return None
-    found = as_numbers([*chain.from_iterable(batches)]) if batches else torch.empty(0, dtype=torch.int64)
-    return None if found is None else iter(found.split([*map(len, batches)]))  # type: ignore[no-untyped-call]
+    numbers = as_numbers([*chain.from_iterable(batches)]) if batches else torch.empty(0, dtype=torch.int64)
+    return None if numbers is None else iter(numbers.split([*map(len, batches)]))  # type: ignore[no-untyped-call]

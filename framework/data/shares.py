@@ -1,22 +1,22 @@
-"""The rows of each batch, spread over the ranks that train together."""
+"""Distribution of the rows of each batch over the data-parallel ranks."""
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..errors import UnfitError
+from ..errors import InvalidExperimentError
 from .batches import part_of, rows
 from .loader_inspection import CopyingLoader
 from .loaders import Batch, Loader
 
 
 class RowsOfRank(CopyingLoader):
-    """A loader's batches with the rows of one rank only: all ranks together have the batches of one process.
+    """A loader of one rank's rows of each batch: all ranks together have the batches of a single process.
 
     Args:
-        loader: the batches of one process.
-        rank: which share, from 0 on.
-        count: into how many shares the rows of a batch are cut, one after another, as equally as may be.
+        loader: the batches of a single process.
+        rank: index of the share, from 0.
+        count: number of shares into which the rows of a batch are split, consecutively and as equally as possible.
     """
 
     def __init__(self, loader: Loader, rank: int, count: int) -> None:
@@ -24,38 +24,42 @@ class RowsOfRank(CopyingLoader):
         self._rank, self._count = rank, count
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's rows of each batch; raises :class:`UnfitError` for a batch with fewer rows than ranks."""
+        """Yield this rank's rows of each batch.
+
+        Raises:
+            InvalidExperimentError: for a batch with fewer rows than ranks.
+        """
         for batch in self._loader.batches(epoch, start):
-            whole = rows(batch)
-            if whole < self._count:
-                raise UnfitError(
-                    f"A batch of epoch {epoch} has {whole} rows, too few for each of {self._count} ranks to have one; "
-                    "choose a batch_size that leaves more rows to the last batch, or start fewer processes."
+            size = rows(batch)
+            if size < self._count:
+                raise InvalidExperimentError(
+                    f"A batch of epoch {epoch} has {size} rows, too few for {self._count} ranks; choose a batch_size "
+                    "that leaves more rows for the last batch, or start fewer processes."
                 )
-            yield part_of(batch, self._share(whole))
+            yield part_of(batch, self._share(size))
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
         """Return the numbers of this rank's rows of each batch."""
-        found = super().row_indices(epoch, start)
-        return None if found is None else (each[self._share(len(each))] for each in found)
+        indices = super().row_indices(epoch, start)
+        return None if indices is None else (batch[self._share(len(batch))] for batch in indices)
 
-    def _share(self, whole: int) -> slice:
-        return slice(whole * self._rank // self._count, whole * (self._rank + 1) // self._count)
+    def _share(self, size: int) -> slice:
+        return slice(size * self._rank // self._count, size * (self._rank + 1) // self._count)
 
     @property
     def copies(self) -> bool:
-        """Whether every batch lies in memory of its own."""
+        """Whether every batch has its own memory."""
         return self._loader.copies
 
     def shuffled(self, seed: int) -> Loader:
-        """Return the same data in another order, in the same shares."""
+        """Return the same data in another order, with the same shares."""
         return RowsOfRank(self._loader.shuffled(seed), self._rank, self._count)
 
     def drawn(self, seed: int) -> Loader:
-        """Return the same data in the order of ``seed`` alone, in the same shares."""
+        """Return the same data in an order that depends only on ``seed``, with the same shares."""
         return RowsOfRank(self._loader.drawn(seed), self._rank, self._count)
 
 
 def global_batches(loader: Loader) -> Loader:
-    """Return a loader of the batches that all ranks have together."""
+    """Return a loader of the global batches, which all ranks share."""
     return loader._loader if isinstance(loader, RowsOfRank) else loader

@@ -1,4 +1,4 @@
-"""PyTorch's ``DataLoader`` as a loader: batches and the numbers of their rows as functions of (seed, epoch, batch)."""
+"""A loader for PyTorch's ``DataLoader``: batches and row numbers as functions of (seed, epoch, batch)."""
 
 from collections.abc import Callable, Iterator, Sized
 from copy import copy
@@ -23,7 +23,7 @@ from .sampled_rows import draw_all_rows, rows_of_known_sampler
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """A dataset that fetches the items of a batch at once, as torch's ``Subset`` can."""
+    """A dataset that can fetch all items of a batch at once, such as torch's ``Subset``."""
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         """Return the items of ``indices``."""
@@ -31,17 +31,17 @@ class BatchedDataset(Protocol):
 
 @dataclass(eq=False)
 class SeededBatches(Dataset[Any]):
-    """The batches of a dataset, as functions of (seed, epoch, number of the batch, indices).
+    """The batches of a dataset as functions of (seed, epoch, batch number, indices).
 
-    The global generators of torch, Python and NumPy are seeded for a batch before its items are fetched, and so are
-    those that the dataset holds itself, which are put back after it. The global ones are left to the caller.
+    Before the items of a batch are fetched, the global generators of torch, Python and NumPy and the generators of the
+    dataset are seeded. The generators of the dataset are restored afterwards; the caller restores the global ones.
 
     Args:
-        dataset: whose items make up the batches.
-        collate: makes a batch of a list of items, or of one item where there is no batching.
-        streams: seed the generators.
-        epoch: the batches' epoch.
-        batched: whether an index is a list of them.
+        dataset: the dataset of the items.
+        collate: makes a batch of a list of items, or of one item without batching.
+        streams: the streams that seed the generators.
+        epoch: the epoch of the batches.
+        batched: whether an index is a list of indices.
     """
 
     dataset: Any
@@ -51,7 +51,7 @@ class SeededBatches(Dataset[Any]):
     batched: bool
 
     def __post_init__(self) -> None:
-        """Ask once what is slow to ask."""
+        """Check once, since isinstance() with a protocol is slow."""
         self._fetches_at_once = self.batched and isinstance(self.dataset, BatchedDataset)
 
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
@@ -65,19 +65,19 @@ class SeededBatches(Dataset[Any]):
             elif self._fetches_at_once:
                 items = self.dataset.__getitems__(index)
             else:
-                items = [self.dataset[each] for each in index]
+                items = [self.dataset[item] for item in index]
             return self.collate(items)
 
 
 def return_unchanged(batch: Any) -> Any:
-    """Return a batch that is collated already."""
+    """Return a batch that is already collated."""
     return batch
 
 
 def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Show the dataset itself in ``get_worker_info()``, then call the ``worker_init_fn`` of the DataLoader's owner.
+    """Set the user's dataset in ``get_worker_info()``, then call the user's ``worker_init_fn``.
 
-    They know nothing of :class:`SeededBatches`.
+    User code does not expect a :class:`SeededBatches` there.
     """
     info = data.get_worker_info()
     assert info is not None
@@ -88,41 +88,45 @@ def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
 
 
 PROCESS_OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor")
-"""Options of a DataLoader that say where batches are made, and how they come over."""
+"""Options of a DataLoader that determine in which process batches are made and how they are transferred."""
 
 
 def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
-    """Return a shallow copy of a DataLoader and of the samplers that it tells what to draw, without generators."""
+    """Return a shallow copy of a DataLoader and its samplers, without generators."""
 
-    def own(sampler: Any) -> Any:
+    def copy_sampler(sampler: Any) -> Any:
         if isinstance(sampler, BatchSampler):
             sampler = copy(sampler)
-            sampler.sampler = own(sampler.sampler)
+            sampler.sampler = copy_sampler(sampler.sampler)
         elif isinstance(sampler, (RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)):
             sampler = copy(sampler)
             sampler.generator = None
-        elif isinstance(sampler, EpochSampler):  # which is told epochs that its owner has not reached
+        elif isinstance(
+            sampler, EpochSampler
+        ):  # set_epoch() is called on the copy, since the original may be at another epoch
             sampler = copy(sampler)
         return sampler
 
-    found = copy(dataloader)
-    # Into the table, since a DataLoader refuses to have its samplers exchanged.
-    vars(found).update(generator=None, sampler=own(dataloader.sampler), batch_sampler=own(dataloader.batch_sampler))
-    return found
+    result = copy(dataloader)
+    # Set in the __dict__, since a DataLoader rejects assignments to its samplers.
+    vars(result).update(
+        generator=None, sampler=copy_sampler(dataloader.sampler), batch_sampler=copy_sampler(dataloader.batch_sampler)
+    )
+    return result
 
 
 class TorchLoader(Loader):
-    """A ``torch.utils.data.DataLoader``, made a function of (seed, epoch, batch) by seeding every batch anew.
+    """A ``torch.utils.data.DataLoader`` as a function of (seed, epoch, batch): every batch is seeded separately.
 
-    The order of an epoch is drawn on random streams of the loader's own. Before the items of a batch are fetched and
-    collated, in the main process or in a worker, the global generators of torch, Python and NumPy are seeded from
-    (seed, epoch, batch): so a batch is the same from whatever batch the epoch starts and however many workers there
-    are, and none before it is loaded. Generators that are attributes of a dataset or a sampler are seeded alike, and
-    one given to the DataLoader or to a sampler of torch is set aside, since its position would depend on the past; the
-    DataLoader itself keeps it, and its own order.
+    The order of an epoch is drawn on separate random streams. Before the items of a batch are fetched and collated, in
+    the main process or in a worker, the global generators of torch, Python and NumPy are seeded from (seed, epoch,
+    batch). So a batch depends neither on the first batch of the iteration nor on the number of workers, and earlier
+    batches need not be loaded. Generators in attributes of a dataset or a sampler are seeded in the same way. A
+    generator that was given to the DataLoader or to a torch sampler is not used, since its position would depend on the
+    past; the DataLoader itself keeps it and its order.
 
-    A stream (``IterableDataset``) and a DataLoader that iterates in a way of its own cannot skip: they are functions of
-    (seed, epoch), and starting at a later batch loads and drops the earlier ones.
+    A stream (``IterableDataset``) and a DataLoader with a custom iteration cannot skip batches: they are functions of
+    (seed, epoch), and starting at a later batch loads and discards the earlier ones.
     """
 
     def __init__(self, dataloader: "DataLoader[Any]", seed: int) -> None:
@@ -130,7 +134,7 @@ class TorchLoader(Loader):
             raise UsageError("A DataLoader with persistent_workers=True has one shared position; set it to False.")
         if dataloader.num_workers and not dataloader.in_order:
             raise UsageError(
-                "A DataLoader with in_order=False yields its batches as workers happen to finish them; set it to True."
+                "A DataLoader with in_order=False yields batches in the order in which workers finish; set it to True."
             )
         self._dataloader = without_generators(dataloader)
         self._streams = RandomStreams(seed)
@@ -139,7 +143,7 @@ class TorchLoader(Loader):
         self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not streams
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield what the DataLoader yields."""
+        """Yield the batches of the DataLoader."""
         source = self._dataloader
         if not self._skips:
             replayed = on_streams(self._streams, epoch, self._samplers, [source.dataset], lambda: iter(source))
@@ -166,10 +170,10 @@ class TorchLoader(Loader):
             yield batch
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
-        """Return the indices by which each batch's items are fetched, without fetching any.
+        """Return the indices of each batch's items without fetching items.
 
-        ``None`` for a stream, for indices that are no integers, without batching, and in a subclass with batches of its
-        own. A sampler of somebody's own draws the whole epoch before the first batch is known.
+        The result is ``None`` for a stream, for indices that are not integers, without batching, and in a subclass with
+        custom batches. A custom sampler draws the entire epoch before the first batch is returned.
         """
         source = self._dataloader
         if not (self._skips and as_defined(self, TorchLoader)):
@@ -181,7 +185,7 @@ class TorchLoader(Loader):
             return draw_all_rows(source, self._streams, epoch, start, self._draw(epoch), len(self) - start)
 
     def source_of_rows(self) -> SourceOfRows:
-        """Return the length of the dataset, and what it holds if it is one of tensors."""
+        """Return the length of the dataset, and the tensors of a ``TensorDataset``."""
         dataset: Any = self._dataloader.dataset
         plain = type(dataset) is data.TensorDataset and self._skips and type(self).batches is TorchLoader.batches
         tensors = dataset.tensors if plain else ()
@@ -190,7 +194,7 @@ class TorchLoader(Loader):
 
     @property
     def copies(self) -> bool:
-        """Whether every batch lies in memory of its own: rows that torch stacks do."""
+        """Whether every batch has its own memory: rows that torch stacks do."""
         source = self._dataloader
         stacks = source.batch_sampler is not None and source.collate_fn is data.default_collate
         return stacks and type(source).__iter__ is DataLoader.__iter__ and type(self).batches is TorchLoader.batches
@@ -201,8 +205,9 @@ class TorchLoader(Loader):
     def shuffled(self, seed: int) -> "TorchLoader":
         """Return a loader of the same dataset, reshuffled every epoch from (seed, epoch).
 
-        Raises :class:`UsageError` for a sampler that does more than order the dataset: what it would do to another
-        order is its own affair.
+        Raises:
+            UsageError: for a sampler that does more than order the dataset, since its effect on another order is
+                unknown.
         """
         sampler, size, is_whole = self._order()
         if not is_whole:
@@ -214,25 +219,29 @@ class TorchLoader(Loader):
     def drawn(self, seed: int) -> "TorchLoader":
         """Return a loader of the rows that epoch 0 visits, reshuffled every epoch from (seed, epoch).
 
-        Samplers that visit the same rows of one dataset, in whatever order, draw the same batches. Raises
-        :class:`UsageError` for a stream, whose rows have no numbers.
+        Samplers that visit the same rows of a dataset in different orders draw the same batches.
+
+        Raises:
+            UsageError: for a stream, whose rows have no numbers.
         """
         dataset: Any = self._dataloader.dataset
         if not self._skips:
-            raise UsageError(f"A DataLoader of {type(dataset).__name__} streams rows, which cannot be drawn.")
+            raise UsageError(
+                f"A DataLoader of {type(dataset).__name__} streams rows, so they cannot be drawn in another order."
+            )
         sampler, size, is_whole = self._order()
         if is_whole:
             visited: Any = range(len(dataset))
         elif type(self._dataloader.batch_sampler) in (BatchSampler, type(None)):
-            # Row by row, since what drop_last leaves out depends on the order.
+            # Row by row, since the rows that drop_last omits depend on the order.
             visited = sorted(set(self._indices(DataLoader(dataset, batch_size=None, sampler=sampler), 0)))
         else:
-            every = list(self._indices(self._dataloader, 0))
-            visited, size = sorted(set(chain.from_iterable(every))), max(map(len, every))
+            batches = list(self._indices(self._dataloader, 0))
+            visited, size = sorted(set(chain.from_iterable(batches))), max(map(len, batches))
         return self._in_random_order(data.Subset(dataset, visited), size, seed)
 
     def _order(self) -> tuple[Any, int | None, bool]:
-        """Return the sampler of rows, the size of a batch, and whether it is torch's own order of the whole dataset."""
+        """Return the sampler of rows, the batch size, and whether the order is torch's order of the entire dataset."""
         batches: Any = self._dataloader.batch_sampler
         holder: Any = batches if type(batches) is BatchSampler else self._dataloader
         is_known = type(holder.sampler) in (SequentialSampler, RandomSampler) and (batches is None or batches is holder)
@@ -240,9 +249,10 @@ class TorchLoader(Loader):
         return holder.sampler, holder.batch_size, is_known and len(holder.sampler) == len(rows)
 
     def _indices(self, dataloader: "DataLoader[Any]", epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yield the indices of each batch from batch ``start`` on, single ones where there is no batching.
+        """Yield the indices of each batch from batch ``start`` on, single ones without batching.
 
-        Samplers that are iterated over draw on the loader's streams, those that are not from generators of the epoch.
+        Samplers that are iterated over draw on the loader's streams; orders that are computed use generators of the
+        epoch.
         """
         indices = partial(batch_indices, dataloader, start, self._draw(epoch))
         if draws_by_function(dataloader):
@@ -255,7 +265,7 @@ class TorchLoader(Loader):
     def _in_random_order(self, dataset: Any, batch_size: int | None, seed: int) -> "TorchLoader":
         source = self._dataloader
         batches: Any = source.batch_sampler
-        again: DataLoader[Any] = DataLoader(
+        reshuffled: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=batch_size,
             shuffle=True,
@@ -264,4 +274,4 @@ class TorchLoader(Loader):
             worker_init_fn=source.worker_init_fn,
             **{name: getattr(source, name) for name in PROCESS_OPTIONS},
         )
-        return TorchLoader(again, seed)
+        return TorchLoader(reshuffled, seed)

@@ -1,4 +1,4 @@
-"""Digests of the training state for the record: equal on every device, and however tensors lie on the ranks."""
+"""Digests of the training state for the record, independent of device and of the sharding over ranks."""
 
 from .entries import link, state_digests
 from .tensor_sums import ALGORITHM, sums

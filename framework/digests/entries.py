@@ -1,4 +1,4 @@
-"""A digest of every entry of the training state, the same on every rank, and the chain that such digests form."""
+"""A digest of every entry of the training state, equal on every rank, and the chain of these digests."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,35 +24,35 @@ from .tensor_sums import ALGORITHM, sums
 
 
 def state_digests(state: TrainingState) -> dict[str, str]:
-    """Return a digest of 128 bits, in hexadecimal digits, of each entry of the state by its name.
+    """Return a 128-bit digest, in hexadecimal digits, of each entry of the state by its name.
 
-    What the loop keeps only because a hook asked for it is left out. All ranks call it together where parameters lie
-    in parts on them: entries that are sharded have the digests of whole tensors, on every rank. Other entries are each
-    rank's own, and some differ, such as the batch.
+    Entries that the loop keeps only for hooks are omitted. If parameters are sharded, all ranks must call this
+    together: a sharded entry has the digest of the full tensor on every rank. Other entries belong to their rank, and
+    some differ between ranks, such as the batch.
     """
     return digests(without_on_demand(dict(state.leaves())))
 
 
 @torch.no_grad()
 def digests(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each tensor or plain value by its name, which is part of it, like dtype and shape."""
-    found = [(name, text, tensor) for name, leaf in leaves.items() for text, tensor in _pieces(leaf)]
-    numbers = iter(_sums([tensor for *_, tensor in found if tensor is not None]))
+    """Return the digest of each tensor or plain value by its name; it includes name, dtype and shape."""
+    pieces = [(name, text, tensor) for name, leaf in leaves.items() for text, tensor in _pieces(leaf)]
+    numbers = iter(_sums([tensor for *_, tensor in pieces if tensor is not None]))
     summaries: dict[str, xxhash.xxh3_128] = {}
-    for name, text, tensor in found:
+    for name, text, tensor in pieces:
         summary = summaries.setdefault(name, xxhash.xxh3_128(f"{ALGORITHM}\0{name}".encode()))
         summary.update(f"\0{text}\0{'' if tensor is None else next(numbers)}".encode())
     return {name: summary.hexdigest() for name, summary in summaries.items()}
 
 
 def link(previous: str, step: int, entries: Mapping[str, str]) -> str:
-    """Return the next link of a chain of digests, 32 hexadecimal digits; ``previous`` is empty for the first one."""
-    told = [f"{ALGORITHM}\0{previous}\0{step}", *[f"{name}\0{value}" for name, value in sorted(entries.items())]]
-    return xxhash.xxh3_128_hexdigest("\0".join(told).encode())
+    """Return the next link of a chain of digests (32 hexadecimal digits); ``previous`` is empty for the first link."""
+    lines = [f"{ALGORITHM}\0{previous}\0{step}", *[f"{name}\0{value}" for name, value in sorted(entries.items())]]
+    return xxhash.xxh3_128_hexdigest("\0".join(lines).encode())
 
 
 def _pieces(leaf: Any) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield what makes up an entry: texts, most of them with the tensor that they describe."""
+    """Yield the pieces of an entry: texts, most of them with the tensor that they describe."""
     if not isinstance(leaf, Tensor):
         yield described(leaf), None
         return
@@ -74,16 +74,16 @@ def _text(tensor: Tensor) -> str:
 
 
 def _sums(tensors: list[Tensor]) -> list[list[int]]:
-    """Return both sums of each tensor, those of DTensors over all ranks that have parts of them."""
+    """Return both sums of each tensor; those of DTensors are added over the ranks with shards."""
     if not tensors:
         return []
-    each = [_sums_of_shard(tensor) if is_sharded(tensor) else sums(tensor) for tensor in tensors]
-    device = next((found.device for found in each if found.device.type != "cpu"), each[0].device)
-    table = torch.stack([found.to(device) for found in each], 1)
+    all_sums = [_sums_of_shard(tensor) if is_sharded(tensor) else sums(tensor) for tensor in tensors]
+    device = next((item.device for item in all_sums if item.device.type != "cpu"), all_sums[0].device)
+    table = torch.stack([item.to(device) for item in all_sums], 1)
     return over_shards(table, groups_of(tensors)).t().tolist()  # type: ignore[no-any-return]
 
 
 def _sums_of_shard(tensor: Any) -> Tensor:
-    # The protocol by which torch.distributed.checkpoint asks a DTensor where its shard lies.
+    # The private protocol by which torch.distributed.checkpoint gets the offsets of a DTensor's shard.
     (place,) = tensor.__create_chunk_list__()
     return sums(local_shards([tensor])[0], [*place.offsets], tensor.shape)

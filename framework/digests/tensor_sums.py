@@ -1,21 +1,21 @@
-"""Two sums modulo 2**64 over the bytes of a tensor, each byte weighted by its place: those of its parts add up to them.
+"""Two position-weighted sums modulo 2**64 over the bytes of a tensor; the sums of its shards add up to them.
 
-The bytes of the whole tensor, row by row and read as signed numbers, are cut into blocks of 1024 and the blocks into
-chunks of 2048. With the byte ``x[c, b, k]`` in place ``k`` of block ``b`` of chunk ``c``,
+The bytes of the full tensor, in row-major order and as signed numbers, are split into blocks of 1024 bytes, and the
+blocks into chunks of 2048 blocks. With the byte ``x[c, b, k]`` at position ``k`` of block ``b`` of chunk ``c``,
 
     y[c, b, j] = sum over k of x[c, b, k] * R[k, j]                         exactly, for 16 columns j
     S[i] = sum over c, b, j of y[c, b, j] * P[i, b, j] * Q[i, c]            modulo 2**64, for i = 0, 1
 
-``R`` are signed bytes, ``P`` and ``Q`` numbers of 64 bits, all read from SHAKE-256 and therefore without any structure
-that training could share. Most of the work, the product with ``R``, is one that processors have instructions for, and
-it is exact in float32, too: no ``y`` is beyond 2**24. A byte that is zero adds nothing, so that a part of a tensor is
-the whole with zeros elsewhere.
+``R`` consists of signed bytes, ``P`` and ``Q`` of 64-bit numbers, all from SHAKE-256 and therefore unrelated to any
+structure in training. Most of the work is the product with ``R``, for which processors have instructions; it is also
+exact in float32, since ``abs(y) <= 2**24``. Zero bytes add nothing, so a shard counts like the full tensor with zeros
+elsewhere.
 
-A change of a tensor leaves a column as it was for at most one in 256 choices of ``R``, all 16 for one in 2**128. Else
-some ``y`` changes by a number that 2**t divides and 2**(t + 1) does not, and a sum stays for one choice of ``P`` in
-2**(64 - t). Where bits flip t is at most 7, or more if all 16 columns agree on each further power. Both sums stay for
-less than one choice in 2**100 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). That holds for changes that do
-not aim at these constants, which everybody can read: faults are seen, forgeries need not be.
+A change of a tensor leaves one column unchanged for at most one in 256 choices of ``R``, and all 16 for one in 2**128.
+Otherwise some ``y`` changes by a number that is divisible by 2**t but not by 2**(t + 1), and a sum stays equal for one
+choice of ``P`` in 2**(64 - t). For bit flips, t is at most 7, or more if all 16 columns agree on each further power.
+Both sums stay equal for less than one choice in 2**100 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). This
+holds for accidental changes. The constants are public, so deliberate forgeries may not be detected.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,24 +30,24 @@ from torch.nn import functional
 from ..state import in_bytes
 
 ALGORITHM = "loopscope-1"
-"""The name of formula and constants; a record names it, and others are not compared with it."""
+"""Name of the formula and its constants; only digests with the same name in the record are compared."""
 BLOCK, CHUNK, COLUMNS = 1024, 2048, 16
 _CHUNK_BYTES = CHUNK * BLOCK
 _SLAB_BYTES = 1 << 22
-"""How much of a whole tensor is filled with zeros at once around a part that is scattered over it."""
+"""Bytes of a full tensor that are processed at once if a shard is not contiguous in it."""
 
 
 @torch.no_grad()
 def sums(
     tensor: Tensor, offsets: Sequence[int] = (), shape: Sequence[int] | None = None, *, at_once: int = 0
 ) -> Tensor:
-    """Return both sums over a strided tensor, shape (2,), int64, on its device (the host for devices but CUDA's).
+    """Return both sums over a strided tensor: int64, shape (2,), on its device (on the host unless that is CUDA).
 
     Args:
-        tensor: a whole tensor, or a part of one; its strides do not count.
-        offsets: where in the whole the part begins, an index for each dimension.
-        shape: the shape of the whole, by default that of ``tensor``.
-        at_once: how many chunks to take in one piece: by default one on a CPU, where it stays in the cache, or 64.
+        tensor: a full tensor or a shard; its strides do not matter.
+        offsets: start of the shard in the full tensor, one index per dimension.
+        shape: shape of the full tensor, by default that of ``tensor``.
+        at_once: number of chunks per operation: by default 1 on a CPU, where it fits the cache, and 64 otherwise.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = plain.int_repr() if plain.is_quantized else plain
@@ -62,7 +62,7 @@ def sums(
 
 
 def _runs(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield bytes that are neighbours in the whole tensor too, each time with the place of the first one there."""
+    """Yield runs of bytes that are contiguous in the full tensor, each with the position of its first byte."""
     if not part.numel():
         return
     row = prod(whole[1:])
@@ -79,7 +79,7 @@ def _runs(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Iterato
 
 
 def _blocks(run: Tensor, start: int, at_once: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield blocks, shape (count, BLOCK), filled up with zeros at both ends, with the number of the first."""
+    """Yield blocks, shape (count, BLOCK), padded with zeros at both ends, with the number of the first block."""
     while size := run.numel():
         lead, room = start % BLOCK, _CHUNK_BYTES - start % _CHUNK_BYTES
         if lead or size < BLOCK:
@@ -95,28 +95,30 @@ def _blocks(run: Tensor, start: int, at_once: int) -> Iterator[tuple[int, Tensor
 
 
 def _weighted(blocks: Tensor, first: int) -> Tensor:
-    """Return both sums over blocks within one chunk, or over whole chunks."""
+    """Return both sums over blocks of one chunk, or over complete chunks."""
     chunk, block = divmod(first, CHUNK)
     count = min(len(blocks), CHUNK)
     device = blocks.device
     weights = _constants(device)[1][:, block * COLUMNS : (block + count) * COLUMNS]
     columns = _projected(blocks).to(torch.int64).view(-1, count * COLUMNS)
-    if len(columns) == 1 and device.type == "cpu":  # CUDA multiplies no matrices of int64
+    if len(columns) == 1 and device.type == "cpu":  # CUDA has no int64 matrix product
         return torch.mv(weights, columns[0]).mul_(_of_chunk(chunk, device))
     of_chunks = torch.stack([_of_chunk(chunk + index, device) for index in range(len(columns))], 1)
     return ((weights[:, None] * columns).sum(-1) * of_chunks).sum(-1)
 
 
 def _projected(blocks: Tensor) -> Tensor:
-    """Return the product of bytes with ``R``, whole numbers of shape (count, COLUMNS)."""
+    """Return the product of bytes with ``R``: integers of shape (count, COLUMNS)."""
     projection, device, count = _constants(blocks.device)[0], blocks.device.type, len(blocks)
-    if device == "cuda":  # which takes 17 rows or more, aligned
+    if device == "cuda":  # _int_mm on CUDA needs at least 17 rows and alignment
         blocks = functional.pad(blocks, (0, 0, 0, max(0, 17 - count)))
         blocks = blocks if blocks.data_ptr() % 16 == 0 else blocks.clone()
-    # Private, as torch has no public product of bytes; without these instructions it is a slow loop.
+    # Private, since torch has no public product of bytes; on a CPU without VNNI instructions it is a slow loop.
     if device == "cuda" or torch.cpu._is_vnni_supported():
         if device == "cpu" and blocks.storage_offset() % 8 == 0:
-            blocks.view(torch.int64).sum()  # fetched at the speed of memory, which the product is not: a fifth is saved
+            blocks.view(
+                torch.int64
+            ).sum()  # prefetches at full memory bandwidth, which the product does not reach; saves a fifth of the time
         return torch._int_mm(blocks, projection)[:count]
     with torch.autocast(device, enabled=False):
         wide = projection.float()

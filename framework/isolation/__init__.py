@@ -1,4 +1,4 @@
-"""The gate through which hooks are called, its guards, and what is borrowed and put back."""
+"""The gate that isolates hooks from the run: its checks, snapshots and temporary changes of the training state."""
 
 from .borrowing import (
     borrowed_buffers, borrowed_extras, borrowed_for_evaluation, borrowed_gradients, borrowed_learning_rates,

@@ -1,4 +1,4 @@
-"""Borrowing from the training state: buffers, modes and gradients that are lent and put back, whatever happens."""
+"""Context managers that change buffers, modes, gradients or weights temporarily and always restore them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +29,10 @@ _NOTHING = nn.Module()
 
 @contextmanager
 def borrowed_buffers(model: nn.Module) -> Iterator[None]:
-    """Let the body write to clones of the buffers; the true ones are put back, untouched, afterwards.
+    """Replace the buffers by clones for the body, and restore the untouched originals afterwards.
 
-    What else modules and hooks on them hold is put back as well: attributes, what containers and objects on them hold,
-    the bytes of their tensors and of modules that are no children, arrays, generators.
+    Other contents of modules and their hooks are restored as well: attributes, the contents of containers and objects
+    on them, the bytes of their tensors, modules that are not registered as children, arrays, generators.
     """
     modules = list(model.modules())
     tables = [table for module in modules for table in (vars(module), module._buffers)]
@@ -43,8 +43,8 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module in modules:
                     for name, buffer in module._buffers.items():
-                        if buffer is not None and not is_uninitialised(buffer):  # one without a shape has no bytes
-                            # Into the table, since a module may override setattr(); buffers that are shared stay so.
+                        if buffer is not None and not is_uninitialised(buffer):  # an uninitialised buffer has no bytes
+                            # Written to the table, since a module may override setattr(). Shared buffers stay shared.
                             module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
             yield
         finally:
@@ -56,26 +56,26 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
-    """Put back, after the body, whatever hangs on modules beside their tables."""
-    held = reachable_from_modules(modules)
-    if not (held.tensors or held.natives):
+    """Restore, after the body, everything that modules hold outside of their tables."""
+    contents = reachable_from_modules(modules)
+    if not (contents.tensors or contents.natives):
         try:
             yield
         finally:
-            held.restore()
+            contents.restore()
         return
-    # A tensor without a version is one of inference mode, which nothing can write to outside of it.
-    tensors = [tensor for tensor in held.tensors if not tensor.is_inference()]
-    identities, natives = TensorIdentities(tensors, persistent=False), held.read_natives()
+    # Tensors of inference mode have no version, and cannot be written to outside of that mode.
+    tensors = [tensor for tensor in contents.tensors if not tensor.is_inference()]
+    identities, natives = TensorIdentities(tensors, persistent=False), contents.read_natives()
     copies = [tensor.detach().clone() for tensor in identities.bytes]
-    # Copying back counts as a write, though nothing is changed in the end: the counts are put back with the bytes.
-    # torch keeps this for its own wrappers; there is no public way.
+    # Restoring bytes would count as a write, so the versions are restored too. torch has no public function for this;
+    # its own wrappers use the private one.
     with grad_mode._unsafe_preserve_version_counter(tuple(tensors)), borrowed_gradients(_NOTHING, identities.owners):
         try:
             yield
         finally:
-            held.restore()
-            held.write_natives(natives)
+            contents.restore()
+            contents.write_natives(natives)
             with torch.no_grad():
                 identities.restore()
             copy_each(identities.bytes, copies)
@@ -83,12 +83,12 @@ def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _borrowed_renormed(modules: list[nn.Module]) -> Iterator[None]:
-    """Put back, after the body, weights of embeddings with a ``max_norm``: each forward pass shortens rows in place."""
+    """Restore, after the body, embedding weights with a ``max_norm``, whose rows a forward pass rescales in place."""
     embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    found = [module._parameters.get("weight") for module in embeddings if module.max_norm is not None]
-    weights: list[torch.Tensor] = [weight for weight in found if weight is not None]
+    candidates = [module._parameters.get("weight") for module in embeddings if module.max_norm is not None]
+    weights: list[torch.Tensor] = [weight for weight in candidates if weight is not None]
     copies = [weight.detach().clone() for weight in weights]
-    with grad_mode._unsafe_preserve_version_counter(tuple(weights)):  # as above
+    with grad_mode._unsafe_preserve_version_counter(tuple(weights)):  # as in _borrowed_objects
         try:
             yield
         finally:
@@ -97,8 +97,8 @@ def _borrowed_renormed(modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def borrowed_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
-    """Put every module into train or eval mode for the body (``None``: leave the modes, but put them back)."""
-    # Attributes are set one by one, since a model may override train() to keep parts of it in eval mode.
+    """Set every module to train or eval mode for the body, and restore the modes (``None``: only restore)."""
+    # Attributes are set directly, since a model may override train() to keep parts of it in eval mode.
     modes = [(module, module.training) for module in model.modules()]
     try:
         if train is not None:
@@ -113,7 +113,7 @@ def borrowed_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
 
 @contextmanager
 def borrowed_gradients(model: nn.Module, others: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Start the body without gradients; the true ones, those of other tensors too, are put back afterwards."""
+    """Run the body without gradients on the model and ``others``, and restore the gradients afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in chain(model.parameters(), others)]
     try:
         for parameter, _ in gradients:
@@ -126,14 +126,14 @@ def borrowed_gradients(model: nn.Module, others: Iterable[Tensor] = ()) -> Itera
 
 @contextmanager
 def borrowed_extras(state: TrainingState) -> Iterator[None]:
-    """Put back, after the body, what strategy and experiment declare as their state, if it is another then."""
+    """Restore, after the body, the declared state of strategy and experiment, if it has changed."""
     states = {name: extra.state_dict() for name, extra in state.extras.items()}
     if not any(states.values()):
         yield
         return
     before, tensors = state.digest([EXTRAS]), [leaf for _, leaf in nested("", states) if isinstance(leaf, Tensor)]
     copies = [tensor.detach().clone() for tensor in tensors]
-    # The tensors stay the ones they are, for those that load_state_dict takes over.
+    # Tensors are not copied here: load_state_dict may keep a reference to the very tensors.
     kept = deepcopy(states, {id(tensor): tensor for tensor in tensors})
     with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
         try:
@@ -147,9 +147,10 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
 
 @contextmanager
 def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float] | None) -> Iterator[None]:
-    """Give the optimizer's parameter groups these learning rates for the body (``None``: leave theirs).
+    """Set the learning rates of the optimizer's parameter groups for the body (``None``: do not change them).
 
-    Raises :class:`LoopscopeError` unless there is one for each.
+    Raises:
+        LoopscopeError: unless there is one learning rate for each group.
     """
     if rates is None:
         yield
@@ -157,12 +158,12 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
     if len(rates) != len(groups):
         raise LoopscopeError(
             f"take_step was given {len(rates)} learning rates, but the optimizer has {len(groups)} parameter groups; "
-            "pass one for each."
+            "pass one for each group."
         )
     before = [group["lr"] for group in groups]
     try:
         for group, held, rate in zip(groups, before, rates, strict=True):
-            # A capturable or compiled optimizer keeps its rate in a tensor.
+            # A capturable or compiled optimizer keeps its learning rate in a tensor.
             group["lr"] = torch.full_like(held, rate) if isinstance(held, torch.Tensor) else rate
         yield
     finally:
@@ -172,24 +173,27 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
 
 @contextmanager
 def borrowed_for_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode for the body; modes, buffers, attributes and shards are put back."""
+    """Set the model to eval mode for the body; restore modes, buffers, attributes and shards."""
     with resharded_afterwards(model), borrowed_buffers(model), borrowed_modes(model, train=False):
         yield
 
 
 @contextmanager
 def borrowed_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of the named parameters and buffers for the body, under all names of each.
+    """Replace the named parameters and buffers, under all names of each, by other tensors for the body.
 
-    The live tensors are not touched: the entries of the modules' tables are exchanged. What modules keep beside
-    their tables, as recurrent ones do, is put back by :func:`borrowed_buffers`, to be entered before. Tensors are
-    converted to dtype and device of those that they stand for. Raises :class:`LoopscopeError` for a name that the
-    model lacks, a shape that differs, and under FSDP2, whose wrappers hold references of their own to the parameters.
+    The live tensors are not written to: the entries of the modules' tables are exchanged. References that modules keep
+    outside of their tables, as recurrent ones do, are restored by :func:`borrowed_buffers`, which must be entered
+    before. Tensors are converted to the dtype and device of the originals.
+
+    Raises:
+        LoopscopeError: for an unknown name, a different shape, and under FSDP2, whose wrappers hold separate references
+            to the parameters.
     """
     if fully_sharded_modules(model):
         raise LoopscopeError(
-            "Other weights cannot be lent to a model under FSDP2 (fully_shard): it gathers the parameters that it was "
-            "given. Evaluate a copy of the model that is not sharded."
+            "The weights of a model under FSDP2 (fully_shard) cannot be replaced: FSDP2 gathers the parameters that it "
+            "was created with. Evaluate a copy of the model that is not sharded."
         )
     replacements = _replacements(model, weights)
     tables: list[Any] = [table for module in model.modules() for table in (module._parameters, module._buffers)]
@@ -205,18 +209,23 @@ def borrowed_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterato
 
 
 def _replacements(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, Any]:
-    """Return what to put in the place of each live tensor, by its id: parameters for parameters."""
+    """Return the replacements by the id of the live tensor: parameters for parameters."""
     live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    found: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
     for name, value in weights.items():
         if name not in live:
             raise unknown("weight", name, live)
-        own = live[name]
-        if value.shape != own.shape:
+        live_tensor = live[name]
+        if value.shape != live_tensor.shape:
             raise LoopscopeError(
-                f"The weight lent for {name!r} has shape {tuple(value.shape)}, but the model's has {tuple(own.shape)}."
+                f"The replacement of {name!r} has shape {tuple(value.shape)}, but the model's weight has "
+                f"{tuple(live_tensor.shape)}; pass a tensor of that shape."
             )
-        lent = value.detach().to(device=own.device, dtype=own.dtype)
-        # Parameters stand for parameters, since modules may ask isinstance() before they use one.
-        found[id(own)] = nn.Parameter(lent, own.requires_grad) if isinstance(own, nn.Parameter) else lent
-    return found
+        replacement = value.detach().to(device=live_tensor.device, dtype=live_tensor.dtype)
+        # Parameters are replaced by parameters, since modules may check isinstance() before they use one.
+        replacements[id(live_tensor)] = (
+            nn.Parameter(replacement, live_tensor.requires_grad)
+            if isinstance(live_tensor, nn.Parameter)
+            else replacement
+        )
+    return replacements

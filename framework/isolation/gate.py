@@ -1,4 +1,4 @@
-"""One gate for all foreign code: its own random streams, watched while it reads, rolled back when it intervenes."""
+"""The gate for all user code: derived random streams, checks of read-only calls, rollback of interventions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from .guardian import Snapshot
 from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
-# Most faults show in the first calls; later ones share one complete check at the end of the visit, but for those at
-# which the count has doubled: what begins late, and behind torch's back, is found there.
+# Most faults show in the first calls. Later calls share one complete check at the end of the visit, except when the
+# number of calls is a power of two: that also finds late mutations that do not move a tensor's version.
 CALLS_CHECKED_ALONE = 3
 
 
 class Call(NamedTuple):
-    """Who is called, where and when: names a culprit, and its random stream."""
+    """Name, place and step of a call: they identify it in errors and determine its random stream."""
 
     name: str
     where: str
@@ -29,15 +29,15 @@ class Call(NamedTuple):
     kind: str = "Hook"
 
     def __str__(self) -> str:
-        """Return the words that begin a sentence about this call."""
+        """Return the subject of a sentence about this call."""
         return f"{self.kind} {self.name!r} at {self.where} of step {self.step}"
 
 
 class Isolation:
     """Keeps hooks, evaluation, checkpoints and sinks from changing the training state.
 
-    A visit begins with :meth:`begin` and ends with :meth:`end`; in between, any number of calls are made on
-    derived streams, each of them checked against the one before.
+    A visit starts with :meth:`start_visit` and ends with :meth:`end_visit`. In between, each call runs on a derived
+    random stream, and the state is compared with the state after the previous call.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Isolation:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model at the beginning of the visit, in its order."""
+        """The parameters of the model at the start of the visit, in the model's order."""
         return self._tripwire.watch.parameters
 
     @property
     def run_streams(self) -> StreamState:
-        """The state of the run's generators: of now, or during a visit of its beginning."""
+        """The state of the run's random generators: at the start of the current visit, or now outside of one."""
         return self._saved_streams or self._streams.save()
 
     def start_visit(self) -> None:
-        """Save the run's streams and take the baseline of every check."""
+        """Save the run's random streams and take the baseline of every check."""
         self._saved_streams = self._streams.save()
         self._is_saved = self._has_commit = False
         self._unfinished_calls = []
@@ -78,8 +78,8 @@ class Isolation:
             self._tripwire.take_baseline()
 
     def end_visit(self) -> None:
-        """Settle what was checked quickly, also when something was raised, and put the run's streams back."""
-        # Cleared first, so that the next visit begins anew whatever is raised below.
+        """Complete the pending checks and restore the run's random streams, also after an error."""
+        # Cleared first, so that the next visit starts from a clean state even if an error is raised below.
         saved, self._saved_streams = self._saved_streams, None
         self._guardian.release()
         try:
@@ -90,9 +90,9 @@ class Isolation:
                 saved.restore()
 
     def rebase(self) -> None:
-        """Accept the present state as the baseline: after a commit, or after a rollback moved the versions.
+        """Make the current state the baseline: after a commit, or after a rollback moved tensor versions.
 
-        Outside of a visit there is none to renew.
+        Does nothing outside of a visit, which has no baseline.
         """
         if self._saved_streams is None:
             return
@@ -101,7 +101,7 @@ class Isolation:
         self._audit.take_baseline()
 
     def check(self, call: Call) -> None:
-        """Raise :class:`StateMutationError` if the state differs from the baseline in anything that can be seen."""
+        """Raise :class:`StateMutationError` if the state visibly differs from the baseline."""
         self._check_quickly(call)
         self.complete_checks()
         if self._audit.enabled:
@@ -111,21 +111,21 @@ class Isolation:
             self._tripwire.check_bytes(call)
 
     def complete_checks(self) -> None:
-        """Complete the check of all calls that had a quick one only; an error then names all of them."""
+        """Complete the check of the calls that were only checked quickly; an error names all of them."""
         if self._unfinished_calls:
             calls, self._unfinished_calls = self._unfinished_calls, []
             self._tripwire.check_rest(" or ".join(map(str, calls)) if len(calls) > 1 else calls[0])
 
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
-        """Run ``function`` on the call's own random stream, without gradient tracking, and check.
+        """Run ``function`` on the call's random stream, without gradient tracking, and check the state.
 
-        The first calls of an observer, and every call under audit, are checked completely, the later ones quickly.
+        The first calls of an observer, and every call under audit, get a complete check; later calls get a quick one.
         """
         if self._has_commit:
             self._rebase_after_commit()
         is_full = self._needs_full_check(call, self._tripwire)
         self._streams.derive(call.name, call.where, call.step)
-        # torch.no_grad() as a context manager takes 1.5 µs, which ten observers pay ten times
+        # torch.no_grad() as a context manager would cost each observer 1.5 µs.
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
@@ -140,18 +140,18 @@ class Isolation:
                 self.check(call)
             else:
                 self._check_quickly(call)
-            if grad_mode is not self._grad_mode:  # this was a call within a call, which goes on without gradients
+            if grad_mode is not self._grad_mode:  # a nested call: the outer one continues without gradients
                 torch._C._set_grad_enabled(grad_mode)
 
     def observe_in_pass(self, call: Call, function: Callable[[], Result]) -> Result:
-        """Run ``function`` amid the run's own forward or backward pass, on the call's own random stream, and check.
+        """Run ``function`` during the run's forward or backward pass, on the call's random stream, and check the state.
 
-        The baseline is taken right before, since a pass changes the state on purpose from one such call to the next.
+        The baseline is taken immediately before, since the pass itself changes the state between such calls.
         """
         tripwire, audit = self._pass_checkers
         modes, grad_mode = entered_modes(), torch.is_grad_enabled()
         tripwire.take_baseline()
-        # one count for all taps of a hook: at each of many targets the first calls would cost too much
+        # All taps of a hook share one count: complete checks of the first calls at every target would cost too much.
         all_taps = call._replace(where="taps")
         is_full = self._needs_full_check(all_taps, tripwire)
         audit.take_baseline()
@@ -180,15 +180,15 @@ class Isolation:
 
     @cached_property
     def _pass_checkers(self) -> tuple[Tripwire, Audit]:
-        """What watches calls amid a pass, apart from what watches a visit, in which such a pass may be under way."""
+        """Tripwire and audit for calls during a pass, separate from those of a visit, which may contain the pass."""
         state = copy(self._state)
-        # Autograd has a thread for every device: with several, gradients arrive while a function is called in another.
+        # Autograd has one thread per device: with several devices, gradients can arrive while a function runs.
         if len({parameter.device for parameter in state.model.parameters()}) > 1:
             state.parts = [part for part in state.parts if part.name != "gradients"]
         return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
     def _needs_full_check(self, call: Call, tripwire: Tripwire) -> bool:
-        """Return whether this call is checked alone; note bytes for these, and where they were rewritten before."""
+        """Return whether this call gets a complete check; remember bytes for it and for calls that rewrite bytes."""
         key = call[:2]
         seen = self._calls[key] = self._calls.get(key, 0) + 1
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
@@ -203,11 +203,11 @@ class Isolation:
         self._unfinished_calls.append(call)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
-        """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
+        """Run ``function`` on the call's random stream and roll back all its changes of the training state."""
         self.complete_checks()
         if self._has_commit:
             self._rebase_after_commit()
-        # One copy serves all interventions of a visit, since each ends where it began; a commit makes it stale.
+        # One snapshot serves all interventions of a visit, since each is rolled back; a commit invalidates it.
         if mutates and not self._is_saved:
             self._state.sharding.refuse_gathered()
             with library_warnings_ignored():
@@ -238,12 +238,12 @@ class Isolation:
                 self._guardian.restore(self._state)
         except Exception as error:
             raise StateMutationError(
-                f"{call} left the training state so that it cannot be put back ({type(error).__name__}: {error}), so "
-                "the run ends here and no checkpoint is written from this state."
+                f"The training state after {call} cannot be restored ({type(error).__name__}: {error}), so the run "
+                "ends here and no checkpoint is written from this state."
             ) from error
 
     def committed(self) -> None:
-        """Note that the state was changed on purpose: the next call of this visit starts from it."""
+        """Record that the state was changed intentionally: the next call of this visit starts from it."""
         self._is_saved = False
         self._has_commit = True
 
@@ -253,7 +253,7 @@ class Isolation:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Begin before the body and end after it, unless a visit is under way already."""
+        """Start a visit before the body and end it afterwards; within another visit, only run the body."""
         if self._saved_streams is not None:
             yield
             return
@@ -270,7 +270,7 @@ class Isolation:
 
 
 def _restore_cheaply(tripwire: Tripwire, modes: tuple[int, int]) -> None:
-    """Undo what can be undone of a call that raised, so that its own error is what is told where that suffices."""
-    leave_modes(modes)  # first, since one that is still entered could answer the rest
-    with library_warnings_ignored():  # one of them would leave something half undone
+    """Undo the cheap changes of a call that raised, so that its own error is reported if that suffices."""
+    leave_modes(modes)  # first, since an entered mode could intercept the other operations
+    with library_warnings_ignored():  # a warning raised as an error would leave the rollback incomplete
         tripwire.restore_cheaply()

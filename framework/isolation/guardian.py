@@ -1,4 +1,4 @@
-"""Snapshots: a full copy of the training state in reused buffers, put back in place after an intervention."""
+"""Snapshots of the training state in reused buffers, restored in place after an intervention."""
 
 from collections.abc import Container, Iterable
 from itertools import chain
@@ -27,18 +27,18 @@ _device = attrgetter("device")
 
 
 class Objects:
-    """Objects of the training state: what their containers hold, and the identities of their tensors."""
+    """Objects of the training state: the contents of their containers and the identities of their tensors."""
 
     def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = (), persistent: bool) -> None:
         self.structure = Structure(roots, excluded=excluded)
         self.identities = TensorIdentities(self.structure.tensors, persistent=persistent)
 
     def is_current(self) -> bool:
-        """Return whether every object is there and what it was, the bytes of tensors aside."""
+        """Return whether no object has changed, apart from the bytes of tensors."""
         return self.structure.is_current() and self.identities.is_current()
 
     def changed(self) -> list[Any]:
-        """List the objects, containers and tensors that are not what they were, the bytes of tensors aside."""
+        """List the objects, containers and tensors that changed, apart from the bytes of tensors."""
         return self.structure.changed() + self.identities.changed()
 
 
@@ -51,13 +51,13 @@ class Buffers:
         self._formats: list[Any] = []
 
     def fit(self, sources: list[Tensor]) -> None:
-        """Make room for ``sources``: reuse what still matches, allocate the rest, free what is left over."""
-        # compared as three flat lists, since building a key for each tensor takes longer than most saves
+        """Provide one buffer for each of ``sources``: reuse matching ones, allocate the others, free the rest."""
+        # Compared as three flat lists, since building a key for each tensor takes longer than most saves.
         formats = [*map(_shape, sources), *map(_dtype, sources), *map(_device, sources)]
         if formats == self._formats:
             return
         self._formats = formats
-        # A few gradients that come or go between two saves are no reason to allocate the rest anew.
+        # If a few gradients appear or disappear between two saves, the other buffers are kept.
         spare: dict[tuple[Any, ...], list[Tensor]] = {}
         for buffer in reversed(self.tensors):
             spare.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
@@ -70,16 +70,16 @@ class Buffers:
 
 
 class Snapshot(Transient):
-    """A full copy of a training state; the buffers are allocated at the first ``save`` and reused by the next.
+    """A full copy of a training state; the first ``save`` allocates buffers, later ones reuse them.
 
-    Objects that last (modules, parameters, optimizer state) are walked once, and again when they have changed;
-    those of the moment (gradients, the loop's accumulators, settings) at every ``save``.
+    Persistent objects (modules, parameters, optimizer state) are walked once, and again after they changed; temporary
+    ones (gradients, the loop's accumulators, settings) are walked at every ``save``.
     """
 
     def __init__(self, device: torch.device | None = None, *, streams: bool = False) -> None:
-        """Make an empty snapshot whose copies will live on ``device`` (``None``: where the originals live).
+        """Create an empty snapshot with copies on ``device`` (``None``: the devices of the originals).
 
-        ``streams`` saves the random streams as well, which the isolation otherwise puts back at the end of a visit.
+        ``streams`` also saves the random streams, which the isolation otherwise restores at the end of a visit.
         """
         self._with_streams = streams
         self._roots: tuple[Any, ...] = ()
@@ -100,23 +100,24 @@ class Snapshot(Transient):
         return self._persistent_bytes.tensors + self._temporary_bytes.tensors
 
     def save(self, state: TrainingState) -> "Snapshot":
-        """Copy the state; the bytes last, since copying them empties the caches of everything else.
+        """Copy the state; bytes last, since copying them evicts everything else from the processor's caches.
 
-        Raises :class:`UsageError` that names an object whose state is out of reach.
+        Raises:
+            UsageError: if the state of an object is out of reach; the error names the object.
         """
         parts = [part.guarded for part in state.parts if self._with_streams or part is not GENERATORS]
-        state.sharding.scatter()  # or a gathered copy that an intervention left would be walked
+        state.sharding.scatter()  # otherwise a gathered copy that an intervention left would be saved
         with torch.no_grad():
             persistent = self._refresh_persistent(state, parts)
         self._saved_parts = [(part, part.save(state, persistent.identities.owners)) for part in parts]
-        moment = chain.from_iterable(
+        temporary_roots = chain.from_iterable(
             [part.temporary(saved) for part, saved in self._saved_parts if part.temporary is not None]
         )
         with torch.no_grad():
-            structure = Structure(moment, excluded=persistent.structure.seen)
+            structure = Structure(temporary_roots, excluded=persistent.structure.seen)
             if persistent.structure.opaque or structure.opaque:
                 raise UsageError(state.out_of_reach())
-            # new at most steps, so that setting its tensors again, where they allow it, is cheaper than comparing them
+            # Temporary tensors are new at most steps: setting them again, if they allow it, is cheaper than comparing.
             tensors, brief = structure.tensors, BriefIdentities.suit(structure.tensors)
             identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, persistent=False)
             self._temporary = structure, identities
@@ -135,13 +136,13 @@ class Snapshot(Transient):
         return persistent
 
     def restore(self, state: TrainingState) -> None:
-        """Put the state back, in place: the same objects, holding the same bytes."""
+        """Restore the state in place: the same objects with the same bytes."""
         persistent, temporary = self._persistent, self._temporary
         if persistent is None or temporary is None:
-            raise RuntimeError("restore() without save(): this snapshot holds nothing.")
+            raise RuntimeError("restore() was called before save(), so the snapshot is empty; call save() first.")
         owners = persistent.identities.owners
         for part, saved in self._saved_parts:
-            # Settings, such as inference mode, under which tensors could not be put back.
+            # Settings such as inference mode, under which tensors cannot be restored.
             if part.restored_first:
                 part.restore(state, owners, saved)
         with torch.no_grad():
@@ -152,11 +153,11 @@ class Snapshot(Transient):
                 part.restore(state, owners, saved)
         for structure, states in zip((persistent.structure, temporary[0]), self._natives, strict=True):
             structure.write_natives(states)
-        # The bytes last, into the storages that the tensors have again.
+        # Bytes last, into the restored storages.
         copy_each(persistent.identities.bytes + temporary[1].bytes, self._copies)
 
     def release(self) -> None:
-        """Let go of the gradients and accumulators of the moment, so that their memory can be freed."""
+        """Drop gradients and accumulators, so that their memory can be freed."""
         self._temporary = None
         self._saved_parts = []
         self._natives = []
@@ -164,18 +165,18 @@ class Snapshot(Transient):
 
 @torch.no_grad()
 def copy_each(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensor by tensor; where a destination repeats elements (stride 0), each is written once."""
+    """Copy sources to destinations; elements that a destination repeats (stride 0) are written once."""
     try:
-        # one call for all: 0.3 µs a small tensor, where a copy_ of each takes 1.5 µs
+        # One private foreach call takes 0.3 µs per small tensor, a copy_ of each 1.5 µs.
         torch._foreach_copy_(destinations, sources)
-    except RuntimeError:  # torch refuses to write to a tensor whose elements share memory, as an expanded one's do
+    except RuntimeError:  # torch rejects writes to a tensor whose elements share memory, as in an expanded one
         for destination, source in zip(destinations, sources, strict=True):
             once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in destination.stride()])
             destination[once].copy_(source[once])
 
 
 class LightSnapshot:
-    """Copies of parameters and buffers, and the random streams: what work that runs forward and backward needs back."""
+    """Copies of parameters, buffers and random streams: the state that forward and backward passes change."""
 
     def __init__(self, state: TrainingState) -> None:
         self._tensors = [*state.model.parameters(), *state.model.buffers()]
@@ -183,6 +184,6 @@ class LightSnapshot:
         self._streams = state.streams.save()
 
     def restore(self, state: TrainingState) -> None:
-        """Put parameters, buffers and random streams back, in place."""
+        """Restore parameters, buffers and random streams in place."""
         copy_each(local_shards(self._tensors), self._copies)
         self._streams.restore()

@@ -1,7 +1,8 @@
-"""The tripwire: a sweep of identities, pointers, versions and modes that shows most changes within microseconds.
+"""The tripwire, which detects most changes of the training state in microseconds, and the audit, which detects all.
 
-It is a signal of change and never a proof of none: fused optimizers, ``.data`` and NumPy views write without
-moving a version. The audit is the proof: a digest of every byte before and after every call.
+The tripwire compares identities, pointers, versions and modes. It cannot prove that nothing changed: fused optimizers,
+``.data`` and NumPy views write without moving a version. The audit compares a digest of every byte before and after
+every call.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from .guardian import Objects
 from .warned_checks import unaffected_by_warnings
 from .watch_list import WatchList, same_values
 
-# Autograd counts the writes in place, to refuse saved tensors that are stale; torch shows the count nowhere else.
+# Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
 _version = attrgetter("_version")
 _pointer = Tensor.data_ptr
 
@@ -29,10 +30,10 @@ Sweep = tuple[Any, ...]
 
 @unaffected_by_warnings("take_baseline", "remember", "check_bytes", "check_quickly", "check_rest")
 class Tripwire:
-    """Sweeps the training state; every clean check is the baseline of the next.
+    """Sweeps the training state; each successful check becomes the baseline of the next.
 
-    A quick sweep reads the objects in the tables, gradients, batch and losses, and the versions of all tensors; a
-    complete one adds data pointers, the attributes of modules and optimizer, and plain values: options, flags, modes,
+    A quick sweep reads the objects in the tables, gradients, batch and losses, and the versions of all tensors. A
+    complete sweep adds data pointers, the attributes of modules and optimizer, and plain values: options, flags, modes,
     numbers of hooks.
     """
 
@@ -46,10 +47,10 @@ class Tripwire:
         self._bytes: dict[int, tuple[Tensor, int]] = {}
         self._settings: dict[str, Any] = {}
         self.rewritten = False
-        """Whether the last check found tensors written to that hold the bytes they held."""
+        """Whether tensors were written to before the last check, but still hold the same bytes."""
 
     def take_baseline(self) -> None:
-        """Take the baseline of a fire."""
+        """Take the baseline of a dispatch."""
         self._quick, tensors = self._sweep()
         self._rest = self._sweep_rest(tensors)
         if not self.watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
@@ -60,41 +61,42 @@ class Tripwire:
         self._bytes = {}
 
     def remember(self, *, everywhere: bool) -> None:
-        """Note what the swept tensors hold: a write that leaves their bytes equal is none, one unseen by torch is one.
+        """Remember digests of the swept tensors, so that a check can compare bytes instead of versions.
 
-        Measuring a norm by ``clip_grad_norm_`` with an infinite limit is such a write: it multiplies by 1. Unless
-        ``everywhere``, what lies on an accelerator is left out, as it would have to come to the host.
+        A write that leaves the bytes equal is allowed: ``clip_grad_norm_`` with an infinite limit, used to measure a
+        norm, multiplies by 1. Unless ``everywhere``, tensors on an accelerator are left out, since digests are computed
+        on the host.
         """
         if not self._bytes:
             tensors = (*self.watch.parameters, *self._state.model.buffers(), *self._sweep()[1])
-            near = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
-            self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in near}
+            readable = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
+            self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in readable}
             self._settings = self._state.flags.read_slow()
 
     def check_bytes(self, culprit: object) -> None:
-        """Raise :class:`StateMutationError` if tensors do not hold what was remembered, or any setting differs."""
+        """Raise :class:`StateMutationError` if remembered bytes or any slow setting differ."""
         if not self._bytes:
             return
         try:
-            changes = self._named((tensor, was, digest_of(tensor)) for tensor, was in self._bytes.values())
+            changes = self._named((tensor, old, digest_of(tensor)) for tensor, old in self._bytes.values())
             now = self._state.flags.read_slow()
-            changes += [name for name, was in self._settings.items() if now[name] != was]
+            changes += [name for name, value in self._settings.items() if now[name] != value]
         except Exception as error:
             raise unreadable_state(culprit, error) from error
         if changes:
             raise mutation_error(culprit, changes)
 
     def _holds_the_same(self, now: Sweep) -> bool:
-        """Return whether versions alone differ from the baseline, and none of them by a change of bytes."""
+        """Return whether only versions differ from the baseline, and the written tensors hold equal bytes."""
         same_objects = all(map(same_values, self._quick[:-1], now[:-1]))
         if not self._bytes or not same_objects or len(self._quick[-1]) != len(now[-1]):
             return False
         triples = zip(self._swept, self._quick[-1], now[-1], strict=True)
-        written = [tensor for tensor, was, is_now in triples if was != is_now]
+        written = [tensor for tensor, old, new in triples if old != new]
         return all(id(tensor) in self._bytes and self._bytes[id(tensor)][1] == digest_of(tensor) for tensor in written)
 
     def check_quickly(self, culprit: object) -> None:
-        """Make the quick sweep; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
+        """Make a quick sweep; raise :class:`StateMutationError`, which names ``culprit`` and the changes."""
         try:
             quick, self._swept = self._sweep()
             self.rewritten = False
@@ -109,19 +111,19 @@ class Tripwire:
         self._quick = quick
 
     def _quick_is_same(self, now: Sweep) -> bool:
-        """Return whether a quick sweep read the baseline's objects or equal values, and no tensor was written to."""
+        """Return whether a quick sweep read the same objects or equal values, and no tensor was written to."""
         if self.watch.holds(now[0], now[1]) and _equal(now[2:], self._quick[2:]):
             return True
         return all(map(same_values, self._quick[:-1], now[:-1])) and self._quick[-1] == now[-1]
 
     def _rest_is_same(self, now: Sweep) -> bool:
-        """Return the same for the rest of a complete sweep."""
+        """Return whether the rest of a complete sweep read the same objects or equal values."""
         if self._attribute_addresses != self.watch.attribute_addresses and not same_values(self._rest[0], now[0]):
             return False
         return _equal(now[1:], self._rest[1:])
 
     def check_rest(self, culprit: object) -> None:
-        """Add to the quick sweep just made what makes it a complete one."""
+        """Extend the latest quick sweep to a complete one; raise :class:`StateMutationError` for changes."""
         try:
             rest = self._sweep_rest(self._swept)
             differs = not self._rest_is_same(rest) or any(self.watch.empty)
@@ -133,100 +135,109 @@ class Tripwire:
         self._rest, self._attribute_addresses = rest, self.watch.attribute_addresses
 
     def restore_cheaply(self) -> None:
-        """Put back what costs next to nothing: settings, modes, attributes of modules, hooks on them, gradients.
+        """Restore what costs little: settings, modes, attributes of modules, hooks on modules, gradients.
 
-        Whatever cannot be put back is left to the check that follows.
+        The check that follows reports what could not be restored.
         """
         watch = self.watch
         pairs = (
             *zip(watch.value_parts, self._rest[1:], strict=False),
             *zip(watch.tensor_parts, self._quick[2:], strict=False),
         )
-        steps: list[Callable[[], object]] = [partial(part.restore, was) for part, was in pairs if part.restore]
+        steps: list[Callable[[], object]] = [partial(part.restore, value) for part, value in pairs if part.restore]
         steps.append(partial(watch.restore_attributes, self._rest[0]))
         for step in steps:
             with suppress(Exception):
                 step()
 
     def release(self) -> None:
-        """Let go of what the last sweep read, so that gradients and batches live no longer than without it."""
+        """Drop the results of the last sweep, so that they keep no gradients and batches alive."""
         self._quick, self._rest, self._swept, self._bytes = (), (), [], {}
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
-        """Return what the tables hold, what was glanced at, and versions, with the tensors of these."""
+        """Return the contents of tables, the frequently replaced tensors and all versions, with the swept tensors."""
         watch = self.watch
         pure = (*chain.from_iterable(watch.pure_views),)
         mixed = (*chain.from_iterable(watch.mixed_views),)
-        glanced = [*map(tuple, map(call, watch.tensor_readers))]
-        passing = [tensor for found in glanced for tensor in found if tensor is not None]
-        tensors = [*pure, *watch.nested_tensors, *passing]
-        # A DTensor has a version of its own, which writes to its local shard do not move.
+        frequent = [*map(tuple, map(call, watch.tensor_readers))]
+        temporary = [tensor for group in frequent for tensor in group if tensor is not None]
+        tensors = [*pure, *watch.nested_tensors, *temporary]
+        # Writes to the local shard of a DTensor do not move the version of the DTensor itself.
         if watch.sharded:
             tensors = local_shards(tensors)
-        return (pure, mixed, *glanced, _column(_version, tensors)), tensors
+        return (pure, mixed, *frequent, _column(_version, tensors)), tensors
 
     def _sweep_rest(self, tensors: list[Tensor]) -> Sweep:
-        """Return what attributes hold, what was looked at, and pointers."""
+        """Return the contents of attributes, the plain values, versions of tensors on attributes, and pointers."""
         watch = self.watch
         attributes = watch.read_attributes()
-        looked = map(tuple, map(call, watch.value_readers))
-        beside = watch.tensors_of(attributes)
-        if not beside:
-            return (attributes, *looked, (), _column(_pointer, tensors))
+        values = map(tuple, map(call, watch.value_readers))
+        attribute_tensors = watch.tensors_of(attributes)
+        if not attribute_tensors:
+            return (attributes, *values, (), _column(_pointer, tensors))
         if watch.sharded:
-            beside = local_shards(beside)
-        return (attributes, *looked, _column(_version, beside), _column(_pointer, [*tensors, *beside]))
+            attribute_tensors = local_shards(attribute_tensors)
+        return (
+            attributes,
+            *values,
+            _column(_version, attribute_tensors),
+            _column(_pointer, [*tensors, *attribute_tensors]),
+        )
 
     def _changes(self, now: Sweep) -> list[str]:
-        """Name what differs from the baseline in a quick sweep."""
+        """Name the differences between a quick sweep and the baseline."""
         before, watch = self._quick, self.watch
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), before, now, strict=False)
-        changes = [watch.place(held, was, names) for held, was, is_now in tables if not same_values(was, is_now)]
-        glances = zip(watch.tensor_parts, before[2:], now[2:], strict=False)
-        changes += [part.label for part, was, is_now in glances if not same_values(was, is_now)]
+        changes = [watch.place(containers, old, names) for containers, old, new in tables if not same_values(old, new)]
+        frequent = zip(watch.tensor_parts, before[2:], now[2:], strict=False)
+        changes += [part.label for part, old, new in frequent if not same_values(old, new)]
         if changes or len(before[-1]) != len(now[-1]):
             return changes
         return self._differing_tensors(before[-1], now[-1])
 
     def _changes_of_rest(self, now: Sweep) -> list[str]:
-        """Name what differs in the rest of a complete sweep."""
+        """Name the differences between the rest of a complete sweep and the baseline."""
         before, watch = self._rest, self.watch
         changes: list[str] = []
         if not same_values(before[0], now[0]):
             changes.append(watch.attribute(before[0], now[0], self._state.names()))
-        for part, was, is_now in zip(watch.value_parts, before[1:], now[1:], strict=False):
-            if not same_values(was, is_now):
-                changes += part.differences(was) if part.differences is not None else [part.label]
-        beside = watch.tensors_of(now[0])
-        changes += self._differing_tensors(before[-1], now[-1], beside)
-        changes += [] if changes else self._named(zip(beside, before[-2], now[-2], strict=False))
+        for part, old, new in zip(watch.value_parts, before[1:], now[1:], strict=False):
+            if not same_values(old, new):
+                changes += part.differences(old) if part.differences is not None else [part.label]
+        attribute_tensors = watch.tensors_of(now[0])
+        changes += self._differing_tensors(before[-1], now[-1], attribute_tensors)
+        changes += [] if changes else self._named(zip(attribute_tensors, before[-2], now[-2], strict=False))
         return changes + [watch.place([container], (), self._state.names()) for container in watch.empty if container]
 
     def _differing_tensors(
-        self, before: tuple[int, ...], now: tuple[int, ...], beside: Sequence[Tensor] = ()
+        self, before: tuple[int, ...], now: tuple[int, ...], attribute_tensors: Sequence[Tensor] = ()
     ) -> list[str]:
-        """Name the tensors of which a number differs: those of a quick sweep, then those on attributes."""
-        return [] if before == now else self._named(zip([*self._sweep()[1], *beside], before, now, strict=False))
+        """Name the tensors whose number differs: the tensors of a quick sweep, then those on attributes."""
+        return (
+            []
+            if before == now
+            else self._named(zip([*self._sweep()[1], *attribute_tensors], before, now, strict=False))
+        )
 
     def _named(self, triples: Iterable[tuple[Tensor, int, int]]) -> list[str]:
-        changed = [tensor for tensor, was, is_now in triples if was != is_now]
-        found = self._state.tensors() if changed else {}
-        # of a DTensor, this rank's shard is what was swept
-        names = {id(part): name for name, tensor in found.items() for part in (tensor, *local_shards([tensor]))}
+        changed = [tensor for tensor, old, new in triples if old != new]
+        tensors = self._state.tensors() if changed else {}
+        # a sweep reads this rank's shard of a DTensor
+        names = {id(part): name for name, tensor in tensors.items() for part in (tensor, *local_shards([tensor]))}
         return [names.get(id(tensor), "a tensor of the batch") for tensor in changed]
 
 
 def unreadable_state(culprit: object, error: Exception) -> StateMutationError:
-    """Make the error for a state that cannot even be compared, which counts as a changed one."""
-    return mutation_error(culprit, [f"it cannot be read any more ({type(error).__name__}: {error})"])
+    """Return the error for an unreadable state, which is treated as modified."""
+    return mutation_error(culprit, [f"it can no longer be read ({type(error).__name__}: {error})"])
 
 
 def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, ...]:
-    """Read one number of every tensor, -1 where there is none.
+    """Read one number of every tensor, -1 if it has none.
 
     Sparse tensors have no pointer and inference tensors no version. Subclasses, such as lazily initialised buffers, may
-    refuse either in their own way, and a table that held only tensors when it was listed may hold something else now.
+    raise any error, and a table that held only tensors when it was listed may hold other objects now.
     """
     try:
         return (*map(read, tensors),)
@@ -242,7 +253,7 @@ def _number(read: Callable[[Tensor], int], tensor: Tensor) -> int:
 
 
 def _equal(before: Sweep, now: Sweep) -> bool:
-    """Compare tensors by identity, numbers by value; comparing tensors that are other objects may raise."""
+    """Compare two sweeps; a comparison that raises, as that of two different tensors may, counts as unequal."""
     try:
         return bool(before == now)
     except Exception:
@@ -250,17 +261,17 @@ def _equal(before: Sweep, now: Sweep) -> bool:
 
 
 def mutation_error(culprit: object, changes: list[str]) -> StateMutationError:
-    """Make the error that names who changed what."""
+    """Return the error that names the culprit and its changes."""
     return StateMutationError(
-        f"{culprit} may only read, but changed the training state: {listed(changes, 5)}. What changed cannot be "
-        "undone, so the run ends here and no checkpoint is written from this state. A hook that experiments on the "
-        "state is an InterventionHook, which is rolled back."
+        f"{culprit} may only read, but changed the training state: {listed(changes, 5)}. The change cannot be undone, "
+        "so the run ends here and no checkpoint is written from this state. Make a hook that modifies the state an "
+        "InterventionHook, which is rolled back."
     )
 
 
 @unaffected_by_warnings("take_baseline", "check")
 class Audit:
-    """Compares digests, and the identity of every object of the state; switched off it does nothing."""
+    """Compares digests and the identity of every object of the state; does nothing if disabled."""
 
     def __init__(self, state: TrainingState, *, enabled: bool) -> None:
         self._state = state
@@ -270,14 +281,14 @@ class Audit:
         self._gradients: dict[Tensor, Tensor | None] = {}
 
     def take_baseline(self) -> None:
-        """Take the baseline."""
+        """Compute the digests and record the objects to compare with."""
         if self.enabled:
             self._before = self._state.digest()
             self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
             self._objects = Objects((*self._state.roots, self._gradients), persistent=False)
 
     def check(self, culprit: object) -> None:
-        """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""
+        """Raise :class:`StateMutationError`, which names ``culprit`` and the differences, if the state changed."""
         if self.enabled:
             try:
                 changes = differing(self._before, self._state.digest()) or self._replaced_objects()
@@ -287,7 +298,7 @@ class Audit:
                 raise mutation_error(culprit, changes)
 
     def _replaced_objects(self) -> list[str]:
-        """Name the objects that hold the same as before, but are others, or hold others."""
+        """Name the objects and gradients that were replaced by equal ones."""
         changed = self._objects.changed() if self._objects is not None else []
         changed += [parameter for parameter, gradient in self._gradients.items() if parameter.grad is not gradient]
         names = self._state.names() if changed else {}

@@ -1,4 +1,4 @@
-"""Checks of the training state that come to the same verdict whatever libraries warn of on the way."""
+"""A class decorator for checks of the training state whose result does not depend on library warnings."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,8 +12,8 @@ Checker = TypeVar("Checker", bound=type)
 def unaffected_by_warnings(*methods: str) -> Callable[[Checker], Checker]:
     """Return a class decorator for methods that read the state and raise :class:`StateMutationError` for a change.
 
-    Where a warning filter makes an error of a library's warning, the method is called again without warnings: the
-    state can be read, and nothing has changed. To ignore warnings from the start would cost each call 2 µs.
+    If a warning filter turns a library's warning into an error, the method is called again with warnings ignored.
+    Ignoring them from the start would cost each call 2 µs.
     """
 
     def decorate(checker: Checker) -> Checker:

@@ -1,4 +1,4 @@
-"""The flat lists of everything that a sweep of the tripwire reads, and the comparison of what two sweeps read."""
+"""Flat lists of everything that a sweep of the tripwire reads, and the comparison of two sweeps."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,10 +14,10 @@ _MISSING = object()
 
 
 class WatchList:
-    """What to sweep: all that the parts have watched, in flat lists; valid while the containers hold the same.
+    """The watched objects of all parts in flat lists, valid while the containers hold the same objects.
 
-    Tables that hold nothing but tensors (most ``_parameters`` tables and optimizer states) give their tensors directly;
-    from the others they are picked by place.
+    Tables that hold only tensors (most ``_parameters`` tables and optimizer states) yield their tensors directly;
+    tensors in other tables are selected by position.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -28,22 +28,22 @@ class WatchList:
         tables = [table for _, part in watched for table in part.tables]
         containers = [container for _, part in watched for container in part.containers]
         self.empty = [container for container in (*tables, *containers) if not container]
-        # Their values go into the flat list by one C call, without a look at each.
+        # One C call adds their values to the flat list, without a type check of each.
         self.pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
         pure = {*map(id, self.pure)}
         self.mixed = [table for table in tables if table and id(table) not in pure]
         self.attributes = [container for container in containers if container]
         self.pure_views, self.mixed_views = _value_views(self.pure), _value_views(self.mixed)
         self._attribute_views = _value_views(self.attributes)
-        own = [entry for _, part in watched for entry in part.named_attributes]
-        self._spaces, self._getters = [space for space, _ in own], [itemgetter(*keys) for _, keys in own]
-        self._attribute_keys = [(space, key) for space, keys in own for key in keys]
-        glanced = [(part.read_tensors, part) for _, part in watched if part.read_tensors is not None]
-        looked = [(part.read_values, part) for _, part in watched if part.read_values is not None]
-        self.tensor_readers, self.tensor_parts = [glance for glance, _ in glanced], [part for _, part in glanced]
-        self.value_readers, self.value_parts = [look for look, _ in looked], [part for _, part in looked]
-        settled = [part.read_values for _, part in watched if part.read_values is not None and part.decides_containers]
-        self._deciding_values = [(look, tuple(look())) for look in settled]
+        entries = [entry for _, part in watched for entry in part.named_attributes]
+        self._spaces, self._getters = [space for space, _ in entries], [itemgetter(*keys) for _, keys in entries]
+        self._attribute_keys = [(space, key) for space, keys in entries for key in keys]
+        tensor_parts = [(part.read_tensors, part) for _, part in watched if part.read_tensors is not None]
+        value_parts = [(part.read_values, part) for _, part in watched if part.read_values is not None]
+        self.tensor_readers, self.tensor_parts = [read for read, _ in tensor_parts], [part for _, part in tensor_parts]
+        self.value_readers, self.value_parts = [read for read, _ in value_parts], [part for _, part in value_parts]
+        deciding = [part.read_values for _, part in watched if part.read_values is not None and part.decides_containers]
+        self._deciding_values = [(read, tuple(read())) for read in deciding]
         self._keys = _keys_by_container([*tables, *containers])
         self.tensors = (*chain.from_iterable(self.pure_views),)
         self.other_values = (*chain.from_iterable(self.mixed_views),)
@@ -51,57 +51,59 @@ class WatchList:
         self._containers = _containers(self.read_attributes())
         self._last_addresses = addresses(self.read_attributes())
         self.attribute_addresses, self._positions = b"", list[int]()
-        found = [leaf for item in self.other_values for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
+        leaves = [leaf for item in self.other_values for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
         direct = {*map(id, self.tensors)}
-        self.nested_tensors = [leaf for leaf in found if id(leaf) not in direct]
+        self.nested_tensors = [leaf for leaf in leaves if id(leaf) not in direct]
         self.sharded = any(map(is_sharded, self.parameters))
 
     def read_attributes(self) -> tuple[Any, ...]:
-        """Return how many attributes objects have, those compared, and what the containers that are no tables hold."""
+        """Return the numbers of attributes of objects, the compared attributes, and the contents of containers."""
         try:
-            own = [*chain.from_iterable(map(call, self._getters, self._spaces))]
-        except KeyError:  # an attribute is gone, such as the forward function that a tap had put in a module's place
-            own = [space.get(key, _MISSING) for space, key in self._attribute_keys]
-        return (*map(len, self._spaces), *own, *chain.from_iterable(self._attribute_views))
+            attributes = [*chain.from_iterable(map(call, self._getters, self._spaces))]
+        except (
+            KeyError
+        ):  # an attribute was removed, such as the forward function with which a tap had replaced a module's
+            attributes = [space.get(key, _MISSING) for space, key in self._attribute_keys]
+        return (*map(len, self._spaces), *attributes, *chain.from_iterable(self._attribute_views))
 
     def holds(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-        """Return whether the tables still hold the objects that they held when this list was made."""
+        """Return whether the tables still hold the same objects as when this list was built."""
         return addresses(tensors) == self._tensor_addresses and addresses(others) == self._other_addresses
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
-        """Return whether what a sweep just read is in the containers of this list; plain values, tensors may change."""
+        """Return whether a sweep's results are of this list's containers; plain values and tensors may change."""
         if any(self.empty) or not self.holds(tensors, others):
             return False
-        if any([tuple(look()) != before for look, before in self._deciding_values]):
+        if any([tuple(read()) != before for read, before in self._deciding_values]):
             return False
-        # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
-        now = self.attribute_addresses  # the addresses of ``attributes``, of which the tensors were just asked
+        # Plain values are new objects at most steps, so different addresses do not yet require a new list.
+        now = self.attribute_addresses  # the addresses of ``attributes``: tensors_of() was just called with them
         if now != self._last_addresses and addresses(_containers(attributes)) != addresses(self._containers):
             return False
         self._last_addresses = now
         return True
 
     def tensors_of(self, attributes: tuple[Any, ...]) -> list[Tensor]:
-        """Return the tensors in what :meth:`read_attributes` returned."""
+        """Return the tensors in the result of :meth:`read_attributes`."""
         now = addresses(attributes)
         if now != self.attribute_addresses:
             self.attribute_addresses, self._positions = now, _tensor_positions(attributes)
-        # asked again, since an address may be that of another object by now
+        # checked again, since another object may have reused an address
         return [item for place in self._positions if isinstance(item := attributes[place], Tensor)]
 
     def restore_attributes(self, before: tuple[Any, ...]) -> None:
-        """Give objects back the attributes by name in what :meth:`read_attributes` returned, such as modes."""
+        """Restore the named attributes of objects, such as modes, from the result of :meth:`read_attributes`."""
         start = len(self._spaces)
         values = before[start : start + len(self._attribute_keys)]
         for (space, key), value in zip(self._attribute_keys, values, strict=True):
             space[key] = value
 
     def name(self, container: Any, names: dict[int, str]) -> str:
-        """Name a container: by the object that it belongs to, or else by its part."""
+        """Return the name of a container: of the object that it belongs to, otherwise of its part."""
         return names.get(id(container), self._owners[id(container)])
 
     def attribute(self, before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
-        """Name the first attribute, or place in a container, that differs in what :meth:`read_attributes` returned."""
+        """Name the first attribute or item that differs between two results of :meth:`read_attributes`."""
         start = len(self._spaces)
         index = _first_difference(before, now)
         if index < start:
@@ -113,9 +115,9 @@ class WatchList:
         return self.place(self.attributes, before[start:], names)
 
     def place(self, containers: list[Any], before: tuple[Any, ...], names: dict[int, str]) -> str:
-        """Name the first place at which containers differ from their former values, which are given end to end."""
+        """Name the first item at which containers differ from their former values, given as one flat tuple."""
         sizes = [len(self._keys[id(container)]) for container in containers]
-        if sum(sizes) != len(before):  # containers of plain values may have grown since this list was made
+        if sum(sizes) != len(before):  # containers of plain values may have grown since this list was built
             sizes = [*map(len, containers)]
         position = 0
         for container, size in zip(containers, sizes, strict=True):
@@ -131,7 +133,7 @@ class WatchList:
 
 
 def _keys_by_container(containers: list[Any]) -> dict[int, tuple[Any, ...]]:
-    """Return the keys of dicts and the indices of other containers, to name what is missing from them later."""
+    """Return the keys of dicts and the indices of other containers, to name items that are missing later."""
     return {
         id(container): (*(container if isinstance(container, dict) else range(len(container))),)
         for container in containers
@@ -139,12 +141,12 @@ def _keys_by_container(containers: list[Any]) -> dict[int, tuple[Any, ...]]:
 
 
 def _key_name(key: Any, names: dict[int, str]) -> str:
-    """Name a key of a dict; that of an optimizer's state is a parameter, whose text would be its values."""
+    """Return the name of a dict's key; keys of an optimizer's state are parameters, whose text is their values."""
     return names.get(id(key), "a parameter") if isinstance(key, Tensor) else str(key)
 
 
 def _changed_key(before: dict[Any, Any], now: dict[Any, Any]) -> Any:
-    """Return the first key of two dicts that is in one of them only, or has another value."""
+    """Return the first key that only one of two dicts has, or whose values differ."""
     return next(
         (key for key in {**before, **now} if not same_value(before.get(key, _MISSING), now.get(key, _MISSING))), ""
     )
@@ -152,7 +154,7 @@ def _changed_key(before: dict[Any, Any], now: dict[Any, Any]) -> Any:
 
 def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
     pairs = enumerate(zip(before, now, strict=False))
-    return next((i for i, (was, is_now) in pairs if not same_value(was, is_now)), min(len(before), len(now)))
+    return next((i for i, (old, new) in pairs if not same_value(old, new)), min(len(before), len(now)))
 
 
 def _value_views(containers: list[Any]) -> list[Any]:
@@ -171,7 +173,7 @@ def same_values(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     """Compare two tuples item by item, first by identity."""
     if len(before) != len(now):
         return False
-    # one comparison of memory; the careful one only where an object is another one, as a computed number is
+    # One comparison of memory first; item by item only if objects differ, as recomputed numbers do.
     return addresses(before) == addresses(now) or all(map(same_value, before, now))
 
 
@@ -187,7 +189,7 @@ def same_value(before: Any, now: Any) -> bool:
     try:
         if bool(before != now):
             return False
-    except Exception:  # arrays, and objects that compare themselves in their own way
+    except Exception:  # arrays, and objects with custom comparisons
         return False
     return not isinstance(before, (tuple, list)) or _same_items(before, now)
 

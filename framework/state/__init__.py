@@ -1,4 +1,4 @@
-"""What the rest of a run depends on: the one list, its tensors, generators and settings."""
+"""The training state: everything the rest of a run depends on, with its tensors, generators and settings."""
 
 from .accelerators import reset_memory_peak
 from .digest import described

@@ -1,7 +1,7 @@
-"""The accelerator's backend module, of which no function is taken for granted.
+"""Functions of the accelerator's backend module, none of which every backend has.
 
 ``torch.cuda``, ``torch.xpu``, ``torch.mps``, ``torch.mtia`` and third-party backends offer different functions:
-``torch.mps`` has neither ``is_initialized`` nor ``manual_seed_all``, and its memory is not counted.
+``torch.mps`` has neither ``is_initialized`` nor ``manual_seed_all``, and does not count memory.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..errors import UsageError
 
-# Cached, since torch may ask the driver each time, and every call of a hook reads the state of the generators.
+# Cached, since torch may query the driver each time, and every call of a hook reads the state of the generators.
 is_present = cache(torch.accelerator.is_available)
 UNSUPPORTED = (AttributeError, NotImplementedError, RuntimeError, TypeError)
-"""What a backend raises for a function that it does not have."""
+"""Errors that a backend raises for a function that it does not have."""
 
 
 def devices_in_use() -> list[torch.device]:
@@ -24,8 +24,8 @@ def devices_in_use() -> list[torch.device]:
     kind = torch.accelerator.current_accelerator() if is_present() else None
     if kind is None:
         return []
-    # A device that was not used yet has no generator; reading one would start a context of hundreds of MiB on it. A
-    # backend that cannot tell counts as used.
+    # An unused device has no generator; reading one would create a context of hundreds of MiB on it. A backend without
+    # is_initialized() counts as used.
     initialized: Callable[[], bool] = getattr(_backend(kind.type), "is_initialized", lambda: True)
     if not initialized():
         return []
@@ -40,7 +40,7 @@ def generator_state(device: torch.device) -> Tensor:
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set the state of a device's random generator to what :func:`generator_state` returned."""
+    """Set the state of a device's random generator to a result of :func:`generator_state`."""
     _backend(device.type).set_rng_state(state, device)
 
 
@@ -66,10 +66,11 @@ def refuse_unprotected(devices: set[torch.device]) -> None:
 
 
 def reset_memory_peak() -> tuple[int, Callable[[], int]] | None:
-    """Start to measure the peak of allocated memory again.
+    """Reset the peak of allocated memory.
 
-    Returns the bytes allocated now and a function that returns the largest number since, or ``None`` where the backend
-    does not count them.
+    Returns:
+        The number of allocated bytes and a function that returns the peak since this call; ``None`` if the backend does
+        not count memory.
     """
     try:
         torch.accelerator.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
-"""What Python objects on modules and optimizers hold: told apart, written as plain values, and put back in place.
+"""Attributes of modules and optimizers: classified, written as plain values, and restored in place.
 
-A counter, a history or a configuration that a module keeps is as much a part of the training state as a buffer. The
-plain form of an attribute is what is digested and what checkpoints store; reading it executes no code.
+A counter, a history or a configuration on a module is part of the training state, like a buffer. Digests and
+checkpoints use the plain form of an attribute; reading it executes no code.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -25,44 +25,44 @@ from .objects import (
     is_code,
     is_frozen,
     native_of,
-    reached_from,
     read_native,
+    referenced_objects,
     write_attributes,
     write_native,
 )
 
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, dict, OrderedDict, Counter)},
-    "deque": lambda found: deque(found[1:], maxlen=found[0]),
+    "deque": lambda items: deque(items[1:], maxlen=items[0]),
 }
 _MUTABLE = (dict, list, set, deque)
 MAX_DEPTH = 100
-"""How many objects deep a walk goes: what lies deeper counts as out of reach."""
-# nn.Module keeps parameters, buffers and children in these dicts, and finds them by __getattr__.
+"""Maximum depth of a walk; deeper objects count as out of reach."""
+# nn.Module stores parameters, buffers and children in these dicts, and looks them up in __getattr__.
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_KIND = "_is_full_backward_hook"
-"""What a module notes of its backward hooks, and keeps when they are gone, only to refuse hooks of the other kind."""
+"""A module's flag for the kind of its backward hooks, by which it rejects the other kind, even after removal."""
 COMPILED_ID = "_torchdynamo_wrapper_id"
-"""What ``torch.compile`` counts its modules by: machinery of the process, another for the same model built again."""
+"""The number that ``torch.compile`` gives to modules; it differs when the same model is built again."""
 COMPOSABLE_PREFIX = "__composable_api_"
-"""How the attributes begin in which ``fully_shard`` keeps its state, which is a part of its own."""
+"""Prefix of the attributes with the state of ``fully_shard``, which is a separate part."""
 DISTRIBUTED_MARK = "_distribute_module_applied"
-"""What ``parallelize_module`` notes on modules: how parameters lie on the ranks is no part of their state."""
+"""A flag that ``parallelize_module`` sets; the layout of parameters on ranks is not part of the state."""
 NATIVE = frozenset(vars(nn.Module()))
-"""The attributes that every module has: its tables and hooks, its mode."""
+"""Attributes that every module has: tables, hooks, mode."""
 HOOK_TABLES = tuple(sorted(key for key in NATIVE if key.startswith("_") and "_hooks" in key))
 
 
 class PlainForms:
-    """Makes the plain forms of values: atoms and tensors stand for themselves, all else is a dict led by its kind.
+    """Writes values in plain form: atoms and tensors unchanged, all others as a dict that starts with the kind.
 
-    What is met again is written once. A value without a plain form stands for itself too, and is found by
-    :func:`unstorable_values`.
+    Repeated objects are written once. A value without a plain form is also left unchanged; :func:`unstorable_values`
+    finds it.
     """
 
     def __init__(self, elsewhere: Mapping[int, str]) -> None:
-        """Take the names, by id, of what is stored elsewhere: modules, parameters and buffers of the model."""
-        # Ids stay unique here, since the training state keeps alive whatever is written.
+        """Create a writer; ``elsewhere`` maps ids of separately stored objects, such as modules, to their names."""
+        # Ids stay unique, since the training state keeps all written objects alive.
         self._names: dict[int, str | int] = {**elsewhere}
         self._numbers = count()
         self._depth = 0
@@ -84,7 +84,7 @@ class PlainForms:
             self._depth -= 1
 
     def _of_one(self, value: Any) -> Any:
-        if isinstance(value, (tuple, frozenset)):  # never numbered: equal constants may or may not be one object
+        if isinstance(value, (tuple, frozenset)):  # never numbered: equal constants may or may not be the same object
             return {type(value).__name__: self._items(value)}
         if isinstance(value, Enum):
             return {"enum": qualified(type(value)), "member": value.name}
@@ -96,15 +96,15 @@ class PlainForms:
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
         if isinstance(value, _MUTABLE):
-            extra = instance_attributes(value)  # an OrderedDict has a place for attributes, and none there
+            extra = instance_attributes(value)  # an OrderedDict has a __dict__, which is usually empty
             return {type(value).__name__: self._content(value)} | ({"attributes": self.table(extra)} if extra else {})
         return {"object": qualified(type(value)), "attributes": self.table(_object_attributes(value))}
 
     def _of_code(self, value: Any) -> Any:
         if not is_code(value):
             return value
-        held = [self.of(item) for item in reached_from(value)]
-        return {"code": described(value)} | ({"holds": held} if held else {})
+        references = [self.of(item) for item in referenced_objects(value)]
+        return {"code": described(value)} | ({"holds": references} if references else {})
 
     def _of_native(self, value: Any) -> Any:
         self._names[id(value)] = next(self._numbers)
@@ -116,27 +116,27 @@ class PlainForms:
         return ([value.maxlen] if isinstance(value, deque) else []) + self._items(value)
 
     def _items(self, value: Any) -> list[Any]:
-        """Return the forms of a container's items, those of a set by description: its order differs by process."""
+        """Return the forms of a container's items; those of a set are sorted, since its order differs by process."""
         # Strings hash differently in every process, unless PYTHONHASHSEED is set.
         in_order = sorted(value, key=described) if isinstance(value, (set, frozenset)) else value
         return [self.of(item) for item in in_order]
 
 
 class FromPlainForms:
-    """Makes values of plain forms, in the order in which the forms were made.
+    """Restores values from plain forms, in the order in which the forms were written.
 
-    An object, container or tensor that is there and is of the kind is filled, so that whoever shares it sees the same.
+    A present object, container or tensor of the same kind is filled in place, so that shared references stay shared.
     """
 
     def __init__(self, elsewhere: Mapping[str, Any], device: torch.device) -> None:
-        """Take what is stored elsewhere, by name, and where new tensors go."""
-        self._found: dict[str | int, Any] = dict(elsewhere.items())
+        """Create a reader; ``elsewhere`` has separately stored objects by name, ``device`` is that of new tensors."""
+        self._objects: dict[str | int, Any] = dict(elsewhere.items())
         self._filled = set(map(id, elsewhere.values()))
         self._device = device
         self._numbers = count()
 
     def fill(self, attributes: dict[str, Any], table: Mapping[str, Any], names: Collection[str]) -> None:
-        """Make those of ``attributes`` that ``names`` lists what they were; code stays what it is."""
+        """Restore the ``attributes`` that ``names`` lists; code stays unchanged."""
         for name in names:
             if name not in table and not is_code(attributes[name]):
                 del attributes[name]
@@ -146,9 +146,10 @@ class FromPlainForms:
                 attributes[name] = value
 
     def of(self, form: Any, present: Any) -> Any:
-        """Return the value of a form; ``present`` is what stands in its place now.
+        """Return the value of a form; ``present`` is the current value in its place.
 
-        Raises ``ValueError`` where it cannot be made without what the model built anew lacks.
+        Raises:
+            ValueError: if the rebuilt model lacks an object that the value requires.
         """
         if isinstance(form, Tensor):
             return self._tensor(form, present)
@@ -156,9 +157,9 @@ class FromPlainForms:
             return form
         kind, content = next(iter(form.items()))
         if kind == "again":
-            return self._found[content]
+            return self._objects[content]
         if kind == "code":
-            self.items(form.get("holds", []), [*reached_from(present)])
+            self.items(form.get("holds", []), [*referenced_objects(present)])
             return present
         if kind == "numpy":
             return np.dtype(content).type(form["value"])
@@ -181,18 +182,18 @@ class FromPlainForms:
         else:
             found = form.detach().clone().to(self._device)
         self._filled.add(id(found))
-        self._found[number] = found
+        self._objects[number] = found
         return found
 
     def _object(self, kind: str, form: Mapping[str, Any], present: Any) -> Any:
         number = next(self._numbers)
-        found = self._found[number] = _of_kind(present, kind)
+        found = self._objects[number] = _of_kind(present, kind)
         if "native" in form:
             write_native(found, form["state"])
             return found
         table = form["attributes"]
         if is_frozen(found):
-            found = self._found[number] = self._frozen(table, found)
+            found = self._objects[number] = self._frozen(table, found)
             return found
         space = attributes_of(found)
         space = vars(found) if space is None else space
@@ -201,7 +202,7 @@ class FromPlainForms:
         return found
 
     def _frozen(self, table: Mapping[str, Any], present: Any) -> Any:
-        """Return what is there, if it is equal, or else another object: many may share what is there."""
+        """Return the present object if it is equal, otherwise a new one: the present one may be shared."""
         before = {name: getattr(present, name) for name in table}
         found = {
             name: self.of(form, None if isinstance(before[name], _MUTABLE) else before[name])
@@ -209,19 +210,19 @@ class FromPlainForms:
         }
         if described(found) == described(before):
             return present
-        # Without __init__, which may check or compute, and without setattr, which a frozen dataclass refuses.
+        # Without __init__, which may have side effects, and without setattr, which a frozen dataclass rejects.
         made = object.__new__(type(present))
         for name, value in found.items():
             object.__setattr__(made, name, value)
         return made
 
     def _container(self, kind: str, form: Mapping[str, Any], present: Any) -> Any:
-        """Fill the container that is there if it is of the kind, or make another."""
+        """Fill the present container if it is of the same kind, otherwise create one."""
         content = form[kind]
         if type(present).__name__ != kind or id(present) in self._filled:
             present = None
         if present is None and kind not in _BUILDERS:
-            raise ValueError(f"the model built anew has no {kind} where there was one")
+            raise ValueError(f"the rebuilt model has no {kind} where the stored one has")
         if isinstance(present, (tuple, frozenset)) or kind in ("tuple", "frozenset", "Size"):
             items = self.items(content, present)
             named = isinstance(present, tuple) and hasattr(present, "_fields")
@@ -229,7 +230,7 @@ class FromPlainForms:
         number, content, head = next(self._numbers), content[kind == "deque" :], content[: kind == "deque"]
         if present is None or (head and present.maxlen != head[0]):
             present = _BUILDERS[kind](head)
-        self._found[number] = present
+        self._objects[number] = present
         self._filled.add(id(present))
         if isinstance(present, dict):
             before = {**present}
@@ -244,15 +245,15 @@ class FromPlainForms:
         return present
 
     def items(self, forms: list[Any], present: Any) -> list[Any]:
-        """Return the values of forms; ``present`` has what stands in their places now."""
-        there = [*present] if isinstance(present, (list, tuple, deque)) else []
-        there += [ABSENT] * (len(forms) - len(there))
-        return [self._item(form, item) for form, item in zip(forms, there, strict=False)]
+        """Return the values of forms; ``present`` contains the current values in their places."""
+        present_items = [*present] if isinstance(present, (list, tuple, deque)) else []
+        present_items += [ABSENT] * (len(forms) - len(present_items))
+        return [self._item(form, item) for form, item in zip(forms, present_items, strict=False)]
 
     def _item(self, form: Any, present: Any) -> Any:
-        if (found := self.of(form, present)) is ABSENT:
-            raise ValueError(f"the model built anew does not have {form['code']} where it was")
-        return found
+        if (value := self.of(form, present)) is ABSENT:
+            raise ValueError(f"the rebuilt model lacks {form['code']} where the stored one has it")
+        return value
 
 
 def _is_form_of_code(form: Any) -> bool:
@@ -260,14 +261,14 @@ def _is_form_of_code(form: Any) -> bool:
 
 
 def _of_kind(present: Any, name: str) -> Any:
-    """Return what is there if it is of the named class; nothing else can be filled without executing code."""
+    """Return the present object if it is of the named class; no other can be filled without executing code."""
     if qualified(type(present)) != name:
-        raise ValueError(f"the model built anew has a {qualified(type(present))} where a {name} was")
+        raise ValueError(f"the rebuilt model has a {qualified(type(present))} where the stored one has a {name}")
     return present
 
 
 def refill(container: Any, keys: Collection[Any], values: Collection[Any]) -> None:
-    """Make a dict hold these keys and values, another mutable container these values."""
+    """Replace the contents of a dict by keys and values, of another mutable container by values."""
     container.clear()
     if isinstance(container, dict):
         container.update(zip(keys, values, strict=True))
@@ -278,25 +279,25 @@ def refill(container: Any, keys: Collection[Any], values: Collection[Any]) -> No
 
 
 def _object_attributes(value: Any) -> dict[str, Any]:
-    """Return what an object holds: a module all but its hooks, an optimizer too."""
-    if isinstance(value, nn.Module):  # one that is no child of the model, but hangs on an attribute
+    """Return the attributes of an object; of a module or an optimizer without hooks."""
+    if isinstance(value, nn.Module):  # a module in an attribute that is not a registered child
         return {**module_attributes(value), **{key: vars(value)[key] for key in TABLES}}
-    held = attributes_of(value) or {}
-    return without_hooks(held) if isinstance(value, Optimizer) else held
+    attributes = attributes_of(value) or {}
+    return without_hooks(attributes) if isinstance(value, Optimizer) else attributes
 
 
 def module_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module without its tables of tensors and modules, and without hooks on it."""
+    """Return the attributes of a module without hooks and its tables of tensors and modules."""
     left_out = (*TABLES, HOOK_KIND, COMPILED_ID, DISTRIBUTED_MARK)
-    held = without_hooks(vars(module)).items()
-    return {key: value for key, value in held if key not in left_out and not key.startswith(COMPOSABLE_PREFIX)}
+    attributes = without_hooks(vars(module)).items()
+    return {key: value for key, value in attributes if key not in left_out and not key.startswith(COMPOSABLE_PREFIX)}
 
 
 def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes without those that hold hooks."""
+    """Return attributes without tables of hooks."""
     return {key: value for key, value in attributes.items() if not is_hook_table(key, value)}
 
 
 def is_hook_table(key: str, value: Any) -> bool:
-    """Return whether an attribute of a module or an optimizer holds hooks on it."""
+    """Return whether an attribute of a module or an optimizer is a table of hooks."""
     return key.startswith("_") and "_hooks" in key and isinstance(value, dict)

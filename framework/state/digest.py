@@ -1,4 +1,4 @@
-"""64-bit digests of tensors and plain values: every byte counts, and so do dtype, shape and order."""
+"""64-bit digests of tensors and plain values, which include every byte, dtype, shape and order."""
 
 import ctypes
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def digest(leaf: Any) -> int:
     kind = type(leaf)
     if kind in _FREQUENT:
         return _digest_of_frequent(leaf)
-    if kind in PLAIN and _lies_in_one_piece(leaf):  # most tensors: the same as below, in a third of the time
+    if kind in PLAIN and _is_readable_block(leaf):  # most tensors: the same result as below in a third of the time
         summary = xxhash.xxh3_64(_head(leaf.dtype, leaf.shape))
         summary.update(_memory(leaf))
         return summary.intdigest()
@@ -44,8 +44,8 @@ def _digest_of_frequent(value: str | int | None) -> int:
     return xxhash.xxh3_64_intdigest(repr(value).encode())
 
 
-def _lies_in_one_piece(tensor: Tensor) -> bool:
-    """Return whether a plain tensor on the CPU has elements, all one after the other where they can be read."""
+def _is_readable_block(tensor: Tensor) -> bool:
+    """Return whether a plain tensor is on the CPU, contiguous, not empty and within its storage."""
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
@@ -66,14 +66,14 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
-    """Add shape and bytes, read where they lie: ``Tensor.numpy`` would forbid the storage to be resized ever after."""
+    """Add shape and bytes, read from memory: ``Tensor.numpy`` would make the storage permanently non-resizable."""
     # A meta tensor has a shape and no bytes.
     if tensor.is_meta:
         return
     if tensor.layout is torch.strided and is_cut_off(tensor):
         summary.update(f"{tuple(tensor.shape)} without memory".encode())
         return
-    # conj(), and imag of what it returns, only set a bit on a view: the bytes below would be those of the original.
+    # conj(), and imag of its result, only set a bit on a view: without this, the bytes of the original would be read.
     plain = tensor.resolve_conj().resolve_neg()
     host = (plain if plain.device.type == "cpu" else plain.cpu()).contiguous()
     summary.update(f"{tuple(host.shape)}".encode())
@@ -82,7 +82,7 @@ def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
 
 
 def described(value: Any) -> str:
-    """Return a text that is exact for plain values and the same in every run: no addresses, sets in order.
+    """Return an exact text of plain values that is equal in every run: without addresses, with sorted sets.
 
     Objects that are neither plain nor containers are described by their class, functions by their name.
 

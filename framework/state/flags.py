@@ -1,4 +1,4 @@
-"""Process-wide torch settings on which a run's bytes depend: read quickly, put back exactly; deterministic mode."""
+"""Process-wide torch settings on which a run's bytes depend, read and restored, and deterministic mode."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from torch.utils import _python_dispatch
 from ..errors import LoopscopeError, text_of
 from .accelerators import UNSUPPORTED, devices_in_use
 
-# Any, since the stubs of torch._C lack most of the functions that are used here.
+# Any, since the stubs of torch._C lack most of the functions used here.
 _C: Any = torch._C
 _dispatch: Any = _python_dispatch
 # torch/optim/__init__.py deletes the module's name after its imports; only sys.modules still has it.
@@ -27,15 +27,15 @@ _optimizer_hooks: Any = sys.modules["torch.optim.optimizer"]
 _PRECISIONS = [("generic", "all"), *(("mkldnn", operation) for operation in ("all", "conv", "rnn"))]
 _MATMUL = [("mkldnn", "matmul")]
 _CUDA_PRECISIONS = [("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")]
-# Hooks on all modules or optimizers lie in private dicts of two modules of torch, which has no list of them. The names
-# of those in torch.nn begin with _global_ in torch 2.9 to 2.15.
+# Hooks on all modules or optimizers are in private dicts of two modules of torch, which has no public list of them. In
+# torch 2.9 to 2.15 the names of those in torch.nn begin with _global_.
 _HOOKS_OF_ALL: list[dict[Any, Any]] = [
     *(table for name, table in vars(module_hooks).items() if name.startswith("_global_") and isinstance(table, dict)),
     _optimizer_hooks._global_optimizer_pre_hooks,
     _optimizer_hooks._global_optimizer_post_hooks,
 ]
-# What matrix products on CUDA are computed with, by the end of the names of torch's getter and setter. All versions
-# from 2.9 to 2.15 have them; others are left out.
+# Settings of matrix products on CUDA, with the suffix of torch's getter and setter. Versions 2.9 to 2.15 have all of
+# them; missing ones are left out.
 _CUDA_CHOICES = {
     "CUDA float16 reductions": "cublas_allow_fp16_reduced_precision_reduction",
     "CUDA bfloat16 reductions": "cublas_allow_bf16_reduced_precision_reduction",
@@ -43,37 +43,37 @@ _CUDA_CHOICES = {
     "preferred linear algebra of CUDA": "linalg_preferred_backend",
     "preferred BLAS of CUDA": "blas_preferred_backend",
 }
-# The smallest positive double, which is denormal.
+# The smallest positive double, a denormal number.
 _SMALLEST = 5e-324
-# cuBLAS repeats its results only with a workspace of its own: ":4096:8" is eight buffers of 4 MiB for each handle.
+# cuBLAS is deterministic only with a fixed workspace: ":4096:8" means eight buffers of 4 MiB per handle.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-# torch raises a plain RuntimeError (alertNotDeterministic in ATen/Context.cpp), which only its text tells apart.
+# torch raises a plain RuntimeError (alertNotDeterministic in ATen/Context.cpp), recognisable only by its text.
 MISSING = " does not have a deterministic implementation"
-# Guards in C++ undo their setting when they are freed: those that set one for good are never let go.
+# C++ guards undo their setting when they are freed, so guards of permanent settings are kept here.
 _guards: list[Any] = []
 
 
 class Flag(NamedTuple):
-    """One setting: how to read it and how to set it."""
+    """Getter and setter of one setting."""
 
     get: Callable[[], Any]
     put: Callable[[Any], Any]
 
 
 def entered_modes() -> tuple[int, int]:
-    """Return how many function modes and how many dispatch modes are entered."""
+    """Return the numbers of entered function modes and dispatch modes."""
     return _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
 
 
 def leave_modes(before: tuple[int, int]) -> None:
-    """Leave the modes entered since ``entered_modes`` returned ``before``: they could answer any check."""
+    """Leave the modes entered since ``entered_modes`` returned ``before``; they could intercept any check."""
     if before != (_C._len_torch_function_stack(), _C._len_torch_dispatch_stack()):
         _set_function_modes(_function_modes()[: before[0]])
         _set_dispatch_modes(_dispatch_modes()[: before[1]])
 
 
-# torch has no public way to read or set the two stacks of modes. These are the functions that its own context managers
-# use (torch/overrides.py, torch/utils/_python_dispatch.py), there in torch 2.9 to 2.15.
+# torch has no public functions to read or set the two stacks of modes. Its own context managers use these private ones
+# (torch/overrides.py, torch/utils/_python_dispatch.py), which torch 2.9 to 2.15 have.
 
 
 def _function_modes() -> tuple[Any, ...]:
@@ -94,12 +94,12 @@ def _dispatch_modes() -> tuple[Any, ...]:
 
 
 def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
-    held = _dispatch_modes()  # torch 2.9 frees a mode that nobody else holds before its pop returns it: a crash
-    for _ in held:
+    entered = _dispatch_modes()  # torch 2.9 crashes when it pops a mode without another reference, so one is kept here
+    for _ in entered:
         _C._pop_torch_dispatch_stack(None)
     for mode in modes:
         _C._push_on_torch_dispatch_stack(mode)
-    # torch.compile looks at these, which otherwise only a mode's own __enter__ and __exit__ set.
+    # torch.compile reads these variables, which otherwise only a mode's __enter__ and __exit__ set.
     _dispatch._is_in_torch_dispatch_mode = bool(modes)
     _dispatch._is_in_non_infra_torch_dispatch_mode = not all(mode.is_infra_mode() for mode in modes)
     _dispatch._is_in_any_mode_without_ignore_compile_internals = not all(
@@ -108,31 +108,31 @@ def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
 
 
 def _set_inference_mode(enabled: bool) -> None:
-    """Leave or enter inference mode, which only a guard object can: it is kept, since its end would undo it."""
+    """Leave or enter inference mode by a guard object, which is kept, since freeing it would undo the setting."""
     _guards.append(_C._InferenceMode(enabled))
 
 
 def _default_device() -> tuple[Any, Any]:
-    # a mode on the function stack, which one thread remembers in _GLOBAL_DEVICE_CONTEXT, and the device it gives out
+    # a mode on the function stack, stored per thread in _GLOBAL_DEVICE_CONTEXT, and the device that it sets
     return vars(torch._GLOBAL_DEVICE_CONTEXT).get("device_context"), default_device.CURRENT_DEVICE  # type: ignore[attr-defined]
 
 
 def _set_default_device(saved: tuple[Any, Any]) -> None:
     context, default_device.CURRENT_DEVICE = saved
-    if context is None:  # not set to None: torch 2.9 asks a context that is there for its device
+    if context is None:  # deleted instead of set to None, since torch 2.9 reads the device of any context
         vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # type: ignore[attr-defined]
     else:
         torch._GLOBAL_DEVICE_CONTEXT.device_context = context  # type: ignore[attr-defined]
 
 
-def _autocast_nesting() -> int:  # torch counts, but tells the count only where it changes it
+def _autocast_nesting() -> int:  # torch returns the count only when changing it
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth
 
 
 def _set_autocast_nesting(depth: int) -> None:
-    # autocast empties its cache of cast weights when this count reaches 0; were it wrong, stale casts would be used.
+    # Autocast clears its cache of cast weights when this count reaches 0; with a wrong count it would use stale casts.
     while _autocast_nesting() > depth:
         torch.autocast_decrement_nesting()
     while _autocast_nesting() < depth:
@@ -147,8 +147,8 @@ def _autocast(device: str) -> tuple[Flag, Flag]:
 
 
 def set_deterministic_algorithms(on: bool, warn_only: bool = False) -> None:
-    """Do what torch's function of that name does, without importing its compiler for it, which takes seconds."""
-    # torch's function also sets an option of the compiler, which matters only where that has been imported.
+    """Set the mode like ``torch.use_deterministic_algorithms``, without importing the compiler, which takes seconds."""
+    # torch's function also sets an option of the compiler, which matters only if the compiler has been imported.
     if "torch._inductor" in sys.modules:
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
     else:
@@ -161,12 +161,14 @@ def _precisions(keys: list[tuple[str, str]]) -> list[str]:
 
 def _set_precisions(keys: list[tuple[str, str]], saved: list[str]) -> None:
     for key, value in zip(keys, saved, strict=True):
-        if _C._get_fp32_precision_getter(*key) != value:  # read again: the generic ones are inherited
+        if (
+            _C._get_fp32_precision_getter(*key) != value
+        ):  # read again, since setting a generic precision changes inherited ones
             _C._set_fp32_precision_setter(*key, value)
 
 
 def _matmul_precision() -> Any:
-    """Return the legacy setting; it has no value while the settings by backend say something else."""
+    """Return the legacy setting; ``None`` while it contradicts the settings by backend."""
     try:
         return _C._get_float32_matmul_precision()
     except RuntimeError:
@@ -178,7 +180,7 @@ def _set_matmul_precision(saved: str | None) -> None:
         torch.set_float32_matmul_precision(saved)
 
 
-# only the top of the stack can be read; True: also while hooks are disabled
+# Only the top of the stack can be read; True: also while hooks are disabled.
 _saved_tensor_hooks: Callable[[], Any] = partial(_C._autograd._top_saved_tensors_default_hooks, True)
 
 
@@ -188,12 +190,12 @@ def _set_saved_tensor_hooks(saved: Any) -> None:
 
 
 def _hooks_of_all() -> list[list[tuple[Any, Any]]]:
-    # Nearly always all of them are empty, and then nothing is built.
+    # Almost always all tables are empty, and then no lists are built.
     return [[*table.items()] for table in _HOOKS_OF_ALL] if any(_HOOKS_OF_ALL) else []
 
 
 def _set_hooks_of_all(saved: list[list[tuple[Any, Any]]]) -> None:
-    # In place: torch's handles and its calls of the hooks refer to the very dicts.
+    # In place, since torch's handles and its calls of the hooks refer to these dicts.
     for table in _HOOKS_OF_ALL:
         table.clear()
     for table, items in zip(_HOOKS_OF_ALL, saved, strict=False):
@@ -209,12 +211,12 @@ def _choice(name: str) -> Flag:
 
 
 def _put(setter: Callable[..., None]) -> Callable[[Any], None]:
-    # torch 2.9 has one value where newer ones have two, and sets what its getter returns
+    # torch 2.9 has one value, newer versions two; the setter takes the result of the getter
     return lambda saved: setter(*saved) if isinstance(saved, tuple) else setter(saved)
 
 
-# Getters that take at most 0.15 µs each, 1.7 µs together, and are read twice a fire. Most are functions in C: after a
-# training step, which empties the caches, one in Python takes up to 2 µs.
+# Getters that take at most 0.15 µs each, 1.7 µs together, and are called twice per dispatch. Most are C functions:
+# after a training step, which evicts the processor's caches, a Python function takes up to 2 µs.
 _QUICK = {
     "function modes": Flag(_function_modes, _set_function_modes),
     "dispatch modes": Flag(_dispatch_modes, _set_dispatch_modes),
@@ -241,12 +243,12 @@ _QUICK = {
     "memory-efficient attention": Flag(_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     "math attention": Flag(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     "oneDNN": Flag(_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    # the processor's mode cannot be asked for, but the smallest denormal times one is 0 where they are flushed
+    # The processor's mode cannot be read, but the smallest denormal times one is 0 if denormals are flushed.
     "flushing of denormals": Flag(lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
     "saved-tensor hooks": Flag(_saved_tensor_hooks, _set_saved_tensor_hooks),
     "hooks on all modules or optimizers": Flag(_hooks_of_all, _set_hooks_of_all),
 }
-# what costs more, or changes at most how the same is computed; only the guardian and the audit read it
+# Settings that cost more to read or only select an algorithm; guardian, audit and complete checks read them.
 _SLOW = {
     "float32 precision by operation": Flag(partial(_precisions, _PRECISIONS), partial(_set_precisions, _PRECISIONS)),
     "oneDNN matmul precision": Flag(partial(_precisions, _MATMUL), partial(_set_precisions, _MATMUL)),
@@ -267,7 +269,7 @@ if (opt_einsum := torch.backends.opt_einsum).is_available():
 
 
 def _accelerator_flags() -> dict[str, Flag]:
-    """Return the settings of the accelerator that is in use, as far as its backend has them."""
+    """Return the settings that the backend of the accelerator in use has."""
     devices = devices_in_use()
     if not devices:
         return {}
@@ -297,14 +299,14 @@ def _is_readable(flag: Flag) -> bool:
 
 
 class GlobalFlags:
-    """The settings as one tuple: those that a tripwire reads at every call, and all of them, which begin with those."""
+    """All settings as one tuple, which starts with the quick ones that a tripwire reads at every call."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
-            # torch 2.9 warns, once in a process, of a setting that newer ones replace, and it is read at each call
+            # torch 2.9 warns, once per process, about this setting, which newer versions replace.
             warnings.simplefilter("ignore")
             _matmul_precision()
-        # Modes come first and so are left first: one that is still entered could answer the other calls.
+        # Modes come first and are left first, since an entered mode could intercept the other calls.
         flags = {**_QUICK, **_accelerator_flags(), **_SLOW}
         self.names = tuple(flags)
         self._setters = tuple([flag.put for flag in flags.values()])
@@ -316,7 +318,7 @@ class GlobalFlags:
         return (*map(call, self._quick_getters),)
 
     def read_slow(self) -> dict[str, Any]:
-        """Return, by name, the settings that :meth:`read` leaves out."""
+        """Return, by name, the settings that :meth:`read` omits."""
         start = len(self._quick_getters)
         return dict(zip(self.names[start:], map(call, self._getters[start:]), strict=True))
 
@@ -325,51 +327,52 @@ class GlobalFlags:
         return (*map(call, self._getters),)
 
     def restore_quick(self, quick: tuple[Any, ...], known: tuple[Any, ...]) -> None:
-        """Put back what ``read`` returned, unless a setting that it does not read is no longer ``known``.
+        """Restore the result of ``read``, unless a slow setting differs from ``known``, a result of ``read_all``.
 
-        Then all stays as it is, for a check to tell of it. A setting that is set along with one that ``read`` does
-        read is put back too, where all of these were as they were when ``known`` was read.
+        In that case nothing is restored, so that a check reports the difference. A slow setting that follows a changed
+        quick one is restored too if the quick settings of ``known`` equal ``quick``.
         """
         changed = {*self.differences(quick)}
-        others = {*self.differences(known)}.difference(self.names[: len(quick)])
+        changed_slow = {*self.differences(known)}.difference(self.names[: len(quick)])
         if known[: len(quick)] == quick:
-            others -= {follower for name, follower in _FOLLOWS.items() if name in changed}
-        if not others:
+            changed_slow -= {follower for name, follower in _FOLLOWS.items() if name in changed}
+        if not changed_slow:
             self.restore((*quick, *known[len(quick) :]))
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        """Put back the settings that differ from ``saved`` (of ``read`` or ``read_all``), modes first."""
+        """Restore the settings that differ from ``saved`` (a result of ``read`` or ``read_all``), modes first."""
         getters = self._getters[: len(saved)]
         if tuple([get() for get in getters]) != saved:
             for put, get, before in zip(self._setters, getters, saved, strict=False):
                 if get() != before:
                     put(before)
-        torch.clear_autocast_cache()  # it may hold casts of parameters that are rolled back
+        torch.clear_autocast_cache()  # the cache may contain casts of parameters that are rolled back
 
     def differences(self, saved: tuple[Any, ...]) -> list[str]:
-        """Name the settings that differ from ``saved`` (of ``read`` or ``read_all``)."""
+        """Return the names of settings that differ from ``saved`` (a result of ``read`` or ``read_all``)."""
         return [name for name, get, before in zip(self.names, self._getters, saved, strict=False) if get() != before]
 
 
 class NotDeterministicError(LoopscopeError):
-    """An operation has no deterministic implementation, so it does not run in deterministic mode."""
+    """An operation has no deterministic implementation, so deterministic mode rejects it."""
 
 
 @contextmanager
 def deterministic(*, on: bool) -> Iterator[None]:
-    """Have torch use deterministic algorithms in the body.
+    """Make torch use deterministic algorithms in the body.
 
-    An operation without one raises there, which leaves the body as a :class:`NotDeterministicError`.
+    New memory is not filled, as torch otherwise does in this mode: that would cost a pass over every new tensor, and
+    matters only to code that reads uninitialised memory.
 
-    Memory is not filled before use, as torch otherwise does in this mode: that costs a pass over every new tensor, and
-    helps only code that reads what it never wrote.
+    Raises:
+        NotDeterministicError: for an operation without a deterministic algorithm.
     """
     if not on:
         yield
         return
     flags = GlobalFlags()
     saved, workspace = flags.read_all(), os.environ.get(CUBLAS)
-    # Beside the flags, which have cuDNN's only once an accelerator has been used; that may happen within the body.
+    # Saved separately, since the flags include cuDNN only after an accelerator was used, which may happen in the body.
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     try:
         set_deterministic_algorithms(True)
@@ -378,9 +381,9 @@ def deterministic(*, on: bool) -> Iterator[None]:
         os.environ.setdefault(CUBLAS, ":4096:8")  # read by CUDA's matrix products when they are first used
         yield
     except RuntimeError as error:
-        if (told := explain_nondeterminism(error)) is error:
+        if (explanation := explain_nondeterminism(error)) is error:
             raise
-        raise told from error
+        raise explanation from error
     finally:
         flags.restore(saved)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
@@ -389,7 +392,7 @@ def deterministic(*, on: bool) -> Iterator[None]:
 
 
 def explain_nondeterminism(error: BaseException) -> BaseException:
-    """Return the error that names the remedy, if torch refused an operation in deterministic mode; else the same."""
+    """Return an error with advice if torch rejected an operation in deterministic mode, otherwise ``error``."""
     operation, refused, _ = text_of(error).partition(MISSING)
     if not refused or not isinstance(error, RuntimeError):
         return error
@@ -400,7 +403,7 @@ def explain_nondeterminism(error: BaseException) -> BaseException:
 
 
 def settings() -> Mapping[str, Any]:
-    """Return the settings that decide whether the same bits come out again, as plain values."""
+    """Return the settings that determine whether results are reproducible bit for bit, as plain values."""
     return {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,

@@ -1,4 +1,4 @@
-"""The parts of a training state that hang on the model: its tensors, their gradients, its modules, hooks on these."""
+"""The parts of a training state that belong to the model: tensors, gradients, modules and hooks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ from .tensor_identity import addresses
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
-# What register_hook and register_post_accumulate_grad_hook fill; torch has no public way to list hooks.
+# The tables of register_hook and register_post_accumulate_grad_hook; torch has no public function that lists hooks.
 _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
 GRADIENT_HOOKS = (_hooks_on_gradient, _hooks_after_gradient)
@@ -25,10 +25,10 @@ _parameters, _buffers = methodcaller("named_parameters"), methodcaller("named_bu
 
 
 class InternalHook(Transient):
-    """Marks what loopscope registers on parameters and modules, which changes nothing that was not declared.
+    """Base of the hooks that loopscope registers on parameters and modules; they change nothing undeclared.
 
-    What others register there belongs to the training state, since the run may depend on it. What bears this mark does
-    not: a run with it and a run without it have the same digests.
+    Hooks that users register there belong to the training state, since the run may depend on them. Internal hooks do
+    not: a run with them and a run without them have the same digests.
     """
 
 
@@ -44,20 +44,20 @@ class InternalFunction(InternalHook):
 
 
 def _tensor_part(
-    what: str,
+    part: str,
     named: Callable[[nn.Module], Iterable[tuple[str, Any]]],
     read: Callable[[Any], Any],
     load: Callable[[Any, Any], object],
     guarded: Guarded = NOT_GUARDED,
     watched: Callable[[StateObjects], Watched] = lambda state: Watched(),
 ) -> Part:
-    """Make the part that holds one thing of each of the model's parameters or buffers."""
+    """Return the part with one value for each of the model's parameters or buffers."""
 
     def values(state: StateObjects, _: Any = None) -> dict[str, Any]:
         return {name: read(tensor) for name, tensor in named(state.model)}
 
     def leaves(state: StateObjects) -> Leaves:
-        return ((f"{what}/{name}", value) for name, value in values(state).items())
+        return ((f"{part}/{name}", value) for name, value in values(state).items())
 
     @torch.no_grad()
     def load_all(state: StateObjects, stored: Mapping[str, Any]) -> None:
@@ -65,28 +65,28 @@ def _tensor_part(
             load(tensor, stored[name])
 
     def misfit(state: StateObjects, stored: Mapping[str, Any]) -> str:
-        have = dict(named(state.model))
-        others = [name for name, value in stored.items() if name in have and not _fits(value, have[name])]
-        return _of_another_model(what, sorted(have.keys() ^ stored.keys()) or sorted(others))
+        present = dict(named(state.model))
+        misfits = [name for name, value in stored.items() if name in present and not _fits(value, present[name])]
+        return _describe_misfits(part, sorted(present.keys() ^ stored.keys()) or sorted(misfits))
 
-    return Part(what, leaves, guarded, watched, Stored(values, load_all, misfit))
+    return Part(part, leaves, guarded, watched, Stored(values, load_all, misfit))
 
 
 def _fits(value: Any, tensor: Tensor) -> bool:
     return not isinstance(value, Tensor) or (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
 
 
-def _of_another_model(what: str, names: Sequence[str]) -> str:
-    return f"was written for another model: of its {what}, {', '.join(names[:5])} differ" if names else ""
+def _describe_misfits(part: str, names: Sequence[str]) -> str:
+    return f"was written for another model: its {part} differ ({', '.join(names[:5])})" if names else ""
 
 
 def _set_gradient(parameter: Any, gradient: Tensor | None) -> None:
-    # Checkpoints are read to the CPU, and a gradient must lie on the device of its parameter.
+    # Checkpoints are read to the CPU, but a gradient must be on the device of its parameter.
     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 def _restore_gradients(owners: list[Tensor], saved: tuple[Tensor | None, ...]) -> None:
-    # Compared first, since setting a gradient checks its device, dtype and layout anew.
+    # Compared first, since setting a gradient checks its device, dtype and layout every time.
     if addresses(saved) != addresses((*map(_grad, owners),)):
         for owner, gradient in zip(owners, saved, strict=True):
             owner.grad = gradient
@@ -120,7 +120,7 @@ def _watch_gradient_hooks(state: StateObjects) -> Watched:
 
 
 class HookCounts:
-    """Counts hooks, but only where torch gave out a handle since: each takes the next number."""
+    """Counts hooks, again only if torch has created a handle since: handles are numbered consecutively."""
 
     def __init__(self, tables: Callable[[], Iterable[dict[int, Any] | None]]) -> None:
         self._tables = tables
@@ -128,34 +128,34 @@ class HookCounts:
         self._counts: tuple[int, ...] = ()
 
     def read(self) -> tuple[int, ...]:
-        """Return the numbers of hooks, one for each table that has any."""
+        """Return the number of hooks in each table that is not empty."""
         if RemovableHandle.next_id != self._handles:
             self._handles, self._counts = RemovableHandle.next_id, (*map(len, filter(None, self._tables())),)
         return self._counts
 
     def remove_newer(self, _: Any = None) -> None:
-        """Remove the hooks whose handles were given out since the last reading, as these themselves would."""
+        """Remove the hooks whose handles were created since the last reading, as ``handle.remove()`` would."""
         for table in filter(None, self._tables()):
             for number in [number for number in table if number >= self._handles]:
                 del table[number]
 
 
 def _separately_stored(state: StateObjects) -> dict[str, Any]:
-    """Return by name what attributes may refer to and other parts store: modules, parameters, buffers, generators."""
-    found: dict[str, Any] = {f"modules/{name}": module for name, module in state.model.named_modules()}
-    found |= {f"parameters/{name}": parameter for name, parameter in state.model.named_parameters()}
-    found |= {f"buffers/{name}": buffer for name, buffer in state.model.named_buffers()}
-    found |= {f"generators/{index}": generator for index, generator in enumerate(state.streams.owned)}
-    return found | {"optimizer": state.optimizer, "scheduler": state.scheduler}
+    """Return, by name, objects that attributes may refer to and other parts store, such as modules and parameters."""
+    objects: dict[str, Any] = {f"modules/{name}": module for name, module in state.model.named_modules()}
+    objects |= {f"parameters/{name}": parameter for name, parameter in state.model.named_parameters()}
+    objects |= {f"buffers/{name}": buffer for name, buffer in state.model.named_buffers()}
+    objects |= {f"generators/{index}": generator for index, generator in enumerate(state.streams.owned)}
+    return objects | {"optimizer": state.optimizer, "scheduler": state.scheduler}
 
 
 def plain_forms(state: StateObjects) -> PlainForms:
-    """Return what makes plain forms of attributes of the model or the optimizer."""
+    """Return the writer of plain forms for attributes of the model or the optimizer."""
     return PlainForms({id(thing): name for name, thing in _separately_stored(state).items()})
 
 
 def from_plain_forms(state: StateObjects) -> FromPlainForms:
-    """Return what puts attributes back from their plain forms."""
+    """Return the reader that restores attributes from their plain forms."""
     return FromPlainForms(_separately_stored(state), device_of(state))
 
 
@@ -165,7 +165,7 @@ def device_of(state: StateObjects) -> torch.device:
 
 
 def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    """Return the plain forms of what modules hold beside tensors, modules and hooks, by name."""
+    """Return the plain forms, by name, of the attributes of modules other than tensors, modules and hooks."""
     forms = plain_forms(state)
     return {
         f"{name}.{key}": forms.of(value)
@@ -192,20 +192,20 @@ def _load_attributes(state: StateObjects, stored: Mapping[str, Any]) -> None:
 
 
 def _misfit_of_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    have = {name for name, _ in state.model.named_modules()}
-    others = have ^ {name.rpartition(".")[0] for name in stored}
-    own = plain_forms(state).table(module_attributes(nn.Module()))  # no module works without those that all have
+    names = {name for name, _ in state.model.named_modules()}
+    differing_names = names ^ {name.rpartition(".")[0] for name in stored}
+    forms = plain_forms(state).table(module_attributes(nn.Module()))  # every module needs the attributes that all have
     missing = [
         f"{name}.{key}"
         for name, module in state.model.named_modules()
-        for key, form in own.items()
+        for key, form in forms.items()
         if key in vars(module) and not _same_kind(stored.get(f"{name}.{key}"), form)
     ]
-    return _of_another_model("modules", sorted(others or missing))
+    return _describe_misfits("modules", sorted(differing_names or missing))
 
 
 def _same_kind(stored: Any, form: Any) -> bool:
-    """Return whether two plain forms are of the same kind, whatever they hold."""
+    """Return whether two plain forms are of the same kind, regardless of their contents."""
     return type(stored) is type(form) and (
         not isinstance(form, dict) or "again" in stored or stored.keys() == form.keys()
     )
@@ -213,10 +213,10 @@ def _same_kind(stored: Any, form: Any) -> bool:
 
 def _watch_modules(state: StateObjects) -> Watched:
     modules = [*state.model.modules()]
-    # not the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time
+    # Without the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time.
     spaces = [vars(module) for module in modules]
     attributes = [
-        # what torch.compile returns has no mode of its own, but shows that of the module within
+        # The module that torch.compile returns has no mode of its own and shows that of the inner module.
         (space, tuple([*TABLES, *(key for key in module_attributes(module) if key == "training" or key not in NATIVE)]))
         for module, space in zip(modules, spaces, strict=True)
     ]
@@ -229,7 +229,7 @@ def _watch_modules(state: StateObjects) -> Watched:
 
 
 def hook_tables(state: StateObjects) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the tables of hooks on parameters and modules, with their names."""
+    """Yield the tables of hooks on parameters and modules with their names."""
     for name, parameter in state.model.named_parameters():
         yield f"gradient hooks/{name}", _hooks_on_gradient(parameter) or {}
         yield f"gradient hooks/{name}/after", _hooks_after_gradient(parameter) or {}
@@ -257,14 +257,14 @@ def _watch_module_hooks(state: StateObjects) -> Watched:
 
 
 def _watch_sharding(state: StateObjects) -> Watched:
-    label = "what FSDP2 has gathered, has under way or was told"
+    label = "gathered parameters, pending work or settings of FSDP2"
     sharding = state.sharding
     return Watched(read_values=sharding.read, label=label, restore=sharding.restore_settings) if sharding else Watched()
 
 
 MODEL_PARTS = (
-    _tensor_part("parameters", _parameters, lambda found: found, Tensor.copy_, Guarded(lambda state: (state.model,))),
-    _tensor_part("buffers", _buffers, lambda found: found, Tensor.copy_),
+    _tensor_part("parameters", _parameters, lambda tensor: tensor, Tensor.copy_, Guarded(lambda state: (state.model,))),
+    _tensor_part("buffers", _buffers, lambda tensor: tensor, Tensor.copy_),
     _tensor_part("requires_grad", _parameters, _requires_grad, nn.Parameter.requires_grad_, watched=_watch_parameters),
     _tensor_part(
         "gradients",

@@ -1,4 +1,4 @@
-"""What foreign Python objects hold: their attributes and slots, what functions close over, and what is out of reach."""
+"""Contents of user-defined Python objects: attributes, slots and closures, and which states are out of reach."""
 
 import gc
 import logging
@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Native(NamedTuple):
-    """How the state of an object that keeps it in C is read, as plain values, equal for equal states, and written."""
+    """Reader and writer of a native (C) state; the reader returns plain values, equal for equal states."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], object]
@@ -52,26 +52,26 @@ def _write_array(array: Any, saved: tuple[str, tuple[int, ...], bytes]) -> None:
     _, shape, content = saved
     if array.shape != tuple(shape):
         array.resize(shape, refcheck=False)
-    if content:  # frombuffer refuses an empty one
+    if content:  # frombuffer rejects an empty buffer
         np.copyto(array, np.frombuffer(content, array.dtype).reshape(shape))
 
 
-def _plainly(state: Any) -> Any:
-    """Return the state of a bit generator of NumPy with lists for its arrays."""
+def _without_arrays(state: Any) -> Any:
+    """Return the state of a NumPy bit generator with lists instead of arrays."""
     if isinstance(state, dict):
-        return {key: _plainly(item) for key, item in state.items()}
+        return {key: _without_arrays(item) for key, item in state.items()}
     return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
 
 
-def _as_now(state: Any, now: Any) -> Any:
-    """Return a plain state with arrays where there are some now."""
+def _with_arrays(state: Any, now: Any) -> Any:
+    """Return a plain state with arrays in the places where ``now`` has arrays."""
     if isinstance(now, dict):
-        return {key: _as_now(item, now[key]) for key, item in state.items()}
+        return {key: _with_arrays(item, now[key]) for key, item in state.items()}
     return np.array(state, now.dtype) if isinstance(now, np.ndarray) else state
 
 
 def _set_bits(generator: Any, saved: Any) -> None:
-    generator.bit_generator.state = _as_now(saved, generator.bit_generator.state)
+    generator.bit_generator.state = _with_arrays(saved, generator.bit_generator.state)
 
 
 def _read_torch(generator: torch.Generator) -> bytes:
@@ -84,26 +84,26 @@ def _write_torch(generator: torch.Generator, saved: bytes) -> None:
 
 _KINDS: dict[type, Native] = {
     np.ndarray: Native(_read_array, _write_array),
-    np.random.Generator: Native(lambda generator: _plainly(generator.bit_generator.state), _set_bits),
+    np.random.Generator: Native(lambda generator: _without_arrays(generator.bit_generator.state), _set_bits),
     np.random.RandomState: Native(
-        lambda generator: _plainly(generator.get_state(legacy=False)),
-        lambda generator, saved: generator.set_state(_as_now(saved, generator.get_state(legacy=False))),
+        lambda generator: _without_arrays(generator.get_state(legacy=False)),
+        lambda generator, saved: generator.set_state(_with_arrays(saved, generator.get_state(legacy=False))),
     ),
     random.Random: Native(random.Random.getstate, random.Random.setstate),
     torch.Generator: Native(_read_torch, _write_torch),
     bytearray: Native(bytes, lambda value, saved: value.__setitem__(slice(None), saved)),
 }
-# the operating system's randomness has no state, and a memory map shows a file
+# The operating system's generator has no state, and a memory map is a view of a file.
 _WITHOUT = (random.SystemRandom, np.memmap)
 
 
 def kind_of(value: Any) -> Any:
-    """Return the class of a value, as what mypy takes for hashable."""
+    """Return the class of a value, typed so that mypy accepts it as hashable."""
     return type(value)
 
 
 def native_of(value: Any) -> Native | None:
-    """Return how the state of a value is read and written, ``None`` for a value that is of no such kind."""
+    """Return reader and writer of a value's native state, or ``None`` if it has none."""
     native = _of_kind(kind_of(value))
     if native is not None and isinstance(value, np.ndarray) and value.dtype.hasobject:
         return None
@@ -114,17 +114,17 @@ def native_of(value: Any) -> Native | None:
 def _of_kind(kind: type) -> Native | None:
     if issubclass(kind, _WITHOUT):
         return None
-    return next((native for known, native in _KINDS.items() if issubclass(kind, known)), None)
+    return next((native for base, native in _KINDS.items() if issubclass(kind, base)), None)
 
 
 def read_native(value: Any) -> Any:
-    """Return the state of a value of one of these kinds."""
+    """Return the native state of a value, or ``None``."""
     native = _of_kind(kind_of(value))
     return None if native is None else native.read(value)
 
 
 def write_native(value: Any, saved: Any) -> None:
-    """Make the state of a value what :func:`read_native` returned, unless it is."""
+    """Restore a result of :func:`read_native`, if the state of the value differs."""
     native = _of_kind(kind_of(value))
     if native is not None and native.read(value) != saved:
         native.write(value, saved)
@@ -133,22 +133,22 @@ def write_native(value: Any, saved: Any) -> None:
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 ABSENT: Any = object()
-"""Stands for what an attribute, a slot or a cell does not hold."""
-# Beside their slots, instances of a Python class hold a header and, unless the interpreter manages these, two
-# references: to __dict__ and to weak references. What is larger keeps something in C.
+"""Stands for a missing attribute or the value of an empty slot or cell."""
+# Besides slots, instances of a Python class contain a header and, unless the interpreter manages these, two references:
+# to __dict__ and to weak references. Larger instances have a native (C) state.
 _HEADER, _WORD = object.__basicsize__ + 16, 8
-_MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the type was made at run time, by a class statement say
+_MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the type was created at run time, for example by a class statement
 
 
-class Transient(ABC):  # noqa: B024 - it marks, and asks for nothing
-    """Base of objects on a module that are no part of the training state: no later step reads what they hold.
+class Transient(ABC):  # noqa: B024 - a marker without abstract methods
+    """Base of objects on a module that are not part of the training state: no later step reads their contents.
 
-    They are not digested, rolled back, watched or stored. For a class that somebody else wrote:
+    They are not digested, rolled back, watched or stored. For a third-party class, call
     ``Transient.register(TheirClass)``.
     """
 
 
-# what only stands before something else, that lies in what reached_from returns
+# views, whose underlying dicts referenced_objects() returns
 _VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _FUNCTIONS = (FunctionType, MethodType, partial, *_VIEWS)
 _IMMUTABLE = (
@@ -179,12 +179,12 @@ _CODE = (
         torch.layout,
         torch.memory_format,
     ),
-    *(Dataset, DataLoader),  # data, which are read and not trained: a copy could take more memory than there is
+    *(Dataset, DataLoader),  # data, which are only read: a copy could exceed the memory
     Transient,
 )
-# Functions and objects of these are machinery: of torch what compiles, traces and communicates, of loopscope what runs
-# the hooks, whose own attributes are their memory, and experiments, which hold data and declare their state. A
-# tokenizer sets anew at each call what it is set to, and tables of Arrow never change.
+# Functions and objects of these packages are machinery, not state: torch's compilation, tracing and communication, and
+# loopscope's own packages, since hooks and experiments declare their state. A tokenizer resets its settings at each
+# call, and Arrow tables are immutable.
 _MACHINERY = (
     *(
         "torch._",
@@ -199,13 +199,13 @@ _MACHINERY = (
     *("loopscope.runs.runner", "loopscope.state", "loopscope.training.", "tokenizers", "pyarrow"),
     *("datasets.arrow_dataset", "datasets.iterable_dataset"),
 )
-# what has only this method of a container tells it something, as to a log, and reads nothing of it
+# A reference to only such a method writes to the container, for example to a log, and reads nothing from it.
 _ONLY_WRITES = frozenset({"append", "appendleft", "extend", "add", "write"})
 _WITHOUT_SPACE = (*CONTAINERS, *_FUNCTIONS, *_IMMUTABLE, *_CODE, Tensor, nn.Module)
 
 
 def is_code(value: Any) -> bool:
-    """Return whether building the model anew makes this value again: functions, classes, paths, locks, loggers."""
+    """Return whether rebuilding the model recreates this value, such as functions, classes, paths, locks, loggers."""
     if isinstance(value, (*_FUNCTIONS, *_CODE)) or _is_machinery(kind_of(value)):
         return not isinstance(value, nn.Module)
     return callable(value) and not isinstance(value, nn.Module) and attributes_of(value) is None
@@ -217,17 +217,17 @@ def _is_machinery(kind: type) -> bool:
 
 
 def is_frozen(value: Any) -> bool:
-    """Return whether a value is a frozen dataclass, which is another object when it holds something else."""
-    # dataclasses has no public way to ask whether a class is frozen.
+    """Return whether a value is a frozen dataclass, which is replaced instead of changed."""
+    # The dataclasses module has no public function for this.
     kind: Any = type(value)
     return is_dataclass(value) and bool(kind.__dataclass_params__.frozen)
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return what an instance of a Python class holds in its ``__dict__`` and its slots; ``None`` for anything else.
+    """Return the ``__dict__`` and slots of an instance of a Python class; ``None`` for other objects.
 
-    The dict is the object's own where that is all it has. Of a frozen dataclass it has the fields: what else is in its
-    ``__dict__`` are cached properties.
+    Without slots, the result is the object's ``__dict__`` itself. Of a frozen dataclass the result contains the fields:
+    other entries of its ``__dict__`` are cached properties.
     """
     if isinstance(value, _WITHOUT_SPACE) or _is_machinery(kind_of(value)):
         return None
@@ -239,12 +239,12 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     space: dict[str, Any] | None = getattr(value, "__dict__", None)
     if not slots:
         return space
-    return {**(space or {}), **{name: held for name in slots if (held := _read(value, name)) is not ABSENT}}
+    return {**(space or {}), **{name: item for name in slots if (item := _read(value, name)) is not ABSENT}}
 
 
 @cache
 def _slots(kind: type) -> tuple[str, ...] | None:
-    """Return the names of the slots of a Python class, ``None`` for a class that keeps something in C."""
+    """Return the names of the slots of a Python class, ``None`` for a class with a native (C) state."""
     if kind is CellType:
         return ("cell_contents",)
     bases = [base for base in kind.__mro__ if base not in (object, SimpleNamespace)]
@@ -258,17 +258,17 @@ def _slots(kind: type) -> tuple[str, ...] | None:
 def _read(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
-    except (AttributeError, ValueError):  # ValueError: of a cell that is empty
+    except (AttributeError, ValueError):  # ValueError: an empty cell
         return ABSENT
 
 
 def instance_attributes(container: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object of a subclass of a container's class; ``None`` where it can have none."""
+    """Return the ``__dict__`` of an instance of a container's subclass; ``None`` if it has none."""
     return getattr(container, "__dict__", None)
 
 
 def write_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
-    """Make these the attributes and slots of an object, unless they are its ``__dict__`` itself."""
+    """Set the attributes and slots of an object, unless ``attributes`` is its ``__dict__`` itself."""
     space = getattr(owner, "__dict__", None)
     if attributes is space:
         return
@@ -282,7 +282,7 @@ def write_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
 def _write_slots(owner: Any, names: Iterable[str], values: Iterable[Any]) -> None:
     for name, value in zip(names, values, strict=True):
         present = _read(owner, name)
-        # past a __setattr__ of its own, which may refuse or convert
+        # bypasses a custom __setattr__, which may reject or convert values
         if value is ABSENT and present is not ABSENT:
             object.__delattr__(owner, name)
         elif value is not present:
@@ -290,14 +290,14 @@ def _write_slots(owner: Any, names: Iterable[str], values: Iterable[Any]) -> Non
 
 
 class Slots:
-    """The slots of an object, the fields of a frozen one, or the variable in a cell: a sequence to refill in place."""
+    """The slots of an object, the fields of a frozen dataclass, or the variable of a cell, as a refillable sequence."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
         self._owner, self._names = owner, names
 
     @classmethod
     def of(cls, value: Any) -> "Slots | None":
-        """Return the slots of an object that has any; of a frozen dataclass the fields, wherever they lie."""
+        """Return the slots of an object that has any, or all fields of a frozen dataclass."""
         if isinstance(value, _WITHOUT_SPACE):
             return None
         names = tuple([item.name for item in fields(value)]) if is_frozen(value) else _slots(kind_of(value))
@@ -310,17 +310,16 @@ class Slots:
         return iter([_read(self._owner, name) for name in self._names])
 
     def clear(self) -> None:
-        """Do nothing: to refill is to write."""
+        """Do nothing: :meth:`extend` overwrites all values."""
 
     def extend(self, values: Iterable[Any]) -> None:
         """Write the values, in order."""
         _write_slots(self._owner, self._names, values)
 
 
-def reached_from(value: Any) -> tuple[Any, ...]:
-    """Return what a function closes over and keeps as defaults or attributes, a method's object, a partial's arguments.
+def referenced_objects(value: Any) -> tuple[Any, ...]:
+    """Return a function's closure, defaults and attributes, a method's object, a partial's arguments, a view's dict.
 
-    Of a view of a dict it is that dict.
     Functions of torch and of loopscope count as having none.
     """
     if isinstance(value, MethodType):
@@ -328,20 +327,22 @@ def reached_from(value: Any) -> tuple[Any, ...]:
     if isinstance(value, partial):
         return (value.func, value.args, value.keywords)
     if isinstance(value, _VIEWS):
-        return tuple(gc.get_referents(value))  # the dict behind it, which its owner may change
+        return tuple(gc.get_referents(value))  # the dict of the view, which its owner may change
     if isinstance(value, BuiltinFunctionType):
         inert = isinstance(value.__self__, (ModuleType, type, type(None))) or value.__name__ in _ONLY_WRITES
         return () if inert else (value.__self__,)
     if isinstance(value, FunctionType) and not str(value.__module__).startswith(("torch.", "loopscope.")):
-        if "_torchdynamo_orig_callable" in vars(value):  # what is around it compiles, though it names another module
+        if "_torchdynamo_orig_callable" in vars(
+            value
+        ):  # a wrapper by torch.compile, although its __module__ is that of the function
             return (vars(value)["_torchdynamo_orig_callable"],)
-        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
-        return tuple([item for item in held if item])
+        references = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return tuple([item for item in references if item])
     return ()
 
 
 def is_opaque(value: Any) -> bool:
-    """Return whether a value keeps a state in C that nobody can ask for: an open stream, an iterator, a handle."""
+    """Return whether a value has a native state that cannot be read, such as an open stream, an iterator, a handle."""
     if type(value) is object or isinstance(value, (*_WITHOUT_SPACE, type(None))):
         return False
     return attributes_of(value) is None and native_of(value) is None and not is_code(value)

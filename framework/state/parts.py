@@ -1,4 +1,4 @@
-"""What a training state is made of: the objects of a run, and the form in which a part of it is described."""
+"""The objects of a run that make up its training state, and the description of one part of that state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,18 +21,18 @@ Leaves = Iterable[tuple[str, Any]]
 
 
 class Stateful(Protocol):
-    """Anything with a state of its own that the run depends on: a strategy, an experiment."""
+    """An object with a separate state that the run depends on: a strategy, an experiment."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned."""
+        """Restore the state that ``state_dict`` returned."""
 
 
 @dataclass
 class LoopState:
-    """The loop's own position and accumulators."""
+    """Position and accumulators of the training loop."""
 
     epoch: int = 0
     step: int = 0
@@ -44,29 +44,29 @@ class LoopState:
     running_steps: int = 0
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
-    """The step after which ``evaluation`` was made."""
+    """The step after which ``evaluation`` was measured."""
     gradient_sum: dict[str, Tensor] | None = None
     gradient_steps: int = 0
     step_series: Tensor | None = None
-    """Loss and gradient norm of the steps of the epoch (step loop: since SNAPSHOT), one column each, and room for
-    more; float64."""
+    """Losses (row 0) and gradient norms (row 1) of the epoch's steps (step loop: since SNAPSHOT), with spare columns;
+    float64, shape (2, capacity)."""
     series_steps: int = 0
     accumulated_grads: dict[str, Tensor] | None = None
     prev_step_grads: dict[str, Tensor] | None = None
     current_grads: dict[str, Tensor] | None = None
     pre_epoch: Any = None
-    """The snapshot taken at PRE_EPOCH; handed to nobody, so the guardian need not copy it."""
+    """The snapshot taken at PRE_EPOCH; hooks never receive it, so the guardian need not copy it."""
     loss_scale: float | None = None
-    """What the loss of the step was multiplied by for its backward pass (float16 only)."""
+    """Factor of the step's loss in its backward pass (float16 only)."""
     skipped_steps: int = 0
-    """Steps whose update was skipped, since their gradients left float16."""
+    """Number of steps that were skipped because their gradients overflowed in float16."""
     step_lr: float | Tensor | None = None
-    """Learning rate of the first parameter group in the newest step that was not skipped."""
+    """Learning rate of the first parameter group in the latest step that was not skipped."""
     stopped: bool = False
     reached: dict[str, int] | None = None
 
     def in_flight(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hooks are shown and the loop goes on with: batch, losses, kept gradients."""
+        """Return the tensors that hooks see and the loop continues to use: batch, losses, accumulated gradients."""
         batch = self.batch
         shown = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) is tuple else [batch]
         if not PLAIN.issuperset(map(type, shown)):  # nearly every batch is a tuple or dict of plain tensors
@@ -80,7 +80,7 @@ class LoopState:
         return tuple(shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the batch in flight and the pre-epoch snapshot, which the next epoch renews."""
+        """Return everything except the current batch and loss, and the pre-epoch snapshot, which is taken again."""
         return {
             name: value for name, value in vars(self).items() if name not in ("batch", "pre_epoch", "batch_idx", "loss")
         }
@@ -99,11 +99,11 @@ def nested(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 MAX_BATCH_OBJECTS = 10_000
-"""Objects and containers in one batch; what reaches more is no batch."""
+"""Maximum number of objects and containers that are visited in a batch."""
 
 
 def visited(path: str, value: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any, bool]]:
-    """Yield a value and all that can be reached from it, each with its path and whether it holds others."""
+    """Yield a value and everything reachable from it, each with its path and whether it contains other values."""
     seen = set() if seen is None else seen
     inner = _contents(value)
     yield path, value, bool(inner)
@@ -122,7 +122,7 @@ def _contents(value: Any) -> dict[Any, Any] | None:
 
 
 def leaves_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what holds nothing else, with its path; arrays as tensors on their memory."""
+    """Yield the values that contain no others, with their paths; arrays as tensors on the same memory."""
     for name, leaf, holds in visited(path, value):
         if not holds:
             yield name, _on_memory(leaf)
@@ -134,30 +134,30 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _on_memory(leaf: Any) -> Any:
-    """Return a tensor on the memory of an array of numbers, anything else as it is."""
+    """Return a tensor that shares the memory of a writeable numeric array; any other value unchanged."""
     if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
         return leaf
     try:
         return torch.from_numpy(leaf)
-    except (TypeError, ValueError):  # texts and objects, or steps backward
+    except (TypeError, ValueError):  # arrays of texts or objects, or with negative strides
         return leaf
 
 
 def copy_of_batch(batch: Any) -> Any:
-    """Return a copy that shares no memory with a batch: of views their part alone, as the whole may be a data set."""
+    """Return a copy that shares no memory with a batch; of views only their elements, as the base may be a data set."""
     clones = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors_of(batch)}
     return deepcopy(batch, clones)
 
 
 def with_types(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return values and their types, for comparisons that tell ``tensor(1.0)`` and ``True`` from an equal 1.0."""
+    """Return values and their types, so that ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons."""
     items = (*values,)
     return (*items, *map(type, items))
 
 
 @dataclass
 class StateObjects:
-    """The objects of a run that everything in the table is read from, held by reference."""
+    """References to the objects of a run from which all parts are read."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -172,15 +172,18 @@ class StateObjects:
 
 @dataclass(frozen=True)
 class Guarded:
-    """How the guardian copies a part and puts it back, in place.
+    """The functions by which the guardian copies a part and restores it in place.
 
     Args:
-        lasting: objects that live as long as the run; all that hangs on them is walked once, and copied.
-        apart: objects on lasting ones that change at most steps, and are kept instead.
-        keep: returns what hangs on no lasting object; it is given the tensors of the state that may carry a gradient.
-        passing: objects among what is kept that are walked and copied at every save.
-        put_back: puts back what was kept, beyond the contents of the walked objects.
-        first: it is put back before objects and tensors are, whose putting back it would disturb.
+        persistent: returns objects that live as long as the run; everything reachable from them is walked once and
+            copied.
+        excluded: returns objects on persistent ones that change at most steps; they are not walked with these.
+        save: returns the state that no persistent object holds; its second argument are the tensors of the state that
+            may carry a gradient.
+        temporary: returns the objects in the result of ``save`` that are walked and copied at every save.
+        restore: restores the result of ``save``, beyond the contents of the walked objects.
+        restored_first: whether ``restore`` runs before objects and tensors are restored, because it would undo that, or
+            that requires it.
     """
 
     persistent: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
@@ -192,23 +195,25 @@ class Guarded:
 
 
 NOT_GUARDED = Guarded()
-"""For what hangs on the lasting objects of another part."""
+"""For parts that the persistent objects of another part contain."""
 
 
 class Watched(NamedTuple):
-    """What the tripwire reads of a part, put together anew when one of the containers is another.
+    """The values of a part that the tripwire reads; built again when one of the containers was replaced.
 
     Args:
-        tables: dicts whose values are compared after every call, tensors among them by version and pointer too.
-        glance: reads tensors that are others at most steps (``None`` for one that is not there), for the same; like
-            ``look`` it returns any iterable, best one that C makes, since both are called twice a fire.
-        own: the ``__dict__`` of objects, with the names in it, two or more, that are compared once a fire.
-        attributes: containers whose contents are compared once a fire.
-        look: reads plain values, once a fire.
-        settled: what ``look`` reads decides which containers there are to read.
-        label: says what differs if ``glance`` or ``look`` does.
-        differences: says it more precisely, given what ``look`` read before.
-        put_back: makes it what ``look``, or else ``glance``, read before, where that costs next to nothing.
+        tables: dicts whose values are compared after every call, tensors among them also by version and pointer.
+        read_tensors: returns tensors that are replaced at most steps (``None`` for a missing one), compared in the same
+            way. Like ``read_values`` it returns any iterable, preferably one implemented in C, since both are called
+            twice per dispatch.
+        named_attributes: the ``__dict__`` of objects, each with the two or more names whose values are compared once
+            per dispatch.
+        containers: containers whose contents are compared once per dispatch.
+        read_values: returns plain values that are compared once per dispatch.
+        decides_containers: whether other values of ``read_values`` require other containers to be read.
+        label: names the difference if the result of ``read_tensors`` or ``read_values`` differs.
+        differences: names the differences more precisely, given the earlier result of ``read_values``.
+        restore: restores the earlier result of ``read_values``, or else of ``read_tensors``, if that costs little.
     """
 
     tables: Sequence[dict[Any, Any]] = ()
@@ -224,12 +229,12 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """How checkpoints store a part.
+    """The functions by which checkpoints store a part.
 
     Args:
-        read: returns tensors and plain values, by reference; it is given the states of the run's own generators.
-        load: puts what was read back into a state that was just built.
-        misfit: says in what a stored part is not one of this run, before anything is changed; empty if it is.
+        read: returns tensors and plain values, by reference; its second argument is the state of the run's generators.
+        load: restores the result of ``read`` in a state that was just built.
+        misfit: returns why a stored part does not fit this run, before anything is changed; empty if it fits.
     """
 
     read: Callable[[StateObjects, StreamState], Any]
@@ -242,11 +247,11 @@ class Part:
     """One part of the training state.
 
     Args:
-        name: what it is called in checkpoints.
+        name: its name in checkpoints.
         leaves: yields its tensors and plain values with their names, for the digest.
-        guarded: how the guardian copies it.
-        watched: what the tripwire reads of it.
-        stored: how checkpoints store it; ``None`` for what the process, or building the run, gives again.
+        guarded: the functions by which the guardian copies it.
+        watched: returns the values that the tripwire reads.
+        stored: the functions by which checkpoints store it; ``None`` if the process or building the run recreates it.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Derived random streams: each hook call draws from its own, and the run's own streams never notice.
+"""Derived random streams: each hook call draws from a separate stream, and the run's generators are restored.
 
-The run's generators are those of torch (CPU and every accelerator in use), Python and NumPy, and the ones a
-loader owns. Reading the three global ones the documented ways takes 10 to 50 µs and many small objects, and after a
-training step several times that. All of them are Mersenne Twisters, so their states are copied as the 2500 bytes that
-they are, with the second Gaussian that each may hold back. Where these lie is found on import, on generators made for
-it, and proven by what they then draw; where one is not found, the documented ways remain.
+The run's generators are those of torch (CPU and every accelerator in use), Python and NumPy, and those of the loader.
+Reading the three global generators by public functions takes 10 to 50 µs, and several times that after a training step.
+All three are Mersenne Twisters, so their 2500 bytes of state are copied directly, with the second Gaussian that each
+may have cached. The memory offsets are determined on import with temporary generators, and verified by the numbers
+these draw; if one is not found, the public functions are used.
 """
 
 import ctypes
@@ -26,20 +26,20 @@ from .accelerators import devices_in_use, generator_state, is_present, seed_gene
 
 WORDS = 624
 TWISTER = (WORDS + 1) * 4
-"""Bytes of a Mersenne Twister: its words, and the position in them."""
+"""Bytes of a Mersenne Twister: 624 words and the position in them."""
 bytes_at: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
-"""Copy so many bytes from an address: what ctypes.string_at does, without a function in Python between."""
-_NUMPY: Any = np.random  # whose stubs leave out set_bit_generator
-_RANDOM_STATE: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]  # behind the module's functions
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the same of random
-# The C method that random.Random.seed comes to for an integer, after it has tried the other kinds of seed.
+"""Copy bytes from an address, like ctypes.string_at but without its Python function."""
+_NUMPY: Any = np.random  # its stubs lack set_bit_generator
+_RANDOM_STATE: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # likewise for random
+# The C method that random.Random.seed calls for an integer, after checks for other kinds of seed.
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 
 
 class Place(NamedTuple):
-    """Where a generator's state lies: so many bytes from its object's address on; none if it was not found."""
+    """Memory block of a generator's state: offset from the object's address and size in bytes; size 0 if unknown."""
 
     offset: int
     size: int
@@ -49,7 +49,7 @@ NOWHERE = Place(0, 0)
 
 
 def _place_in_python() -> Place:
-    """Find position and words of Python's generator: in CPython they follow the object's header."""
+    """Find position and words of Python's generator, which follow the object's header in CPython."""
     place, twin = Place(object.__basicsize__, TWISTER), random.Random(1)
     if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < sum(place):  # type: ignore[union-attr]
         return NOWHERE
@@ -58,35 +58,35 @@ def _place_in_python() -> Place:
 
 
 def _place_in_numpy() -> Place:
-    """Find whether NumPy's generator holds a Gaussian back, and which: an int, then a double."""
+    """Find NumPy's cached Gaussian: a flag (int), then the number (double)."""
     twin: Any = np.random.RandomState(1)
-    twin.standard_normal()  # the polar method draws two at a time and keeps the second for the next call
-    held = twin.get_state(legacy=False)["gauss"]
+    twin.standard_normal()  # the polar method draws two numbers and caches the second for the next call
+    gaussian = twin.get_state(legacy=False)["gauss"]
     before = bytes_at(id(twin), type(twin).__basicsize__)
-    place = Place(before.find(struct.pack("d", held)) - 8, 16)
+    place = Place(before.find(struct.pack("d", gaussian)) - 8, 16)
     twin.standard_normal()
     after = bytes_at(id(twin), type(twin).__basicsize__)
-    found = [struct.unpack_from("i", memory, place.offset)[0] for memory in (before, after) if place.offset > 0]
-    return place if found == [1, 0] else NOWHERE
+    flags = [struct.unpack_from("i", memory, place.offset)[0] for memory in (before, after) if place.offset > 0]
+    return place if flags == [1, 0] else NOWHERE
 
 
 def _place_in_torch() -> Place:
-    """Find seed, position, words and held-back Gaussians of a CPU generator: one block in the C++ object."""
+    """Find seed, position, words and cached Gaussians of a CPU generator: one block in the C++ object."""
     twin, other = torch.Generator(), torch.Generator()
     address = getattr(twin.manual_seed(1), "_cdata", 0)
     first = struct.pack("4I", *[word & 0xFFFFFFFF for word in twin.get_state().view(torch.int64)[3:7].tolist()])
-    words = bytes_at(address, 256).find(first) if address else -1  # the object has 2.6 KB
+    words = bytes_at(address, 256).find(first) if address else -1  # the object is 2.6 KB large
     torch.randn(1, dtype=torch.float64, generator=twin)
     start, end = (
         words - 20,
         words + WORDS * 4 + 28,
     )  # seed, left, seeded, next; padding, a float, a double, each or none
     block = bytes_at(address + start, end - start) if words >= 20 else b""
-    held = torch.randn(1, dtype=torch.float64, generator=twin).item()
-    if block[-16:-7] != struct.pack("d?", held, True):
+    gaussian = torch.randn(1, dtype=torch.float64, generator=twin).item()
+    if block[-16:-7] != struct.pack("d?", gaussian, True):
         return NOWHERE
     ctypes.memmove(other._cdata + start, block, len(block))  # type: ignore[attr-defined]
-    repeats = torch.randn(1, dtype=torch.float64, generator=other).item() == held
+    repeats = torch.randn(1, dtype=torch.float64, generator=other).item() == gaussian
     return Place(start, len(block)) if repeats and torch.equal(other.get_state(), twin.get_state()) else NOWHERE
 
 
@@ -99,21 +99,21 @@ _AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _FOUND else 0  
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """The states of all of the run's generators at one moment, those of the three global ones as bytes."""
+    """The states of all of the run's generators at one time, those of the three global ones as bytes."""
 
     of_torch: bytes
     of_python: bytes
     python_gaussian: float | None
     bit_generator: Any
-    """Which one NumPy's global generator has."""
+    """The bit generator object of NumPy's global generator."""
     of_numpy: bytes
     numpy_gaussian: bytes
-    """Whether one is held back, and which: an int and a double, each of 8 bytes."""
+    """Whether a Gaussian is cached, and its value: an int and a double in 8 bytes each."""
     accelerators: tuple[tuple[torch.device, Tensor], ...]
     owned: tuple[tuple[torch.Generator, Tensor], ...]
 
     def restore(self) -> None:
-        """Put every generator back."""
+        """Restore every generator."""
         if _NUMPY.get_bit_generator() is not self.bit_generator:
             _NUMPY.set_bit_generator(self.bit_generator)
         if _FOUND:
@@ -123,7 +123,7 @@ class StreamState:
             ctypes.memmove(_AT_GAUSSIAN, self.numpy_gaussian, _IN_NUMPY.size)
             _PYTHON.gauss_next = self.python_gaussian
         else:
-            _restore_as_documented(self)
+            _restore_by_public_functions(self)
         for device, state in self.accelerators:
             set_generator_state(device, state)
         for generator, state in self.owned:
@@ -131,13 +131,13 @@ class StreamState:
 
     @property
     def second_gaussian(self) -> float | None:
-        """The Gaussian that NumPy's generator holds back, if it does."""
-        held, gaussian = struct.unpack("i4xd", self.numpy_gaussian)
-        return gaussian if held else None
+        """The Gaussian that NumPy's generator has cached, if any."""
+        is_cached, gaussian = struct.unpack("i4xd", self.numpy_gaussian)
+        return gaussian if is_cached else None
 
     @property
     def torch_cpu(self) -> Tensor:
-        """The state of torch's CPU generator, as its ``get_state`` returns it."""
+        """The state of torch's CPU generator, in the format of its ``get_state``."""
         if not _FOUND:
             return _as_tensor(self.of_torch)
         twin = torch.Generator()
@@ -146,14 +146,14 @@ class StreamState:
 
 
 def _torch_bytes(state: Tensor) -> bytes:
-    """Return what a :class:`StreamState` holds of torch's CPU generator, given what ``get_state`` returned."""
+    """Return the bytes of torch's CPU generator in a :class:`StreamState`, given a result of ``get_state``."""
     if not _FOUND:
-        whole: bytes = state.numpy().tobytes()
-        return whole
+        content: bytes = state.numpy().tobytes()
+        return content
     twin = torch.Generator()
     twin.set_state(state)
-    held: bytes = bytes_at(twin._cdata + _IN_TORCH.offset, _IN_TORCH.size)  # type: ignore[attr-defined]
-    return held
+    block: bytes = bytes_at(twin._cdata + _IN_TORCH.offset, _IN_TORCH.size)  # type: ignore[attr-defined]
+    return block
 
 
 Globals = tuple[bytes, bytes, float | None, Any, bytes, bytes]
@@ -161,20 +161,20 @@ Globals = tuple[bytes, bytes, float | None, Any, bytes, bytes]
 
 
 def _global_states(bits: Any) -> Globals:
-    """Read the three global generators the documented ways; ``bits`` is NumPy's bit generator."""
+    """Read the three global generators by public functions; ``bits`` is NumPy's bit generator."""
     _, (*words, position), gaussian = random.getstate()
-    held: Any = np.random.get_state(legacy=False)
+    numpy_state: Any = np.random.get_state(legacy=False)
     return (
         torch.default_generator.get_state().numpy().tobytes(),
         struct.pack(f"{WORDS + 1}I", position, *words),
         gaussian,
         bits,
-        struct.pack(f"{WORDS + 1}I", *held["state"]["key"], held["state"]["pos"]),
-        struct.pack("i4xd", held["has_gauss"], held["gauss"]),
+        struct.pack(f"{WORDS + 1}I", *numpy_state["state"]["key"], numpy_state["state"]["pos"]),
+        struct.pack("i4xd", numpy_state["has_gauss"], numpy_state["gauss"]),
     )
 
 
-def _restore_as_documented(state: StreamState) -> None:
+def _restore_by_public_functions(state: StreamState) -> None:
     torch.default_generator.set_state(_as_tensor(state.of_torch))
     position, *words = struct.unpack(f"{WORDS + 1}I", state.of_python)
     random.setstate((3, (*words, position), state.python_gaussian))
@@ -183,17 +183,17 @@ def _restore_as_documented(state: StreamState) -> None:
 
 
 def _twister_of(bits: Any) -> Any:
-    """Return NumPy's bit generator; raises :class:`UsageError` for one of another kind than the default."""
+    """Return NumPy's bit generator; raise :class:`UsageError` unless it is of the default kind."""
     if not isinstance(bits, np.random.MT19937):
         raise UsageError(
             f"NumPy's global generator is a {type(bits).__name__}, but loopscope can isolate only the default MT19937; "
-            "leave out np.random.set_bit_generator."
+            "do not call np.random.set_bit_generator."
         )
     return bits
 
 
 def plain(streams: StreamState) -> dict[str, Any]:
-    """Return the states of the generators as tensors and plain values, which checkpoints can hold."""
+    """Return the states of the generators as tensors and plain values, for checkpoints."""
     return {
         "torch": streams.torch_cpu,
         "python": _as_tensor(streams.of_python),
@@ -206,7 +206,7 @@ def plain(streams: StreamState) -> dict[str, Any]:
 
 
 def from_plain(stored: Mapping[str, Any], now: StreamState) -> StreamState:
-    """Return the states that :func:`plain` gave, for the generators of ``now``."""
+    """Return the states in a result of :func:`plain`, for the generators of ``now``."""
     gaussian = stored["numpy_gaussian"]
     return StreamState(
         _torch_bytes(stored["torch"]),
@@ -225,7 +225,7 @@ def _as_tensor(key: bytes) -> Tensor:
 
 
 def _twister_bytes(tensor: Tensor) -> bytes:
-    """Return the state of a Mersenne Twister; raises ``ValueError`` for another size, since it is copied raw."""
+    """Return the state of a Mersenne Twister; raise ``ValueError`` for another size, since it is copied as bytes."""
     key = tensor.numpy().tobytes()
     if len(key) != TWISTER:
         raise ValueError(f"a random generator's state has {len(key)} bytes instead of {TWISTER}")
@@ -235,12 +235,12 @@ def _twister_bytes(tensor: Tensor) -> bytes:
 class RandomStreams:
     """The run's generators, and the streams derived from its seed.
 
-    A derived stream depends on the run seed and on (name, point, step) alone, so that adding or removing a hook
-    changes no number of any other hook.
+    A derived stream depends only on the run seed and (name, point, step), so that adding or removing a hook does not
+    change the random numbers of other hooks.
     """
 
     def __init__(self, seed: int, owned: Iterable[torch.Generator] = ()) -> None:
-        """Raise :class:`UsageError` if NumPy's global generator is of a kind that cannot be isolated."""
+        """Read all generators; raise :class:`UsageError` if NumPy's global one is not of the default kind."""
         self.seed = seed
         self.owned = tuple(owned)
         self.save()
@@ -249,7 +249,7 @@ class RandomStreams:
         """Read the state of every generator."""
         bits = _NUMPY.get_bit_generator()
         twister = bits if type(bits) is np.random.MT19937 else _twister_of(bits)
-        found: Globals = (
+        global_states: Globals = (
             (
                 bytes_at(_AT_TORCH, _IN_TORCH.size),
                 bytes_at(_AT_PYTHON, TWISTER),
@@ -263,7 +263,7 @@ class RandomStreams:
         )
         devices = devices_in_use() if is_present() else ()
         return StreamState(
-            *found,
+            *global_states,
             (*zip(devices, map(generator_state, devices), strict=True),),
             (*zip(self.owned, map(torch.Generator.get_state, self.owned), strict=True),),
         )
@@ -277,7 +277,7 @@ class RandomStreams:
 
     @contextmanager
     def isolated(self) -> Iterator[StreamState]:
-        """Run the body, then put every generator back, whatever happened."""
+        """Run the body, then restore every generator, also after an error."""
         state = self.save()
         try:
             yield state
@@ -288,9 +288,9 @@ class RandomStreams:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of torch, Python and NumPy; ``seed`` is an integer in [0, 2**64)."""
     torch.default_generator.manual_seed(seed)
-    _SEED_PYTHON(_PYTHON, seed)  # random.seed of an integer, but for the detour through Python
+    _SEED_PYTHON(_PYTHON, seed)  # as random.seed does for an integer, without its Python function
     _PYTHON.gauss_next = None
-    # NumPy takes seeds of 32 bits; the lower half of a hash is as good as the whole.
+    # NumPy takes seeds of 32 bits; the lower half of a hash is as random as all of it.
     np.random.seed(seed & 0xFFFFFFFF)
     if is_present() and (devices := devices_in_use()):
         seed_generators(devices[0], seed)

@@ -1,4 +1,4 @@
-"""The objects of the training state: which containers and slots hold which, remembered and put back in place."""
+"""The object structure of the training state: contents of containers and slots, remembered and restored in place."""
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
@@ -19,8 +19,8 @@ from .objects import (
     is_frozen,
     is_opaque,
     native_of,
-    reached_from,
     read_native,
+    referenced_objects,
     write_native,
 )
 from .tensor_identity import addresses, attached, is_uninitialised
@@ -31,18 +31,18 @@ _ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device
 
 
 class Structure:
-    """Containers reachable from some objects, what they hold, and the tensors and objects with a state in C in them.
+    """Containers reachable from some objects, their contents, and all tensors and objects with a native (C) state.
 
-    Putting a structure back makes every container hold the very objects it held, and every object be of the class
-    it was of. What makes a tensor that tensor, and its bytes, are in ``tensor_identity`` and ``guardian``.
+    Restoring a structure restores the very objects in every container, and the class of every object. The identities
+    of tensors are restored by ``tensor_identity``, their bytes by ``guardian``.
     """
 
     def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = ()) -> None:
-        """Walk from ``roots`` (objects, containers or tensors), leaving out what has an id in ``excluded``."""
+        """Walk from ``roots`` (objects, containers or tensors), except objects whose id is in ``excluded``."""
         self.tensors: list[Tensor] = []
         self.natives: list[Any] = []
         self.opaque: list[Any] = []
-        """What keeps a state that is out of reach."""
+        """Objects whose state is out of reach."""
         self.seen: set[int] = set()
         self._depth = 0
         self._excluded = excluded
@@ -54,16 +54,16 @@ class Structure:
         self._tables = [table for table in self._tables if table]
         self._values = [table.values() for table in self._tables]
         self._sequences = [sequence for sequence in self._sequences if sequence]
-        self._lengths, self._held = self._read_lengths(), self._read()
-        self._addresses = addresses(self._held)  # sound, since what is held cannot be freed: no address comes twice
+        self._lengths, self._saved_contents = self._read_lengths(), self._read()
+        self._addresses = addresses(self._saved_contents)  # unique, since referenced objects are not freed
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         seen, excluded = self.seen, self._excluded
         for value in values:
             kind = type(value)
             if kind not in _ATOMS and id(value) not in seen and id(value) not in excluded:
-                # A test of exact type, since isinstance() with Tensor or Parameter asks a metaclass.
-                if kind is Tensor and not value.requires_grad:  # most of them; nothing can hang on one
+                # Exact types are compared, since isinstance() with Tensor or Parameter calls a metaclass.
+                if kind is Tensor and not value.requires_grad:  # most tensors; they cannot have hooks
                     seen.add(id(value))
                     self.tensors.append(value)
                 else:
@@ -76,7 +76,7 @@ class Structure:
         self._depth += 1
         if isinstance(value, dict):
             self._add(self._tables, value, value.values())
-        # A tuple cannot change, but what it holds can.
+        # A tuple cannot change, but its items can.
         elif isinstance(value, (tuple, frozenset)):
             self._visit_all(value)
         elif isinstance(value, (list, deque, set)):
@@ -96,31 +96,33 @@ class Structure:
         if native_of(value) is not None:
             self.natives.append(value)
         elif attributes_of(value) is None:
-            self._visit_all(reached_from(value))
+            self._visit_all(referenced_objects(value))
             self.opaque += [value] if is_opaque(value) else []
         else:
             if (slots := Slots.of(value)) is not None:
                 self._sequences.append(slots)
                 self._visit_all(slots)
-            if hasattr(value, "__dict__") and not is_frozen(value):  # whose __dict__ may get cached properties
+            if hasattr(value, "__dict__") and not is_frozen(
+                value
+            ):  # the __dict__ of frozen objects may get cached properties
                 self._add(self._objects, value, (vars(value),))
 
-    def _add(self, found: list[Any], value: Any, contents: Iterable[Any]) -> None:
+    def _add(self, objects: list[Any], value: Any, contents: Iterable[Any]) -> None:
         self.seen.add(id(value))
-        found.append(value)
+        objects.append(value)
         self._visit_all(contents)
 
     def read_natives(self) -> list[Any]:
-        """Return the states of the objects whose state lies in C."""
+        """Return the states of the objects with a native (C) state."""
         return [*map(read_native, self.natives)]
 
     def write_natives(self, states: list[Any]) -> None:
-        """Put back what :meth:`read_natives` returned."""
+        """Restore the result of :meth:`read_natives`."""
         for value, state in zip(self.natives, states, strict=True):
             write_native(value, state)
 
     def _read(self) -> tuple[Any, ...]:
-        """Return, end to end: values and keys of the tables, items of the sequences, what the objects are."""
+        """Return, as one tuple: values and keys of tables, items of sequences, types and ``__dict__`` of objects."""
         tables, sequences, objects = self._tables, self._sequences, self._objects
         contents = chain.from_iterable(chain(self._values, tables, sequences))
         return (*contents, *map(type, objects), *map(vars, objects))
@@ -129,15 +131,15 @@ class Structure:
         return [*map(len, self._tables), *map(len, self._sequences)]
 
     def of_kind(self, kind: type) -> list[Any]:
-        """List the objects of a class that were found."""
+        """Return the objects of a class."""
         return [thing for thing in self._objects if isinstance(thing, kind)]
 
     def containers(self) -> list[Any]:
-        """Return the containers, the empty ones too."""
+        """Return the containers, including empty ones."""
         return [*self._tables, *self._sequences, *self._empty]
 
     def is_current(self) -> bool:
-        """Return whether every container still holds the objects it held."""
+        """Return whether every container still holds the same objects."""
         return (
             not any(self._empty)
             and self._lengths == self._read_lengths()
@@ -145,9 +147,9 @@ class Structure:
         )
 
     def _contents(self) -> Iterator[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:
-        """Yield every container that held something, with its keys and values (items of a sequence are its values)."""
+        """Yield every non-empty container with its saved keys and values (the items of a sequence are values)."""
         entries = sum(self._lengths[: len(self._tables)])
-        values, rest = iter(self._held[:entries]), iter(self._held[entries:])
+        values, rest = iter(self._saved_contents[:entries]), iter(self._saved_contents[entries:])
         lengths = iter(self._lengths)
         for table, length in zip(self._tables, lengths, strict=False):
             yield table, (*islice(rest, length),), (*islice(values, length),)
@@ -156,25 +158,25 @@ class Structure:
 
     def _object_identities(self) -> Iterator[tuple[Any, type, dict[str, Any]]]:
         count = len(self._objects)
-        identities = self._held[len(self._held) - 2 * count :]
+        identities = self._saved_contents[len(self._saved_contents) - 2 * count :]
         yield from zip(self._objects, identities[:count], identities[count:], strict=True)
 
     def changed(self) -> list[Any]:
-        """List the objects and containers that are not what they were."""
-        found = [container for container in self._empty if container]
-        found += [
+        """Return the objects and containers that have changed."""
+        changed = [container for container in self._empty if container]
+        changed += [
             thing
             for thing, kind, space in self._object_identities()
             if type(thing) is not kind or vars(thing) is not space
         ]
-        return found + [
+        return changed + [
             container
-            for container, *held in self._contents()
-            if not _holds(container, *held) and not _has_had_hooks(container, *held)
+            for container, *contents in self._contents()
+            if not _holds(container, *contents) and not _differs_only_in_hook_flag(container, *contents)
         ]
 
     def restore(self) -> None:
-        """Make every object and container what it was."""
+        """Restore every object and container."""
         if self.is_current():
             return
         for thing, kind, space in self._object_identities():
@@ -189,12 +191,12 @@ class Structure:
                 refill(container, keys, values)
 
 
-def _has_had_hooks(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-    """Return whether all that differs is the note of a module that it had full backward hooks."""
+def _differs_only_in_hook_flag(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    """Return whether the only difference is a module's flag that it had full backward hooks."""
     if not isinstance(container, dict) or HOOK_KIND not in container or addresses((*container,)) != addresses(keys):
         return False
     triples = zip(keys, container.values(), values, strict=True)
-    return all(now is was or (key == HOOK_KIND and now is True) for key, now, was in triples)
+    return all(new is old or (key == HOOK_KIND and new is True) for key, new, old in triples)
 
 
 def _holds(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:

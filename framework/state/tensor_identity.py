@@ -1,4 +1,4 @@
-"""What makes a tensor that tensor: class, storage, layout, requires_grad, attributes, hooks, where its bytes lie."""
+"""The identity of tensors: class, storage, layout, requires_grad, attributes, hooks and memory address."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ from .random_streams import bytes_at
 from .vectors import dtensor_class
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-# Autograd keeps the hooks of a tensor in dicts that are None until the first one is registered.
+# Autograd stores the hooks of a tensor in private dicts, which are None until the first hook is registered.
 ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
 _ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
-# The address of the TensorImpl, the C++ object behind a tensor.
+# The address of a tensor's TensorImpl (the C++ object).
 _implementation = attrgetter("_cdata")
 _use_count = methodcaller("_use_count")
 _layout = attrgetter("layout")
@@ -38,19 +38,19 @@ def is_owner(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor keeps its bytes in other tensors, as a DTensor does."""
+    """Return whether a tensor stores its bytes in inner tensors, as a DTensor does."""
     return type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
 
 
 def is_uninitialised(tensor: Tensor) -> bool:
-    """Return whether a tensor of a lazy module has no shape and no bytes yet; most of its methods raise."""
+    """Return whether a tensor of a lazy module has no shape and bytes yet; most of its methods raise."""
     return type(tensor) not in PLAIN and isinstance(tensor, UninitializedTensorMixin)
 
 
 def attached(tensor: Tensor) -> Iterator[Any]:
-    """Yield what hangs on a tensor: the dicts of its attributes and hooks, and a wrapper's inner tensors."""
+    """Yield the objects attached to a tensor: dicts of attributes and hooks, and a wrapper's inner tensors."""
     if type(tensor) is not Tensor and type(tensor) is dtensor_class() and not tensor.requires_grad:
-        yield tensor._local_tensor  # type: ignore[attr-defined]  # as the rest would find, at the tenth of its cost
+        yield tensor._local_tensor  # type: ignore[attr-defined]  # the same result as below, at a tenth of the cost
         return
     if is_owner(tensor):
         yield from (read(tensor) for read in ATTACHED.values())
@@ -58,65 +58,68 @@ def attached(tensor: Tensor) -> Iterator[Any]:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a wrapper keeps its bytes in, this rank's shard of a DTensor; none for others."""
+    """Return the inner tensors of a wrapper (of a DTensor, this rank's shard); none for other tensors."""
     return [*inner_by_name(tensor).values()] if is_wrapper(tensor) else []
 
 
 def inner_by_name(wrapper: Any) -> dict[str, Tensor]:
     """Return a wrapper's inner tensors by the names of its attributes."""
-    # torch.compile's protocol for looking into subclasses of Tensor; item 0 names the attributes that hold tensors.
+    # torch.compile's protocol for tensor subclasses; item 0 of the result names the attributes that hold tensors.
     parts = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
     return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
 
 def byte_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that are a tensor's own bytes: itself, a sparse one's parts, none for a wrapper."""
+    """Return the strided tensors with a tensor's bytes: itself, the parts of a sparse tensor, none for a wrapper."""
     if is_wrapper(tensor) or is_uninitialised(tensor):
         return []
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        # The public indices() and values() refuse a tensor that is not coalesced; coalescing it would change its bytes.
+        # The public indices() and values() reject a tensor that is not coalesced; coalescing it would change its bytes.
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in _COMPRESSED:
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    raise TypeError(f"A tensor of layout {tensor.layout} cannot be part of a training state.")
+    raise TypeError(
+        f"A tensor of layout {tensor.layout} cannot be part of a training state; convert it to a dense one."
+    )
 
 
 def storage_needed(tensor: Tensor) -> int:
-    """Return how many bytes the storage of a strided tensor must have for all of its elements to lie in it."""
+    """Return the number of bytes that the storage of a strided tensor needs for all of its elements."""
     if not tensor.numel():
         return 0
+    # last element = offset + sum over dimensions of (size - 1) * stride, in elements
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
 def is_cut_off(tensor: Tensor) -> bool:
-    """Return whether the storage of a strided tensor was shrunk below it, so that reading it could end the process."""
+    """Return whether the storage of a strided tensor is too small, so that reading it could crash the process."""
     return tensor.untyped_storage().nbytes() < storage_needed(tensor)
 
 
 def in_bytes(tensor: Tensor, kind: torch.dtype = torch.uint8) -> Tensor:
-    """Return the bytes of a strided tensor, row by row, of a ``kind`` one byte wide; a view where that is possible."""
-    # One element may have any stride, also in what is contiguous, and view() wants 1.
+    """Return the bytes of a strided tensor in row-major order, as a one-byte dtype ``kind``; a view if possible."""
+    # A dimension of one element may have any stride in a contiguous tensor, but view() needs stride 1.
     return tensor.contiguous().reshape(-1).as_strided((tensor.numel(),), (1,)).view(kind)
 
 
 def addresses(objects: tuple[Any, ...]) -> bytes:
-    """Return the addresses of the objects in a tuple: equal for two tuples of the very same objects.
+    """Return the addresses of the objects in a tuple as bytes, equal for two tuples of identical objects.
 
-    CPython keeps them end to end behind the tuple's header; comparing them so takes 1 µs for 600 objects, one by
-    one 12 µs.
+    CPython stores them contiguously after the tuple's header. Comparing them takes 1 µs for 600 objects, comparing
+    one by one 12 µs.
     """
-    # tuple.__basicsize__ is the size of the header, whatever a version of Python keeps there; items are counted apart.
+    # tuple.__basicsize__ is the size of the header in every version of Python; it does not include the items.
     address: bytes = bytes_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)
     return address
 
 
 class Mark(NamedTuple):
-    """The part of one tensor's identity that is compared by value."""
+    """The properties of one tensor's identity that are compared by value."""
 
     kind: type
     pointer: Any
@@ -127,11 +130,12 @@ class Mark(NamedTuple):
 
 
 class TensorIdentities:
-    """The identities of many tensors at one moment: compared all together, put back one by one.
+    """The identities of many tensors at one time, compared together and restored one by one.
 
     Args:
         tensors: the tensors.
-        persistent: they will be compared many times, which is worth building a guard for (11 instead of 60 µs for 150).
+        persistent: whether they are compared many times, so that building a guard pays off (11 instead of 60 µs for 150
+            tensors).
     """
 
     def __init__(self, tensors: list[Tensor], *, persistent: bool) -> None:
@@ -141,22 +145,22 @@ class TensorIdentities:
         self._read_stride = Tensor.stride if have_strides else _no_stride
         self._marks = types, *_, requires_grad = self._read_marks()
         plain = PLAIN.issuperset(types)
-        # asked once: what a wrapper calls its inner tensors takes longer to tell than these take to read
+        # read once: finding the names of a wrapper's inner tensors takes longer than reading the tensors
         self._inner = [] if plain else _inner_names(tensors)
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
         self._guards = _guards(tensors) if persistent and have_strides else None
-        # torch.utils.swap_tensors exchanges the implementations (TensorImpl) of two Python objects
+        # torch.utils.swap_tensors exchanges the TensorImpls of two Python objects.
         self._implementations = [*map(_implementation, self.owners)]
-        # 1 if nothing but this object holds the implementation, more once a graph holds the node that accumulates
-        # its gradient; hooks left on that node would act in the run's own backward pass
+        # 1 if only the Python object refers to the TensorImpl, more if a graph holds the node that accumulates its
+        # gradient; hooks left on that node would act in the run's backward pass.
         self._uses = [*map(_use_count, self.owners)]
         self._attachments = self._read_attachments()
         self._addresses = addresses(self._attachments)
-        # detach() shares the storage, and stays on it when somebody exchanges the original's by ``.data`` or set_().
+        # detach() shares the storage, and keeps it if the storage of the original is replaced by ``.data`` or set_().
         self._aliases = [*map(Tensor.detach, tensors)]
         simple = plain and self._read_pointer is Tensor.data_ptr
         self.bytes = self._aliases if simple else [part for alias in self._aliases for part in byte_tensors(alias)]
-        """Tensors on the storages of the originals, which they keep alive whatever becomes of the originals."""
+        """Tensors on the storages of the originals; they keep these storages alive."""
 
     def _read_marks(self) -> tuple[list[Any], ...]:
         tensors = self._tensors
@@ -170,11 +174,11 @@ class TensorIdentities:
         )
 
     def _read_attachments(self) -> tuple[Any, ...]:
-        found = [item for read in ATTACHED.values() for item in map(read, self.owners)]
-        return (*found, *[getattr(wrapper, name) for wrapper, name in self._inner])
+        attachments = [item for read in ATTACHED.values() for item in map(read, self.owners)]
+        return (*attachments, *[getattr(wrapper, name) for wrapper, name in self._inner])
 
     def is_current(self) -> bool:
-        """Return whether every tensor is what it was, its bytes aside."""
+        """Return whether no tensor has changed, apart from its bytes."""
         if self._guards is None:
             same = self._marks == self._read_marks()
         else:
@@ -187,30 +191,30 @@ class TensorIdentities:
         )
 
     def _newly_referenced(self) -> list[Tensor]:
-        """List the owners that autograd did not use and now does, because somebody keeps a graph alive."""
+        """List the owners that autograd refers to now but did not before, because a graph is kept alive."""
         return [owner for owner, uses in zip(self.owners, self._uses, strict=True) if uses == 1 < _use_count(owner)]
 
     def changed(self) -> list[Tensor]:
-        """List the tensors that are not what they were, leaving aside their bytes and where these lie."""
+        """List the tensors that changed, apart from their bytes and memory addresses."""
         holders = [*self.owners * len(ATTACHED), *[wrapper for wrapper, _ in self._inner]]
         pairs = zip(holders, self._attachments, self._read_attachments(), strict=True)
-        found = [
+        changed = [
             self._tensors[index]
-            for index, was, now in self._changes()
-            if was._replace(pointer=0) != now._replace(pointer=0)
+            for index, old, new in self._changes()
+            if old._replace(pointer=0) != new._replace(pointer=0)
         ]
-        # An empty dict is what the first hook of a tensor leaves there when it is gone.
-        return found + [holder for holder, was, now in pairs if was is not now and (was is not None or now)]
+        # The first hook of a tensor leaves an empty dict behind when it is removed.
+        return changed + [holder for holder, old, new in pairs if old is not new and (old is not None or new)]
 
     def _changes(self) -> Iterator[tuple[int, Mark, Mark]]:
-        """Yield the place of every tensor whose mark differs, with the mark it had and the one it has."""
-        was, now = zip(*self._marks, strict=True), zip(*self._read_marks(), strict=True)
-        for index, (before, after) in enumerate(zip(was, now, strict=True)):
+        """Yield the index of every tensor whose mark differs, with its former and its current mark."""
+        old, new = zip(*self._marks, strict=True), zip(*self._read_marks(), strict=True)
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
             if before != after:
                 yield index, Mark(*before), Mark(*after)
 
     def restore(self) -> None:
-        """Make every tensor what it was, its bytes aside."""
+        """Restore the identity of every tensor, but not its bytes."""
         if self.is_current():
             return
         owners = set(map(id, self.owners))
@@ -225,11 +229,11 @@ class TensorIdentities:
         for (wrapper, name), inner in zip(self._inner, attachments, strict=True):
             setattr(wrapper, name, inner)
         for owner in self._newly_referenced():
-            _forget_accumulator(owner)
+            _drop_accumulator(owner)
 
 
 class BriefIdentities:
-    """The identities of tensors of one moment that need no gradient: set again once, rather than compared."""
+    """The identities of temporary tensors without gradients: restored without comparing them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if type(tensor) is Tensor]
@@ -239,43 +243,43 @@ class BriefIdentities:
 
     @classmethod
     def suit(cls, tensors: list[Tensor]) -> bool:
-        """Return whether all of ``tensors`` are plain strided tensors or DTensors of such, and need no gradient."""
+        """Return whether all ``tensors`` are plain strided tensors, or DTensors of these, without requires_grad."""
         kinds = {*map(type, tensors)} - {dtensor_class()}
         simple = {Tensor}.issuperset(kinds) and _pointer_reader(tensors) is Tensor.data_ptr
         return simple and not any(map(_requires_grad, tensors))
 
     def restore(self) -> None:
-        """Make every tensor what it was, its bytes aside."""
+        """Restore the identity of every tensor, but not its bytes."""
         for wrapper, name, inner in self._inner:
             setattr(wrapper, name, inner)
-            _need_no_gradient(wrapper)
-        # FSDP and offloading free memory by resizing a storage to 0; the pointer of every tensor on it then differs.
+            _clear_requires_grad(wrapper)
+        # FSDP and offloading free memory by resizing a storage to 0, which changes the pointer of every tensor on it.
         shrunk = self._pointers != [*map(Tensor.data_ptr, self._aliases)]
         for tensor, alias in zip(self._tensors, self._aliases, strict=True):
             if shrunk:
                 _regrow(alias)
             if type(tensor) is not Tensor or tensor.requires_grad:
                 tensor.__class__ = Tensor
-                _need_no_gradient(tensor)
+                _clear_requires_grad(tensor)
             tensor.data = alias
 
 
-def _need_no_gradient(tensor: Tensor) -> None:
+def _clear_requires_grad(tensor: Tensor) -> None:
     if tensor.requires_grad:
-        if tensor.grad_fn is not None:  # only a leaf can be told to need none
+        if tensor.grad_fn is not None:  # requires_grad of a non-leaf cannot be set
             tensor.detach_()
         tensor.requires_grad_(False)
 
 
 def _inner_names(tensors: list[Tensor]) -> list[tuple[Any, str]]:
-    """Return the tensors among some that are wrappers, each with the name of every tensor that it holds."""
+    """Return pairs of every wrapper among the tensors and the name of each of its inner tensors."""
     wrappers = [tensor for tensor in tensors if type(tensor) not in PLAIN and is_wrapper(tensor)]
     return [(tensor, name) for tensor in wrappers for name in inner_by_name(tensor)]
 
 
 def _guards(tensors: list[Tensor]) -> Any:
-    """Make torch's own comparer of types, dtypes, shapes, strides and requires_grad of many tensors."""
-    # the C++ class behind torch.compile's guards, there in torch 2.9 to 2.15; importing it does not import the compiler
+    """Return torch's guard that compares types, dtypes, shapes, strides and requires_grad of many tensors."""
+    # The C++ class of torch.compile's guards, present in torch 2.9 to 2.15; using it does not import the compiler.
     kind: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
     return kind(
         *tensors,
@@ -285,12 +289,12 @@ def _guards(tensors: list[Tensor]) -> Any:
 
 
 def _pointer_reader(tensors: list[Tensor]) -> Callable[[Tensor], Any]:
-    """Return the quick way to tell where the bytes of tensors lie, if all of them know it."""
+    """Return the fast reader of memory addresses if all tensors are strided, otherwise the general one."""
     return Tensor.data_ptr if all([layout is torch.strided for layout in map(_layout, tensors)]) else _pointer
 
 
 def _pointer(tensor: Tensor) -> Any:
-    """Return where the bytes of a strided or sparse tensor lie."""
+    """Return the memory address of a strided tensor, or addresses and shapes of a sparse one's parts."""
     if tensor.layout is torch.strided:
         return tensor.data_ptr()
     return [(part.data_ptr(), part.shape) for part in byte_tensors(tensor)]
@@ -301,46 +305,46 @@ def _no_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _restore_tensor(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
-    """Give a tensor back the kind of device, class, storage, layout and requires_grad it had."""
-    if tensor.device.type != alias.device.type and not is_wrapper(alias):  # ``.data`` refuses another kind of device
+    """Restore kind of device, class, storage, layout and requires_grad of a tensor."""
+    if tensor.device.type != alias.device.type and not is_wrapper(alias):  # ``.data`` rejects another kind of device
         torch.utils.swap_tensors(tensor, alias.detach())  # type: ignore[no-untyped-call]
     if type(tensor) is not before.kind:
         tensor.__class__ = before.kind
-    if leaf and tensor.grad_fn is not None:  # written to in place under a graph: it is no leaf any more
+    if leaf and tensor.grad_fn is not None:  # an in-place write under a graph has made it a non-leaf
         tensor.detach_()
     if not is_wrapper(alias):
         if alias.layout is torch.strided and alias.data_ptr() != before.pointer:
             _regrow(alias)
         tensor.data = alias
     if tensor.requires_grad != before.requires_grad:
-        # Last, since a tensor that is no leaf, or of an integer type, refuses it.
+        # Last, since non-leaf and integer tensors reject it.
         tensor.requires_grad_(before.requires_grad)
 
 
-def _forget_accumulator(owner: Any) -> None:
-    """Part a tensor from the node that accumulates its gradient, and from hooks on it: a new dtype makes it void."""
+def _drop_accumulator(owner: Any) -> None:
+    """Drop the node that accumulates a tensor's gradient, with the hooks on it, by changing the dtype twice."""
     if not is_wrapper(owner):
-        # setting ``.data`` drops the accumulator where dtype or device change, and nowhere else (set_data of autograd)
+        # Autograd's set_data drops the accumulator only if dtype or device change.
         data = owner.data
         owner.data = data.to(torch.float64 if data.dtype is torch.float32 else torch.float32)
         owner.data = data
 
 
 def _regrow(alias: Tensor) -> None:
-    """Make a storage that was shrunk meanwhile long enough again for a tensor on it."""
+    """Enlarge a storage that was shrunk, so that it holds all elements of a tensor on it."""
     if is_cut_off(alias):
         alias.untyped_storage().resize_(storage_needed(alias))
 
 
 def _attach(owner: Any, name: str, table: dict[Any, Any] | None) -> None:
-    """Set a dict of attributes or hooks; hooks also when it is there, since another implementation forgot them."""
+    """Set a dict of attributes or hooks; of hooks also the present one, since a swapped TensorImpl lacks them."""
     present = getattr(owner, name)
-    # A tensor's __dict__ can be exchanged like any attribute; the setters of the hooks also tell the C++ side.
+    # A tensor's __dict__ can be replaced like any attribute; the setters of the hooks also update the C++ side.
     if name == "__dict__":
         if present is not table:
             setattr(owner, name, table)
         return
     if present is not None and present is not table:
-        present.clear()  # autograd keeps the dict of hooks even when the attribute is unset
+        present.clear()  # autograd keeps using the dict of hooks after the attribute is unset
     if present is not None or table is not None:
         setattr(owner, name, table)

@@ -1,7 +1,8 @@
-"""The one list of everything that the rest of a run depends on: a table of parts, each with all that is done to it.
+"""The complete list of the state that the rest of a run depends on: a table of parts with their operations.
 
 The guardian copies the parts, the tripwire watches them, the audit and the tests of bit identity digest them, and
-checkpoints store them. All walk :data:`PARTS` and know nothing else of a run: what is added here is known to all.
+checkpoints store them. All iterate over :data:`PARTS` and use no other description of a run, so that adding a part here
+is sufficient.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ def _watch_flags(state: StateObjects) -> Watched:
 
 
 def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:
-    """Name the classes whose states only they can read."""
+    """Return the names of the classes whose state dicts only the same class can load."""
     parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
     return {part: "none" if owner is None else type(owner).__qualname__ for part, owner in parts.items()}
 
@@ -79,21 +80,23 @@ def _load_extras(state: StateObjects, stored: Mapping[str, Any]) -> None:
 
 
 def _extra_leaves(state: StateObjects) -> Leaves:
-    return chain.from_iterable(nested(name, held) for name, held in _extra_states(state).items())
+    return chain.from_iterable(nested(name, extra) for name, extra in _extra_states(state).items())
 
 
 def _watch_extras(state: StateObjects) -> Watched:
     if not any(_extra_states(state).values()):
         return Watched()
     twice = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
-    are_copies = twice[0] != twice[1]  # of which each call makes new ones; only the audit compares their bytes
+    are_copies = (
+        twice[0] != twice[1]
+    )  # state_dict() returns new tensors at each call; only the audit compares their bytes
 
     def read_values() -> tuple[Any, ...]:
         leaves = [leaf for _, leaf in _extra_leaves(state)]
         tensors = () if are_copies else [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
         return (*chain.from_iterable(tensors), *[described(leaf) for leaf in leaves if not isinstance(leaf, Tensor)])
 
-    return Watched(read_values=read_values, label="the state that experiment or strategy declare")
+    return Watched(read_values=read_values, label="the declared state of experiment or strategy")
 
 
 def _loop_leaves(state: StateObjects) -> Leaves:
@@ -113,22 +116,25 @@ def _watch_loop(state: StateObjects) -> Watched:
 
 
 def _load_loop(state: StateObjects, stored: Any) -> None:
-    # Checkpoints are read to the CPU; the loop goes on with these tensors themselves.
+    # Checkpoints are read to the CPU; the loop continues with these very tensors.
     device = device_of(state)
     vars(state.loop).update(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
 
 
 def _generator_leaves(state: StateObjects) -> Leaves:
     streams = state.streams.save()
-    yield "generators/torch", (streams.torch_cpu,)  # in a tuple, like the others: it is a copy, no tensor of the state
+    yield (
+        "generators/torch",
+        (streams.torch_cpu,),
+    )  # in a tuple, like the others: it is a copy, not a tensor of the state
     yield "generators/python", (streams.of_python, streams.python_gaussian)
     yield "generators/numpy", (streams.of_numpy, streams.second_gaussian)
-    for index, (_, held) in enumerate((*streams.accelerators, *streams.owned)):
-        yield f"generators/{index}", (held,)
+    for index, (_, generator_state) in enumerate((*streams.accelerators, *streams.owned)):
+        yield f"generators/{index}", (generator_state,)
 
 
 def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:
-    """Yield the objects from which all that the guardian walks can be reached."""
+    """Yield the objects from which the guardian walks the state."""
     owners: list[Tensor] = [*state.model.parameters()]
     for part in [part.guarded for part in parts]:
         yield from part.persistent(state)
@@ -137,32 +143,36 @@ def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:
 
 
 def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leaves:
-    """Yield the tensors that the guardian finds and no part names, such as parameters that only the optimizer has."""
-    known: set[int] = set()
+    """Yield tensors that the guardian finds but no part names, such as parameters that only the optimizer has."""
+    named_ids: set[int] = set()
     for _, leaf in named:
-        known.add(id(leaf))
+        named_ids.add(id(leaf))
         if isinstance(leaf, Tensor):
-            known.update(map(id, inner_tensors(leaf)))
-    found = [tensor for tensor in Structure(_roots(state, _NAMED)).tensors if id(tensor) not in known]
-    return ((f"other tensors/{index}", tensor) for index, tensor in enumerate(found))
+            named_ids.update(map(id, inner_tensors(leaf)))
+    unnamed = [tensor for tensor in Structure(_roots(state, _NAMED)).tensors if id(tensor) not in named_ids]
+    return ((f"other tensors/{index}", tensor) for index, tensor in enumerate(unnamed))
 
 
 def _optimizer_only_parameters(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
     """Return the parameters that only the optimizer has.
 
-    The other tensors that no part names, such as a scaler's, are stored with the state of the object that holds them.
+    Other tensors that no part names, such as a scaler's, are stored with the state of the object that holds them.
     """
-    named = {*map(id, state.model.parameters())}
-    found = [item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in named]
-    return {str(index): tensor for index, tensor in enumerate(found)}
+    model_ids = {*map(id, state.model.parameters())}
+    parameters = [
+        item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in model_ids
+    ]
+    return {str(index): tensor for index, tensor in enumerate(parameters)}
 
 
 @torch.no_grad()
 def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    # Copied in place, since the optimizer's groups hold the very tensors.
+    # Copied in place, since the optimizer's groups refer to these tensors.
     present = _optimizer_only_parameters(state)
     if len(stored) != len(present):
-        raise ValueError(f"{len(stored)} parameters of the optimizer alone were stored, and {len(present)} are there")
+        raise ValueError(
+            f"{len(stored)} parameters that only the optimizer has were stored, but this optimizer has {len(present)}"
+        )
     for name, tensor in present.items():
         tensor.copy_(stored[name])
 
@@ -179,7 +189,7 @@ EXTRAS = Part(
 )
 _NAMED = (
     Part(
-        "flags",  # not stored: they are the process's, and a run that goes on in another one has that one's
+        "flags",  # not stored: they belong to the process, and a resumed run uses those of its own process
         lambda state: zip([f"flags/{name}" for name in state.flags.names], state.flags.read_all(), strict=True),
         Guarded(
             save=lambda state, owners: state.flags.read_all(),
@@ -225,28 +235,28 @@ PARTS = (*_NAMED, OTHERS, GENERATORS)
 
 @dataclass
 class TrainingState(StateObjects):
-    """Everything the rest of the run depends on, held by reference, and the table of its parts."""
+    """References to everything that the rest of the run depends on, and the table of parts."""
 
     parts: Sequence[Part] = PARTS
 
     def __post_init__(self) -> None:
-        """Count generators that modules hold, for stochastic rounding say, among those of the run."""
+        """Add random generators of modules, such as for stochastic rounding, to the run's generators."""
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module
         refuse_unprotected({parameter.device for parameter in self.model.parameters()})
         self.sharding = FullSharding(self.model)
-        held = [value for module in self.model.modules() for value in extra_attributes(module)]
-        found = Structure(held, excluded={*map(id, self.model.parameters())}).natives
-        # dict.fromkeys keeps each once, in order, where modules share one.
-        self.streams.owned += tuple(dict.fromkeys([item for item in found if isinstance(item, torch.Generator)]))
+        attributes = [value for module in self.model.modules() for value in extra_attributes(module)]
+        natives = Structure(attributes, excluded={*map(id, self.model.parameters())}).natives
+        # dict.fromkeys removes duplicates in order, since modules may share a generator.
+        self.streams.owned += tuple(dict.fromkeys([item for item in natives if isinstance(item, torch.Generator)]))
 
     @property
     def roots(self) -> tuple[Any, ...]:
-        """The objects from which all that the guardian walks can be reached."""
+        """The objects from which the guardian walks the state."""
         return (*_roots(self, self.parts),)
 
     def leaves(self) -> list[tuple[str, Any]]:
-        """Return every tensor and plain value with its name."""
+        """Return every tensor and plain value of the state with its name."""
         named = [leaf for part in self.parts if part is not OTHERS for leaf in part.leaves(self)]
         if OTHERS not in self.parts:
             return named
@@ -258,35 +268,35 @@ class TrainingState(StateObjects):
         return {name: leaf for name, leaf in self.leaves() if isinstance(leaf, Tensor)}
 
     def names(self) -> dict[int, str]:
-        """Return the names of tensors, modules and their containers by the object's id."""
-        found = {id(tensor): name for name, tensor in self.tensors().items()}
+        """Return the names of tensors, modules and their containers, by the object's id."""
+        names = {id(tensor): name for name, tensor in self.tensors().items()}
         for name, module in self.model.named_modules():
-            found |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
-            found |= {id(item): f"modules/{name}.{key}" for key, item in vars(module).items() if isinstance(item, dict)}
+            names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
+            names |= {id(item): f"modules/{name}.{key}" for key, item in vars(module).items() if isinstance(item, dict)}
         for optimizer in optimizers_of(self):
-            for parameter, held in optimizer.state.items():
-                found[id(held)] = f"optimizer/{found.get(id(parameter), 'unknown').removeprefix('parameters/')}"
-            found[id(optimizer.state)] = "optimizer state"
+            for parameter, moments in optimizer.state.items():
+                names[id(moments)] = f"optimizer/{names.get(id(parameter), 'unknown').removeprefix('parameters/')}"
+            names[id(optimizer.state)] = "optimizer state"
         for label, owner in (("optimizer", self.optimizer), ("scheduler", self.scheduler), ("loop", self.loop)):
             if (space := getattr(owner, "__dict__", None)) is not None:
-                found |= {id(owner): label, id(space): label}
-        return found
+                names |= {id(owner): label, id(space): label}
+        return names
 
     def out_of_reach(self) -> str:
-        """Return a sentence that names what keeps a state that nobody can ask for; empty if nothing does."""
-        found = Structure(self.roots).opaque
-        if not found:
+        """Return a sentence that names the objects whose state cannot be read; empty if there are none."""
+        opaque = Structure(self.roots).opaque
+        if not opaque:
             return ""
         names = {id(item): inner for name, leaf in self.leaves() for inner, item in _nested_items(name, leaf)}
-        objects = [f"{names.get(id(item), 'what a hook holds')} is a {qualified(type(item))}" for item in found]
+        objects = [f"{names.get(id(item), 'an object of a hook')} is a {qualified(type(item))}" for item in opaque]
         return (
             f"{listed(objects, 3)}: the state of such an object is out of reach, so it can neither be rolled back nor "
-            "watched. Keep tensors, arrays, numbers or objects of these there, or, if no later step reads what it "
-            "holds, call loopscope.state.Transient.register on its class."
+            "watched. Replace it by tensors, arrays, numbers or objects of these. If no later step reads its contents, "
+            "call loopscope.state.Transient.register on its class."
         )
 
     def digest(self, parts: Sequence[Part] = ()) -> dict[str, int]:
-        """Return a 64-bit digest of every byte of the state, or of some parts, entry by entry."""
+        """Return 64-bit digests of all entries of the state, or of some parts, by name."""
         leaves = chain.from_iterable([part.leaves(self) for part in parts]) if parts else self.leaves()
         return {name: digest(leaf) for name, leaf in leaves}
 
@@ -298,7 +308,7 @@ def _nested_items(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Name the entries of two digests that differ, or that only one of them has."""
+    """Return the names of entries whose digests differ, or that only one side has."""
     return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
@@ -309,6 +319,6 @@ ON_DEMAND = (
 
 
 def without_on_demand(entries: Mapping[str, Item]) -> dict[str, Item]:
-    """Leave out of entries what the loop keeps only because a hook asked for it: the rest is equal in every run."""
-    wanted = tuple(f"loop/{name}" for name in ON_DEMAND)
-    return {name: value for name, value in entries.items() if not name.startswith(wanted)}
+    """Return entries without those that the loop keeps only for hooks: the rest is equal with and without hooks."""
+    prefixes = tuple(f"loop/{name}" for name in ON_DEMAND)
+    return {name: value for name, value in entries.items() if not name.startswith(prefixes)}

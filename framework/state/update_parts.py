@@ -1,4 +1,4 @@
-"""The parts of a training state that hang on the optimizer and the scheduler, hooks, and the objects that all hold."""
+"""The parts of a training state for optimizer, scheduler and hooks, and for the objects that they refer to."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -14,13 +14,13 @@ from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested,
 from .structure import Structure
 
 SPLIT_FROM = "split_from"
-"""The option of a group of an optimizer that says which group it was part of, before ranks split it."""
+"""Key of a parameter group that gives the index of the original group, before ranks split it."""
 BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
-"""Attributes of torch's schedulers that are lists with one item for each group."""
+"""Attributes of torch's schedulers that are lists with one item per parameter group."""
 
 
 def is_torch_optimizer(optimizer: Any) -> bool:
-    """Return whether an optimizer is one of torch's kind; any other is a face before some, or without such a state."""
+    """Return whether an optimizer is a ``torch.optim.Optimizer``; otherwise it wraps others, or has no such state."""
     return isinstance(optimizer, Optimizer)
 
 
@@ -39,7 +39,7 @@ def _optimizer_leaves(state: StateObjects) -> Leaves:
 
 
 def _with_forms_of_objects(held: Any, forms: Any) -> Any:
-    """Return what an optimizer remembers of a parameter, with plain forms for objects."""
+    """Return an optimizer's state of one parameter, with plain forms for objects."""
     if not isinstance(held, Mapping):
         return held
     return {key: forms.of(value) if _is_object(value) else value for key, value in held.items()}
@@ -50,9 +50,9 @@ def _is_object(value: Any) -> bool:
 
 
 def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
-    """Return the attributes of an optimizer that its ``state_dict`` leaves out; all of one before others.
+    """Return the attributes of an optimizer that its ``state_dict`` leaves out; of a wrapper all attributes.
 
-    The groups of one that stands before others are often theirs, and ``load_state_dict`` would give it its own.
+    A wrapper often shares the groups of the optimizers it wraps, and its ``load_state_dict`` would separate them.
     """
     held = without_hooks(attributes_of(optimizer) or {})
     left_out = {key: value for key, value in held.items() if key not in ("state", "param_groups")}
@@ -63,20 +63,20 @@ def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def _names_of(state: StateObjects) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order in which its state dict counts them."""
+    """Return the names of the optimizer's parameters, in the order in which its state dict numbers them."""
     names = {id(parameter): name for name, parameter in state.model.named_parameters()}
     held = [item for group in state.optimizer.param_groups for item in group["params"]]
     return [names.get(id(item), f"of the optimizer alone {index}") for index, item in enumerate(held)]
 
 
 def _origins(optimizer: Any) -> list[int]:
-    """Return for each group of an optimizer which one it was before ranks split it."""
+    """Return, for each group of an optimizer, the index of its original group before ranks split it."""
     groups = optimizer.param_groups if is_torch_optimizer(optimizer) else []
     return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
 
 
 def _optimizer_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    """Return an optimizer's state dict by the names of parameters, its groups as before ranks split them."""
+    """Return an optimizer's state dict with parameter names as keys and the original groups."""
     optimizer = state.optimizer
     if not is_torch_optimizer(optimizer) or "state" in _optimizer_attributes(optimizer):
         return {}
@@ -103,16 +103,16 @@ def _load_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> None:
 
 
 def _misfit_of_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    if not stored:  # a face before other optimizers, whose states are attributes
+    if not stored:  # a wrapper around optimizers, whose states are attributes
         return ""
     have = [sorted(group["params"]) for group in _optimizer_state(state)["param_groups"]]
     if have != [sorted(group["params"]) for group in stored["param_groups"]]:
-        return "was written for another optimizer: its groups hold other parameters"
+        return "was written for another optimizer: the parameters of its groups differ"
     return _misfit_of_fused(state, stored)
 
 
 def _regroup(form: Any, count: int, places: Sequence[int]) -> Any:
-    """Return the plain form of a scheduler with other items of its lists by group, of which there are ``count``."""
+    """Return a scheduler's plain form; its lists of ``count`` items, one per group, keep the items at ``places``."""
     if isinstance(form, list):
         return [_regroup(item, count, places) for item in form]
     if not isinstance(form, Mapping):
@@ -140,17 +140,17 @@ def _watch_optimizer(state: StateObjects) -> Watched:
     return Watched(
         [table for table in tables if isinstance(table, dict)],
         read_values=options,
-        label="optimizer hyper-parameters or its groups",
+        label="the optimizer's hyper-parameters or groups",
     )
 
 
 def optimizers_of(state: StateObjects) -> list[Optimizer]:
-    """Return the optimizer, if it is of torch's kind, and those that hang on it."""
-    behind = Structure(
+    """Return the optimizer, if it is a torch optimizer, and the optimizers that it wraps."""
+    wrapped = Structure(
         [*_optimizer_attributes(state.optimizer).values()],
         excluded={*map(id, state.model.modules()), id(state.optimizer)},
     )
-    return [state.optimizer] * is_torch_optimizer(state.optimizer) + behind.of_kind(Optimizer)
+    return [state.optimizer] * is_torch_optimizer(state.optimizer) + wrapped.of_kind(Optimizer)
 
 
 def _optimizer_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _scheduler_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
 
 
 def _stored_scheduler(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    """Return the forms with one item for each group in the lists by group, however ranks have split groups."""
+    """Return the plain forms with one item per original group, independent of how ranks split the groups."""
     origins, forms = _origins(state.optimizer), _scheduler_forms(state)
     once = [origins.index(origin) for origin in dict.fromkeys(origins)]
     return forms if len(once) == len(origins) else dict(_regroup(forms, len(origins), once))
@@ -188,9 +188,9 @@ def _watch_scheduler(state: StateObjects) -> Watched:
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the hooks, where there are any, but for loopscope's own, which change nothing they do not declare.
+    """Yield the hooks of each table that has any, without internal hooks, which change nothing undeclared.
 
-    Nor those of torch's ways to train on several processes, which say how parameters lie there.
+    Hooks of ``torch.distributed`` are left out too: they only determine the layout of parameters on the ranks.
     """
     optimizer = attributes_of(state.optimizer) or {}
     on_optimizer = ((f"optimizer/{key}", table) for key, table in optimizer.items() if is_hook_table(key, table))
@@ -213,20 +213,20 @@ def _hook_leaves(state: StateObjects) -> Leaves:
 
 
 def _forms_of_hooks(state: StateObjects) -> dict[str, list[Any]]:
-    """Return the plain forms of the hooks by where they hang."""
+    """Return the plain forms of the hooks by the names of their tables."""
     if not (present := [*_hooks(state)]):
-        return {}  # as nearly always
+        return {}  # the most frequent case
     forms = plain_forms(state)
     return {name: [forms.of(hook) for hook in hooks] for name, hooks in present}
 
 
 def _hook_forms(state: StateObjects, _: Any = None) -> dict[str, list[Any]]:
-    """Return the forms of the hooks that hold something; building the model makes the others again."""
-    return {name: held for name, held in _forms_of_hooks(state).items() if any(map(_holds_something, held))}
+    """Return the forms of the hooks that have a state; building the model recreates the others."""
+    return {name: held for name, held in _forms_of_hooks(state).items() if any(map(_has_state, held))}
 
 
-def _holds_something(form: Any) -> bool:
-    """Return whether the plain form of a hook is more than code, or one of the flags that torch keeps beside hooks."""
+def _has_state(form: Any) -> bool:
+    """Return whether a hook's plain form has a state: it is neither only code nor one of torch's flags for hooks."""
     return isinstance(form, Mapping) and form.keys() not in ({"code"}, set())
 
 
@@ -237,36 +237,36 @@ def _load_hook_forms(state: StateObjects, stored: Mapping[str, list[Any]]) -> No
 
 
 def reachable_from_modules(
-    modules: list[nn.Module], beside: Iterable[Any] = (), excluded: Iterable[Any] = ()
+    modules: list[nn.Module], others: Iterable[Any] = (), excluded: Iterable[Any] = ()
 ) -> Structure:
-    """Walk what all modules of a model, hooks on them and on parameters, and what is ``beside`` them hold."""
+    """Walk the contents of all modules of a model, of hooks on them and on parameters, and of ``others``."""
     tables = [module._parameters for module in modules if module._parameters]
     parameters = [parameter for table in tables for parameter in table.values() if parameter is not None]
     roots = [value for module in modules for value in extra_attributes(module)]
     on_modules = filter(None, chain.from_iterable([map(vars(module).get, HOOK_TABLES) for module in modules]))
     on_parameters = filter(None, chain.from_iterable([map(read, parameters) for read in GRADIENT_HOOKS]))
     roots += [hook for table in chain(on_modules, on_parameters) for hook in table.values()]
-    return Structure([*roots, *beside], excluded={*map(id, modules), *map(id, parameters), *map(id, excluded)})
+    return Structure([*roots, *others], excluded={*map(id, modules), *map(id, parameters), *map(id, excluded)})
 
 
 def extra_attributes(module: nn.Module) -> list[Any]:
-    """Return what a module holds beside its tables of tensors, modules and hooks, and numbers."""
+    """Return the attributes of a module, without numbers and its tables of tensors, modules and hooks."""
     return [value for key, value in vars(module).items() if key not in NATIVE and type(value) not in ATOMS]
 
 
 def _extra_structure(state: StateObjects) -> Structure:
-    """Walk what modules, hooks, optimizer and scheduler hold beside the tensors and tables that other parts name."""
+    """Walk the objects of modules, hooks, optimizer and scheduler that no other part names."""
     optimizer = state.optimizer
-    beside: list[Any] = [attributes_of(optimizer) or {}]
+    others: list[Any] = [attributes_of(optimizer) or {}]
     excluded: list[Any] = [optimizer, state.scheduler]
     if is_torch_optimizer(optimizer):
-        excluded += [optimizer.state, optimizer.param_groups]  # which its own part watches
-        remembered = [held for held in optimizer.state.values() if isinstance(held, dict)]
-        beside += [value for held in remembered for value in held.values() if _is_object(value)]
-        beside += [held for held in optimizer.state.values() if not isinstance(held, dict)]
-    # a scheduler's lists of numbers are others after each step, and compared by value elsewhere
-    beside += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
-    return reachable_from_modules([*state.model.modules()], beside, excluded)
+        excluded += [optimizer.state, optimizer.param_groups]  # the part "optimizer" watches these
+        moments = [item for item in optimizer.state.values() if isinstance(item, dict)]
+        others += [value for item in moments for value in item.values() if _is_object(value)]
+        others += [item for item in optimizer.state.values() if not isinstance(item, dict)]
+    # A scheduler's lists of numbers are new objects after each step; the part "scheduler" compares them by value.
+    others += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
+    return reachable_from_modules([*state.model.modules()], others, excluded)
 
 
 def _is_plain_list(value: Any) -> bool:
@@ -274,21 +274,21 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _watch_extra_structure(state: StateObjects) -> Watched:
-    found = _extra_structure(state)
+    structure = _extra_structure(state)
     owned = {*map(id, state.streams.owned)}
-    found.natives = [value for value in found.natives if id(value) not in owned]
+    structure.natives = [value for value in structure.natives if id(value) not in owned]
     return Watched(
-        containers=found.containers(),
-        read_values=found.read_natives if found.natives else None,
-        label="an array or a generator that a module, the optimizer or the scheduler holds",
+        containers=structure.containers(),
+        read_values=structure.read_natives if structure.natives else None,
+        label="an array or a random generator of a module, the optimizer or the scheduler",
     )
 
 
 def numbers_missing(name: str, now: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
-    """Say which number among the named values of ``now`` is stored as something else; empty if none is."""
+    """Return which number in ``now`` is not stored as a number, as an error message; empty if all are."""
     numbers = [key for key, value in now.items() if isinstance(value, (int, float))]
-    others = [key for key in numbers if not _is_number(stored.get(key))]
-    return f"does not fit this run: {others[0]} of the {name} is no number" if others else ""
+    misfits = [key for key in numbers if not _is_number(stored.get(key))]
+    return f"does not fit this run: {misfits[0]} of the {name} is not a number" if misfits else ""
 
 
 def _is_number(value: Any) -> bool:
@@ -297,22 +297,24 @@ def _is_number(value: Any) -> bool:
 
 def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
     now = _stored_scheduler(state)
-    shared = [key for key, form in now.items() if isinstance(form, dict) and "again" in form]  # such as the optimizer
-    if others := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
-        return f"does not fit this run: its scheduler lacks {others[0]}"
+    shared = [
+        key for key, form in now.items() if isinstance(form, dict) and "again" in form
+    ]  # such as the reference to the optimizer
+    if missing := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
+        return f"does not fit this run: its scheduler lacks {missing[0]}"
     return numbers_missing("scheduler", now, stored)
 
 
 def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    # torch's fused kernels do not compare the sizes of moments and parameters: they write past the end of smaller ones.
+    # torch's fused kernels do not compare sizes of moments and parameters: they write past the end of small moments.
     held = [item for group in state.optimizer.param_groups for item in group["params"]]
     parameters = dict(zip(_names_of(state), held, strict=True))
-    fused = [known for group in stored["param_groups"] if group.get("fused") for known in group["params"]]
-    for known in fused:
-        for name, value in stored["state"].get(known, {}).items():
-            wanted = () if name == "step" else parameters[known].shape
-            if not isinstance(value, Tensor) or value.shape != wanted:
-                return f"does not fit this run: {name} of {known} has not its shape, in the optimizer"
+    fused = [name for group in stored["param_groups"] if group.get("fused") for name in group["params"]]
+    for parameter in fused:
+        for name, value in stored["state"].get(parameter, {}).items():
+            shape = () if name == "step" else parameters[parameter].shape
+            if not isinstance(value, Tensor) or value.shape != shape:
+                return f"does not fit this run: the optimizer's {name} of {parameter} has the wrong shape"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Vectors over dicts of parameters: dot products, norms, cosines, linear combinations, and their shards.
 
-A name that a vector lacks stands for zeros. Everything returned is detached. Reductions are in float32 or wider, and
-over the mesh where tensors are DTensors, so that every rank holds the same number.
+A missing name stands for zeros. All results are detached. Reductions are in float32 or wider; those of DTensors are
+over the device mesh, so that every rank gets the same number.
 """
 
 import sys
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 Vector = Mapping[str, Tensor]
 Groups = dict[Any, list[int]]
-"""The places of those tensors that lie in parts on the ranks of a process group."""
+"""For each process group, the positions of the tensors that are sharded over its ranks."""
 WIDE = frozenset({torch.float32, torch.float64})
 
 
 def dtensor_class() -> Any:
-    """Return the DTensor class if this process has loaded it: a tensor of it cannot exist before."""
-    # Looked up, since importing it takes a second and most runs never need it.
+    """Return the DTensor class if this process has imported it; otherwise no DTensor can exist."""
+    # Read from sys.modules, since importing it takes a second and most runs do not need it.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
 
@@ -31,21 +31,21 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor whose value is a sum over ranks that has not been taken yet."""
+    """Return whether a tensor is a DTensor with a pending sum over ranks."""
     return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
 def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that hold the bytes on this rank: a DTensor's local shard, any other tensor itself."""
+    """Return the tensors with the bytes on this rank: a DTensor's local shard, any other tensor itself."""
     dtensor = dtensor_class()
     if dtensor is None:
         return list(tensors)
-    # not by to_local(), which makes a new object for a parameter at every call
+    # private, since to_local() creates a new object for a parameter at every call
     return [tensor._local_tensor if isinstance(tensor, dtensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def unsharded(value: Tensor) -> Tensor:
-    """Return the whole of a sharded DTensor, the reduced value of a partial one, any other tensor itself."""
+    """Return the full tensor of a DTensor, with pending sums completed, and any other tensor itself."""
     dtensor = dtensor_class()
     if dtensor is not None and isinstance(value, dtensor):
         return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
@@ -53,7 +53,7 @@ def unsharded(value: Tensor) -> Tensor:
 
 
 def laid_out_like(tensor: Any, owner: Any) -> Any:
-    """Return a DTensor, or a tensor that every rank has whole, in the layout of the parameter that it belongs to."""
+    """Return a DTensor, or a tensor that is equal on all ranks, in the layout of its parameter ``owner``."""
     if not is_sharded(owner):
         return tensor
     mesh = owner.device_mesh
@@ -64,12 +64,12 @@ def laid_out_like(tensor: Any, owner: Any) -> Any:
 
 
 def completed(tensor: Any) -> Tensor:
-    """Return a DTensor whose value is no sum over ranks that is still to be taken; any other tensor itself."""
-    return tensor.redistribute(tensor.device_mesh, _complete(tensor)) if is_partial(tensor) else tensor  # type: ignore[no-any-return]
+    """Return a DTensor with its pending sums over ranks completed; any other tensor itself."""
+    return tensor.redistribute(tensor.device_mesh, _completed_placements(tensor)) if is_partial(tensor) else tensor  # type: ignore[no-any-return]
 
 
-def _complete(tensor: Any) -> list[Any]:
-    """Return the placements of a DTensor, a sum over ranks that is still to be taken replaced by the taken one."""
+def _completed_placements(tensor: Any) -> list[Any]:
+    """Return the placements of a DTensor, with pending sums over ranks replaced by replication."""
     replicate = sys.modules["torch.distributed.tensor"].Replicate
     return [replicate() if placement.is_partial() else placement for placement in tensor.placements]
 
@@ -89,13 +89,14 @@ def norm(a: Vector) -> Tensor:
 def joint_norm(tensors: list[Tensor]) -> Tensor:
     """Return the Euclidean norm of tensors taken together, zero-dimensional.
 
-    Bit for bit that of ``torch.nn.utils.get_total_norm`` for plain float32 and float64 tensors; float16 and bfloat16
-    are reduced in float32, since a float16 norm overflows at 65504.
+    Equals ``torch.nn.utils.get_total_norm`` bit for bit for plain float32 and float64 tensors. float16 and bfloat16 are
+    reduced in float32, since a float16 norm overflows at 65504.
     """
     if any(map(is_sharded, tensors)):
         return _dot(zip(tensors, tensors, strict=True)).sqrt()
     if not tensors:
         return torch.zeros(())
+    # ||(a, b, ...)|| = ||(||a||, ||b||, ...)||
     total: Tensor = torch.linalg.vector_norm(_stacked(_norms(tensors)))
     return total
 
@@ -110,20 +111,20 @@ def norm_of_each(vector: Vector) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norms of tensors, shape (tensors,), in float32 or wider; of shards by one all-reduce.
+    """Return the Euclidean norms of tensors, shape (tensors,), in float32 or wider; shards need one all-reduce.
 
-    One tensor is taken after another, so that they may be made on the way.
+    Tensors are processed one after the other, so that an iterator may create them lazily.
     """
     groups: Groups = {}
-    found = _stacked([_norms([_part(tensor, place, groups)])[0] for place, tensor in enumerate(tensors)])
-    return over_shards(found.double().square(), groups).sqrt().to(found.dtype) if groups else found
+    all_norms = _stacked([_norms([_part(tensor, position, groups)])[0] for position, tensor in enumerate(tensors)])
+    return over_shards(all_norms.double().square(), groups).sqrt().to(all_norms.dtype) if groups else all_norms
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the Euclidean norms of plain tensors, those of lower precision than float32 reduced in float32."""
     if any(tensor.dtype not in WIDE for tensor in tensors):
         tensors = [_wide(tensor) for tensor in tensors]
-    # torch has no public foreach functions; its optimizers and clip_grad_norm_ are built on these.
+    # torch has no public foreach functions; its optimizers and clip_grad_norm_ use these private ones.
     return list(torch._foreach_norm(tensors))
 
 
@@ -131,13 +132,13 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 def max_abs(a: Vector) -> Tensor:
     """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
     groups: Groups = {}
-    parts = [_part(tensor, place, groups).abs() for place, tensor in enumerate(a.values())]
+    parts = [_part(tensor, position, groups).abs() for position, tensor in enumerate(a.values())]
     largest = _stacked([_wide(part).amax() if part.numel() else _wide(part).sum() for part in parts])
     return over_shards(largest, groups, largest=True).max() if parts else largest.sum()
 
 
 def cosine(a: Vector, b: Vector) -> Tensor:
-    """Return the cosine between two vectors; NaN where one of them is zero, since the angle is undefined there."""
+    """Return the cosine between two vectors, a·b / (||a|| ||b||); NaN if one of them is zero."""
     return dot(a, b) / (dot(a, a).sqrt() * dot(b, b).sqrt())
 
 
@@ -161,19 +162,19 @@ def scaled(scale: float | Tensor, x: Vector) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def accumulate(total: Mapping[str, Tensor] | None, vector: Vector, weight: float = 1) -> dict[str, Tensor]:
-    """Return ``total + weight * vector`` in float32 or wider, in the tensors of ``total`` where both have a name."""
-    grown = dict(total or {})
-    shared = [name for name in vector if name in grown]
+    """Return ``total + weight * vector`` in float32 or wider; tensors of ``total`` are updated in place."""
+    result = dict(total or {})
+    shared = [name for name in vector if name in result]
     if shared:
-        sums, terms = [grown[name] for name in shared], [vector[name] for name in shared]
+        sums, terms = [result[name] for name in shared], [vector[name] for name in shared]
         terms = [_as_laid_out(term, total) for term, total in zip(terms, sums, strict=True)]
         torch._foreach_add_(local_shards(sums), local_shards(terms), alpha=weight)
-    grown |= {name: _wide(value) * weight for name, value in vector.items() if name not in grown}
-    return grown
+    result |= {name: _wide(value) * weight for name, value in vector.items() if name not in result}
+    return result
 
 
 def _as_laid_out(tensor: Any, like: Any) -> Any:
-    """Return a DTensor as another one lies: what a checkpoint gave back may lie otherwise than what backward gives."""
+    """Return a DTensor in the layout of ``like``: layouts from a checkpoint and from backward may differ."""
     same = not is_sharded(like) or not is_sharded(tensor) or tensor.placements == like.placements
     return tensor if same else tensor.redistribute(like.device_mesh, like.placements)
 
@@ -186,83 +187,87 @@ def overwrite(targets: Vector, values: Vector) -> None:
 
 
 def widened(vector: Vector) -> dict[str, Tensor]:
-    """Return a vector in float32 or wider: its own tensors where they are."""
+    """Return a vector in float32 or wider; wide tensors are not copied."""
     return {name: _wide(value) for name, value in vector.items()}
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    # a complex number has a type of its own in either width, and float() would take its real part
+    # complex tensors stay: float() would discard the imaginary part
     return tensor if tensor.dtype in WIDE or tensor.is_complex() else tensor.float()
 
 
 def _plain_dot(a: Tensor, b: Tensor) -> Tensor:
-    return (_wide(a) * _wide(b).conj()).real.sum()
+    return (_wide(a) * _wide(b).conj()).real.sum()  # Re(sum of a * conj(b)), also for complex tensors
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Stack zero-dimensional tensors of any devices, on the first one's."""
+    """Stack zero-dimensional tensors on the device of the first one."""
     return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)
 
 
 def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     groups: Groups = {}
-    found = [_plain_dot(_part(a, place, groups), _part(b, place, {}, a)) for place, (a, b) in enumerate(pairs)]
-    return over_shards(_stacked(found), groups).sum()
+    products = [
+        _plain_dot(_part(a, position, groups), _part(b, position, {}, a)) for position, (a, b) in enumerate(pairs)
+    ]
+    return over_shards(_stacked(products), groups).sum()
 
 
-def _part(tensor: Any, place: int, groups: Groups, like: Any = None) -> Tensor:
-    """Return what this rank has of a tensor, laid out as another one, and note in ``groups`` who has the rest."""
+def _part(tensor: Any, position: int, groups: Groups, like: Any = None) -> Tensor:
+    """Return this rank's part of a tensor in the layout of ``like``, and add the process groups to ``groups``."""
     like = tensor if like is None else like
     if not is_sharded(like):
         return tensor  # type: ignore[no-any-return]
-    # A partial sum must be completed before it is multiplied: a product of sums is no sum of products.
-    placements = _complete(like)
+    # Partial sums are completed before they are multiplied: a product of sums is not the sum of products.
+    placements = _completed_placements(like)
     for dimension, placement in enumerate(placements):
-        if not placement.is_replicate():  # not is_shard, which the strided shards of FSDP2 on other shards are not
-            groups.setdefault(like.device_mesh.get_group(dimension), []).append(place)
+        if (
+            not placement.is_replicate()
+        ):  # not is_shard(), which is false for the strided shards of FSDP2 with tensor parallelism
+            groups.setdefault(like.device_mesh.get_group(dimension), []).append(position)
     return tensor.redistribute(like.device_mesh, placements).to_local()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def groups_of(tensors: Iterable[Tensor]) -> Groups:
-    """Return, for every process group, the places of the tensors that lie in parts on its ranks."""
+    """Return, for every process group, the positions of the tensors that are sharded over its ranks."""
     groups: Groups = {}
-    for place, tensor in enumerate(tensors):
-        _part(tensor, place, groups)
+    for position, tensor in enumerate(tensors):
+        _part(tensor, position, groups)
     return groups
 
 
 def over_shards(values: Tensor, groups: Groups, *, largest: bool = False) -> Tensor:
-    """Combine numbers of tensors, in the last dimension, over the ranks that have parts of them; overwrites them.
+    """Combine one number per tensor (last dimension of ``values``) over the ranks with shards of it, in place.
 
-    They are added up, or the ``largest`` is taken (NaN where there is one), by one all-reduce for each process group of
-    :func:`groups_of`.
+    The numbers are summed, or with ``largest`` their maximum is taken (NaN if any is NaN), by one all-reduce per
+    process group of :func:`groups_of`.
     """
-    for group, places in groups.items():
-        chosen = values[..., places]
-        if largest:  # the backends disagree about the larger of a number and NaN
+    for group, positions in groups.items():
+        chosen = values[..., positions]
+        if largest:  # backends disagree about the maximum of a number and NaN
             chosen = torch.stack([chosen.nan_to_num(-torch.inf, torch.inf, -torch.inf), chosen.isnan().to(chosen)])
         operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
         torch.distributed.all_reduce(chosen, op=operation, group=group)
-        values[..., places] = torch.where(chosen[1] > 0, torch.nan, chosen[0]) if largest else chosen
+        values[..., positions] = torch.where(chosen[1] > 0, torch.nan, chosen[0]) if largest else chosen
     return values
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the live gradients by parameter name, leaving out parameters without one."""
+    """Return the live gradients by parameter name, without parameters that have none."""
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def live_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the live gradients in order, leaving out parameters without one."""
+    """Return the live gradients in order, without parameters that have none."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def copied(vector: Vector) -> dict[str, Tensor]:
-    """Return an independent copy, detached."""
+    """Return a detached copy of a vector."""
     return {name: value.detach().clone() for name, value in vector.items()}
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name, each shared parameter once."""
+    """Return the trainable parameters by name, each shared parameter once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -83,7 +83,7 @@ def test_checkpoint_stores_streams_of_the_run(loop: str, tmp_path: Path) -> None
     before = without_on_demand(state.digest())
     manager = HookManager([], task, state, loop=loop)
     path = tmp_path / "a"
-    manager.isolated("checkpoint", lambda: save_checkpoint(path, state, {}, manager.isolation.run_streams))
+    manager.run_isolated("checkpoint", lambda: save_checkpoint(path, state, {}, manager.isolation.run_streams))
     _, other = noisy_build(case, seed=5)
     load_checkpoint(path, other)
     assert not differences(before, without_on_demand(other.digest()))
@@ -117,7 +117,7 @@ def test_malformed_checkpoint_content_is_refused(damage: dict[str, Any], tmp_pat
     _, state = build(Case())
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
     rewritten(tmp_path / "a", lambda content: content["state"].update(damage))
-    other = "was written for another optimizer: its groups hold other parameters"
+    other = "was written for another optimizer: the parameters of its groups differ"
     fit = rf"a (does not fit this run: \w+Error: .*|{other})\.$"
     with pytest.raises(UsageError, match=fit):
         load_checkpoint(tmp_path / "a", build(Case())[1])
@@ -155,7 +155,7 @@ def test_gradients_modes_and_flags_are_restored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (Case("transformer"), "written for another model: of its parameters"),
+        (Case("transformer"), "written for another model: its parameters differ"),
         (Case("batchnorm_mlp", "sgd_momentum"), "with the optimizer AdamW, but this one is SGD"),
     ],
 )

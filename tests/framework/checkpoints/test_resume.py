@@ -440,7 +440,7 @@ def test_checkpoint_of_another_model_names_differing_tensors(killed: Path, monke
     lock.unlink()
     before = contents(killed)
     assert main(command(killed, "--resume")) == 2
-    assert "was written for another model: of its parameters, 4.bias, 4.weight differ" in capfd.readouterr().err
+    assert "was written for another model: its parameters differ (4.bias, 4.weight)" in capfd.readouterr().err
     assert contents(killed) == before
 
 
@@ -600,7 +600,7 @@ def test_removed_record_is_reported_and_rewritten(tmp_path: Path) -> None:
         removing.run()
     texts = [str(warning.message) for warning in said]
     assert any("experiment_config.json was removed during the run; it is written again" in text for text in texts)
-    assert any("Sink 'csv' failed and is switched off" in text and "was removed or replaced" in text for text in texts)
+    assert any("Sink 'csv' failed and is disabled" in text and "was removed or replaced" in text for text in texts)
     assert (tmp_path / "small/plain/experiment_config.json").is_file()
 
 

@@ -1,4 +1,4 @@
-"""``torchrun -m loopscope run EXPERIMENT --parallel KIND``: several processes train what one does, and one writes."""
+"""``torchrun -m loopscope run EXPERIMENT --parallel KIND``: several processes match one, and one of them writes."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TEXT = (
     *("--lr", "1e-4", "--min-lr", "1e-5", "--with-hooks", "none"),
 )
 NARROW = ("lowbit_lm", "--strategy", "fp32", *TEXT[3:])
-CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # of weights in float32, after so few steps
+CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # tolerance of float32 weights after few steps
 
 
 def loopscope(folder: Path, words: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ def record_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of a line of the record, with its place."""
+    """Yield every number of a line of the record, with its path."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
         yield from numbers_in(part, f"{name}/{key}")
@@ -86,8 +86,8 @@ def assert_alike(alone: Path, together: Path) -> None:
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, **CLOSE, msg=name)
-    for line, wanted in zip(record_in(together), record_in(alone), strict=True):
-        numbers, expected_numbers = dict(numbers_in(line)), dict(numbers_in(wanted))
+    for line, expected_line in zip(record_in(together), record_in(alone), strict=True):
+        numbers, expected_numbers = dict(numbers_in(line)), dict(numbers_in(expected_line))
         assert numbers == pytest.approx(expected_numbers, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
@@ -100,7 +100,7 @@ def test_two_ddp_processes_match_one_process(tmp_path):
     out = trained(process)
     assert_alike(tmp_path / "one", tmp_path / "two")
     assert out.count("Results: ") == 1
-    names = [sorted(path.name for path in (tmp_path / of).glob("*/*/*")) for of in ("one", "two")]
+    names = [sorted(path.name for path in (tmp_path / name).glob("*/*/*")) for name in ("one", "two")]
     assert names[0] == names[1]
 
 
@@ -146,8 +146,8 @@ def test_two_nodes_train_together(tmp_path):
     common = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "7")
     words = (*SMALL, "--parallel", "ddp")
     nodes = [torchrun(tmp_path / "two", 1, *words, launcher=common) for _ in range(2)]
-    said = [trained(node) for node in nodes]
-    assert sorted(out.count("Results: ") for out in said) == [0, 1]
+    outputs = [trained(node) for node in nodes]
+    assert sorted(out.count("Results: ") for out in outputs) == [0, 1]
     loopscope(tmp_path / "one", SMALL)
     assert_alike(tmp_path / "one", tmp_path / "two")
 
@@ -161,7 +161,7 @@ def test_refused_launch_reports_once_and_writes_nothing(tmp_path):
     ):
         process = torchrun(tmp_path / "run", 2, *words)
         _, error = process.communicate(timeout=120)
-        assert process.returncode == 1, error  # torchrun's own
+        assert process.returncode == 1, error  # the exit status of torchrun
         assert error.count(sentence) == 1, error
         assert "exitcode  : 2" in error, error
         assert not list((tmp_path / "run").glob("*/*/*"))
@@ -182,15 +182,19 @@ def test_unsuitable_kind_or_world_size_is_refused(monkeypatch):
 
 
 def test_rank_shares_concatenate_to_whole_batches():
-    """The shares of all ranks keep the row order of one process; a batch with too few rows raises InvalidExperimentError."""
+    """The shares of all ranks keep the row order of one process; too few rows raise InvalidExperimentError."""
     rows = torch.arange(23)
     loader = TensorLoader((rows, rows * 2.0), 5, fixed_order(rows.flip(0)))
     for count in (1, 2, 3):
         shares = [RowsOfRank(loader, rank, count) for rank in range(count)]
-        for look in (lambda one: one.batches(0), lambda one: one.shuffled(1).batches(3), lambda one: one.batches(0, 2)):
-            for whole, *parts in zip(look(loader), *map(look, shares), strict=True):
+        for batches in (
+            lambda loader: loader.batches(0),
+            lambda loader: loader.shuffled(1).batches(3),
+            lambda loader: loader.batches(0, 2),
+        ):
+            for batch, *parts in zip(batches(loader), *map(batches, shares), strict=True):
                 assert all(len(part[0]) for part in parts)
-                for tensor, found in zip(whole, zip(*parts, strict=True), strict=True):
-                    assert torch.equal(torch.cat(found), tensor)
-    with pytest.raises(InvalidExperimentError, match="has 3 rows, too few for each of 4 ranks to have one"):
+                for tensor, part_tensors in zip(batch, zip(*parts, strict=True), strict=True):
+                    assert torch.equal(torch.cat(part_tensors), tensor)
+    with pytest.raises(InvalidExperimentError, match="has 3 rows, too few for 4 ranks"):
         list(RowsOfRank(loader, 0, 4).batches(0))

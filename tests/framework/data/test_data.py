@@ -105,7 +105,7 @@ def test_derived_seeds_are_portable_and_distinct():
 @pytest.mark.parametrize(
     ("tensors", "batch_size", "sentence"),
     [
-        ((NUMBERS, NUMBERS[:3]), 2, r"have \[10, 3\] rows; they need equally many"),
+        ((NUMBERS, NUMBERS[:3]), 2, r"have \[10, 3\] rows; give all the same number"),
         ((NUMBERS[:0],), 2, "at least one"),
         ((), 2, "at least one"),
         ((NUMBERS,), 0, "batch_size is 0"),
@@ -287,7 +287,7 @@ def test_rows_without_batches_are_drawn_singly():
 
 
 def test_a_stream_cannot_be_drawn_from():
-    with pytest.raises(UsageError, match="A DataLoader of Endless streams rows, which cannot be drawn"):
+    with pytest.raises(UsageError, match="A DataLoader of Endless streams rows, so they cannot be drawn"):
         TorchLoader(DataLoader(Endless(), batch_size=2), 3).drawn(1)
 
 

@@ -345,7 +345,7 @@ def test_an_error_of_the_dataset_reaches_the_reader():
 
 
 def test_workers_that_yield_in_any_order_are_refused():
-    with pytest.raises(UsageError, match="yields its batches as workers happen to finish them; set it to True"):
+    with pytest.raises(UsageError, match="yields batches in the order in which workers finish; set it to True"):
         TorchLoader(DataLoader(Rows(4), num_workers=1, in_order=False), 3)
 
 

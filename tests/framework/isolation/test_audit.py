@@ -13,7 +13,7 @@ def audited(*, enabled: bool = True) -> tuple[Scene, Audit]:
     scene = Scene(task, state)
     train_one_step(scene)
     audit = Audit(state, enabled=enabled)
-    audit.begin()
+    audit.take_baseline()
     return scene, audit
 
 
@@ -62,7 +62,7 @@ def test_audit_detects_replaced_lookalike_objects(what):
     scene, _ = audited()
     scene.model[2].act = act
     audit = Audit(scene.state, enabled=True)
-    audit.begin()
+    audit.take_baseline()
     before = scene.state.digest()
     REPLACED[what](scene.model)
     if "function" not in what:
@@ -79,7 +79,7 @@ def test_unreadable_state_counts_as_changed():
     """The state of the optimizer was replaced by None."""
     scene, audit = audited()
     scene.optimizer.state = None
-    with pytest.raises(StateMutationError, match="cannot be read any more"):
+    with pytest.raises(StateMutationError, match="can no longer be read"):
         audit.check("Somebody")
 
 
@@ -96,7 +96,7 @@ def test_tensors_outside_parameters_and_buffers_are_audited():
     task.model.teacher = [nn.Linear(1, 1)]
     for tensor in (task.model.scale, task.model.teacher[0].weight):
         audit = Audit(state, enabled=True)
-        audit.begin()
+        audit.take_baseline()
         tensor.data.add_(1)
         with pytest.raises(StateMutationError):
             audit.check("Somebody")

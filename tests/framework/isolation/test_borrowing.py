@@ -96,7 +96,7 @@ def test_under_audit_a_borrowed_pass_is_no_change(model):
     scene = Scene(task, state)
     train_one_step(scene)
     audit = Audit(state, enabled=True)
-    audit.begin()
+    audit.take_baseline()
     with (
         state.streams.isolated(),
         borrowed_buffers(task.model),

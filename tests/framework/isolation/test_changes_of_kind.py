@@ -252,7 +252,7 @@ NAMES = {
     ("optimizer state", "tensor", "absent"): "optimizer/0.weight.entry.",
     ("optimizer state", "scalar tensor", "float"): "optimizer/0.weight.entry.",
     ("optimizer state of a parameter", "nested dict", "absent"): "optimizer state.parameters/0.weight.",
-    ("option of a group", "float", "scalar tensor"): "optimizer hyper-parameters or its groups.",
+    ("option of a group", "float", "scalar tensor"): "the optimizer's hyper-parameters or groups.",
     ("scheduler", "float", "scalar tensor"): "the scheduler.",
 }
 

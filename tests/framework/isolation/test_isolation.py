@@ -146,7 +146,7 @@ def test_failed_restore_raises_state_mutation_error():
             raise Mishap("no way back")
 
     scene.state.extras["stubborn"] = Stubborn()
-    with pytest.raises(StateMutationError, match=r"cannot be put back .*no way back"), isolation.visit():
+    with pytest.raises(StateMutationError, match=r"cannot be restored .*no way back"), isolation.visit():
         isolation.intervene(CALL, lambda: None, mutates=True)
 
 

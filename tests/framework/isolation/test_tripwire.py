@@ -36,7 +36,7 @@ NAMES = {
     "write_to_the_gradient": "gradients/4.bias",
     "replace_a_gradient": "a gradient was replaced",
     "set_a_parameter": "modules/0._parameters.weight",
-    "edit_the_learning_rate": "optimizer hyper-parameters or its groups",
+    "edit_the_learning_rate": "the optimizer's hyper-parameters or groups",
     "evaluate_for_good": "modules/.training",
     "freeze_a_parameter": "requires_grad of a parameter",
     "leave_a_hook_on_a_parameter": "a hook on a parameter",
@@ -116,4 +116,4 @@ def test_sparse_and_inference_tensors_can_be_swept():
 
 def test_unreadable_state_counts_as_changed():
     scene = trained()
-    assert "cannot be read any more" in observe(scene.state, lambda: setattr(scene.optimizer, "param_groups", None))
+    assert "can no longer be read" in observe(scene.state, lambda: setattr(scene.optimizer, "param_groups", None))

@@ -152,14 +152,14 @@ def test_any_signed_checkpoint_is_used_or_refused(whole, capfd, data, command, o
 
 
 KNOWN = {
-    "state/optimizer/state/0.weight/exp_avg": (torch.tensor(1.5), "exp_avg of 0.weight has not its shape"),
+    "state/optimizer/state/0.weight/exp_avg": (torch.tensor(1.5), "exp_avg of 0.weight has the wrong shape"),
     "state/optimizer/state/0.bias/exp_avg": (MISSING, "could not resume from .*: KeyError"),
     "state/loop/epoch": (None, "its field 'epoch' must be an integer"),
     "state/loop/step": (5, "its epoch and step are not those in manifest.json"),
     "state/loop/accumulated_grads": ({"0.weight": -1}, "its field 'accumulated_grads' must be"),
     "state/parameters/0.bias": (2**70, "could not resume from .*: OverflowError"),
-    "state/modules/1._non_persistent_buffers_set": (MISSING, "of its modules, 1._non_persistent_buffers_set differ"),
-    "state/scheduler/last_epoch": (None, "last_epoch of the scheduler is no number"),
+    "state/modules/1._non_persistent_buffers_set": (MISSING, r"its modules differ \(1._non_persistent_buffers_set\)"),
+    "state/scheduler/last_epoch": (None, "last_epoch of the scheduler is not a number"),
     "hooks/weight_updates/checks": (
         "x",
         "'weight_updates' cannot take its state back .UsageError: checks is no number",

@@ -9,7 +9,7 @@ import torch
 from loopscope.errors import UsageError
 from loopscope.state import RandomStreams, TrainingState, accelerators, seed_everything
 from loopscope.state.flags import GlobalFlags
-from loopscope.training.profiler import begin_peak
+from loopscope.training.profiler import start_peak_measurement
 from torch import nn
 
 DEVICE = torch.device("mps", 0)
@@ -42,7 +42,7 @@ def install(monkeypatch):
         module = backend(generator, missing)
         vars(module).update(replaced)
         monkeypatch.setattr(accelerators, "is_present", lambda: True)
-        monkeypatch.setattr(accelerators, "_module", lambda kind: module)
+        monkeypatch.setattr(accelerators, "_backend", lambda kind: module)
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: DEVICE)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
@@ -123,7 +123,7 @@ def test_uncounted_memory_is_not_measured(install, monkeypatch):
 
     install()
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fail)
-    assert begin_peak() is None
+    assert start_peak_measurement() is None
 
 
 @pytest.mark.process

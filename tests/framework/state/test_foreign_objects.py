@@ -152,7 +152,7 @@ def test_observer_changes_are_caught(place: Place) -> None:
     isolation, audit = Isolation(state), Audit(state, enabled=True)
     with isolation.visit():
         isolation.observe(CALL, lambda: None)
-    audit.begin()
+    audit.take_baseline()
     audit.check("Nobody")
     with pytest.raises(StateMutationError, match=r"Hook 'spy' .* changed the training state: ."), isolation.visit():
         isolation.observe(CALL, lambda: place.change(state))

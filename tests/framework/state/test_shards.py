@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import LoopscopeError
-from loopscope.firing.fire import forward_pass
+from loopscope.firing.hook_calls import forward_pass
 from loopscope.hooks import CommitRecord, ModelDataContext, StatePart
 from loopscope.state import (
     RandomStreams,

@@ -192,7 +192,7 @@ def reduce_no_more(ctx: Any) -> None:
     ctx.model.set_requires_gradient_sync(False)
 
 
-OF_FSDP2 = "what FSDP2 has gathered, has under way or was told"
+OF_FSDP2 = "gathered parameters, pending work or settings of FSDP2"
 CAUGHT = {
     leave_gathered: "modules/1.up._parameters.weight",
     write_to_shards: "parameters/1.up.weight",
