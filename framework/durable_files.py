@@ -17,19 +17,19 @@ from .errors import LoopscopeError, UsageError, library_warnings_ignored, requir
 
 LARGEST = 10**4000
 """Of more digits Python makes no text (``sys.get_int_max_str_digits``)."""
-MOST_LEVELS = 100
+MAX_JSON_DEPTH = 100
 """How deep a JSON file may be nested: far deeper than any of ours, and what recursive readers can follow."""
-MOST_BYTES = 2**26
+MAX_JSON_BYTES = 2**26
 """How large a JSON file may be that is read whole."""
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write under a temporary name, flush to the disk, then rename over ``path``; folders are made as needed.
 
     Raises :class:`LoopscopeError` where the file system refuses.
     """
     partial = path.with_name(path.name + ".partial")
-    with refusal_of_disk(path):
+    with translated_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with partial.open("wb") as file:
@@ -44,7 +44,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 def save_tensors(content: Any, path: Path) -> None:
     """Write tensors and plain values with ``torch.save``, whole or not at all."""
-    write_whole(path, lambda file: write_tensors(content, file))
+    write_atomically(path, lambda file: write_tensors(content, file))
 
 
 def write_tensors(content: Any, file: Any) -> None:
@@ -64,7 +64,7 @@ def read_tensors(source: Path | BinaryIO, *, mapped: bool = False) -> Any:
 
 
 @contextmanager
-def refusal_of_disk(path: Path) -> Iterator[None]:
+def translated_disk_errors(path: Path) -> Iterator[None]:
     """Turn what the file system raises in the body into a :class:`LoopscopeError` that names ``path``."""
     try:
         yield
@@ -78,7 +78,7 @@ def refusal_of_disk(path: Path) -> Iterator[None]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write indented JSON; non-finite numbers are the bare words ``NaN``, ``Infinity``, ``-Infinity``, as in JSONL."""
     text = json.dumps(plain_json(content), indent=2) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def plain_json(value: Any) -> Any:
@@ -94,7 +94,7 @@ def plain_json(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Return whether anything lies at ``path``; raises :class:`UsageError` where the file system does not tell."""
     try:
         return path.exists()
@@ -111,8 +111,8 @@ def read_json(path: Path) -> dict[str, Any]:
         is_file = path.is_file() or path.is_dir() or not path.exists()  # no pipe, to which nobody may ever write
         require(is_file, f"{path} cannot be read: it is no file.")
         with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-        require(len(text) <= MOST_BYTES, f"{path} is not read: it has more than {MOST_BYTES:,} bytes.")
+            text = file.read(MAX_JSON_BYTES + 1)
+        require(len(text) <= MAX_JSON_BYTES, f"{path} is not read: it has more than {MAX_JSON_BYTES:,} bytes.")
         content = json.loads(text.decode())
         if isinstance(content, dict) and not _is_deep(content):
             return content
@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _is_deep(content: Any) -> bool:
     """Return whether a value from a JSON file has more than ``MOST_LEVELS`` levels; does not recurse itself."""
     level = [content]
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_JSON_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
         level = list(chain.from_iterable(inner))
     return bool(level)

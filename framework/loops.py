@@ -5,15 +5,15 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from .data import Batch
-from .errors import UnfitError
+from .errors import InvalidExperimentError
 from .firing import Driver, HookManager
 from .state import LoopState
 from .training import (
     TrainingTask,
-    advance,
-    evaluations,
+    advance_scheduler,
     forward_backward,
     is_skipped,
+    make_closure,
     step_by_metric,
     takes_closure,
     update,
@@ -62,7 +62,7 @@ def epoch_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch and step on."""
-    manager.refuse_other_loop("epoch")
+    manager.check_loop("epoch")
     loop, driver, again = manager.state.loop, Driver(task, manager), _again(task, manager)
     while loop.epoch < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
@@ -74,12 +74,12 @@ def epoch_loop(
             _training_step(driver, batch, index, again, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
             pauses.pause(loop, unit_ended=False)
-            manager.settle()
+            manager.raise_failures()
         _check_length(task, loop)
         driver.end_batches()
         driver.end_interval()
         if task.scheduler_interval == "epoch" and loop.skipped_steps < loop.step:
-            advance(task, loop.epoch + 1)
+            advance_scheduler(task, loop.epoch + 1)
         if _is_due(loop.epoch + 1, task.eval_every, task.length):
             evaluate(driver)
         progress.evaluated(loop)
@@ -88,7 +88,7 @@ def epoch_loop(
             driver.snapshot()
         loop.epoch += 1
         pauses.pause(loop, unit_ended=True)
-        manager.settle()
+        manager.raise_failures()
 
 
 def step_loop(
@@ -99,7 +99,7 @@ def step_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
-    manager.refuse_other_loop("step")
+    manager.check_loop("step")
     loop, driver, again = manager.state.loop, Driver(task, manager), _again(task, manager)
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
@@ -108,7 +108,7 @@ def step_loop(
             progress.step(loop)
             _after_step(driver, progress)
             pauses.pause(loop, unit_ended=True)
-            manager.settle()
+            manager.raise_failures()
             if loop.step >= task.length or loop.stopped:
                 break
         else:
@@ -136,7 +136,7 @@ Again = Callable[[], AbstractContextManager[None]]
 
 def _again(task: TrainingTask, manager: HookManager) -> Again | None:
     """Return the context of a step's further evaluations, if the optimizer makes several: no tap hears them."""
-    return manager.deaf if takes_closure(task.optimizer) else None
+    return manager.untapped_pass if takes_closure(task.optimizer) else None
 
 
 def _training_step(driver: Driver, batch: Batch, index: int, again: Again | None, *, step_scheduler: bool) -> None:
@@ -148,17 +148,19 @@ def _training_step(driver: Driver, batch: Batch, index: int, again: Again | None
     driver.after_backward(loss, skipped=skipped)
     if not skipped:
         driver.before_update()
-    closure = None if again is None else evaluations(task, batch, loss, again, trains=True)
+    closure = None if again is None else make_closure(task, batch, loss, again, trains=True)
     update(task, step_scheduler=step_scheduler, skipped=skipped, closure=closure, count=driver.loop.step)
     driver.after_update(skipped=skipped)
 
 
 def _check_length(task: TrainingTask, loop: LoopState) -> None:
-    """Raise :class:`UnfitError` for a loader that yields more or fewer batches than it says."""
+    """Raise :class:`InvalidExperimentError` for a loader that yields more or fewer batches than it says."""
     said, missing = len(task.loader), (loop.epoch + 1) * len(task.loader) - loop.step
     if missing:
         kind = type(task.loader).__name__
-        raise UnfitError(f"{kind} yielded {said - missing} batches in epoch {loop.epoch}, but its length is {said}.")
+        raise InvalidExperimentError(
+            f"{kind} yielded {said - missing} batches in epoch {loop.epoch}, but its length is {said}."
+        )
 
 
 def evaluate(driver: Driver) -> None:

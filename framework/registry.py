@@ -10,7 +10,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from .errors import UsageError, place_of, unknown, with_lines
+from .errors import UsageError, source_location, unknown, with_lines
 
 Entry = TypeVar("Entry", bound=type[Any])
 
@@ -138,4 +138,6 @@ def qualified(entry: type) -> str:
 def where(thing: Any) -> str:
     """Return file and line of a class or function, such as ``mine.py:16``; else its module."""
     thing = getattr(thing, "__func__", thing)
-    return place_of(thing).partition(" in ")[0] or f"module {getattr(thing, '__module__', type(thing).__module__)}"
+    return (
+        source_location(thing).partition(" in ")[0] or f"module {getattr(thing, '__module__', type(thing).__module__)}"
+    )

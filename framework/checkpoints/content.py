@@ -67,7 +67,7 @@ def read_content(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: 
 
     rank, count = (0, 1) if ranks is None else ranks.place
     check = partial(checkpoint.check, [*checkpoint.manifest["files"]][rank::count])
-    check() if ranks is None else ranks.together(check)
+    check() if ranks is None else ranks.call_on_all(check)
     return read_parts(checkpoint, model, ranks)
 
 
@@ -161,7 +161,7 @@ class RunState:
         manager, loop = self._manager, self._manager.state.loop
         with manager.between_steps():
             pre_epoch = None
-            if manager.is_within_an_epoch() and loop.pre_epoch is not None:
+            if manager.is_mid_epoch() and loop.pre_epoch is not None:
                 call = Call("checkpoint", "the start of the epoch", loop.step, "The")
                 pre_epoch = manager.isolation.intervene(call, self._take_pre_epoch, mutates=True)
             call = Call("checkpoint", "the loop", loop.step, "The")
@@ -204,7 +204,7 @@ class RunState:
         manager.hooks.load_state_dict(content["hooks"])
         last = state.loop.step + len(manager.task.loader)
         manager.hooks.failures.reloaded = dict.fromkeys(content["hooks"], last)
-        manager.hooks.failures.before = content["errors"], content["left_out"]
+        manager.hooks.failures.earlier = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])
         if FRESH_STREAMS in content:  # a rank without stored streams must not draw the same numbers as another rank
             seed_everything(derived_seed(state.streams.seed, "rank", manager.task.ranks.index, state.loop.step))

@@ -11,7 +11,7 @@ import xxhash
 
 from ..data import RowNumbers
 from ..digests import ALGORITHM, link, state_digests
-from ..durable_files import refusal_of_disk
+from ..durable_files import translated_disk_errors
 from ..errors import LoopscopeError
 from ..firing import HookManager
 from ..state import LoopState
@@ -102,7 +102,7 @@ class DigestLog:
         self._bytes += len(data)
         if self._writes:
             try:
-                with refusal_of_disk(self._path), self._path.open("ab") as file:
+                with translated_disk_errors(self._path), self._path.open("ab") as file:
                     file.write(data)
             except LoopscopeError as error:
                 self._writes = False  # digests are still computed, since the other ranks wait for this one

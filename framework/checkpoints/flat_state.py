@@ -152,7 +152,7 @@ def state_for_rank(state: Any, model: nn.Module, ranks: Ranks) -> Any:
     """
     arrangement, parameters, replicated = ranks.arrangement(model), dict(model.named_parameters()), list[str]()
     if isinstance(state, Mapping) and any(_rank(name) == name for name in state):
-        state, replicated = ranks.together(partial(_nested, state, arrangement, ranks.place[0]))
+        state, replicated = ranks.call_on_all(partial(_nested, state, arrangement, ranks.place[0]))
 
     def lay_out(path: Keys, tensor: Tensor) -> Any:
         owner: Any = tensor if is_sharded(tensor) else matching_parameter(path, tensor, parameters)

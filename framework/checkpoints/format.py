@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
-from ..durable_files import plain_json, read_tensors, refusal_of_disk, write_tensors
+from ..durable_files import plain_json, read_tensors, translated_disk_errors, write_tensors
 from ..errors import UsageError
 
 FORMAT = 4
@@ -215,7 +215,7 @@ class PartialCheckpoint:
 
     def create_folder(self) -> None:
         """Create the temporary folder for the files of all processes."""
-        with refusal_of_disk(self.folder):
+        with translated_disk_errors(self.folder):
             self.remove()
             if self._spare is None or not self._spare.is_dir():
                 self._partial.mkdir(parents=True)
@@ -225,7 +225,7 @@ class PartialCheckpoint:
     def write(self, name: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Write a file and return its size and digest."""
         path = self._partial / name
-        with refusal_of_disk(self.folder), path.open("r+b" if path.is_file() else "wb") as file:
+        with translated_disk_errors(self.folder), path.open("r+b" if path.is_file() else "wb") as file:
             digesting = _DigestingFile(file)
             _save(content, digesting)
             # An overwritten file may have been longer.
@@ -236,7 +236,7 @@ class PartialCheckpoint:
     def complete(self, manifest: Mapping[str, Any], files: Mapping[str, Any], sync_first: Sequence[Path]) -> Checkpoint:
         """Write the manifest, then rename the folder to the checkpoint's final name."""
         full = {**plain_json(manifest), "format": FORMAT, "files": dict(files)}
-        with refusal_of_disk(self.folder):
+        with translated_disk_errors(self.folder):
             with (self._partial / MANIFEST).open("w", encoding="utf-8") as file:
                 json.dump({**full, "digest": _digest_of_manifest(full)}, file, indent=None if "tensors" in full else 2)
                 _sync(file)

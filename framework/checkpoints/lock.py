@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..durable_files import read_json, refusal_of_disk
+from ..durable_files import read_json, translated_disk_errors
 from ..errors import UsageError, notice
 
 LOCK = "run.lock"
@@ -29,7 +29,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         UsageError: if another process holds the lock; the message names it.
     """
     path = folder / LOCK
-    with refusal_of_disk(path):
+    with translated_disk_errors(path):
         descriptor = _acquire(path)
     try:
         if os.fstat(descriptor).st_size:
@@ -37,7 +37,7 @@ def run_lock(folder: Path) -> Iterator[None]:
                 f"The lock on {folder} was left by {_owner(path)}, which no longer runs; this process takes it over."
             )
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with refusal_of_disk(path):
+        with translated_disk_errors(path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner).encode(), 0)
         try:

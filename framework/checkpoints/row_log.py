@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from ..data import Loader, RowNumbers, global_batches
-from ..durable_files import refusal_of_disk
+from ..durable_files import translated_disk_errors
 from ..errors import LoopscopeError
 from ..firing import HookManager
 from ..state import LoopState
@@ -48,7 +48,7 @@ class RowLog:
         if self._is_on and self._path.is_file():
             position = loop.epoch, loop.step - loop.epoch * len(self._loader)
             earlier_lines = [line for line in _lines(self._path) if (line["epoch"], line["start"]) < position]
-            with refusal_of_disk(self._path):
+            with translated_disk_errors(self._path):
                 self._path.write_text("".join(json.dumps(line) + "\n" for line in earlier_lines))
 
     def pause(self, loop: LoopState, *, step_ended: bool) -> None:
@@ -62,7 +62,7 @@ class RowLog:
         sizes = [[size, len([*group])] for size, group in groupby(map(len, batches))]
         line = {"epoch": loop.epoch, "start": start, "sizes": sizes, "rows": _pack(batches)}
         try:
-            with refusal_of_disk(self._path), self._path.open("a") as file:
+            with translated_disk_errors(self._path), self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except LoopscopeError as error:
             self._is_on = False

@@ -1,7 +1,7 @@
-"""One fire: who is due, called through the gate, its metrics on their way; and the transitions at which it comes."""
+"""Hook calls of a run: schedules, isolated calls, failures, metric delivery, and the loop that triggers them."""
 
 from .driver import Driver
 from .manager import HookManager
-from .remedies import unmet
+from .error_advice import unmet_need
 
-__all__ = ["Driver", "HookManager", "unmet"]
+__all__ = ["Driver", "HookManager", "unmet_need"]

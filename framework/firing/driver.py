@@ -1,7 +1,7 @@
-"""The transitions of a training loop, one method each: the one place where hook points are fired.
+"""The transitions of a training loop, one method each; every hook point is fired here.
 
 A step is :meth:`Driver.begin_step`, :meth:`Driver.after_backward`, :meth:`Driver.before_update` and
-:meth:`Driver.after_update`; what lies between them, and how often, is up to the loop that drives.
+:meth:`Driver.after_update`. The loop decides what happens between these calls.
 """
 
 from collections.abc import Mapping
@@ -16,85 +16,88 @@ from ..training import TrainingTask
 from .hook_set import HookSet
 from .manager import HookManager
 
-# Named here, since until Python 3.12 a member is found by a function in Python each time.
+# Module constants, since until Python 3.12 every access to a member of an enum runs a Python function.
 PRE_EPOCH, PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
-# Doubled whenever it is full, so that over a run each column is copied about once.
-ROOM = 128  # steps
+# The series doubles whenever it is full, so that each column is copied about once over a run.
+INITIAL_COLUMNS = 128  # steps
 
 
 class Driver:
-    """Keeps the state of a loop, and fires the hook points of its manager, at each of the loop's transitions."""
+    """Updates the state of a loop, and fires the hook points of its manager, at each transition of the loop."""
 
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
         self._hooks = manager.hooks
-        self._keeper = GradientKeeper(task, manager.hooks)
-        self._has_seen = False
+        self._recorder = GradientRecorder(task, manager.hooks)
+        self._checked_first_batch = False
 
     def begin_epoch(self, *, takes_snapshot: bool) -> None:
-        """Clear the accumulators of the epoch and, if a hook will ask for it, copy the state it starts from."""
+        """Clear the accumulators of the epoch and, if a hook needs it, take a snapshot of the state before the epoch."""
         loop, manager = self.loop, self.manager
         loop.running_loss, loop.running_steps = None, 0
         loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
         loop.series_steps = 0
         points = EPOCH_END if takes_snapshot else EPOCH_END[:1]
         loop.pre_epoch = None
-        if manager.hooks.listeners.wants("needs_pre_epoch_state", points, loop.epoch):
-            loop.pre_epoch = manager.pre_epoch_snapshot  # before it is saved, or putting it back would take it away
+        if manager.hooks.listeners.any_due("needs_pre_epoch_state", points, loop.epoch):
+            loop.pre_epoch = (
+                manager.pre_epoch_snapshot
+            )  # set before save(), so that a restore does not reset it to None
             try:
                 loop.pre_epoch.save(manager.state)
             except Exception as error:
                 loop.pre_epoch = None
-                manager.hooks.without_those_that_need("needs_pre_epoch_state", error)
-        self._keeper.renew()
+                manager.hooks.leave_out_needing("needs_pre_epoch_state", error)
+        self._recorder.forget_parameters()
         manager.fire(PRE_EPOCH)
 
     def begin_step(self, batch: Batch, index: int) -> None:
-        """Begin the step on a batch, the ``index``-th of the epoch, before its gradients are zeroed."""
+        """Start the step on the ``index``-th batch of the epoch, before zero_grad."""
         loop = self.loop
-        if not self._has_seen:
-            self._has_seen = True
-            self.manager.hooks.see_first(batch)
+        if not self._checked_first_batch:
+            self._checked_first_batch = True
+            self.manager.hooks.check_first_batch(batch)
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
         self.manager.fire(PRE_STEP)
-        self.manager.arrange_taps()
+        self.manager.update_taps()
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
 
     def after_backward(self, loss: Tensor, *, skipped: bool = False) -> None:
-        """Take the step's ``loss``, detached, and its gradients, complete and unscaled, on the parameters."""
+        """Record the detached ``loss`` and fire POST_BACKWARD; the parameters have complete, unscaled gradients."""
         loop = self.loop
         if self.task.ranks.data:
             loss = self.task.ranks.mean(loss)
         loop.loss = loss
         loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
         loop.running_steps += 1
-        if self._keeper.is_asked:
-            self._keeper.gather(loop, skipped=skipped)
+        if self._recorder.is_needed:
+            self._recorder.record(loop, skipped=skipped)
         self.manager.fire(POST_BACKWARD)
 
     def before_update(self) -> None:
-        """Look at the gradients as the optimizer is about to use them; left out where a step is skipped."""
+        """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
         if self._hooks.listeners.at[PRE_UPDATE]:
             self.manager.fire(PRE_UPDATE)
-        rate: float | Tensor = self.task.optimizer.param_groups[0]["lr"]  # a tensor is what schedulers write to
-        self.loop.step_lr = rate.clone() if isinstance(rate, Tensor) else rate
+        learning_rate: float | Tensor = self.task.optimizer.param_groups[0]["lr"]
+        # Cloned, since schedulers write to a tensor in place.
+        self.loop.step_lr = learning_rate.clone() if isinstance(learning_rate, Tensor) else learning_rate
 
     def after_update(self, *, skipped: bool = False) -> None:
-        """End a step whose update was made or, its gradients having left float16, ``skipped``."""
+        """End a step whose update was made, or ``skipped`` because its gradients overflowed in float16."""
         if skipped:
             self.loop.skipped_steps += 1
         elif self._hooks.listeners.at[POST_STEP]:
             self.manager.fire(POST_STEP)
 
     def end_batches(self) -> None:
-        """Forget the batch in flight: what comes next is between steps."""
+        """Clear the current batch: the loop is between steps from now on."""
         self.loop.batch, self.loop.batch_idx, self.loop.loss = None, None, None
 
     def end_interval(self) -> None:
-        """Deliver the metrics of steps, and turn running sums into means: the loss, the mean gradient."""
+        """Deliver step metrics, and compute the mean loss and the mean gradient from their sums."""
         loop = self.loop
         self.manager.dispatch.flush_steps(loop.epoch)
         if loop.running_loss is not None:
@@ -104,82 +107,82 @@ class Driver:
             with torch.no_grad():
                 torch._foreach_div_(local_shards(loop.gradient_sum.values()), loop.gradient_steps)
             loop.accumulated_grads, loop.gradient_sum, loop.gradient_steps = loop.gradient_sum, None, 0
-        self._keeper.renew()
+        self._recorder.forget_parameters()
 
     def evaluate(self) -> None:
         """Run the task's evaluation in eval mode, isolated from the run."""
         self.evaluated(self.manager.in_eval_mode("evaluation", self.task.evaluate))
 
     def evaluated(self, numbers: Mapping[str, float]) -> None:
-        """Note the numbers of an evaluation, which hooks are shown until the next step."""
+        """Record the numbers of an evaluation, which hooks see until the next step."""
         self.loop.evaluation, self.loop.evaluated_at = self.task.ranks.evaluation(numbers), self.loop.step
 
     def end_epoch(self) -> None:
-        """Look back on the epoch; the loop counts on by itself."""
+        """Fire POST_EPOCH; the loop increments its epoch afterwards."""
         self.manager.fire(POST_EPOCH)
 
     def snapshot(self) -> None:
-        """Take stock, of the epoch or of the steps since the last time."""
+        """Fire SNAPSHOT, notify the sinks, and start a new series of steps."""
         self.manager.fire(SNAPSHOT)
         self.manager.dispatch.snapshot(self.loop.epoch, self.loop.step)
         self.loop.series_steps = 0
 
 
-class GradientKeeper:
-    """Adds to the loop state, after every backward, what the hooks of the run will want to see of the gradients."""
+class GradientRecorder:
+    """Records in the loop state, after every backward pass, the gradient data that hooks need."""
 
     def __init__(self, task: TrainingTask, hooks: HookSet) -> None:
         self._task = task
         self._hooks = hooks
-        self._sums = hooks.listeners.need("needs_grads")
-        self._previous = hooks.listeners.need("needs_prev_step_grads")
-        self._series = hooks.listeners.need("needs_step_series")
-        self.is_asked = self._sums or self._previous or self._series
-        """Whether any hook wants anything kept."""
+        self._records_sums = hooks.listeners.any_has("needs_grads")
+        self._records_previous = hooks.listeners.any_has("needs_prev_step_grads")
+        self._records_series = hooks.listeners.any_has("needs_step_series")
+        self.is_needed = self._records_sums or self._records_previous or self._records_series
+        """Whether any hook needs gradient data."""
         self._named: list[tuple[str, nn.Parameter]] = []
 
-    def renew(self) -> None:
-        """Look the model's parameters up anew at the next step; until then they are taken to be the same objects."""
+    def forget_parameters(self) -> None:
+        """Clear the cached list of named parameters, which the next step rebuilds."""
         self._named = []
 
-    def gather(self, loop: LoopState, *, skipped: bool = False) -> None:
-        """Keep this step's gradients as far as a hook asks for them; of a skipped step only loss and norm."""
+    def record(self, loop: LoopState, *, skipped: bool = False) -> None:
+        """Record this step's gradient data for the hooks that need it; for a skipped step only loss and norm."""
         self._named = self._named or list(self._task.model.named_parameters())
         live = {name: parameter.grad for name, parameter in self._named if parameter.grad is not None}
         hooks = self._hooks
         with torch.no_grad():
-            if self._series:
+            if self._records_series:
                 try:
-                    _append(loop, list(live.values()))
+                    _append_column(loop, list(live.values()))
                 except Exception as error:
-                    hooks.without_those_that_need("needs_step_series", error)
-                    self._series = False
-            if self._sums and not skipped and hooks.listeners.wants("needs_grads", EPOCH_END, loop.epoch):
+                    hooks.leave_out_needing("needs_step_series", error)
+                    self._records_series = False
+            if self._records_sums and not skipped and hooks.listeners.any_due("needs_grads", EPOCH_END, loop.epoch):
                 try:
                     loop.gradient_sum = accumulate(loop.gradient_sum, live)
                     loop.gradient_steps += 1
                 except Exception as error:
-                    hooks.without_those_that_need("needs_grads", error)
-                    loop.gradient_sum, loop.gradient_steps, self._sums = None, 0, False
-            if self._previous and not skipped:
+                    hooks.leave_out_needing("needs_grads", error)
+                    loop.gradient_sum, loop.gradient_steps, self._records_sums = None, 0, False
+            if self._records_previous and not skipped:
                 in_next_epoch = loop.batch_idx == len(self._task.loader) - 1
                 next_epoch, next_step = loop.epoch + in_next_epoch, loop.step + 1
-                if hooks.listeners.wants("needs_prev_step_grads", STEP_POINTS, next_epoch, next_step):
+                if hooks.listeners.any_due("needs_prev_step_grads", STEP_POINTS, next_epoch, next_step):
                     try:
                         loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
                     except Exception as error:
-                        hooks.without_those_that_need("needs_prev_step_grads", error)
-                        self._previous = False
+                        hooks.leave_out_needing("needs_prev_step_grads", error)
+                        self._records_previous = False
 
 
-def _append(loop: LoopState, gradients: list[Tensor]) -> None:
-    """Add a column to the series of loss and gradient norm, which grows by doubling."""
+def _append_column(loop: LoopState, gradients: list[Tensor]) -> None:
+    """Append loss and gradient norm to the series, a tensor of shape (2, columns) that grows by doubling."""
     series, count = loop.step_series, loop.series_steps
     if loop.loss is None:
         return
     if series is None:
-        # float64 holds losses and norms of all dtypes exactly.
-        series = unsharded(loop.loss).new_zeros(2, ROOM, dtype=torch.float64)
+        # float64 represents losses and norms of all dtypes exactly.
+        series = unsharded(loop.loss).new_zeros(2, INITIAL_COLUMNS, dtype=torch.float64)
     elif count == series.shape[1]:
         series = torch.cat([series, torch.zeros_like(series)], dim=1)
     loss = unsharded(loop.loss).double()

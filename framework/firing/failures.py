@@ -1,4 +1,4 @@
-"""What becomes of a run when a hook raises, and the list of what was raised."""
+"""Handling of hook failures: a failure ends the run, or drops the hook."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,26 +14,26 @@ from ..errors import (
     RunNotice,
     UnsuitableError,
     UsageError,
-    passed_through_users_code,
-    place_of,
+    describe_error,
+    raised_in_user_code,
     shortened,
-    told,
-    users_lines,
+    source_location,
+    user_code_lines,
     with_lines,
 )
 from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
 from ..state import explain_nondeterminism
-from .remedies import function_at, remedy
+from .error_advice import advice_on_error, called_method
 
 SNAPSHOT = HookPoint.SNAPSHOT.name
 LOAD = "load_state_dict"
-BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
-"""Where a :class:`UsageError` of a hook refuses the run."""
+CALLED_BEFORE_RUN = ("describe_metrics", "start", "taps")
+"""Calls in which a :class:`UsageError` of a hook refuses the run."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What other ranks are told of a hook that raised on one, and what became of the run there."""
+    """A hook failure on one rank, as other ranks receive it, with its effect on the run."""
 
     hook: str
     where: str
@@ -46,18 +46,18 @@ class Failure:
         return self.sentence
 
 
-def _nowhere(name: str) -> Collection[str]:
-    """Stand for the points at which a hook has reported, where there are none."""
+def _no_points(name: str) -> Collection[str]:
+    """Return no points: the default for runs without recorded metrics."""
     return ()
 
 
 @dataclass
 class HookFailures:
-    """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised.
+    """Decides whether a hook failure ends the run (see :class:`HookManager`), and records all failures.
 
-    A hook that only a group switched on is left out, whatever it raises, until its first report: a call at a hook point
-    that returned at least one metric. At SNAPSHOT it is left out until its first report there, which may be days later.
-    A hook that was named ends the run, and so does one that had reported, also before an interruption.
+    A hook that was enabled by a group, not by name, is dropped if it raises before its first report: the first call at
+    a hook point that returns a metric. At SNAPSHOT, it is dropped if it raises before its first report there, which may
+    be days later. A hook that was enabled by name, or has reported (also before an interruption), ends the run.
     """
 
     on_error: Literal["raise", "skip"]
@@ -65,67 +65,73 @@ class HookFailures:
     errors: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     pending: LoopscopeError | None = None
-    """The first error of the step that is under way, which is finished before the run ends."""
-    points_of_reports: Callable[[str], Collection[str]] = _nowhere
-    """Returns the names of the hook points at which a hook has reported, given its name."""
+    """First error of the current step; the run completes the step before it ends."""
+    points_of_reports: Callable[[str], Collection[str]] = _no_points
+    """Maps a hook's name to the names of the hook points at which it has reported."""
     reloaded: Mapping[str, int] = field(default_factory=dict)
-    """The hooks that took their state back from a checkpoint, by name, and the last step of the first epoch after."""
+    """Last step of the first epoch after resuming, by the names of the hooks whose state was restored."""
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
-    """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
+    """For a resumed run: errors, and dropped hooks with reasons, from before the interruption."""
 
-    def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> Failure:
-        """Raise what ends the run now; otherwise the caller goes on without the hook."""
-        raised = explain_nondeterminism(error)
-        unsuited = isinstance(error, UnsuitableError) and hook.name not in self.required
-        if unsuited or self.may_leave_out(hook, where):
-            sentence = f"Hook {hook.name!r} raised at {_first(where, step)}: {with_lines(raised)}"
-            return self.leave_out(hook, where, step, str(error) if unsuited else shortened(sentence, 290))
+    def handle(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> Failure:
+        """Handle an error of a hook; if this method returns, the caller continues without the hook.
+
+        Raises:
+            LoopscopeError: the error ends the run now.
+        """
+        explained = explain_nondeterminism(error)
+        is_unsuitable = isinstance(error, UnsuitableError) and hook.name not in self.required
+        if is_unsuitable or self.may_leave_out(hook, where):
+            sentence = f"Hook {hook.name!r} raised at {_first_moment(where, step)}: {with_lines(explained)}"
+            return self.leave_out(hook, where, step, str(error) if is_unsuitable else shortened(sentence, 290))
         if where == LOAD:
             raise UsageError(
-                f"Hook {hook.name!r} cannot take its state back ({with_lines(error)}): go on with the options that it "
-                "had, or without it."
+                f"The state of hook {hook.name!r} cannot be restored ({with_lines(error)}); resume with its earlier "
+                "options, or without this hook."
             ) from error
-        lines = with_lines(raised, place_of(function_at(hook, where)))
-        what_to_do = remedy(hook, where, error)
-        message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (what_to_do and f". {what_to_do}")
-        entry = {"hook": hook.name, "point": where, "step": step, "error": told(raised)}
+        lines = with_lines(explained, source_location(called_method(hook, where)))
+        advice = advice_on_error(hook, where, error)
+        message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (advice and f". {advice}")
+        entry = {"hook": hook.name, "point": where, "step": step, "error": describe_error(explained)}
         self.errors.append(entry | {"traceback": "".join(format_exception(error))})
         if isinstance(error, UndeclaredCommitError):
-            error.args = (f"{error} [{users_lines(error)}]",)
+            error.args = (f"{error} [{user_code_lines(error)}]",)
             raise error
-        if where in BEFORE_THE_RUN and isinstance(error, UsageError):
+        if where in CALLED_BEFORE_RUN and isinstance(error, UsageError):
             raise error
         if self.on_error == "skip":
-            stop = "" if what_to_do else "."
-            warnings.warn(f"{message}{stop} The run goes on without it.", stacklevel=3)
+            full_stop = "" if advice else "."
+            warnings.warn(f"{message}{full_stop} The run continues without this hook.", stacklevel=3)
             return Failure(hook.name, where, step, message, "skipped")
-        reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, (LoopscopeError, Warning))
-        if reloaded and not passed_through_users_code(error):
+        is_reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, (LoopscopeError, Warning))
+        if is_reloaded and not raised_in_user_code(error):
             raise ReloadedHookError(message) from error
         failure = HookError(message)
         failure.__cause__ = error
-        # A step comes out the same without the hook that raised, and can be finished, unless the hook commits.
-        within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
-        if not within or (isinstance(hook, InterventionHook) and hook.commits):
+        # Without the failed hook, the step has the same result and can be completed, unless the hook commits.
+        is_within_step = (
+            where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
+        )
+        if not is_within_step or (isinstance(hook, InterventionHook) and hook.commits):
             raise failure
         self.pending = self.pending or failure
         return Failure(hook.name, where, step, message, "held back")
 
     def may_leave_out(self, hook: TrainingHook, where: str) -> bool:
-        """Return whether the run does without a hook that raises ``where``: a group switched it on, and it is new."""
+        """Return whether a hook that raises at ``where`` is dropped: a group enabled it, and it has not reported."""
         if hook.name in self.required:
             return False
         points = self.points_of_reports(hook.name)
         return not points or (where == SNAPSHOT and SNAPSHOT not in points)
 
     def leave_out(self, hook: TrainingHook, where: str, step: int, sentence: str) -> Failure:
-        """Note why a hook is left out, and warn once."""
+        """Record why a hook is left out, and warn."""
         self.left_out[hook.name] = sentence
         warnings.warn(f"Left out: {sentence}", RunNotice, stacklevel=4)
         return Failure(hook.name, where, step, sentence, "left out")
 
-    def follow(self, error: RankError) -> None:
-        """Do what another rank did when a hook raised there; raises the ``error`` where that ended the run."""
+    def mirror(self, error: RankError) -> None:
+        """Apply the effect of a failure on another rank; raise ``error`` if it ended the run there."""
         failure: Failure = error.failure
         if failure.outcome == "left out":
             self.left_out[failure.hook] = str(error)
@@ -140,14 +146,14 @@ class HookFailures:
             self.pending = self.pending or error
 
     def raise_pending(self) -> None:
-        """Raise the error that was held back until the step was finished; a second call raises nothing."""
+        """Raise the pending error, once."""
         pending, self.pending = self.pending, None
         if pending is not None:
             raise pending
 
-    def take_over(self) -> set[str]:
-        """Add what happened before the interruption, and return the names of the hooks that the run did without."""
-        errors, left_out = self.before
+    def merge_earlier(self) -> set[str]:
+        """Add the failures from before the interruption, and return the names of all dropped hooks."""
+        errors, left_out = self.earlier
         left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
         self.left_out = {**left_out, **self.left_out}
         if self.on_error == "skip":
@@ -155,7 +161,7 @@ class HookFailures:
         return {*left_out, *(error["hook"] for error in self.errors)}
 
 
-def _first(where: str, step: int) -> str:
+def _first_moment(where: str, step: int) -> str:
     if where == SNAPSHOT:
         return "its first SNAPSHOT"
     moment = f" of step {step}" if where in HookPoint.__members__ or where.startswith("tap on") else ""

@@ -1,4 +1,4 @@
-"""The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
+"""The active hooks of a run: their schedules, calls, failures and life cycle."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
@@ -22,19 +22,19 @@ from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInf
 from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..training import Profiler, Ranks
-from . import answers
+from . import hook_validation
+from .error_advice import advice_on_mutation
 from .failures import LOAD, Failure, HookFailures
 from .listeners import Listeners
-from .remedies import instead_of
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
 
 
 class HookSet:
-    """The hooks that are on, in the order in which the user named them; all their code is called from here.
+    """The active hooks, in the order in which the user named them; every call of hook code starts here.
 
-    The run's ``taps`` hear nothing of what hooks do.
+    The run's ``taps`` are disabled during these calls.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class HookSet:
         self._taps = taps
         self._offload = offload
         self.ranks = ranks
-        self._untold: list[Failure] = []
-        """What was raised on this rank since :meth:`settle`."""
-        self.were_called = False
-        """Whether hooks were called since :meth:`settle` of whose failures other ranks do not know at once."""
-        self._abandoned = False
-        self._has_seen = False
+        self._unannounced: list[Failure] = []
+        """Failures on this rank since the last :meth:`synchronise_failures`."""
+        self.has_unsynchronised_calls = False
+        """Whether other ranks may still miss failures of calls since the last :meth:`synchronise_failures`."""
+        self._disabled = False
+        self._checked_first_batch = False
 
     def __iter__(self) -> Iterator[TrainingHook]:
         return iter(self._hooks)
@@ -82,104 +82,111 @@ class HookSet:
         *,
         intervention: InterventionHook | None = None,
     ) -> Result | None:
-        """Call a hook's code through the isolation, rolled back if it is an ``intervention``'s, and return its result.
+        """Call a hook's code through the isolation and return its result; an ``intervention`` is rolled back.
 
-        Returns ``None`` if it raised and the run goes on for now, and always once the hooks were abandoned.
+        Returns ``None`` if the call raised and the run continues for now, and always after :meth:`disable_all`.
         """
         self.profiler.caller = hook.name
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
-        isolated = partial(self._isolated, Call(hook.name, where, step), function, intervention)
+        run_hook = partial(self._run_in_gate, Call(hook.name, where, step), function, intervention)
         if self.profiler.enabled:
-            state_of = partial(self._isolated, Call(hook.name, "state_dict", step), hook.state_dict)
-            isolated = partial(self.profiler.call, hook.name, isolated, state_of)
-        return self._treated(hook, where, step, isolated, together=intervention is not None)
+            state_of = partial(self._run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
+            run_hook = partial(self.profiler.call, hook.name, run_hook, state_of)
+        return self._call_safely(hook, where, step, run_hook, collective=intervention is not None)
 
-    def _treated(
-        self, hook: TrainingHook, where: str, step: int, isolated: Callable[[], Result], *, together: bool = False
+    def _call_safely(
+        self, hook: TrainingHook, where: str, step: int, run_hook: Callable[[], Result], *, collective: bool = False
     ) -> Result | None:
-        """Return what an isolated call returns; what a hook raises, an exit included, is a failure of the hook.
+        """Return the result of an isolated call, or handle its exception (``SystemExit`` too) as a failure of the hook.
 
-        A call that all ranks make ``together`` has succeeded where it has on all of them; what is raised elsewhere the
-        others are told of when they :meth:`settle`.
+        A ``collective`` call is made by all ranks and succeeds only if it succeeds on all of them. Failures of other
+        calls reach the other ranks in :meth:`synchronise_failures`.
         """
-        if self._abandoned:
+        if self._disabled:
             return None
-        self.were_called = self.were_called or not together
+        self.has_unsynchronised_calls = self.has_unsynchronised_calls or not collective
         try:
-            result = isolated()
-            if together:
+            result = run_hook()
+            if collective:
                 self.ranks.join()
         except StateMutationError as error:
-            error.args = (" ".join(filter(None, [str(error), instead_of(hook, where, error)])),)
-            self._tell(Failure(hook.name, where, step, str(error)), now=together)
-            if together or not self.ranks.are_many:
-                self.abandon()
+            error.args = (" ".join(filter(None, [str(error), advice_on_mutation(hook, where, error)])),)
+            self._announce(Failure(hook.name, where, step, str(error)), now=collective)
+            if collective or not self.ranks.are_many:
+                self.disable_all()
                 raise
-            self.failures.pending = error  # until all settle: others would wait for this rank in their collectives
+            self.failures.pending = error  # raised later, since other ranks may wait in a collective
             self.isolation.rebase()
             return None
         except (KeyboardInterrupt, RankLostError):
             raise
         except RankError as error:
-            self._off(hook, partial(self.failures.follow, error))
+            self._drop_after(hook, partial(self.failures.mirror, error))
             return None
-        except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
-            self._failed(hook, where, step, error, together=together)
+        except BaseException as error:  # includes SystemExit, which would end the run as if it had completed
+            self._handle_failure(hook, where, step, error, collective=collective)
             return None
         return result
 
-    def _gated(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
-        """Ask a hook for what is no part of its work: isolated like a call, but neither profiled nor offloaded."""
+    def _query(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
+        """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
         step = self._state.loop.step
         with self.isolation.visit():
-            return self._treated(hook, where, step, partial(self._isolated, Call(hook.name, where, step), function))
+            return self._call_safely(
+                hook, where, step, partial(self._run_in_gate, Call(hook.name, where, step), function)
+            )
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
-        """Call the function of a tap amid the run's own pass, where it is watched and can be rolled back by no copy."""
+        """Call the function of a tap during a pass of the run: checked for mutations, but never rolled back."""
         call = Call(hook.name, f"tap on {target!r}", self._state.loop.step)
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
 
-        def isolated() -> Result:
+        def run_tap() -> Result:
             with self.profiler.section(hook.name):
                 return self.isolation.observe_in_pass(call, function)
 
-        return self._treated(hook, call.where, call.step, isolated)
+        return self._call_safely(hook, call.where, call.step, run_tap)
 
-    def isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
-        """Call what is not a hook's, such as the evaluation, within a visit and as isolated as an observer."""
-        return self._isolated(Call(name, where, self._state.loop.step, "The"), function, None)
+    def run_isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
+        """Run code that is not a hook, such as the evaluation, isolated like an observer; requires a visit."""
+        return self._run_in_gate(Call(name, where, self._state.loop.step, "The"), function, None)
 
     @property
-    def acting(self) -> str:
-        """The name of a hook that is rolled back within a step, of one that was named if there is; empty if none is."""
-        due = [each for point in STEP_POINTS for each in self.listeners.at[point] if each.intervention is not None]
-        acting = [each.hook for each in due if each.intervention.mutates]  # type: ignore[union-attr]
-        acting.sort(key=lambda hook: hook.name not in self.failures.required)
-        return next((hook.name for hook in acting), "")
+    def rolled_back_hook(self) -> str:
+        """The name of a hook that is rolled back within a step, preferably a required one, or an empty text."""
+        listeners = [
+            item for point in STEP_POINTS for item in self.listeners.at[point] if item.intervention is not None
+        ]
+        mutating = [item.hook for item in listeners if item.intervention.mutates]  # type: ignore[union-attr]
+        mutating.sort(key=lambda hook: hook.name not in self.failures.required)
+        return next((hook.name for hook in mutating), "")
 
-    def see_first(self, batch: object) -> None:
-        """Raise :class:`UsageError` if a hook may change a run's first batch, which no rollback could put back."""
-        if self._has_seen:
+    def check_first_batch(self, batch: object) -> None:
+        """Leave out the hooks that are rolled back within a step if no tensor is found in the first ``batch``.
+
+        Raises :class:`UsageError` if one of them is required.
+        """
+        if self._checked_first_batch:
             return
-        self._has_seen = True
+        self._checked_first_batch = True
         if any(isinstance(leaf, (Tensor, np.ndarray)) for _, leaf, _ in visited("", batch)):
             return
-        while hook := self.acting:
+        while hook := self.rolled_back_hook:
             error = UsageError(
-                f"Hook {hook!r} is rolled back within a step, but in its batch, a {type(batch).__name__}, there is no "
-                "tensor to be found, and so nothing that could be put back; give batches that are tensors, arrays, or "
-                "containers or plain objects of them, or leave the hook out."
+                f"Hook {hook!r} is rolled back within a step, but the batch, a {type(batch).__name__}, contains no "
+                "tensor that could be restored; use batches of tensors, arrays, or containers or plain objects of "
+                "them, or remove the hook."
             )
-            self.without([hook], "start", error)
+            self.leave_out([hook], "start", error)
 
-    def abandon(self) -> None:
-        """Call no hook any more: the training state is damaged, and what they would find there is not the run."""
-        self._abandoned = True
-        self.isolation.rebase()  # or the sinks, which are still to be closed, would be blamed for it
+    def disable_all(self) -> None:
+        """Call no hook from now on, since the training state is damaged and metrics of it would be wrong."""
+        self._disabled = True
+        self.isolation.rebase()  # or the mutation would be attributed to the sinks, which are still to be closed
 
-    def _isolated(
+    def _run_in_gate(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
     ) -> Result:
         with self._taps:
@@ -187,70 +194,71 @@ class HookSet:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
-    def _failed(
-        self, hook: TrainingHook, where: str, step: int, error: BaseException, *, together: bool = False
+    def _handle_failure(
+        self, hook: TrainingHook, where: str, step: int, error: BaseException, *, collective: bool = False
     ) -> None:
         try:
-            failure = self._off(hook, partial(self.failures.treat, hook, where, step, error))
+            failure = self._drop_after(hook, partial(self.failures.handle, hook, where, step, error))
         except BaseException as final:
             outcome: Literal["refuses", "ends"] = "refuses" if isinstance(final, UsageError) else "ends"
-            self._tell(Failure(hook.name, where, step, str(final), outcome), now=True)
+            self._announce(Failure(hook.name, where, step, str(final), outcome), now=True)
             raise
-        self._tell(failure, now=together)
+        self._announce(failure, now=collective)
 
-    def _tell(self, failure: Failure, *, now: bool) -> None:
-        """Let the other ranks know, at their next agreement or when all settle."""
+    def _announce(self, failure: Failure, *, now: bool) -> None:
+        """Send a failure to the other ranks, ``now`` or in :meth:`synchronise_failures`."""
         if now:
-            self.ranks.told([failure])
+            self.ranks.exchange_failures([failure])
         else:
-            self._untold.append(failure)
+            self._unannounced.append(failure)
 
-    def settle(self) -> None:
-        """Bring all ranks to one mind about the hooks that raised on some of them, if they could not be told before."""
-        called, self.were_called = self.were_called, False
-        while called and (told := self.ranks.told(self._untold or None)) is not None:
-            self._untold = []
-            failures = [(rank, failure) for rank, each in told for failure in each]
-            if ends := any(failure.outcome in ("ends", "refuses") for _, failure in failures):
-                self.failures.raise_pending()  # what was raised here comes before what was elsewhere
+    def synchronise_failures(self) -> None:
+        """Synchronise hook failures across ranks, as far as they have not been announced."""
+        has_calls, self.has_unsynchronised_calls = self.has_unsynchronised_calls, False
+        while has_calls and (rank_failures := self.ranks.exchange_failures(self._unannounced or None)) is not None:
+            self._unannounced = []
+            failures = [(rank, failure) for rank, sent in rank_failures for failure in sent]
+            if run_ends := any(failure.outcome in ("ends", "refuses") for _, failure in failures):
+                self.failures.raise_pending()  # errors of this rank take precedence
             for rank, failure in failures:
-                if not self.ranks.is_mine(rank):
-                    self._follow(RankError(rank, failure))
-            if ends:
+                if not self.ranks.is_this_process(rank):
+                    self._mirror(RankError(rank, failure))
+            if run_ends:
                 return
 
-    def _follow(self, error: RankError) -> None:
+    def _mirror(self, error: RankError) -> None:
         for hook in [hook for hook in self._hooks if hook.name == error.failure.hook]:
-            self._off(hook, partial(self.failures.follow, error))
+            self._drop_after(hook, partial(self.failures.mirror, error))
 
-    def _off(self, hook: TrainingHook, treat: Callable[[], Result]) -> Result:
-        """Let the run go on without a hook, once it has been decided that it goes on."""
-        found = treat()
+    def _drop_after(self, hook: TrainingHook, handle: Callable[[], Result]) -> Result:
+        """Handle a failure, and drop the hook if the run continues; ``handle`` raises if it does not."""
+        outcome = handle()
         if self.failures.pending is None:
             self._drop(hook)
-        else:  # the run ends after the step, and the hook is told of that
+        else:  # the run ends after the step, and the hook's end() is still called
             self.listeners.drop(hook)
-        return found
+        return outcome
 
-    def without_those_that_need(self, need: str, error: Exception) -> None:
-        """Leave out the hooks with the flag ``need``, which the loop failed to compute for them.
+    def leave_out_needing(self, need: str, error: Exception) -> None:
+        """Leave out the hooks with the flag ``need``, since the loop failed to compute it.
 
-        Raises the ``error`` if one of them was named, or has reported before.
+        Raises the ``error`` if one of them is required or has reported metrics.
         """
-        self.without([hook.name for hook in self._hooks if getattr(hook, need)], need, error)
+        self.leave_out([hook.name for hook in self._hooks if getattr(hook, need)], need, error)
 
-    def without(self, names: Collection[str], where: str, error: Exception) -> None:
-        """Leave out the hooks with these ``names``, since what is done for them failed.
+    def leave_out(self, names: Collection[str], where: str, error: Exception) -> None:
+        """Leave out the hooks with these ``names``, since ``where`` failed for them.
 
-        Raises the ``error`` if one of them was named, or has reported before.
+        Raises the ``error`` if one of them is required or has reported metrics.
         """
         hooks = [hook for hook in self._hooks if hook.name in names]
-        final = isinstance(error, (StateMutationError, RankError, RankLostError))
-        if final or not hooks or not all(self.failures.may_leave_out(hook, where) for hook in hooks):
+        is_fatal = isinstance(error, (StateMutationError, RankError, RankLostError))
+        if is_fatal or not hooks or not all(self.failures.may_leave_out(hook, where) for hook in hooks):
             raise error
         for hook in hooks:
-            sentence = f"Hook {hook.name!r} cannot be served: {where} failed with {with_lines(error)}"
-            self._tell(self.failures.leave_out(hook, where, self._state.loop.step, shortened(sentence, 290)), now=False)
+            sentence = f"Hook {hook.name!r} cannot run: {where} failed with {with_lines(error)}"
+            failure = self.failures.leave_out(hook, where, self._state.loop.step, shortened(sentence, 290))
+            self._announce(failure, now=False)
             self._drop(hook)
 
     def _drop(self, hook: TrainingHook) -> None:
@@ -260,7 +268,7 @@ class HookSet:
     # Life cycle
 
     def start(self, run: RunInfo) -> None:
-        """Tell every hook that the strategy starts; after an error only those remain that did start."""
+        """Call ``start`` of every hook; after an error the set contains only the hooks that have started."""
         started: list[TrainingHook] = []
         try:
             with self.isolation.visit():
@@ -271,82 +279,84 @@ class HookSet:
         except LoopscopeError:
             self._hooks = started
             raise
-        self.listeners = Listeners(self._hooks, self.loop)  # a hook may fit its schedule to the run it starts
+        self.listeners = Listeners(self._hooks, self.loop)  # start() may set the schedule
 
     def _start(self, hook: TrainingHook, run: RunInfo) -> None:
-        answers.start(hook, run)
-        Listeners([hook], self.loop)  # raises UsageError for a schedule that is none
+        hook_validation.start(hook, run)
+        Listeners([hook], self.loop)  # raises UsageError for an invalid schedule
 
-    def keep_to(self, points: Set[HookPoint], reason: str) -> None:
-        """Leave out what acts, or fires elsewhere than at these, before the start.
+    def restrict_to(self, points: Set[HookPoint], reason: str) -> None:
+        """Leave out hooks that mutate or commit, or that fire outside of ``points``; called before the start.
 
-        Raises :class:`UsageError` for a hook that was asked for by name, and where nothing is left.
+        Raises :class:`UsageError` if one of them is required, or if no hook is left.
         """
         for hook in list(self._hooks):
-            acts = isinstance(hook, InterventionHook) and (hook.mutates or bool(hook.commits))
-            others = {listener.point for listener in self.listeners.of(hook)} - points
-            if acts or others:
-                where = "it acts" if acts else f"it fires at {', '.join(point.name for point in sorted(others))}"
-                sentence = f"Hook {hook.name!r} cannot be served, since {where}: {reason}"
+            intervenes = isinstance(hook, InterventionHook) and (hook.mutates or bool(hook.commits))
+            other_points = {listener.point for listener in self.listeners.of(hook)} - points
+            if intervenes or other_points:
+                names = ", ".join(point.name for point in sorted(other_points))
+                cause = "it changes the training state" if intervenes else f"it fires at {names}"
+                sentence = f"Hook {hook.name!r} cannot run here, since {cause}: {reason}"
                 require(hook.name not in self.failures.required, sentence)
                 self.failures.left_out[hook.name] = sentence
                 self._drop(hook)
-        require(bool(self._hooks), f"No hook is left that can be served: {reason}")
+        require(bool(self._hooks), f"No selected hook can run here: {reason}")
 
-    def goes_on(self) -> None:
-        """Do without the hooks that a run had gone on without before it was interrupted; called once they started."""
-        gone = self.failures.take_over()
-        for hook in [hook for hook in self._hooks if hook.name in gone]:
+    def drop_earlier_dropouts(self) -> None:
+        """Drop the hooks that the run had already dropped before it was interrupted; called after the start."""
+        dropped = self.failures.merge_earlier()
+        for hook in [hook for hook in self._hooks if hook.name in dropped]:
             self._drop(hook)
 
     def end(self, status: str) -> None:
-        """Tell every hook that the strategy is over, whatever others raise there, and take its table."""
-        if status != "completed":  # perhaps on this rank alone, so that nobody is there to agree with
+        """Call ``end`` of every hook, even if others raise there, and store its table."""
+        if status != "completed":  # perhaps only on this rank, so the others cannot take part in collectives
             self.ranks = Ranks()
-        # An ExitStack calls all of its callbacks, the last one first, whatever some of them raise.
-        with ExitStack() as one_after_another:
+        # An ExitStack calls all of its callbacks, last one first, even if some of them raise.
+        with ExitStack() as callbacks:
             for hook in reversed(self._hooks):
-                one_after_another.callback(self._end, hook, status)
+                callbacks.callback(self._end, hook, status)
 
     def reset(self) -> None:
-        """Let every hook forget the strategy that it served before."""
+        """Reset the state of every hook before the next strategy."""
         with self.isolation.visit():
             for hook in list(self._hooks):
                 self.call(hook, "reset", 0, hook.reset)
 
     def metric_infos(self) -> dict[str, MetricInfo]:
-        """Return every metric that the hooks describe, by full name."""
-        found: dict[str, MetricInfo] = {}
+        """Return the descriptions of all metrics by full name."""
+        infos: dict[str, MetricInfo] = {}
         for hook in list(self._hooks):
-            described = self._gated(hook, "describe_metrics", partial(answers.described, hook))
-            found |= {f"{hook.name}/{info.name}": info for info in described or ()}
-        return found
+            hook_infos = self._query(hook, "describe_metrics", partial(hook_validation.metric_infos, hook))
+            infos |= {f"{hook.name}/{info.name}": info for info in hook_infos or ()}
+        return infos
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every hook's state, by the hook's name; that of a hook which has raised is left out."""
+        """Return the state of every hook by name, without hooks that have raised."""
         states: dict[str, Any] = {}
         for hook in list(self._hooks):
-            # A hook that raised may have stopped half way through an update of what it remembers.
+            # A hook that raised may have stopped in the middle of an update of its state.
             if all(error["hook"] != hook.name for error in self.failures.errors):
-                state = self._gated(hook, "state_dict", hook.state_dict)
+                state = self._query(hook, "state_dict", hook.state_dict)
                 states |= {} if state is None else {hook.name: state}
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
-        called = False
+        """Restore the state of every hook; hooks without a saved state keep their initial one."""
+        has_calls = False
         for hook in list(self._hooks):
             if hook.name in state:
-                called = True
-                load = partial(self._isolated, Call(hook.name, LOAD, 0), partial(answers.load, hook, state[hook.name]))
+                has_calls = True
+                load = partial(hook_validation.load_state, hook, state[hook.name])
+                load_isolated = partial(self._run_in_gate, Call(hook.name, LOAD, 0), load)
                 with self.isolation.visit():
-                    self._treated(hook, LOAD, 0, load)
-        if called:  # a hook that is left out on one rank must not wait for the others when it starts
-            self.settle()
+                    self._call_safely(hook, LOAD, 0, load_isolated)
+        if has_calls:  # before start(), where a rank would wait for a hook that another rank has left out
+            self.synchronise_failures()
 
     def _end(self, hook: TrainingHook, status: str) -> None:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
         if hook.name in self.failures.left_out:
             return
-        if table := self.call(hook, "table", self._state.loop.step, partial(answers.table, hook)):
+        if table := self.call(hook, "table", self._state.loop.step, partial(hook_validation.summary_table, hook)):
             self.tables[hook.name] = table

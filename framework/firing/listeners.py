@@ -1,4 +1,4 @@
-"""Who listens at which hook point, when, and in what order: all that can be known before the run."""
+"""Listeners: the hooks of each hook point with their schedules, in firing order, resolved before the run."""
 
 import warnings
 from collections.abc import Iterable
@@ -17,33 +17,33 @@ from ..hooks import (
 
 
 class Listener:
-    """A hook at one hook point of one loop type, everything resolved that can be before the run."""
+    """A hook at one hook point of one loop type, with its window and schedule resolved."""
 
     def __init__(self, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> None:
         self.hook, self.point, self._window = hook, point, window
-        self.where = point.name  # which an enum's members look up anew each time
+        self.where = point.name  # cached, since enum members compute their name at every access
         self.intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
         self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
         schedule = hook.point_schedules.get(point, hook.step_schedule)
-        remedy = "it must be a StepSchedule, such as StepSchedule(mode='stride', every_n_steps=10)"
-        is_one = isinstance(schedule, StepSchedule)
-        require(is_one, f"Hook {hook.name!r} has step_schedule = {schedule!r}; {remedy}.")
-        thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
-        self._schedule = schedule if thinned else None  # None: every step, or a point between steps
+        advice = "it must be a StepSchedule, such as StepSchedule(mode='stride', every_n_steps=10)"
+        is_valid = isinstance(schedule, StepSchedule)
+        require(is_valid, f"Hook {hook.name!r} has step_schedule = {schedule!r}; {advice}.")
+        skips_steps = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
+        self._schedule = schedule if skips_steps else None  # None: every step, or a point between steps
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Return whether the hook fires at this step of this epoch."""
         in_window = self._window == ALWAYS or self.in_window(epoch)
         return in_window and (self._schedule is None or self._schedule.is_due(step))
 
-    def begin_at(self, epoch: int) -> None:
-        """Let the hook fire in no epoch before this one."""
+    def start_at(self, epoch: int) -> None:
+        """Delay the hook until ``epoch``."""
         first, last = self._window
         self._window = (epoch if first is None else max(first, epoch), last)
 
     def in_window(self, epoch: int) -> bool:
-        """Return whether ``epoch`` lies within the hook's window at this point."""
+        """Return whether ``epoch`` is in the hook's window at this point."""
         first, last = self._window
         return (first is None or epoch >= first) and (last is None or epoch <= last)
 
@@ -61,33 +61,33 @@ class Listeners:
             for point, window in windows.items():
                 by_point[point].append(Listener(hook, point, window))
         self.at = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
-        """Indexed by hook point: looking up a point without listeners is all that an empty fire costs."""
+        """The listeners by hook point. A point without listeners costs only this lookup."""
 
     def drop(self, hook: TrainingHook) -> None:
-        """Let a hook fire no more."""
+        """Remove all listeners of a hook."""
         self.at = [[listener for listener in listeners if listener.hook is not hook] for listeners in self.at]
 
-    def postpone(self, need: str, points: Iterable[HookPoint], epoch: int) -> None:
-        """Let hooks with the flag ``need`` fire at ``points`` from an epoch on, and say so of those that were due."""
-        for item in (item for point in points for item in self.at[point] if getattr(item.hook, need)):
+    def postpone(self, flag: str, points: Iterable[HookPoint], epoch: int) -> None:
+        """Delay hooks with the ``flag`` at ``points`` until ``epoch``, and warn about those due in the epoch before."""
+        for item in (item for point in points for item in self.at[point] if getattr(item.hook, flag)):
             if item.in_window(epoch - 1):
-                reason = f"has {need}, and epoch {epoch - 1} began without"
+                reason = f"has {flag}, but epoch {epoch - 1} started without that state"
                 warnings.warn(f"Hook {item.hook.name!r} {reason}; its first epoch is {epoch}.", RunNotice, stacklevel=2)
-            item.begin_at(epoch)
+            item.start_at(epoch)
 
     def of(self, hook: TrainingHook) -> list[Listener]:
-        """Return where one hook listens."""
+        """Return the listeners of one hook."""
         return [listener for listeners in self.at for listener in listeners if listener.hook is hook]
 
-    def wants(self, need: str, points: Iterable[HookPoint], epoch: int, step: int | None = None) -> bool:
-        """Return whether a hook with the flag ``need`` fires at one of ``points`` in ``epoch``, or just at ``step``."""
+    def any_due(self, flag: str, points: Iterable[HookPoint], epoch: int, step: int | None = None) -> bool:
+        """Return whether a hook with the ``flag`` fires at one of ``points`` in ``epoch``, or exactly at ``step``."""
         return any(
-            getattr(listener.hook, need)
+            getattr(listener.hook, flag)
             and (listener.in_window(epoch) if step is None else listener.is_due(epoch, step))
             for point in points
             for listener in self.at[point]
         )
 
-    def need(self, need: str) -> bool:
-        """Return whether any listening hook has the flag ``need``."""
-        return any(getattr(listener.hook, need) for listeners in self.at for listener in listeners)
+    def any_has(self, flag: str) -> bool:
+        """Return whether any hook with a listener has the ``flag``."""
+        return any(getattr(listener.hook, flag) for listeners in self.at for listener in listeners)

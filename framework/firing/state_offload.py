@@ -1,4 +1,4 @@
-"""Keeping what hooks remember on the CPU between their calls."""
+"""Offload of hook state to the CPU between calls."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,20 +14,20 @@ CPU = torch.device("cpu")
 
 
 class StateOffload:
-    """Keeps what hooks remember on the CPU between their calls, where device memory is short.
+    """Keeps the state of hooks on the CPU between calls, to save device memory.
 
-    Tensors are moved through ``state_dict`` and ``load_state_dict``, which carry all of a hook's memory, so that no
-    metric changes.
+    Tensors are moved through ``state_dict`` and ``load_state_dict``, which contain the complete state of a hook, so
+    that no metric changes.
     """
 
     def __init__(self, home: torch.device = CPU) -> None:
         self._home = home
-        self._away: dict[str, list[torch.device]] = {}
+        self._devices: dict[str, list[torch.device]] = {}
 
     def call(self, hook: TrainingHook, function: Callable[[], Result]) -> Result:
-        """Bring a hook's state back, call ``function``, and move the state away again whatever happened."""
-        if hook.name in self._away:
-            devices = iter(self._away.pop(hook.name))
+        """Load a hook's state, call ``function``, and offload the state again, even after an error."""
+        if hook.name in self._devices:
+            devices = iter(self._devices.pop(hook.name))
             hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(devices)), hook.state_dict()))
         try:
             return function()
@@ -35,4 +35,4 @@ class StateOffload:
             state: dict[str, Any] = hook.state_dict()
             if homes := [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
                 hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
-                self._away[hook.name] = homes
+                self._devices[hook.name] = homes

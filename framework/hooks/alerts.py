@@ -1,4 +1,4 @@
-"""Alerts: what a hook's ``check`` warns of, with its metric, where it was and how far it went."""
+"""Alerts: warnings of a hook's ``check``, with their metric, step, value and limit."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,22 +8,22 @@ from typing import Any
 from ..errors import RunNotice
 
 ALERTS = "alerts.jsonl"
-"""The file in the folder of a run that holds all of them, where a sink writes it."""
+"""File with all alerts of a run, in the run's folder; written by sinks."""
 _ALWAYS = ("always", None, UserWarning, None, 0)
 
 
 class Alert(UserWarning):
     """A warning of a hook's ``check``, as in ``warnings.warn(Alert("The loss spiked.", metric="loss", value=7.5))``.
 
-    Who calls ``check`` makes an alert of every other warning there, and adds ``hook``, ``epoch`` and a missing step;
-    ``rows`` are added last.
+    The caller of ``check`` converts every other warning to an alert and sets ``hook``, ``epoch`` and a missing step;
+    the dispatch sets ``rows``.
 
     Args:
-        sentence: what is wrong, for people.
-        metric: what it is about: a metric by its name within the hook, or a condition.
-        step: where it was, if that is not the step that ``check`` was told.
-        value: how far it went.
-        limit: from where on a value is an alert.
+        sentence: a description of the problem, for people.
+        metric: the subject: a metric by its name within the hook, or a condition.
+        step: the step of the problem, if it differs from the step that ``check`` received.
+        value: the value that caused the alert.
+        limit: the threshold beyond which a value causes an alert.
     """
 
     hook: str = ""
@@ -41,50 +41,53 @@ class Alert(UserWarning):
         super().__init__(sentence)
         self.metric, self.step, self.value, self.limit = metric, step, value, limit
         self.rows: list[int] | None = None
-        """The numbers of the rows of the batch of its step, at most 1,024, where they are known."""
+        """Row numbers of the step's batch, at most 1,024; ``None`` if they are unknown."""
 
     @property
     def kind(self) -> str:
-        """What it is about: ``hook/metric``, or ``hook`` where no metric was named."""
+        """Subject of the alert: ``hook/metric``, or ``hook`` if it names no metric."""
         return f"{self.hook}/{self.metric}" if self.metric else self.hook
 
     def record(self) -> dict[str, Any]:
-        """Return what it says, by the names that it has in ``alerts.jsonl``."""
+        """Return the alert's fields as a line of ``alerts.jsonl``."""
         names = ("epoch", "step", "hook", "metric", "value", "limit", "rows")
-        found = {name: getattr(self, name) for name in names}
-        return found | {"is_over": isinstance(self, Recovery), "sentence": str(self)}
+        fields = {name: getattr(self, name) for name in names}
+        return fields | {"is_over": isinstance(self, Recovery), "sentence": str(self)}
 
 
 class Recovery(Alert, RunNotice):
-    """The note that what an alert told of is over."""
+    """A notice that the problem of an earlier alert has ended."""
 
 
 @contextmanager
-def alerts_caught(hook: str, epoch: int, step: int, found: list[Alert]) -> Iterator[None]:
-    """Add what the body warns of to ``found``, whatever Python's filter says; then warn of it, as the filter says."""
-    places: list[tuple[Any, ...]] = []
-    before = warnings.showwarning
+def collect_alerts(hook: str, epoch: int, step: int, alerts: list[Alert]) -> Iterator[None]:
+    """Append every warning of the body to ``alerts``, even if Python's filters hide it; then issue it again.
 
-    def take(message: Any, category: type[Warning], *where: Any, **rest: Any) -> None:
+    The second time, Python's filters apply.
+    """
+    places: list[tuple[Any, ...]] = []
+    show_warning = warnings.showwarning
+
+    def collect(message: Any, category: type[Warning], *where: Any, **rest: Any) -> None:
         if not issubclass(category, UserWarning):
-            before(message, category, *where, **rest)
+            show_warning(message, category, *where, **rest)
             return
         kind = Recovery if issubclass(category, RunNotice) else Alert
         alert = message if isinstance(message, Alert) else kind(str(message))
         alert.hook, alert.epoch = hook, epoch
         alert.step = step if alert.step is None else alert.step
-        found.append(alert)
+        alerts.append(alert)
         places.append(where[:2])
 
-    # Not by catch_warnings, which would make every module forget of what it has warned already.
+    # Not catch_warnings: it resets the registry of shown warnings of every module, so warnings would repeat.
     warnings.filters.insert(0, _ALWAYS)  # type: ignore[attr-defined]
-    warnings.showwarning = take
+    warnings.showwarning = collect
     try:
         yield
     finally:
-        warnings.showwarning = before
+        warnings.showwarning = show_warning
         with suppress(ValueError):  # the body has reset the filter
             warnings.filters.remove(_ALWAYS)  # type: ignore[attr-defined]
-    # Without a registry, or a repeated sentence would be swallowed.
-    for alert, place in zip(found[len(found) - len(places) :], places, strict=True):
+    # Without a registry argument: Python would otherwise suppress a repeated sentence.
+    for alert, place in zip(alerts[len(alerts) - len(places) :], places, strict=True):
         warnings.warn_explicit(alert, type(alert), *place)

@@ -1,4 +1,4 @@
-"""The base classes of every feature: observers, interventions and debug interventions, and the memory they declare."""
+"""Base classes of hooks (observers, interventions, debug interventions) and the declaration of their memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -24,14 +24,14 @@ Value = TypeVar("Value")
 class Remembered(Generic[Value]):
     """An attribute that belongs to the memory of a :class:`Remembering` object.
 
-    It begins as what ``fresh()`` returns, made at its first use, and so it begins again after a reset. In the saved
-    state it stands under its name without leading underscores.
+    ``fresh()`` returns the initial value; it is called at the first use, and again at the first use after a reset. The
+    key in the saved state is the attribute's name without leading underscores.
 
     Args:
-        fresh: makes the value: a tensor, a plain value, lists or dicts of them, or a :class:`Remembering` object.
-        by_options: ``fresh`` takes the owner, on whose options the value depends.
-        saved: ``False`` leaves it out of the saved state; for what is used up within a step.
-        merged: the value is a :class:`Remembering` object, and its entries stand beside the owner's own.
+        fresh: returns the value: a tensor, a plain value, lists or dicts of them, or a :class:`Remembering` object.
+        by_options: ``fresh`` takes the owner, because the value depends on the owner's options.
+        saved: ``False`` excludes the attribute from the saved state, for values that do not outlive a step.
+        merged: the value is a :class:`Remembering` object, and its entries are stored among the owner's entries.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Remembered(Generic[Value]):
     @overload
     def __get__(self, owner: object, kind: type) -> Value: ...
     def __get__(self, owner: object | None, kind: type) -> Self | Value:
-        """Return a fresh value and give it to the owner, where Python finds it from then on."""
+        """Return a fresh value, and store it on the owner, so that Python does not call this method again."""
         if owner is None:
             return self
         value = vars(owner)[self.name] = self.make(owner)
         return value
 
     def make(self, owner: object) -> Value:
-        """Return a fresh value; the owner keeps the one it has."""
+        """Return a fresh value without changing the owner."""
         return self._fresh(owner) if self._by_options else self._fresh()
 
 
@@ -79,38 +79,42 @@ class Remembering:
     _remembered: ClassVar[tuple[Remembered[Any], ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Collect what the class and its bases declare."""
+        """Collect the declarations of the class and its bases."""
         super().__init_subclass__(**options)
-        declared = {name: value for each in reversed(cls.__mro__) for name, value in vars(each).items()}
+        declared = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
         cls._remembered = tuple(value for value in declared.values() if isinstance(value, Remembered))
         keys = [entry.key for entry in cls._remembered]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise UsageError(f"{cls.__name__} remembers two attributes as {twice[0]!r}; rename one of them.")
+        if duplicates := [key for key in keys if keys.count(key) > 1]:
+            raise UsageError(f"{cls.__name__} remembers two attributes as {duplicates[0]!r}; rename one of them.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this object remembers: tensors and plain values, readable without executing code."""
+        """Return the saved memory: tensors and plain values, which can be read without executing code."""
         state: dict[str, Any] = {}
         for entry in self._saved():
             value = getattr(self, entry.name)
-            kept = value.state_dict() if isinstance(value, Remembering) else _copied(value)
-            state |= kept if entry.merged else {entry.key: kept}
+            saved = value.state_dict() if isinstance(value, Remembering) else _copied(value)
+            state |= saved if entry.merged else {entry.key: saved}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned; raises :class:`UsageError` if a part of it is missing."""
+        """Restore the result of :meth:`state_dict`.
+
+        Raises:
+            UsageError: an entry is missing.
+        """
         for entry in self._saved():
             if not entry.merged and entry.key not in state:
-                raise UsageError(f"its state has no {entry.key!r}, so it is that of another version")
-            kept = state if entry.merged else state[entry.key]
+                raise UsageError(f"its state has no {entry.key!r}, so it was saved by another version")
+            saved = state if entry.merged else state[entry.key]
             value = entry.make(self)
             if isinstance(value, Remembering):
-                value.load_state_dict(kept)
+                value.load_state_dict(saved)
             else:
-                value = _copied(kept)
+                value = _copied(saved)
             setattr(self, entry.name, value)
 
     def reset(self) -> None:
-        """Forget everything measured so far; called between strategies."""
+        """Discard all measurements; called between strategies."""
         for entry in self._remembered:
             vars(self).pop(entry.name, None)
 
@@ -119,100 +123,99 @@ class Remembering:
 
 
 def _copied(value: Any) -> Any:
-    """Copy lists and dicts, so that none is shared by the memory and a state; tensors are."""
+    """Copy lists and dicts, so that the memory and a saved state share none; tensors are shared."""
     return tree_map(lambda leaf: leaf, value)
 
 
 class TrainingHook(Remembering, ABC):
-    """An observer: reads a frozen context and returns metrics; whatever else it does is undone or caught.
+    """An observer: reads a frozen context and returns metrics; its other effects are undone or raise an error.
 
-    Options are keyword-only, annotated arguments of ``__init__``; ``--hook-config name.option=value`` sets them. What
-    the hook remembers are attributes declared as :class:`Remembered`; or it defines ``state_dict``,
-    ``load_state_dict`` and ``reset`` itself.
+    Options are keyword-only, annotated arguments of ``__init__``; ``--hook-config name.option=value`` sets them. A hook
+    declares its memory as :class:`Remembered` attributes, or defines ``state_dict``, ``load_state_dict`` and ``reset``.
     """
 
     name: ClassVar[str]
     hook_points: ClassVar[Set[HookPoint]] = frozenset()
-    """Where the hook fires, in either loop as far as it has the point; ``loop_points`` takes precedence."""
+    """Hook points, for both loops; a loop ignores points that it does not have. ``loop_points`` takes precedence."""
     loop_points: ClassVar[LoopPoints | None] = None
     """Points by loop type (``"epoch"``, ``"step"``): a set, or a dict to ``(min_epoch, max_epoch)`` windows."""
     step_schedule: StepSchedule = EVERY_STEP
     point_schedules: Mapping[HookPoint, StepSchedule] = MappingProxyType({})
-    """Schedules of single step-level points, where ``step_schedule`` is not meant for all of them."""
+    """Schedules of single step-level points; ``step_schedule`` applies to the others."""
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
     needs_step_series: ClassVar[bool] = False
     needs_pre_epoch_state: ClassVar[bool] = False
     needs_target_grad: ClassVar[bool] = False
     needs_reference_weights: ClassVar[bool] = False
-    """Without a reference solution the hook is left out, or refused if it was asked for by name."""
+    """Without a reference solution the hook is dropped, or refused if it was requested by name."""
     needs_loss: ClassVar[bool] = False
-    """It computes losses or gradients of its own. What this and the next four ask for, experiments have; a loop of the
-    user's own may lack it: the hook is then left out, or refused if it was asked for by name."""
+    """The hook computes losses or gradients. Experiments fulfil this requirement and the next four; a custom training
+    loop may not: it then drops the hook, or refuses it if it was requested by name."""
     needs_loader: ClassVar[bool] = False
-    """It reads the training data by itself."""
+    """The hook reads the training data itself."""
     needs_evaluation: ClassVar[bool] = False
-    """It evaluates the model by itself."""
+    """The hook evaluates the model itself."""
     needs_next_batch: ClassVar[bool] = False
-    """It needs the whole batch of a step, as one, before the first pass of that step."""
-    needs_own_loop: ClassVar[bool] = False
-    """It trains epochs of its own, so that the loop must be one of an experiment."""
+    """The hook needs the complete batch of a step, as one object, before the first pass of that step."""
+    needs_experiment_loop: ClassVar[bool] = False
+    """The hook trains additional epochs, so the loop must be that of an experiment."""
     uses_reference_weights: bool = False
-    """The hook reports more if there is a reference solution."""
+    """The hook reports more if a reference solution exists."""
     debug: ClassVar[bool] = False
     always: ClassVar[bool] = False
-    """The hook is on, and comes first, whenever any hook is on, or a sink that keeps metrics."""
+    """The hook is active, and comes first, if any other hook or a sink that keeps metrics is active."""
     metrics: ClassVar[str] = ""
-    """A table, as :func:`metric_table` reads it, of every metric that ``compute`` or ``intervene`` can return."""
+    """Table of every metric that ``compute`` or ``intervene`` can return, in the format of :func:`metric_table`."""
     panels: ClassVar[Sequence[MetricPanel]] = ()
-    """Its metrics that make a picture of their own, which ``loopscope plot`` draws by an option."""
+    """Panels with the hook's metrics, for the pictures that options of ``loopscope plot`` draw."""
 
     @abstractmethod
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return this fire's metrics: numbers, zero-dimensional tensors on any device, lists or dicts of them.
+        """Return the metrics of one call: numbers, zero-dimensional tensors on any device, lists or dicts of them.
 
-        Runs without gradient tracking. An observer that needs autograd enters ``torch.enable_grad()`` itself.
+        The call runs without gradient tracking. An observer that needs autograd enters ``torch.enable_grad()``.
         """
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """List every metric of ``metrics``; a hook whose metrics depend on its options lists them itself instead."""
+        """Return the descriptions in ``metrics``; override this method if the metrics depend on the hook's options."""
         return metric_table(self.metrics)
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
-        """Return the names of the files and folders that this hook may leave in the run's folder."""
+        """Return the names of the files and folders that this hook may create in the run's folder."""
         return ()
 
     def start(self, run: RunInfo) -> None:
-        """Prepare for a strategy, before its first step; raise :class:`UnsuitableError` for a model of no use here."""
+        """Prepare for a strategy, before its first step; raise :class:`UnsuitableError` for an unsuitable model."""
 
     def end(self, status: str) -> None:
         """Finish a strategy, after its last step; ``status`` as in :meth:`MetricSink.close`."""
 
     def table(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what the strategy came to, numbers by row and column; shown at its end and kept in its summary."""
+        """Return a table of final results, by row and column: shown at the end and stored in the summary."""
         return {}
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Look at the host values of one fire, once they are there; the place for warnings by name and step."""
+        """Check the metrics of one call, as host values; issue warnings or alerts about them here."""
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
-        """Declare the gradients this hook wants to see, or to replace, while they flow, and the quantisers to count.
+        """Return taps, which read or replace gradients during the backward pass, or count quantisations.
 
-        They are called on the steps of ``step_schedule``, in the epochs in which the hook fires anywhere.
+        Taps are called on the steps of ``step_schedule``, in the epochs in which the hook is called at any point.
         """
         return ()
 
 
 class InterventionHook(TrainingHook):
-    """A hook that also gets the model context: it may do anything to the training state, and is rolled back.
+    """A hook that also receives the model context: it may change the training state, and is rolled back afterwards.
 
-    What is to stay is declared in ``commits`` and asked for through the commit verbs of the model context. A hook that
-    only reads or commits declares ``mutates = False`` and costs no copy of the state.
+    For lasting changes, the class declares the changed parts in ``commits``, and the hook calls the commit methods of
+    the model context. A hook that only reads or commits declares ``mutates = False`` and causes no copy of the state.
     """
 
     intervention_points: ClassVar[Set[HookPoint] | None] = None
-    """Where ``intervene`` is called; elsewhere ``compute`` is. ``None``: everywhere."""
+    """Points at which ``intervene`` is called; ``compute`` is called at the others. ``None``: all points."""
     mutates: ClassVar[bool] = True
     commits: ClassVar[Set[StatePart]] = frozenset()
 
@@ -225,18 +228,18 @@ class InterventionHook(TrainingHook):
         raise NotImplementedError(f"Hook {self.name!r} observes at {ctx.hook_point.name} but defines no compute().")
 
     def intervenes_at(self, point: HookPoint) -> bool:
-        """Return whether ``intervene`` rather than ``compute`` is called at ``point``."""
+        """Return whether ``intervene``, not ``compute``, is called at ``point``."""
         return self.intervention_points is None or point in self.intervention_points
 
 
 class DebugInterventionHook(InterventionHook):
-    """An intervention for validating other hooks: left out of every bulk selection, switched on by name."""
+    """An intervention that validates other hooks: excluded from every group, enabled by name only."""
 
     debug: ClassVar[bool] = True
 
 
 def treatments(hooks: Iterable[TrainingHook]) -> dict[str, tuple[str, ...]]:
-    """Return the committing ones among hooks with what each of them changes."""
+    """Return the names of the committing hooks, each with the parts of the training state that it changes."""
     return {
         hook.name: tuple(sorted(part.value for part in hook.commits))
         for hook in hooks

@@ -1,4 +1,4 @@
-"""What hooks are told: the frozen view of one fire, and the description of one run."""
+"""Read-only arguments of hooks: the view of one hook point, and the description of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """One metric: its name (``norm/<parameter>`` for one per parameter), formula, range and reading."""
+    """The description of a metric: name (``norm/<parameter>`` for one per parameter), formula, range and reading."""
 
     name: str
     formula: str
@@ -27,19 +27,19 @@ class MetricInfo:
 
     @property
     def column(self) -> str:
-        """The name without its per-parameter part: one column of a table."""
+        """Name without its per-parameter part: one column of a table."""
         return self.name.removesuffix("/<parameter>")
 
     def describes(self, metric: str) -> bool:
-        """Return whether a value that a hook returns under the name ``metric`` is explained by this description."""
+        """Return whether this description covers a value that a hook returns under the name ``metric``."""
         return metric == self.name or (self.column != self.name and metric.startswith(self.column + "/"))
 
 
 def metric_table(text: str) -> list[MetricInfo]:
-    """Describe metrics in a table with a row for each: ``name | formula | range | reading``.
+    """Return the metrics that a table describes, one row each: ``name | formula | range | reading``.
 
-    A line indented deeper than the first row continues the row above it, so a row may be broken at any space; empty
-    lines are left out.
+    A line indented deeper than the first row continues the row above it, so a row may be broken at any space. Empty
+    lines are ignored.
 
     >>> table = metric_table('''
     ...     loss | mean of the step losses | [0, ∞) | Should fall.
@@ -51,7 +51,7 @@ def metric_table(text: str) -> list[MetricInfo]:
     'Far above the others: the layer that makes training unstable.'
 
     Raises:
-        UsageError: a row has not four cells.
+        UsageError: a row does not have four cells.
     """
     rows: list[str] = []
     for line in filter(str.strip, dedent(text).splitlines()):
@@ -62,16 +62,16 @@ def metric_table(text: str) -> list[MetricInfo]:
     table = [[cell.strip() for cell in row.split(" | ")] for row in rows]
     for row, cells in zip(rows, table, strict=True):
         if len(cells) != 4:
-            raise UsageError(f"A metric is described as 'name | formula | range | reading'; this is not: {row!r}.")
+            raise UsageError(f"The metric row {row!r} is invalid; write 'name | formula | range | reading'.")
     return [MetricInfo(*cells) for cells in table]
 
 
 ENDLESS = 2**31
-"""Length of a run, or of an epoch, that nobody knows beforehand."""
+"""Length of a run or an epoch of unknown length."""
 
 
-class Trained(Protocol):
-    """What hooks and sinks may see of a :class:`TrainingTask`: no optimizer, which only the loop steps."""
+class VisibleTask(Protocol):
+    """The part of a :class:`TrainingTask` that hooks and sinks may use: no optimizer, which only the loop steps."""
 
     model: nn.Module
     loader: Loader
@@ -81,8 +81,8 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True)
-class ShownTask:
-    """What a :class:`RunInfo` shows of a task: its loader yields copies where batches may be views of the data."""
+class TaskView:
+    """The task in a :class:`RunInfo`; its loader copies batches that may be views of the data."""
 
     model: nn.Module
     loader: Loader
@@ -93,67 +93,67 @@ class ShownTask:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricPanel:
-    """Metrics of a hook, by their names, that are drawn in one panel of a picture, beside those of other hooks."""
+    """Metrics of a hook that share one panel of a picture; other hooks may add panels to the same picture."""
 
     picture: str
-    """The picture, by the option of ``loopscope plot`` that draws it."""
+    """Name of the picture: the option of ``loopscope plot`` that draws it."""
     place: int
-    """Panels of a picture stand in the order of their places."""
+    """Position of the panel: panels of a picture are sorted by it."""
     title: str
     y_label: str
     curves: Mapping[str, str]
-    """What each metric shows; curves of one text look alike in all panels. An empty one needs no explanation."""
+    """Legend text by metric name; equal texts have the same style in all panels, an empty text has no legend entry."""
     log_y: bool | None = False
-    """A logarithmic vertical axis: yes, no, or where the values span many decades."""
+    """Logarithmic vertical axis: yes, no, or (``None``) if the values span many decades."""
     baseline: float | None = None
-    """A value that is marked by a thin line."""
+    """Value that a thin line marks."""
     shares: Mapping[str, str] = field(default_factory=dict)
-    """Metrics whose mean is said below the title, in percent, with the word for it."""
+    """Metrics whose mean the subtitle states in percent, each with its label."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """One strategy's run, as hooks (``start``) and sinks (``set_run_context``) are told of it."""
+    """The description of one strategy's run, passed to hooks (``start``) and sinks (``set_run_context``)."""
 
     experiment: str
     strategy: str
     output_dir: Path
-    task: Trained = field(repr=False)
+    task: VisibleTask = field(repr=False)
     loop: str
     seed: int
     optimizer_class: type[Optimizer]
     reference_weights: Mapping[str, Tensor] | None = None
-    """The weights of the reference solution by parameter name, if one was loaded."""
+    """Weights of the reference solution by parameter name, if one was loaded."""
     metric_infos: Mapping[str, MetricInfo] = field(default_factory=dict)
-    """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
+    """Descriptions of the hooks' metrics, by full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The committing hooks, by name, with the parts of the training state that each changes."""
+    """Parts of the training state that each committing hook changes, by the hook's name."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """What the loop cannot give that a hook may declare as a need (``"needs_loss"``, say), with what to do about it."""
+    """Requirements that the loop does not fulfil, such as ``"needs_loss"``, each with advice for the user."""
     first_pass: Callable[[], Tensor] | None = field(default=None, repr=False)
-    """Computes the loss of the first batch with its graph, leaving nothing behind, for hooks that must see what the
-    model does; set by the hook manager."""
+    """Computes the loss of the first batch with its autograd graph, without side effects, for hooks that inspect the
+    model's operations; set by the hook manager."""
 
     def __post_init__(self) -> None:
-        """Show of the task no more than hooks and sinks may see."""
+        """Replace the task by its read-only view."""
         task = self.task
         object.__setattr__(
-            self, "task", ShownTask(task.model, with_copied_batches(task.loader), task.length, task.config, task.ranks)
+            self, "task", TaskView(task.model, with_copied_batches(task.loader), task.length, task.config, task.ranks)
         )
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained."""
+        """Trained model."""
         return self.task.model
 
     @property
     def ranks(self) -> Ranks:
-        """Who trains the model together."""
+        """Processes that train the model together."""
         return self.task.ranks
 
     @property
     def config(self) -> Any:
-        """The options of the experiment."""
+        """Options of the experiment."""
         return self.task.config
 
     @property
@@ -163,12 +163,12 @@ class RunInfo:
 
     @property
     def is_endless(self) -> bool:
-        """Whether nobody knows how long the run will be."""
+        """Whether the length of the run is unknown."""
         return self.task.length >= ENDLESS
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run, unless it stops earlier."""
+        """Planned steps of the run, which may stop earlier."""
         return ENDLESS if self.is_endless else self.task.length * (self.steps_per_epoch if self.loop == "epoch" else 1)
 
 
@@ -185,7 +185,7 @@ class OptimizerGroup:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What :meth:`RunDataContext.forward` returns: the model's output and the captured modules' outputs."""
+    """The result of :meth:`RunDataContext.forward`: the model's output and the captured modules' outputs."""
 
     output: Any
     captured: Mapping[str, Any]
@@ -193,7 +193,7 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverServices:
-    """The functions behind the methods of :class:`RunDataContext`; built once for a run."""
+    """Functions behind the methods of :class:`RunDataContext`; created once per run."""
 
     forward: Callable[[Any, Sequence[str], bool], ForwardResult]
     batch_gradients: Callable[[Any], dict[str, Tensor]]
@@ -206,12 +206,12 @@ class ObserverServices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDataContext:
-    """The frozen view of one fire. A field is ``None`` where it does not apply; docs/loop.md has the table."""
+    """A frozen view of the run at one hook point. Fields that do not apply are ``None``; docs/loop.md has a table."""
 
     hook_point: HookPoint
     epoch: int
     step: int
-    """Optimizer steps: the 1-based number of the step in progress, between steps the number of steps done."""
+    """Number of the step in progress, from 1; between steps, the number of completed steps."""
     model: nn.Module
     config: Any
     loader: Any
@@ -220,94 +220,97 @@ class RunDataContext:
     batch_idx: int | None = None
     batch_data: Any = None
     loss: float | Tensor | None = None
-    """The step's loss (a zero-dimensional tensor) once it is computed; after an epoch (step loop: at SNAPSHOT) the mean
-    over the steps of the epoch (of the last ``log_every`` steps), a float."""
+    """The step's loss, a zero-dimensional tensor, from POST_BACKWARD on. After an epoch (step loop: at SNAPSHOT) the
+    mean over the steps of the epoch (over the last ``log_every`` steps), a float."""
     train_acc: float | None = None
     val_acc: float | None = None
     evaluation: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """All numbers of the newest evaluation, the two accuracies included, as long as no step was taken since."""
+    """Results of the last evaluation, including both accuracies; empty after the next step."""
     lr: float | None = None
-    """The present learning rate of the first parameter group: at POST_STEP and later the next step's."""
+    """Current learning rate of the first parameter group: from POST_STEP on, that of the next step."""
     step_lr: float | Tensor | None = None
-    """That group's rate in the newest step that was made, before the first one the present rate."""
+    """Learning rate of the first parameter group in the last step; before the first step, the current one."""
     loss_scale: float | None = None
-    """What the loss of the step was multiplied by for its backward pass, which taps see (float16 only); gradients on
-    parameters are unscaled."""
+    """Factor of the step's loss in the backward pass (float16 only): taps read scaled gradients, ``parameter.grad`` is
+    unscaled."""
     skipped_steps: int = 0
-    """Steps so far whose update was skipped, since their gradients left float16; they fire no POST_STEP."""
+    """Number of steps without an update, because gradients overflowed in float16; they have no POST_STEP."""
     accumulated_grads: Mapping[str, Tensor] | None = None
-    """Mean gradient of the finished epoch (step loop: of the last ``log_every`` steps) by parameter name, as
-    POST_BACKWARD saw it (``needs_grads``)."""
+    """Mean gradient at POST_BACKWARD over the finished epoch (step loop: over the last ``log_every`` steps), by
+    parameter name (``needs_grads``)."""
     step_losses: Tensor | None = None
     """Losses of the steps of the finished epoch (step loop: since the last SNAPSHOT), oldest first: shape (steps,),
     float64 (``needs_step_series``)."""
     step_grad_norms: Tensor | None = None
-    """Euclidean norms of all gradients of the same steps, as POST_BACKWARD saw them (``needs_step_series``)."""
+    """Joint Euclidean norms of the gradients of the same steps at POST_BACKWARD (``needs_step_series``)."""
     prev_step_grads: Mapping[str, Tensor] | None = None
-    """Gradient of the previous step by parameter name, as POST_BACKWARD saw it (``needs_prev_step_grads``)."""
+    """Gradient of the previous step at POST_BACKWARD, by parameter name (``needs_prev_step_grads``)."""
     target_grad: Mapping[str, Tensor] | None = None
-    """The experiment's target gradient by parameter name (``needs_target_grad``)."""
+    """Target gradient of the experiment by parameter name (``needs_target_grad``)."""
     reference_weights: Mapping[str, Tensor] | None = None
-    """The weights of the reference solution by parameter name (``needs_`` or ``uses_reference_weights``)."""
+    """Weights of the reference solution by parameter name (``needs_`` or ``uses_reference_weights``)."""
 
     @property
     def optimizer_groups(self) -> tuple[OptimizerGroup, ...]:
-        """The optimizer's parameter groups, copied: names, learning rate, decay, betas."""
+        """Copies of the optimizer's parameter groups: parameter names and hyper-parameters."""
         return self.services.optimizer_groups()
 
     @property
     def ranks(self) -> Ranks:
-        """Who trains the model together; a hook calls ``ranks.join()`` before it takes sums or means over them."""
+        """Processes that train the model together; call ``ranks.join()`` before a sum or mean over them."""
         return self.services.ranks
 
     @property
     def row_indices(self) -> Tensor | None:
-        """The numbers in the data set of the rows of the step's batch, of this rank's: int64 of shape (rows,), a copy.
+        """Row numbers, within the data set, of this rank's part of the batch: an int64 copy of shape (rows,).
 
-        ``None`` between steps, and where the loader does not know them (:meth:`.Loader.row_indices`).
+        ``None`` between steps, and if the loader does not provide them (:meth:`.Loader.row_indices`).
         """
         return None if self.batch_idx is None else self.services.row_indices(self.epoch, self.batch_idx)
 
     def forward(self, inputs: Any, *, capture: Sequence[str] = (), train: bool = False) -> ForwardResult:
-        """Run the model on ``inputs`` without gradients, leaving modes, buffers and random streams as they were.
+        """Run the model on ``inputs`` without gradients; modes, buffers and random streams are restored.
 
         Args:
             inputs: the model's input, or a tuple of its positional inputs.
-            capture: names of submodules whose outputs are returned beside the model's.
+            capture: names of submodules whose outputs are returned as well.
             train: run in train mode (with dropout) instead of eval mode.
         """
         return self.services.forward(inputs, capture, train)
 
     def compute_batch_gradients(self, batch: Any) -> dict[str, Tensor]:
-        """Return the gradient of the mean training loss on ``batch`` by parameter name, in the model's present modes.
+        """Return the gradient of the mean training loss on ``batch`` by parameter name, in the model's current modes.
 
-        What that needs (gradients, buffers, modes, random streams) is borrowed and put back.
+        Gradients, buffers, modes and random streams are restored afterwards.
         """
         return self.services.batch_gradients(batch)
 
     def evaluate(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the numbers of the experiment's evaluation with other weights; the model's own are not touched.
+        """Return the results of the experiment's evaluation with other weights; the model's weights do not change.
 
-        In eval mode and on the random stream of the run's own evaluation after this step, so that both see the same
-        draws. Raises :class:`LoopscopeError` under FSDP2, where weights cannot be exchanged.
+        The model is in eval mode, and the random stream is that of the run's evaluation after this step, so both draw
+        the same numbers.
 
         Args:
-            weights: tensors that stand for parameters and buffers, by name; the model's own stand where none is given.
-                DTensors for DTensors; of the same shapes, of any floating-point dtype and device.
+            weights: tensors that replace parameters and buffers, by name, with the same shapes, and any floating-point
+                dtype and device; DTensors for DTensors. Missing names keep the model's tensors.
+
+        Raises:
+            LoopscopeError: the model is sharded by FSDP2, which does not allow other weights.
         """
         return self.services.evaluate(weights)
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
-        """Return the newest metrics by full name, of ``point`` or of all points; observers of this fire included."""
+        """Return the latest metrics by full name, of ``point`` or all points, including earlier hooks of this call."""
         return self.services.last_metrics(point)
 
 
 _STEPS = tuple(sorted(STEP_POINTS))
-_EVALUATED = (HookPoint.PRE_EPOCH, *EPOCH_END), "", "after an evaluation, before the next step, if that reports it"
+_EVALUATED = (HookPoint.PRE_EPOCH, *EPOCH_END), "", "after an evaluation that reports it, until the next step"
 SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "batch_idx": (_STEPS, "", ""),
     "batch_data": (_STEPS, "", ""),
-    "row_indices": (_STEPS, "", "where the loader knows the rows' numbers"),
+    "row_indices": (_STEPS, "", "if the loader provides row numbers"),
     "loss": ((*_STEPS[1:], *EPOCH_END), "", "in the step loop after the first log_every steps"),
     "loss_scale": (_STEPS[1:], "", "in float16 (--amp fp16)"),
     "train_acc": _EVALUATED,
@@ -317,7 +320,7 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "step_losses": (EPOCH_END, "needs_step_series", ""),
     "step_grad_norms": (EPOCH_END, "needs_step_series", ""),
     "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),
-    "target_grad": (tuple(HookPoint), "needs_target_grad", "where the experiment defines target_grad"),
+    "target_grad": (tuple(HookPoint), "needs_target_grad", "if the experiment defines target_grad"),
     "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with --reference PATH"),
 }
-"""Where the fields of a view are set that may be ``None``, the need that asks for them, and on what else it depends."""
+"""Optional fields of a view: the points at which they are set, the flag that requests them, and further conditions."""

@@ -1,4 +1,4 @@
-"""The moments of a training loop at which hooks fire, and the schedules that thin them out."""
+"""Hook points of a training loop, and the schedules that select steps and epochs."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ LoopPoints = Mapping[str, "Set[HookPoint] | Mapping[HookPoint, EpochWindow]"]
 
 
 class HookPoint(IntEnum):
-    """The points of the epoch loop, in firing order (the step loop fires the indented ones and SNAPSHOT).
+    """The hook points of the epoch loop, in order; the step loop has the indented ones and SNAPSHOT.
 
-    An ``IntEnum``, because a member then indexes a tuple of listeners at C speed.
+    It is an ``IntEnum``, so that a member can index a list of listeners at C speed.
 
     ::
 
@@ -35,8 +35,8 @@ class HookPoint(IntEnum):
     PRE_EPOCH = 0
     PRE_STEP = 1
     POST_BACKWARD = 2  # gradients complete, unscaled, not yet clipped
-    PRE_UPDATE = 3  # gradients exactly as the optimizer will use them; observers only
-    POST_STEP = 4  # gradients still there
+    PRE_UPDATE = 3  # the gradients that the optimizer will use; observers only
+    POST_STEP = 4  # gradients not yet zeroed
     POST_EPOCH = 5
     SNAPSHOT = 6
 
@@ -51,10 +51,12 @@ ALWAYS: EpochWindow = (None, None)
 
 
 def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loop: str) -> dict[HookPoint, EpochWindow]:
-    """Resolve where a hook fires in one loop type, and within which epochs (bounds inclusive, ``None`` open).
+    """Return a hook's points in one loop type, each with its epoch window (inclusive bounds, ``None`` is open).
 
-    A hook with ``loop_points`` but no entry for this loop fires nowhere. Raises :class:`UsageError` for a point that
-    is no :class:`HookPoint`, and for a window that never opens.
+    A hook with ``loop_points`` but no entry for this loop has no points.
+
+    Raises:
+        UsageError: a point is not a :class:`HookPoint`, or a window contains no epoch.
     """
     if loop_points is None:
         wanted: dict[HookPoint, EpochWindow] = dict.fromkeys(hook_points, ALWAYS)
@@ -68,23 +70,23 @@ def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loo
         bounds = list(window) if isinstance(window, (tuple, list)) else []
         if len(bounds) != 2 or any(type(bound) not in (int, type(None)) for bound in bounds):
             raise UsageError(
-                f"The epoch window at {point.name} is {window!r}; it is two numbers, (first, last), or None."
+                f"The epoch window at {point.name} is {window!r}; it must be a pair (first, last) of integers or None."
             )
         first, last = window
         if (first or 0) < 0 or (last is not None and last < (first or 0)):
             raise UsageError(
-                f"The epoch window {window} at {point.name} never opens; it is (first, last), epochs count from 0, "
-                "both bounds belong to it, and None leaves a side open."
+                f"The epoch window {window} at {point.name} contains no epoch; use (first, last) with first <= last: "
+                "epochs count from 0, both bounds are included, and None leaves a side open."
             )
     return {point: window for point, window in wanted.items() if point in POINTS_OF_LOOP[loop]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule:
-    """Which steps a hook sees at step-level points; steps count from 1 and the same rule holds at every point.
+    """The steps on which a hook is called at step-level points; steps count from 1, with one rule for all points.
 
-    ``continual`` fires every step, ``stride`` every ``every_n_steps``-th, ``burst`` fires ``burst_length``
-    consecutive steps every ``every_n_steps``. Counting starts at the first step after ``warmup`` steps.
+    ``continual`` selects every step, ``stride`` every ``every_n_steps``-th step, and ``burst`` the first
+    ``burst_length`` of every ``every_n_steps`` steps. The first ``warmup`` steps are skipped and do not count.
 
     >>> burst = StepSchedule(mode="burst", every_n_steps=10, burst_length=2, warmup=3)
     >>> [step for step in range(1, 26) if burst.is_due(step)]
@@ -98,19 +100,19 @@ class StepSchedule:
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in ("every_n_steps", "burst_length", "warmup")}
-        if odd := [name for name, number in numbers.items() if type(number) is not int]:
-            raise UsageError(f"{odd[0]} is {numbers[odd[0]]!r}; it must be an integer.")
+        if invalid := [name for name, number in numbers.items() if type(number) is not int]:
+            raise UsageError(f"{invalid[0]} is {numbers[invalid[0]]!r}; it must be an integer.")
         if self.mode not in ("continual", "stride", "burst"):
             raise UsageError(f"Unknown step schedule {self.mode!r}. Known: continual, stride, burst.")
         require(self.every_n_steps >= 1, f"every_n_steps is {self.every_n_steps}; it must be at least 1.")
         if not 1 <= self.burst_length <= self.every_n_steps and self.mode == "burst":
             raise UsageError(
-                f"burst_length is {self.burst_length}; it must lie in 1..every_n_steps ({self.every_n_steps})."
+                f"burst_length is {self.burst_length}; it must be in 1..every_n_steps ({self.every_n_steps})."
             )
         require(self.warmup >= 0, f"warmup is {self.warmup}; it must be at least 0.")
 
     def is_due(self, step: int) -> bool:
-        """Return whether the hook fires at ``step``, counted from 1."""
+        """Return whether the schedule selects ``step``, counted from 1."""
         if step <= self.warmup:
             return False
         if self.mode == "continual":

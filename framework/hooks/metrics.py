@@ -1,4 +1,4 @@
-"""What a hook may return, where it goes, and how step metrics wait on their device for one transfer."""
+"""Metric values, sinks, and the queue that moves metrics to the host in one transfer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,79 +20,81 @@ Metrics = Mapping[str, MetricValue]
 
 @dataclass(frozen=True)
 class Series:
-    """A step-level metric as sinks receive it: one value for each step at which it was reported."""
+    """The values of a step-level metric, one per step at which it was reported, as sinks receive them."""
 
     steps: list[int]
     values: list[Any]
 
 
 class MetricSink(ABC):
-    """A destination of metrics; it may fail at any time without harm to the run, which then goes on without it."""
+    """A destination of metrics. If a sink fails, the run continues without it."""
 
     name: ClassVar[str] = "sink"
     flag: ClassVar[str | None] = None
-    """The option of the command line that asks for this sink, such as ``--hook-csv``."""
+    """Command-line option that enables this sink, such as ``--hook-csv``."""
     option: ClassVar[str | None] = None
-    """The argument of the constructor, a text, that this option takes; one without is a switch."""
+    """Constructor argument, a string, that receives the option's value; ``None`` makes the option a switch."""
     default: ClassVar[bool] = False
-    """Whether the switch is on by itself; ``--no-...`` before its name then switches it off."""
+    """Whether the sink is enabled by default; ``--no-...`` disables it."""
     keeps: ClassVar[bool] = True
-    """Whether what it is given stays when the run is over; a display keeps nothing."""
+    """Whether metrics remain available after the run; a display keeps none."""
     includes: ClassVar[tuple[str, ...]] = ()
-    """Names of the sinks whose files this one writes too: the command line makes none of those beside it."""
+    """Names of sinks whose files this one writes as well; the command line does not create those in addition."""
 
     @classmethod  # noqa: B027 - optional
     def check_installed(cls) -> None:
-        """Raise :class:`UsageError` that says how to get it if a package that this sink needs is missing."""
+        """Raise :class:`UsageError` with installation advice if a required package is missing."""
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
-        """Return the names of the files and folders that this sink may leave in the run's folder."""
+        """Return the names of the files and folders that this sink may create in the run's folder."""
         return [f"{strategy}.{cls.name}"]
 
     def set_run_context(self, run: RunInfo) -> None:  # noqa: B027 - optional
-        """Prepare for the strategy that starts now (open files, start an external run)."""
+        """Prepare for a new strategy: open files, start an external run."""
 
     def position(self) -> dict[str, Any]:
-        """Return how far the sink has come, in plain values that JSON holds, for :meth:`resume`.
+        """Return the sink's current position as JSON values, for :meth:`resume`.
 
-        Everything emitted so far has reached the operating system when it returns; nothing waits for the disk.
+        Afterwards the operating system has all emitted data, but they need not be on the disk.
         """
         return {}
 
     def files(self) -> Sequence[Path]:
-        """Return the files that are to be on the disk before a checkpoint with this :meth:`position` counts."""
+        """Return the files that must be on the disk before a checkpoint with this :meth:`position` is valid."""
         return ()
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on at the ``position`` of a checkpoint, in place of :meth:`set_run_context`: forget what came after it.
+        """Continue at the ``position`` of a checkpoint and discard later data; replaces :meth:`set_run_context`.
 
-        By default the strategy is begun anew, which suits a sink that keeps nothing. Raises :class:`UsageError` where
-        what was written up to the position is no longer there.
+        By default the strategy starts again, which suits a sink that keeps nothing.
+
+        Raises:
+            UsageError: data written up to the position are missing.
         """
         self.set_run_context(run)
 
     @abstractmethod
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Take the metrics of one fire: host values, or a :class:`Series` of them for step-level points."""
+        """Receive the metrics of one dispatch: host values, or a :class:`Series` of them for step-level points."""
 
     def alert(self, alerts: Sequence[Alert]) -> None:  # noqa: B027 - optional
-        """Take what one call of a hook's ``check`` has warned of, in order."""
+        """Receive the alerts of one call of a hook's ``check``, in order."""
 
     def snapshot(self, epoch: int, step: int) -> None:  # noqa: B027 - optional
-        """Take note that SNAPSHOT has fired, whether or not a hook reported anything there."""
+        """Receive notice of a SNAPSHOT, whether or not a hook reported metrics there."""
 
     def flush(self) -> None:  # noqa: B027 - optional
-        """Make everything emitted so far durable."""
+        """Write all emitted data to the disk."""
 
     def close(self, status: str) -> None:  # noqa: B027 - optional
         """Finish the strategy; ``status`` is "completed", "failed" or "interrupted"."""
 
 
-def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
-    """Copy the containers of a metric value, which its hook may go on using, and add its tensors to ``leaves``.
+def _copied_value(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
+    """Copy the containers of a metric value, which its hook may reuse, and append its tensors to ``leaves``.
 
-    Scalars and zero-dimensional arrays of NumPy become numbers.
+    NumPy scalars and zero-dimensional arrays become Python numbers.
     """
     if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
         kind, shape = "a tensor" if isinstance(value, Tensor) else "an array", tuple(value.shape)
@@ -104,9 +106,9 @@ def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
     if isinstance(value, (np.generic, np.ndarray)):
         value = float(value) if isinstance(value, np.floating) else value.item()
     if isinstance(value, Mapping):
-        return {_key(key): _own(item, leaves, key) for key, item in value.items()}
+        return {_plain_key(key): _copied_value(item, leaves, key) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_own(item, leaves, name) for item in value]
+        return [_copied_value(item, leaves, name) for item in value]
     if not isinstance(value, (int, float)):
         kind = f"tensor of {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
         remedy = "a metric is a float, int, bool or zero-dimensional tensor, or a list or dict of these"
@@ -114,22 +116,22 @@ def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
     return value
 
 
-def _key(key: object) -> object:
+def _plain_key(key: object) -> object:
     if isinstance(key, np.generic):
         key = key.item()
     if not isinstance(key, (str, int, float)):
-        raise TypeError(f"returned a dict with the key {key!r} as a metric; such keys are texts or numbers")
+        raise TypeError(f"returned a dict with the key {key!r} as a metric; such keys are strings or numbers")
     return key
 
 
-def _filled(value: MetricValue, numbers: Iterator[Any]) -> Any:
-    """Return ``value`` with its tensors replaced, in order, by the next of ``numbers``."""
+def _with_numbers(value: MetricValue, numbers: Iterator[Any]) -> Any:
+    """Return ``value`` with its tensors replaced, in order, by the next items of ``numbers``."""
     if isinstance(value, Tensor):
         return next(numbers)
     if isinstance(value, Mapping):
-        return {key: _filled(item, numbers) for key, item in value.items()}
+        return {key: _with_numbers(item, numbers) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_filled(item, numbers) for item in value]
+        return [_with_numbers(item, numbers) for item in value]
     return value
 
 
@@ -138,10 +140,10 @@ Origin = TypeVar("Origin")
 
 
 class PendingMetrics(Generic[Origin]):
-    """Metrics whose tensors wait on their devices, packed so that later changes of the originals do not show.
+    """A queue of metrics whose tensors stay on their devices, as copies that later changes do not affect.
 
-    ``add`` copies the tensors of one hook call into one small vector per device and dtype; ``to_host`` joins
-    the vectors of all calls and moves each device's, whatever their dtypes, in one transfer.
+    ``add`` copies the tensors of one hook call into one small vector per device and dtype; ``to_host`` concatenates the
+    vectors of all calls and moves them to the host in one transfer per device, for all dtypes together.
     """
 
     def __init__(self) -> None:
@@ -152,21 +154,25 @@ class PendingMetrics(Generic[Origin]):
         return len(self._entries)
 
     def add(self, origin: Origin, metrics: Metrics) -> Metrics:
-        """Queue the metrics of one hook call, told by its ``origin``, and return them with their tensors copied.
+        """Queue the metrics of one hook call, identified by its ``origin``, and return them with copied tensors.
 
-        Raises ``ValueError`` for a tensor that is not zero-dimensional, ``TypeError`` for anything but a mapping
-        of metric values.
+        Raises:
+            ValueError: a tensor is not zero-dimensional.
+            TypeError: ``metrics`` is not a mapping from strings to metric values.
         """
         if type(metrics) is not dict and not isinstance(metrics, Mapping):
             kind = "None" if metrics is None else f"a {type(metrics).__name__}"
-            raise TypeError(f"returned {kind}; a hook returns a dict of metrics, {{}} where it has none")
-        if odd := [name for name in metrics if not isinstance(name, str)]:
-            raise TypeError(f"returned a metric under the name {odd[0]!r}; names of metrics are texts")
+            raise TypeError(f"returned {kind}; a hook returns a dict of metrics, {{}} if it has none")
+        if invalid := [name for name in metrics if not isinstance(name, str)]:
+            raise TypeError(f"returned a metric under the name {invalid[0]!r}; names of metrics are strings")
         leaves: list[Tensor] = []
-        own = {name: value if type(value) is float else _own(value, leaves, name) for name, value in metrics.items()}
+        copied = {
+            name: value if type(value) is float else _copied_value(value, leaves, name)
+            for name, value in metrics.items()
+        }
         if not leaves:
-            self._entries.append((origin, own, []))
-            return own
+            self._entries.append((origin, copied, []))
+            return copied
         groups: dict[Group, list[Tensor]] = {}
         for leaf in leaves:
             groups.setdefault((leaf.device, leaf.dtype), []).append(leaf)
@@ -174,16 +180,16 @@ class PendingMetrics(Generic[Origin]):
         for key, vector in copies.items():
             self._packed.setdefault(key, []).append(vector)
         keys = [(leaf.device, leaf.dtype) for leaf in leaves]
-        self._entries.append((origin, own, keys))
-        return _substituted(own, keys, {key: iter(vector) for key, vector in copies.items()})
+        self._entries.append((origin, copied, keys))
+        return _substituted(copied, keys, {key: iter(vector) for key, vector in copies.items()})
 
     def on_host(self) -> list[tuple[Origin, dict[str, Any]]]:
-        """Return the origin and the metrics, as host values, of every queued call, in order."""
+        """Return the origin and the host values of every queued call, in order."""
         numbers = _on_host({key: torch.cat(vectors) for key, vectors in self._packed.items()})
         return [(origin, _substituted(metrics, keys, numbers)) for origin, metrics, keys in self._entries]
 
     def to_host(self) -> list[tuple[Origin, dict[str, Any]]]:
-        """Return what :meth:`on_host` returns, and empty the queue."""
+        """Return the result of :meth:`on_host` and clear the queue."""
         host = self.on_host()
         self._entries.clear()
         self._packed.clear()
@@ -191,10 +197,9 @@ class PendingMetrics(Generic[Origin]):
 
 
 def _on_host(vectors: Mapping[Group, Tensor]) -> dict[Group, Iterator[Any]]:
-    """Return the numbers of each vector, exactly, after one transfer for each device.
+    """Return the exact numbers of each vector, after one transfer per device.
 
-    Vectors of several dtypes travel as bytes, those of the widest numbers first, so that each begins where its dtype
-    may begin.
+    Vectors of several dtypes are transferred as bytes, the widest dtype first, so that every vector is aligned.
     """
     by_device: dict[torch.device, list[Group]] = {}
     for group in sorted(vectors, key=lambda group: group[1].itemsize, reverse=True):
@@ -215,4 +220,4 @@ def _substituted(metrics: Metrics, keys: list[Group], values: Mapping[Group, Ite
     if not keys:
         return dict(metrics)
     replacements = iter([next(values[key]) for key in keys])
-    return {name: _filled(value, replacements) for name, value in metrics.items()}
+    return {name: _with_numbers(value, replacements) for name, value in metrics.items()}

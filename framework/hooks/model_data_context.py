@@ -1,4 +1,4 @@
-"""The model context: the only way in which an intervention reaches the mutable training state."""
+"""Access of an intervention to the mutable training state: the model context."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -11,23 +11,24 @@ from ..state import TrainingState, Vector, copied, is_partial, live_gradients, o
 from ..training import LossProbe, Profiler, TrainingTask
 from . import commits
 from .commits import Clipping, CommitRecord, StatePart
-from .experimenting import Experimenting
+from .interventions import Interventions
 
 
 class ExpiredError(LoopscopeError):
-    """A model context was used when the call that it was made for had ended."""
+    """A model context was used after its hook call had ended."""
 
 
-class ModelDataContext(Experimenting):
-    """What an intervention may do in one call: measure, experiment, commit.
+class ModelDataContext(Interventions):
+    """Measurements, reversible changes and commits for one call of an intervention.
 
-    Everything it did is rolled back when the call ends; then, if the hook returned, the commits that it asked for are
-    made: what the verbs that begin with "Keep" have checked and recorded. After the call every verb is refused.
+    All changes are rolled back when the call ends. Then, if the hook returned without an error, its commits are
+    applied: the changes that the methods documented with "Commit" have checked and recorded. After the call every
+    method raises :class:`ExpiredError`.
 
-    Vectors are dicts from parameter names to tensors of the parameters' shapes (plain tensors or DTensors); a name
-    that is missing stands for zeros. Losses, gradients and curvature are those of the training loss in the model's
-    present modes. What measuring them needs (buffers, modes, gradients, random streams) is borrowed and put back, so
-    that two measurements in one call see the same dropout mask.
+    Vectors are dicts from parameter names to tensors of the parameters' shapes (plain tensors or DTensors); a missing
+    name means zeros. Losses, gradients and curvature are those of the training loss in the model's current modes.
+    Measurements restore buffers, modes, gradients and random streams, so two measurements in one call use the same
+    dropout mask.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class ModelDataContext(Experimenting):
         loop: str,
         profiler: Profiler | None = None,
     ) -> None:
-        """Serve one call, whose random stream is that of ``stream``: (name, point, step).
+        """Prepare for one call, whose random stream is identified by ``stream``: (name, point, step).
 
-        The ``parameters`` are the model's, in its order, which nobody then needs to walk through again; full
-        checkpoints live on ``device`` (``None``: where the state does).
+        The ``parameters`` are those of the model, in its order; passing them avoids a walk through the model. Full
+        checkpoints are stored on ``device`` (``None``: the device of the state).
         """
         self._task = task
         self._state = state
@@ -64,59 +65,59 @@ class ModelDataContext(Experimenting):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Forget everything: nothing that is done after the call would be rolled back or kept."""
+        """Expire the context: changes after the call would be neither rolled back nor committed."""
         name, point, step = self._stream
         vars(self).clear()
-        self._over = (
-            f"The model context of hook {name!r} at {point} of step {step} was used after that call, which nothing "
-            "protects the run from: use it only within intervene(), which is given a new one at every call."
+        self._expired_message = (
+            f"The model context of hook {name!r} at {point} of step {step} was used after that call, when changes "
+            "are no longer rolled back; use it only within intervene(), which receives a new one in every call."
         )
 
-    if not TYPE_CHECKING:  # where it would make every attribute one of any type
+    if not TYPE_CHECKING:  # a visible __getattr__ would give every attribute the type Any
 
         def __getattr__(self, name: str) -> Any:
-            """Refuse what is gone since the call ended: whatever verb is used looks for some of it first."""
-            raise ExpiredError(self._over) if "_over" in vars(self) else AttributeError(name)
+            """Raise :class:`ExpiredError` after the call: every method reads an attribute that no longer exists."""
+            raise ExpiredError(self._expired_message) if "_expired_message" in vars(self) else AttributeError(name)
 
     def scale_gradients(self, factor: float | Tensor | Mapping[str, float | Tensor]) -> None:
-        """Keep: multiply every gradient by ``factor``, or those of the named parameters each by its own.
+        """Commit: multiply every gradient by ``factor``, or the gradients of named parameters by their factors.
 
-        Factors are numbers or zero-dimensional tensors, which the hook then leaves alone.
+        Factors are numbers or zero-dimensional tensors.
         """
         if isinstance(factor, Mapping):
             commits.check_factors(self.model, factor)
-            each = {name: _lasting_factor(value) for name, value in factor.items()}
-            self._commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, each)
+            factors = {name: _copied_factor(value) for name, value in factor.items()}
+            self._commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, factors)
         else:
-            kept = _lasting_factor(factor)
+            copied_factor = _copied_factor(factor)
             parameters = self._parameters
-            # Looked up when the change is made, since an earlier commit may give a parameter its first gradient.
-            change = lambda: commits.scale(live_gradients(parameters), kept)
+            # Gradients are looked up when the change is applied: an earlier commit may create a parameter's gradient.
+            change = lambda: commits.scale(live_gradients(parameters), copied_factor)
             self._commits.record(StatePart.GRADIENTS, "scale_gradients", change)
 
     def clamp_gradients(self, max_value: float) -> None:
-        """Keep: bring every element of the gradients into [−max_value, max_value].
+        """Commit: clamp every element of the gradients to [−max_value, max_value].
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
         """
         if not max_value > 0:
-            raise LoopscopeError(f"max_value is {max_value}; the largest magnitude of an element must be positive.")
+            raise LoopscopeError(f"max_value is {max_value}; it must be positive.")
         if any(map(is_partial, live_gradients(self._parameters))):
             raise LoopscopeError(
-                "clamp_gradients needs gradients that are whole or sharded, but a DTensor's are partial sums over "
+                "clamp_gradients needs complete or sharded gradients, but a DTensor's gradient is a partial sum over "
                 "ranks: the sum of clamped parts is not the clamped sum."
             )
         self._commits.record(StatePart.GRADIENTS, "clamp_gradients", commits.clamp, self._parameters, max_value)
 
     def clip_gradients(self, max_norm: float) -> Clipping:
-        """Keep: scale the gradients so that their joint norm is at most ``max_norm``; returns norm and factor now.
+        """Commit: scale the gradients so that their joint norm is at most ``max_norm``; return current norm and factor.
 
-        The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, but that float16 and bfloat16 are reduced in
-        float32. After earlier commits of this call, norm and factor are measured again.
+        The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, except that float16 and bfloat16 are reduced in
+        float32. If earlier commits of this call change the gradients, norm and factor are measured again.
         """
         live = live_gradients(self._parameters)
         clipping = Clipping.of(live, max_norm)
-        # With a rollback or an earlier commit in between, the gradients may be others by the time of this change.
+        # A rollback or an earlier commit may replace the gradients before this change is applied.
         if self._mutates or self._commits.changes:
             self._commits.record(StatePart.GRADIENTS, "clip_gradients", commits.clip, self._parameters, max_norm)
         else:
@@ -124,46 +125,50 @@ class ModelDataContext(Experimenting):
         return clipping
 
     def replace_gradients(self, values: Vector) -> None:
-        """Keep: give the parameters named in ``values`` these gradients, tensors that the hook then leaves alone."""
+        """Commit: set the gradients of the parameters in ``values``, which the hook must not change afterwards."""
         commits.check_vector(self.model, values)
-        kept = self._lasting(values)
-        self._commits.record(StatePart.GRADIENTS, "replace_gradients", commits.replace_gradients, self.model, kept)
+        copies = self._protected(values)
+        self._commits.record(StatePart.GRADIENTS, "replace_gradients", commits.replace_gradients, self.model, copies)
 
     def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
-        """Keep: add ``factor`` (zero-dimensional) times ``values``, tensors that the hook then leaves alone."""
+        """Commit: g ← g + factor·values, with a zero-dimensional factor; ``values`` must not change afterwards."""
         commits.check_vector(self.model, values)
-        kept, by = self._lasting(values), factor.clone()
-        self._commits.record(StatePart.GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, kept, by)
+        copies, scale = self._protected(values), factor.clone()
+        self._commits.record(StatePart.GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, copies, scale)
 
     def blend_parameters(self, target: Vector, weight: float) -> None:
-        """Keep: θ ← (1 − weight)·θ + weight·target of the parameters in ``target``, then left alone by the hook."""
+        """Commit: θ ← (1 − weight)·θ + weight·target; the hook must not change ``target`` afterwards."""
         commits.check_vector(self.model, target)
-        kept = self._lasting(target)
-        self._commits.record(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, kept, weight)
+        copies = self._protected(target)
+        self._commits.record(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, copies, weight)
 
     def thaw_parameters(self, names: Iterable[str]) -> None:
-        """Keep: train the named parameters from now on; not under DistributedDataParallel, which does not know them."""
+        """Commit: train the named parameters from now on.
+
+        Raises:
+            LoopscopeError: the model is trained by DistributedDataParallel, which cannot add parameters.
+        """
         if self._task.ranks.averages and self._task.ranks.data:
             raise LoopscopeError(
-                "DistributedDataParallel averages the gradients of parameters that were trained when it was made, so "
-                "no others can be thawed; train by one process."
+                "DistributedDataParallel averages only gradients of parameters that were trainable when it was "
+                "created, so no others can be thawed; train with one process."
             )
-        chosen = commits.parameters_named(self.model, names)
-        self._commits.record(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, chosen)
+        parameters = commits.parameters_named(self.model, names)
+        self._commits.record(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, parameters)
 
     def reset_optimizer_state(self, names: Iterable[str]) -> None:
-        """Keep: let the optimizer forget what it remembers of the named parameters."""
-        chosen, state = commits.parameters_named(self.model, names), self._state
-        change = lambda: commits.forget(optimizers_of(state), chosen)
+        """Commit: reset the optimizer's state of the named parameters."""
+        parameters, state = commits.parameters_named(self.model, names), self._state
+        change = lambda: commits.forget(optimizers_of(state), parameters)
         self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", change)
 
-    def _lasting(self, vector: Vector) -> Vector:
-        """Copy what the coming rollback, or the commits themselves, might change before it is used."""
+    def _protected(self, vector: Vector) -> Vector:
+        """Copy tensors that the rollback or the commits may change before they are used."""
         if self._mutates:
             return copied(vector)
-        memory = commits.Memory(self._parameters)
-        return {name: value.detach().clone() if memory.holds(value) else value for name, value in vector.items()}
+        memory = commits.ParameterMemory(self._parameters)
+        return {name: value.detach().clone() if memory.overlaps(value) else value for name, value in vector.items()}
 
 
-def _lasting_factor(factor: float | Tensor) -> float | Tensor:
+def _copied_factor(factor: float | Tensor) -> float | Tensor:
     return factor.clone() if isinstance(factor, Tensor) else factor

@@ -1,4 +1,4 @@
-"""The uses of a weight in a graph: listening where its gradient leaves a module, or the rest of a model."""
+"""Taps on the parts of a weight's gradient: from one module, or from the rest of the model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,72 +9,75 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 OnGradient = Callable[[Tensor], Tensor | None]
-Around = tuple[Callable[..., None] | None, Callable[..., None]]
-"""What is called before (if anything) and after a module's forward."""
+ForwardCallbacks = tuple[Callable[..., None] | None, Callable[..., None]]
+"""Functions that are called before (or ``None``) and after a module's forward."""
 
 
-def around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:
-    """Listen where the gradient of a module's weight leaves this module: at the nodes of the graph that make it.
+def weight_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> ForwardCallbacks:
+    """Return callbacks that tap the gradient of a weight from one module, at the graph nodes that produce it.
 
-    The graph stays as it is. A stand-in for the weight would not do: autocast casts leaves once a region and all else
-    at every use, so that the parts would be summed in another precision than in the run without the tap.
+    The graph does not change. Replacing the weight by another tensor would change results: autocast casts leaves once
+    per region, but other tensors at every use, so the parts would be summed in another precision than without the tap.
     """
-    begins: list[int] = []
+    start_numbers: list[int] = []
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        # Nodes are numbered as they are made (torch 2.9 to 2.15); torch shows it nowhere else.
-        begins.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        # Graph nodes are numbered in order of creation (torch 2.9 to 2.15); no public API returns the next number.
+        start_numbers.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        begin = begins.pop()
-        if torch.is_grad_enabled() and is_heard():
+        start = start_numbers.pop()
+        if torch.is_grad_enabled() and is_active():
             weight: Any = module.weight
-            for node, index in _uses(weight, output, begin):
-                node.register_hook(partial(_pass_on, on_gradient, weight.dtype, index))
+            for node, index in _uses(weight, output, start):
+                node.register_hook(partial(_apply_tap, on_gradient, weight.dtype, index))
 
     return before, after
 
 
-def around_elsewhere(on_gradient: OnGradient, is_heard: Callable[[], bool], module: nn.Module) -> tuple[Around, Around]:
-    """Listen where a module's weight is used outside of the module; what goes around the module, and the model."""
-    inner, outer, own = [0], [0], set[tuple[Any, int]]()
+def elsewhere_callbacks(
+    on_gradient: OnGradient, is_active: Callable[[], bool], module: nn.Module
+) -> tuple[ForwardCallbacks, ForwardCallbacks]:
+    """Return callbacks for a module and for the model that tap the weight's gradient from outside of the module."""
+    module_start, model_start, module_uses = [0], [0], set[tuple[Any, int]]()
 
-    def note(place: list[int], module: nn.Module, inputs: tuple[object, ...]) -> None:
-        place[0] = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    def record_start(start: list[int], module: nn.Module, inputs: tuple[object, ...]) -> None:
+        start[0] = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
-    def uses(output: object, begin: int) -> list[tuple[Any, int]]:
-        heard = torch.is_grad_enabled() and is_heard()
-        return _uses(module._parameters["weight"], output, begin) if heard else []  # type: ignore[arg-type]
+    def uses(output: object, start: int) -> list[tuple[Any, int]]:
+        is_tapped = torch.is_grad_enabled() and is_active()
+        return _uses(module._parameters["weight"], output, start) if is_tapped else []  # type: ignore[arg-type]
 
-    def after(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        own.update(uses(output, inner[0]))
+    def after_module(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
+        module_uses.update(uses(output, module_start[0]))
 
-    def after_all(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        for node, index in uses(output, outer[0]):
-            if (node, index) not in own:
-                node.register_hook(partial(_pass_on, on_gradient, module.get_parameter("weight").dtype, index))
-        own.clear()
+    def after_model(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
+        for node, index in uses(output, model_start[0]):
+            if (node, index) not in module_uses:
+                node.register_hook(partial(_apply_tap, on_gradient, module.get_parameter("weight").dtype, index))
+        module_uses.clear()
 
-    return (partial(note, inner), after), (partial(note, outer), after_all)
+    return (partial(record_start, module_start), after_module), (partial(record_start, model_start), after_model)
 
 
-def _uses(weight: Tensor, output: object, begin: int) -> list[tuple[Any, int]]:
-    """Return the nodes made since ``begin`` that give a leaf gradients, with the places of these among what they give.
+def _uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
+    """Return the nodes with numbers from ``start`` that send gradients to a leaf, each with the index of that gradient.
 
-    A node that casts the leaf stands for it, since under autocast others may use the same cast.
+    A node that casts the leaf counts as the leaf: under autocast, other modules may use the same cast.
     """
+    # Breadth-first search from the outputs; older nodes belong to earlier parts of the graph and end it.
     nodes: list[Any] = [leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
-    seen, found = set(nodes), []
-    for node in nodes:  # which grows
+    seen, weight_uses = set(nodes), []
+    for node in nodes:  # the list grows
         for index, (source, _) in enumerate(node.next_functions):
             if source is None or source in seen:
                 continue
             if _is_leaf(source, weight) or _is_cast(source, weight):
-                found.append((node, index))
-            elif source._sequence_nr() >= begin:
+                weight_uses.append((node, index))
+            elif source._sequence_nr() >= start:
                 seen.add(source)
                 nodes.append(source)
-    return found
+    return weight_uses
 
 
 def _is_leaf(node: Any, weight: Tensor) -> bool:
@@ -85,11 +88,11 @@ def _is_cast(node: Any, weight: Tensor) -> bool:
     return node.name() == "ToCopyBackward0" and _is_leaf(node.next_functions[0][0], weight)
 
 
-def _pass_on(
-    on_gradient: OnGradient, dtype: torch.dtype, index: int, given: tuple[Tensor | None, ...], _: object
+def _apply_tap(
+    on_gradient: OnGradient, dtype: torch.dtype, index: int, gradients: tuple[Tensor | None, ...], _: object
 ) -> tuple[Tensor | None, ...] | None:
-    """Show what a node gives at a place, in the weight's dtype, and give the replacement in its stead."""
-    gradient = given[index]
+    """Pass a node's gradient at ``index`` to a tap, in the weight's dtype, and return the gradients with its result."""
+    gradient = gradients[index]
     if gradient is None or (replacement := on_gradient(gradient.to(dtype))) is None:
         return None
-    return *given[:index], replacement.to(gradient.dtype), *given[index + 1 :]
+    return *gradients[:index], replacement.to(gradient.dtype), *gradients[index + 1 :]

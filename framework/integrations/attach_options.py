@@ -32,7 +32,7 @@ HookChoice = str | type[TrainingHook] | TrainingHook
 DisplayMode = Literal["normal", "silent", "none"]
 OnError = Literal["raise", "skip"]
 MISSING_PARTS = {
-    "needs_own_loop": "train in an experiment of loopscope",
+    "needs_experiment_loop": "train in an experiment of loopscope",
     "needs_loss": "give loss=function(model, batch), which returns the argument of scope.backward",
     "needs_loader": "give loader=, the DataLoader of the training data",
     "needs_evaluation": "give evaluate=function(model), which returns named numbers",

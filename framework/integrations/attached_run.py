@@ -24,7 +24,7 @@ from ..checkpoints import state_for_rank, sync_path
 from ..console import RunConsole
 from ..data import Batch
 from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, notice, require
-from ..firing import Driver, HookManager, unmet
+from ..firing import Driver, HookManager, unmet_need
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
@@ -73,7 +73,7 @@ class AttachedRun:
         self.options, self._lacks = options, lacks
         self._hooks, self._required, self._left_out = options.create_hooks()
         for item in self._hooks:
-            if item.hook.name in self._required and (sentence := unmet(item.hook, lacks)):
+            if item.hook.name in self._required and (sentence := unmet_need(item.hook, lacks)):
                 raise UnsuitableError(sentence)
         self.treatments = treatments(item.hook for item in self._hooks)
         self._trained_in = trained_in
@@ -189,7 +189,7 @@ class AttachedRun:
             earlier._at_exit("interrupted")  # a notebook cell that runs again has lost the scope, so it is closed here
         self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         try:
-            self._ranks.together(self._take_folder)
+            self._ranks.call_on_all(self._take_folder)
             self._share_folder()
             self._contexts.enter_context(self._console)
             info = self._start_hooks(first)
@@ -232,14 +232,14 @@ class AttachedRun:
             # Metrics first: they show which hooks had already reported, and an error of such a hook ends the run.
             manager.dispatch.load_state_dict(stored["metrics"], {hook.name: hook for hook in manager.hooks})
             manager.hooks.load_state_dict(stored["hooks"])
-            manager.hooks.failures.before = stored["errors"], stored["left_out"]
+            manager.hooks.failures.earlier = stored["errors"], stored["left_out"]
         manager.start_hooks(info, first)
         if first is not None:
-            manager.hooks.see_first(first)
+            manager.hooks.check_first_batch(first)
         info = replace(info, metric_infos=manager.hooks.metric_infos())
         if stored is not None:
-            manager.hooks.goes_on()
-        self._ranks.together(partial(self._begin_record, record, info))
+            manager.hooks.drop_earlier_dropouts()
+        self._ranks.call_on_all(partial(self._begin_record, record, info))
         return info
 
     def _begin_record(self, record: RunRecord, info: RunInfo) -> None:
@@ -265,7 +265,7 @@ class AttachedRun:
             self.manager.dispatch.flush_steps(driver.loop.epoch)
         if in_steps and options.is_due(step):
             driver.snapshot()
-        self.manager.settle()
+        self.manager.raise_failures()
 
     def after_epoch(self, numbers: Mapping[str, float]) -> None:
         """End an epoch; ``numbers`` are those of its evaluation, if any."""
@@ -280,7 +280,7 @@ class AttachedRun:
         if self.options.loop == "epoch" and self.options.is_due(loop.epoch + 1):
             driver.snapshot()
         loop.epoch += 1
-        self.manager.settle()
+        self.manager.raise_failures()
 
     @property
     def keeps_gradients(self) -> bool:

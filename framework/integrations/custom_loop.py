@@ -277,7 +277,7 @@ class CustomLoop(Transient):
         if not run.is_started:
             hooks = run.manager.hooks
             reason = "loop only calls optimizer.step()"
-            hooks.keep_to(BARE_POINTS, f"this {reason}; {ADVICE}.")
+            hooks.restrict_to(BARE_POINTS, f"this {reason}; {ADVICE}.")
             disabled = listed([*hooks.failures.left_out]) or "none"
             run.start(None, None, self.close)
             self._is_bare = True

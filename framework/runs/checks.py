@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Loader
-from ..errors import LoopscopeError, UnfitError, UsageError, listed, nearest, passed_through_users_code, shortened
+from ..errors import InvalidExperimentError, LoopscopeError, UsageError, listed, nearest, raised_in_user_code, shortened
 from ..hooks import HookRegistry, TrainingHook, always_on, hook_options, metric_table
 from ..registry import where
 from .config import ExperimentConfig, RunFlags, describe_type, field_names, fits, is_parsable
@@ -35,19 +35,19 @@ PARSED = "int, float, bool, str, Path, None, Literal, lists and dicts of them"
 Faults = Iterator[str]
 
 
-def unfit_error(experiment: Any, fault: str, method: str = "") -> UnfitError:
+def unfit_error(experiment: Any, fault: str, method: str = "") -> InvalidExperimentError:
     """Create the error for a fault of an experiment, of its class, or of a return value of ``method``."""
     kind: Any = experiment if isinstance(experiment, type) else type(experiment)
     name = f" {_short_repr(kind.name)}" if isinstance(getattr(kind, "name", None), str) else ""
     if method:
         function = getattr(kind, method)
         place = where(kind if getattr(function, "__module__", "").startswith("loopscope.") else function)
-        return UnfitError(f"{method}() of experiment{name} ({place}) {fault}")
-    return UnfitError(f"Experiment{name} (class {kind.__qualname__}, {where(kind)}) {fault}")
+        return InvalidExperimentError(f"{method}() of experiment{name} ({place}) {fault}")
+    return InvalidExperimentError(f"Experiment{name} (class {kind.__qualname__}, {where(kind)}) {fault}")
 
 
 def check_experiment(experiment: Any, base: type[Any]) -> None:
-    """Raise :class:`UnfitError` for an invalid experiment or class of one; ``base`` is ExperimentRunner."""
+    """Raise :class:`InvalidExperimentError` for an invalid experiment or class of one; ``base`` is ExperimentRunner."""
     of_class = (_name, _attributes, _config, _methods, _options, _fields, _presets)
     for rule in of_class if isinstance(experiment, type) else (_instance, _attributes, _references, _metrics):
         for fault in rule(experiment, base):
@@ -202,7 +202,7 @@ def _metrics(runner: Any, _: type[Any]) -> Faults:
 
 
 def check_numbers(runner: Any, numbers: Mapping[str, Any]) -> None:
-    """Raise :class:`UnfitError` if the first evaluation lacks a number that the experiment names."""
+    """Raise :class:`InvalidExperimentError` if the first evaluation lacks a number that the experiment names."""
     for name in {runner.best_metric, *runner.compared_to} - {*numbers, "val_loss"}:
         fault = f"returned {listed([*numbers], 9)}, but not {name!r}, which best_metric or compared_to names"
         raise unfit_error(runner, f"{fault}.{nearest(name, numbers)}", "evaluate")
@@ -212,7 +212,7 @@ def call_method(runner: Any, method: str, *arguments: Any) -> Any:
     """Call a method of an experiment and check its return value.
 
     Raises:
-        UnfitError: for an invalid return value.
+        InvalidExperimentError: for an invalid return value.
     """
     value = getattr(runner, method)(*arguments)
     if method == "compute_loss" and _is_plain_loss(value):
@@ -228,15 +228,15 @@ def _is_plain_loss(value: Any) -> bool:
     return type(value) is Tensor and value.requires_grad and not value.ndim and value.is_floating_point()
 
 
-def as_experiment_fault(error: BaseException) -> UnfitError | None:
+def as_experiment_fault(error: BaseException) -> InvalidExperimentError | None:
     """Return an error raised below :func:`call_method` as a fault of the user's experiment, or ``None``.
 
     An error with lines of the user's own code in its traceback explains itself, so the result is ``None``.
     """
     # The frames of `call_method` in the traceback name the experiment and its method, at no cost while nothing fails.
     frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__) if frame.f_code is call_method.__code__]
-    if isinstance(error, UnfitError) or not frames or passed_through_users_code(error):
-        return error if isinstance(error, UnfitError) else None
+    if isinstance(error, InvalidExperimentError) or not frames or raised_in_user_code(error):
+        return error if isinstance(error, InvalidExperimentError) else None
     runner, method, reason = frames[-1]["runner"], frames[-1]["method"], shortened(str(error), 200).rstrip(".")
     if type(runner).__module__.startswith("loopscope.") or isinstance(error, LoopscopeError):
         return None

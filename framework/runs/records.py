@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..durable_files import is_there, plain_json, read_json
+from ..durable_files import path_exists, plain_json, read_json
 from ..errors import UsageError
 from ..hooks import ConfiguredHook, RunInfo, treatments
 from ..state import settings
@@ -104,7 +104,7 @@ class RunRecord:
     def read(cls, folder: Path) -> "RunRecord":
         """Read the record of the run in ``folder``; raise :class:`UsageError` if it is missing or unusable."""
         path = folder / CONFIG
-        if not is_there(path):
+        if not path_exists(path):
             raise UsageError(f"{folder} is not the folder of a run: it has no {CONFIG}.")
         return cls.of(read_json(path), path)
 
@@ -158,13 +158,13 @@ def read_status(folder: Path) -> str | None:
         UsageError: for a summary that cannot be read.
     """
     path = folder / SUMMARY
-    return str(checked_fields(read_json(path), {"status": str}, path)["status"]) if is_there(path) else None
+    return str(checked_fields(read_json(path), {"status": str}, path)["status"]) if path_exists(path) else None
 
 
 def read_outcome(folder: Path) -> Mapping[str, Any] | None:
     """Return status, number of steps and seconds of the run in ``folder``, or ``None`` if it has no summary."""
     path, hints = folder / SUMMARY, {"status": str, "steps": int, "seconds": Mapping[str, float]}
-    return checked_fields(read_json(path), hints, path) if is_there(path) else None
+    return checked_fields(read_json(path), hints, path) if path_exists(path) else None
 
 
 def read_initial(folder: Path) -> Mapping[str, Any]:
@@ -174,7 +174,7 @@ def read_initial(folder: Path) -> Mapping[str, Any]:
         UsageError: for a summary that cannot be read.
     """
     path = folder / SUMMARY
-    summary = {"initial": {}} | (read_json(path) if is_there(path) else {})
+    summary = {"initial": {}} | (read_json(path) if path_exists(path) else {})
     return dict(checked_fields(summary, {"initial": Mapping[str, Any]}, path)["initial"])
 
 
@@ -218,7 +218,7 @@ def run_folders(path: Path, command: str) -> list[Path]:
     Raises:
         UsageError: if none exists; the message names the ``command`` that needs them.
     """
-    if is_there(path / CONFIG):
+    if path_exists(path / CONFIG):
         return [path]
     if not path.is_dir():
         problem = "is not a folder" if path.exists() else "does not exist"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..durable_files import is_there, plain_json, read_tensors
+from ..durable_files import path_exists, plain_json, read_tensors
 from ..errors import UsageError, listed
 from .config import ExperimentConfig
 from .records import CONFIG, RunRecord, differences, environment, seed_name, versions
@@ -40,7 +40,7 @@ def find_reference(
     """
     if given is None:
         return next((path for path in earlier if path.is_file()), None)
-    if not is_there(given):
+    if not path_exists(given):
         raise UsageError(f"--reference {given} does not exist; it takes a file of final weights or a run's folder.")
     if given.is_file():
         return given
@@ -98,7 +98,7 @@ def differences_from_run(path: Path, config: ExperimentConfig, model: nn.Module)
     Raises:
         UsageError: for a damaged record.
     """
-    if not is_there(path.parent / CONFIG):
+    if not path_exists(path.parent / CONFIG):
         return []
     record = RunRecord.read(path.parent)
     differing = differences(record.config, plain_json(config.as_dict()), IRRELEVANT)

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact, read_content
 from ..data import data_changed
-from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, passed_through_users_code, shortened
+from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, raised_in_user_code, shortened
 from ..firing import HookManager
 from ..state import LoopState
 from .records import FailedHook, RunRecord, checked_fields, differences
@@ -87,7 +87,7 @@ def checkpoint_errors(checkpoint: Checkpoint | None, loop: LoopState) -> Iterato
         ):
             raise
         # A warning that a filter turned into an error does not depend on the checkpoint.
-        if not of_hook and (isinstance(error, Warning) or passed_through_users_code(error)):
+        if not of_hook and (isinstance(error, Warning) or raised_in_user_code(error)):
             error.add_note(f"This happened before the end of the first step after {checkpoint.folder}.")
             raise
         text = str(error) if of_hook else f"{type(error).__name__}: {error}"

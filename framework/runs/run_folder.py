@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..checkpoints import DIGESTS, ROWS, checkpoint_folders, run_lock
-from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
-from ..errors import UsageError, listed, place_of
+from ..durable_files import path_exists, save_tensors, translated_disk_errors, write_json
+from ..errors import UsageError, listed, source_location
 from ..hooks import HookRegistry, SinkRegistry
 from ..state import unsharded
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, seed_name
@@ -68,11 +68,11 @@ class RunFolder:
 
     def record(self) -> RunRecord | None:
         """Return the record of the run, or ``None`` if it has none; raise :class:`UsageError` for a damaged one."""
-        return RunRecord.read(self.path) if is_there(self.path / CONFIG) else None
+        return RunRecord.read(self.path) if path_exists(self.path / CONFIG) else None
 
     def completed(self) -> dict[str, Any] | None:
         """Return the summary if the run is complete, else ``None``; raise :class:`UsageError` for a damaged one."""
-        return read_completed(self.path) if is_there(self.weights) else None
+        return read_completed(self.path) if path_exists(self.weights) else None
 
     def refuse_to_overwrite(self, *, allowed: bool, advice: str = OVERWRITING) -> None:
         """Raise :class:`UsageError`, with ``advice``, if the folder contains a run or cannot be written."""
@@ -149,7 +149,7 @@ class RunFolder:
         resume needs them.
         """
         resolved = None if reference is None else reference.resolve()
-        with refusal_of_disk(self.path):
+        with translated_disk_errors(self.path):
             if resolved == self.weights.resolve():
                 self.weights.replace(self.reference)
                 reference = self.reference
@@ -187,7 +187,7 @@ class RunFolder:
             is_valid = isinstance(names, (list, tuple)) and all(Path(str(name)).name == name for name in names)
             if not is_valid:
                 accepted = "leaves(cls, strategy) must return a list of file names"
-                raise UsageError(f"leaves() of {place_of(entry)} returned {names!r}; {accepted}.")
+                raise UsageError(f"leaves() of {source_location(entry)} returned {names!r}; {accepted}.")
             yield from (self.path / name for name in names)
         yield from (self.weights, self.checkpoints)
         yield from (self.path / name for name in (REWINDS, DIGESTS, ROWS, SUMMARY, CONFIG))

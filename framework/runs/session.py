@@ -26,7 +26,7 @@ from ..hooks import (
 )
 from ..preserved_streams import preserved_streams
 from ..state import deterministic, laid_out_like, seed_everything
-from ..training import Ranks, joined, quiet_graph_breaks
+from ..training import Ranks, joined_process_group, quiet_graph_breaks
 from .checks import call_method, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .records import RunRecord, environment, seed_name
@@ -77,11 +77,11 @@ class Session:
             UsageError: for every mistake that can be detected before the first step; nothing is written then.
         """
         with self._signals.interruptible(), self._environment() as contexts:
-            session, ranks = self, Ranks.everyone(self.options.parallel)
+            session, ranks = self, Ranks.all_processes(self.options.parallel)
             if not ranks.is_main:  # other ranks write to a temporary folder, and only the main one has a display
                 folder = Path(contexts.enter_context(TemporaryDirectory()))
                 session = replace(self, display=Display(), _output_folder=folder)
-            setups = ranks.together(session._check)
+            setups = ranks.call_on_all(session._check)
             ranks.check_equal(session._deciding_options(setups))
             if self.options.resume:  # all ranks resume from the checkpoints that the main one has found and checked
                 main = ranks.gather([(setup.resumed and setup.resumed.folder, setup.summary) for setup in setups])[0]
@@ -102,7 +102,7 @@ class Session:
             preserved_streams(),
             determinism,
             quiet_graph_breaks(),
-            joined(self.options.parallel),
+            joined_process_group(self.options.parallel),
             ExitStack() as contexts,
         ):
             yield contexts
@@ -181,7 +181,7 @@ class Session:
             require(not locked, f"{setup.folder.path} is still being trained; rewind it after its end.")
             earlier = EarlierRun.of(setup.folder, setup.record, is_whole=False)
             path = setup.folder.path / REWINDS / stretch.name
-            if not (recorded and Ranks.everyone(self.options.parallel).is_main):
+            if not (recorded and Ranks.all_processes(self.options.parallel).is_main):
                 path = Path(contexts.enter_context(TemporaryDirectory())) / stretch.name
             folder = replace(setup.folder, path=path)
             folder.refuse_to_overwrite(allowed=True)  # an earlier rewind of the same steps is replaced

@@ -108,7 +108,7 @@ class StrategyRun:
                 sample = self.manager.in_eval_mode("sample", self.runner.sample)
                 self._write_weights()
             except StateMutationError as error:
-                self.manager.hooks.abandon()
+                self.manager.hooks.disable_all()
                 fatal = StateMutationError(f"{error} {self._last_checkpoint()}").with_traceback(error.__traceback__)
                 self._fail("failed", fatal)
                 raise fatal from error
@@ -133,7 +133,7 @@ class StrategyRun:
         """Lock the folder, and start or resume the hooks."""
         try:
             for check in (partial(self.folder.enter, contexts), self._require_shared_folder, self._refuse_other_data):
-                self.task.ranks.together(check)
+                self.task.ranks.call_on_all(check)
             with checkpoint_errors(self.resumed, self.state.loop):
                 self._start_hooks()
         except BaseException:
@@ -204,12 +204,14 @@ class StrategyRun:
         self.manager.start_hooks(self.run_info)
         self._check_storable()
         check_metric(self.task, self._evaluate)
-        if self.resumed is None and self.manager.hooks.acting:
+        if self.resumed is None and self.manager.hooks.rolled_back_hook:
             loader = self.task.loader
-            self.manager.hooks.see_first(self.manager.in_eval_mode("first batch", lambda _: self._first_batch(loader)))
+            self.manager.hooks.check_first_batch(
+                self.manager.in_eval_mode("first batch", lambda _: self._first_batch(loader))
+            )
         self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
         if self.resumed is not None:
-            self.manager.goes_on()
+            self.manager.drop_earlier_dropouts()
             self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
             self._rows.truncate_to(self.state.loop)
             if position := self.resumed.manifest.get("digests"):

@@ -7,7 +7,7 @@ from typing import Any
 from ..data import RowsOfRank, derived_seed
 from ..errors import unknown
 from ..state import RandomStreams, TrainingState, seed_everything
-from ..training import Parallel, Precision, Ranks, TrainingTask, compile_model, split_groups, spread
+from ..training import Parallel, Precision, Ranks, TrainingTask, compile_model, parallelise, split_groups
 from .checks import call_method, plain
 from .runner import ExperimentRunner
 
@@ -44,7 +44,7 @@ def build_run(
     trained, ranks = model, Ranks()
     if parallel is not None:
         plan = call_method(runner, "tensor_parallel_plan", model) if "tp" in parallel else {}
-        trained = spread(model, parallel, plan)
+        trained = parallelise(model, parallel, plan)
         ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
     optimizer = call_method(runner, "build_optimizer", model)
     scheduler = call_method(runner, "build_scheduler", optimizer)

@@ -117,7 +117,7 @@ class LossProbe:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss, zero-dimensional."""
-        self._profiler.passed("forward", batch)
+        self._profiler.count_samples("forward", batch)
         self._task.ranks.join()
         with self._borrowed(), torch.no_grad():
             parts = self._task.micro_batches(batch)
@@ -159,7 +159,7 @@ class LossProbe:
 
     def loss_with_graph(self, batch: Batch) -> Tensor:
         """Return the loss of the first micro-batch, whose graph shows what it is made of."""
-        self._profiler.passed("forward", batch)
+        self._profiler.count_samples("forward", batch)
         with self._borrowed():
             return self._task.compute_loss(self._model, self._task.micro_batches(batch)[0][0])
 
@@ -183,7 +183,7 @@ class LossProbe:
         self._refuse_sharded()
 
         def product(part: Batch) -> Vector:
-            self._profiler.passed("hessian_product", part)
+            self._profiler.count_samples("hessian_product", part)
             return ExactHessian(partial(self._task.compute_loss, self._model, part), parameters).times(
                 direction, keep=False
             )
@@ -201,13 +201,13 @@ class LossProbe:
         hessians = []
         with self._borrowed():
             for part, weight in self._task.micro_batches(batch):
-                self._profiler.passed("forward_backward", part)
+                self._profiler.count_samples("forward_backward", part)
                 exact = ExactHessian(partial(self._task.compute_loss, self._model, part), parameters)
                 hessians.append((part, exact, weight))
 
         def product(vector: Vector) -> dict[str, Tensor]:
             for part, _, _ in hessians:
-                self._profiler.passed("second_backward", part)
+                self._profiler.count_samples("second_backward", part)
             return self._over_ranks(_weighted((exact.times(vector), weight) for _, exact, weight in hessians))
 
         return product
@@ -259,7 +259,7 @@ class LossProbe:
     ) -> dict[str, Tensor]:
         for parameter in self._model.parameters():
             parameter.grad = None  # not zeros: a parameter that the loss does not depend on shall have no gradient
-        self._profiler.passed("forward_backward", batch)
+        self._profiler.count_samples("forward_backward", batch)
         compute(self._task, batch)
         return gradients(self._model)
 

@@ -20,7 +20,7 @@ TENSOR_RANKS = 2
 """Ranks that hold the parts of a layer under fsdp+tp; the others see rows of their own."""
 
 
-def started_together() -> int:
+def torchrun_world_size() -> int:
     """Return how many processes torchrun started, 0 where it did not."""
     return int(os.environ.get("WORLD_SIZE", 0))
 
@@ -34,18 +34,18 @@ def _attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Return whether this process is the one, of those that torchrun started, that speaks for all."""
-    return started_together() == 0 or os.environ.get("RANK", "0") == "0"
+    return torchrun_world_size() == 0 or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
-def joined(kind: Parallel | None) -> Iterator[None]:
+def joined_process_group(kind: Parallel | None) -> Iterator[None]:
     """Let the body train together with the other processes that torchrun started; alone where ``kind`` is ``None``.
 
     A process group that is there is used. Raises :class:`UsageError` where kind and processes do not fit together.
     """
-    there, count = distributed.is_available() and distributed.is_initialized(), started_together()
+    there, count = distributed.is_available() and distributed.is_initialized(), torchrun_world_size()
     if kind is None:
         require(
             there or count < 2,
@@ -73,14 +73,14 @@ def joined(kind: Parallel | None) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Module:
+def parallelise(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Module:
     """Return a model as all processes train it: within a replica, or itself with its parameters in parts.
 
     ``plan`` names the modules whose layers are cut up under tp and fsdp+tp, each with its ``ParallelStyle``. Raises
     :class:`UsageError` where it is empty.
     """
     if kind == "ddp":
-        return with_settled_buckets(DistributedDataParallel(model))
+        return with_rebuilt_buckets(DistributedDataParallel(model))
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -103,7 +103,7 @@ def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Modu
     return model
 
 
-def with_settled_buckets(replica: DistributedDataParallel) -> DistributedDataParallel:
+def with_rebuilt_buckets(replica: DistributedDataParallel) -> DistributedDataParallel:
     """Let a replica order its gradients now, by a backward pass of zeros.
 
     torch does so after the first step, by the order in which gradients came, and with it the order of sums over three

@@ -55,7 +55,7 @@ class Profiler:
         if calls >= MEASURED_FIRST and calls % MEASURED_EVERY:
             with self.section(name):
                 return function()
-        memory = begin_peak()
+        memory = start_peak_measurement()
         try:
             with self.section(name):
                 result = function()
@@ -68,7 +68,7 @@ class Profiler:
         self.state_bytes[name] = max(sum(kept.values()), self.state_bytes.get(name, 0))
         return result
 
-    def passed(self, kind: str, batch: Any) -> None:
+    def count_samples(self, kind: str, batch: Any) -> None:
         """Count the samples of a batch for the hook under way.
 
         ``kind`` is the pass: forward, forward_backward, hessian_product, or second_backward (a Hessian-vector product
@@ -81,7 +81,7 @@ class Profiler:
         """Return calls, seconds and, for hooks, bytes by section, the dearest first.
 
         ``state_bytes`` is the most that a hook remembered between calls, ``peak_bytes`` the most by which memory grew
-        during one (see :func:`begin_peak`).
+        during one (see :func:`start_peak_measurement`).
         """
         order = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)
         sizes = {"state_bytes": self.state_bytes, "peak_bytes": self.peak_bytes}
@@ -92,7 +92,7 @@ class Profiler:
         }
 
 
-def begin_peak() -> tuple[int, Callable[[], int]] | None:
+def start_peak_measurement() -> tuple[int, Callable[[], int]] | None:
     """Start to measure the peak of memory again.
 
     Returns the bytes in use and a function that returns the peak since, or ``None`` where it cannot be measured.
@@ -108,12 +108,12 @@ def begin_peak() -> tuple[int, Callable[[], int]] | None:
         with suppress(AttributeError):  # a call that only glibc has
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), peak_resident
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), peak_resident_bytes
     except OSError:
         return None
 
 
-def peak_resident() -> int:
+def peak_resident_bytes() -> int:
     """Return the largest resident memory of this process so far, in bytes.
 
     Linux' ``ru_maxrss`` starts from that of the parent process, ``VmHWM`` does not.

@@ -77,7 +77,7 @@ class Ranks:
         return cls(data, members, averages=replica is not None, shards=bool(meshes), uneven=uneven)
 
     @classmethod
-    def everyone(cls, parallel: object) -> "Ranks":
+    def all_processes(cls, parallel: object) -> "Ranks":
         """Return all processes that were started, as ranks that only agree; where none train in ``parallel`` one."""
         return cls() if parallel is None else cls(members=range(distributed.get_world_size()))
 
@@ -108,7 +108,7 @@ class Ranks:
         layout = {name: f"{each.placements} of {tuple(each.device_mesh.shape)}" for name, each in sharded}
         return {"indices": self.gather(self.index), "layout": layout, "averages": self.averages}
 
-    def is_mine(self, rank: int) -> bool:
+    def is_this_process(self, rank: int) -> bool:
         """Whether this process has the rank."""
         return rank == self._rank
 
@@ -184,27 +184,27 @@ class Ranks:
 
     def join(self) -> None:
         """Go on together; raises :class:`RankError` where another rank tells that it cannot."""
-        for rank, failures in self.told(None) or ():
+        for rank, failures in self.exchange_failures(None) or ():
             raise RankError(rank, failures[0])
 
-    def told(self, failures: Any) -> list[tuple[int, Any]] | None:
+    def exchange_failures(self, failures: Any) -> list[tuple[int, Any]] | None:
         """Return the failures that ranks tell of, each with its rank; ``None`` where no rank has any."""
         if not self.are_many or not self.agree(failures is not None):
             return None
         each = zip(self.members, self.gather(failures), strict=True)
         return [(rank, found) for rank, found in each if found is not None]
 
-    def together(self, function: Callable[[], Result]) -> Result:
+    def call_on_all(self, function: Callable[[], Result]) -> Result:
         """Return what a function returns on this rank; a :class:`UsageError` of one rank is raised on all of them."""
         refused = None
         try:
             found = function()
         except UsageError as error:
             refused = error
-        told = self.told(None if refused is None else str(refused))
+        refusals = self.exchange_failures(None if refused is None else str(refused))
         if refused is not None:
             raise refused
-        for _, sentence in told or ():
+        for _, sentence in refusals or ():
             raise UsageError(sentence)
         return found
 

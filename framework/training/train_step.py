@@ -165,7 +165,7 @@ def _required_of(kind: type[Any]) -> list[str]:
 _required: Callable[[Any], list[str]] = _required_of  # mypy takes a class of torch's for one that cannot be a key
 
 
-def advance(task: TrainingTask, count: int) -> None:
+def advance_scheduler(task: TrainingTask, count: int) -> None:
     """Let the scheduler step after ``count`` epochs or steps, unless it waits for an evaluation."""
     if task.scheduler is not None and (required := _required(type(task.scheduler))) != METRIC:
         task.scheduler.step(*[count] * len(required))
@@ -281,7 +281,7 @@ def update(
                 ) from error
             raise
     if step_scheduler and not skipped:
-        advance(task, count)
+        advance_scheduler(task, count)
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
@@ -289,7 +289,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return "closure" in _required(type(optimizer))
 
 
-def evaluations(
+def make_closure(
     task: TrainingTask,
     batch: Batch,
     loss: Tensor,

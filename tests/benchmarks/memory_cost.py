@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.hooks import TrainingHook
-from loopscope.training.profiler import peak_resident
+from loopscope.training.profiler import peak_resident_bytes
 from loopscope.training_hooks.clipping import GradClip
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def measure(kind: str, options: Mapping[str, Any]) -> Measured:
 
     def look() -> None:
         state = sum(tensor.nbytes for tensor in subject.tensors)
-        measurements.append({"peak": peak_resident(), "tensors": tensor_bytes() - bytes_before, "state": state})
+        measurements.append({"peak": peak_resident_bytes(), "tensors": tensor_bytes() - bytes_before, "state": state})
 
     _train(subject, kind, look)
     return measurements[0]

@@ -80,37 +80,37 @@ RAISES = HERE + r"compute: "
 IN_COMPUTE = HERE + r"compute\]"
 RUNS = [
     Broken("misspelt attribute", compute("return {'std': ctx.batch_dta[0].std()}"), r"no attribute 'batch_dta' \[broken\d+\.py:17 in compute: return {'std': ctx\.batch_dta\[0\]\.std\(\)}\]\. Did you mean 'batch_data'\?"),
-    Broken("field of another point", compute("return {'std': ctx.batch_data[0].std()}", "hook_points = {HookPoint.POST_EPOCH}"), "batch_data is not set at POST_EPOCH; it is at PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP"),
-    Broken("field that was not requested", compute("return {'std': sum(grad.norm() for grad in ctx.accumulated_grads.values())}", "hook_points = {HookPoint.POST_EPOCH}"), "accumulated_grads is not set: set needs_grads = True in class Spread"),
-    Broken("field before its time", compute("return {'std': ctx.prev_step_grads['0.weight'].norm()}", "needs_prev_step_grads = True"), "prev_step_grads is not set here; it is from the second step on"),
-    Broken("missing evaluation", compute("return {'std': ctx.evaluation['val_acc']}"), r"KeyError: 'val_acc' \[.*evaluation is not set at POST_STEP; it is at PRE_EPOCH, POST_EPOCH, SNAPSHOT"),
+    Broken("field of another point", compute("return {'std': ctx.batch_data[0].std()}", "hook_points = {HookPoint.POST_EPOCH}"), "batch_data is not set at POST_EPOCH; it is set at PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP"),
+    Broken("field that was not requested", compute("return {'std': sum(grad.norm() for grad in ctx.accumulated_grads.values())}", "hook_points = {HookPoint.POST_EPOCH}"), "accumulated_grads is not set; set needs_grads = True in class Spread"),
+    Broken("field before its time", compute("return {'std': ctx.prev_step_grads['0.weight'].norm()}", "needs_prev_step_grads = True"), "prev_step_grads is not set here; it is set from the second step on"),
+    Broken("missing evaluation", compute("return {'std': ctx.evaluation['val_acc']}"), r"KeyError: 'val_acc' \[.*evaluation is not set at POST_STEP; it is set at PRE_EPOCH, POST_EPOCH, SNAPSHOT"),
     Broken("field without a number", compute("return {'std': ctx.val_acc}"), "returned a NoneType as a metric; .*; its name is 'std' .*val_acc is not set at POST_STEP"),
     Broken("field in a called function", "def of(self, ctx):\n    return ctx.target_grad['0.weight']\n" + compute("return {'std': self.of(ctx).norm()}"), "in compute: return .*; broken.* in of: return .*set needs_target_grad = True in class Spread"),
-    Broken("returns None", compute("ctx.loss.mean()"), r"returned None; a hook returns a dict of metrics, {} where it has none " + IN_COMPUTE),
+    Broken("returns None", compute("ctx.loss.mean()"), r"returned None; a hook returns a dict of metrics, {} if it has none " + IN_COMPUTE),
     Broken("returns a number", compute("return ctx.loss"), "returned a Tensor; a hook returns a dict of metrics"),
     Broken("returns a list", compute("return [('std', 1.0)]"), "returned a list; a hook returns a dict of metrics.* " + IN_COMPUTE),
     Broken("returns a generator", compute("return (value for value in [1.0])"), "returned a generator; a hook returns a dict"),
-    Broken("metric name that is an integer", compute("return {1: 2.0}"), "returned a metric under the name 1; names of metrics are texts " + IN_COMPUTE),
+    Broken("metric name that is an integer", compute("return {1: 2.0}"), "returned a metric under the name 1; names of metrics are strings " + IN_COMPUTE),
     Broken("several numbers", compute("return {'std': ctx.batch_data[0].std(0)}"), r"returned a tensor of shape \(4,\) as 'std'; .*return its mean or norm, or \.tolist\(\) " + IN_COMPUTE),
     Broken("several numbers of NumPy", compute("return {'std': np.zeros(3)}"), r"returned an array of shape \(3,\) as 'std'"),
     Broken("text as a value", compute("return {'std': 'high'}"), "returned a str as a metric; a metric is a float.*; its name is 'std'"),
     Broken("complex number", compute("return {'std': torch.tensor(1j)}"), "returned a tensor of torch.complex64 on cpu as a metric"),
     Broken("tensor without numbers", compute("return {'std': torch.zeros((), device='meta')}"), "returned a tensor of torch.float32 on meta as a metric"),
-    Broken("odd key within a metric", compute("return {'std': {(1, 2): 1.0}}"), r"the key \(1, 2\) as a metric; such keys are texts or numbers"),
+    Broken("odd key within a metric", compute("return {'std': {(1, 2): 1.0}}"), r"the key \(1, 2\) as a metric; such keys are strings or numbers"),
     Broken("backward in an observer", compute("ctx.loss.backward()\nreturn {}"), "Hooks run without gradients: call ctx.compute_batch_gradients"),
-    Broken("writes to its view", compute("ctx.loss = 3.0\nreturn {}"), "cannot assign to field 'loss' .*What hooks are told is frozen"),
+    Broken("writes to its view", compute("ctx.loss = 3.0\nreturn {}"), "cannot assign to field 'loss' .*The arguments of hooks are read-only"),
     Broken("no text", compute("raise ValueError"), r"raised at POST_STEP of step 1: ValueError " + RAISES + r"raise ValueError\]"),
     Broken("text of many lines", compute("raise ValueError('one\\n\\n  two\\x1b[31m')"), r"ValueError: one two.* " + RAISES),
     Broken("text that raises", "class Odd(Exception):\n    def __str__(self):\n        raise KeyError\n" + compute("raise self.Odd"), r"Odd: \(its text cannot be read\) " + RAISES),
     Broken("very long text", compute("raise ValueError('x' * 9999 + 'end')"), r"ValueError: x{200} \.\.\. x+end " + RAISES),
     Broken("endless recursion", "def again(self):\n    return self.again()\n" + compute("return self.again()"), r"RecursionError.*in compute: return self.again\(\); .*\d more lines; .*in again"),
-    Broken("exits", compute("sys.exit(0)"), "SystemExit: 0 .*A hook cannot end the run by sys.exit"),
+    Broken("exits", compute("sys.exit(0)"), "SystemExit: 0 .*A hook cannot end the run with sys.exit"),
     Broken("error in a library", compute("return {'std': torch.zeros(2) @ torch.zeros(3)}"), "RuntimeError: .* " + RAISES + r"return {'std': torch\.zeros\(2\) @ torch\.zeros\(3\)}\]"),
     Broken("raises in start", "def start(self, run):\n    self.x = run.modle\n" + COMPUTE, "raised at start of step 0: .*in start: self.x = run.modle.*Did you mean 'model'"),
     Broken("raises in end", "def end(self, status):\n    1 / 0\n" + COMPUTE, r"raised at end of step 3: ZeroDivisionError: .* in end: 1 / 0\]"),
     Broken("raises in check", "def check(self, values, step):\n    values['sdt']\n" + COMPUTE, r"raised at check of step \d: KeyError: 'sdt' .* in check: values\['sdt'\]\]"),
     Broken("raises in describe_metrics", "def describe_metrics(self):\n    return [1 / 0]\n" + COMPUTE, "raised at describe_metrics of step 0: ZeroDivisionError"),
-    Broken("describes by texts", "def describe_metrics(self):\n    return ['std']\n" + COMPUTE, "returned 'std'; it returns a list of MetricInfo.*in describe_metrics"),
+    Broken("describes by texts", "def describe_metrics(self):\n    return ['std']\n" + COMPUTE, "returned 'std'; it must return a list of MetricInfo.*in describe_metrics"),
     Broken("raises in taps", "def taps(self, model):\n    return [model.head]\n" + COMPUTE, "raised at taps of step 0: AttributeError.*in taps: return"),
     Broken("taps of the wrong type", "def taps(self, model):\n    return [model[0].weight]\n" + COMPUTE, "taps are GradientTap.*in taps"),
     Broken("raises in a tap", "def see(self, gradient):\n    gradient.nrom()\ndef taps(self, model):\n    return [GradientTap('0', 'output', self.see)]\n" + COMPUTE, "raised at tap on '0' of step 1: AttributeError.* in see: gradient.nrom"),
@@ -120,7 +120,7 @@ RUNS = [
     Broken("misspelt verb", "def intervene(self, run_ctx, model_ctx):\n    model_ctx.scale_gradient(0.5)\n    return {}\n", "AttributeError: scale_gradient .*Did you mean 'scale_gradients'", base="InterventionHook"),
 ]  # fmt: skip
 CHANGES = [
-    Broken("steps in an observer", "def start(self, run):\n    self.model = run.model\n" + compute("[parameter.sub_(0.1 * parameter.grad) for parameter in self.model.parameters()]\nreturn {}"), r"may only read, but changed .*It is written at broken\d+\.py:\d+ in compute\. ctx.evaluate\(weights\) evaluates others, .*model_ctx.apply_perturbation"),
+    Broken("steps in an observer", "def start(self, run):\n    self.model = run.model\n" + compute("[parameter.sub_(0.1 * parameter.grad) for parameter in self.model.parameters()]\nreturn {}"), r"may only read, but changed .*Its code is at broken\d+\.py:\d+ in compute\. ctx.evaluate\(weights\) evaluates other weights, .*model_ctx.apply_perturbation"),
     Broken("backward pass of the model", compute("with torch.enable_grad():\n    ctx.model(ctx.batch_data[0]).sum().backward()\nreturn {}"), r"changed .*in compute\. ctx.compute_batch_gradients\(batch\) and"),
     Broken("sets a gradient", compute("for parameter in ctx.model.parameters():\n    parameter.grad = None\nreturn {}"), r"changed .*in compute\. .*declare commits = {StatePart.GRADIENTS}"),
     Broken("leaves the model in eval mode", compute("ctx.model.eval()\nreturn {}"), r"changed .*in compute\. ctx.forward\(inputs, train="),
@@ -134,9 +134,9 @@ REFUSED = [
     Broken("points as one text", "hook_points = 'post_step'\n" + COMPUTE, "has hook_points = 'post_step'; it must be a set: hook_points = {HookPoint.POST_STEP}"),
     Broken("one point", "hook_points = HookPoint.SNAPSHOT\n" + COMPUTE, r"it must be a set: hook_points = {HookPoint\.SNAPSHOT}"),
     Broken("misspelt loop", "loop_points = {'epochs': {HookPoint.POST_STEP}}\n" + COMPUTE, "has loop_points: Unknown loop 'epochs'. Did you mean 'epoch'"),
-    Broken("points of loops in a set", "loop_points = {HookPoint.POST_STEP}\n" + COMPUTE, r"has loop_points = .*; they are a dict, such as {'epoch'"),
+    Broken("points of loops in a set", "loop_points = {HookPoint.POST_STEP}\n" + COMPUTE, r"has loop_points = .*; it must be a dict, such as {'epoch'"),
     Broken("one point of a loop", "loop_points = {'epoch': HookPoint.POST_STEP}\n" + COMPUTE, "has loop_points = .* it must be a set"),
-    Broken("window of one number", "loop_points = {'epoch': {HookPoint.POST_STEP: 3}}\n" + COMPUTE, "window at POST_STEP is 3; it is two numbers"),
+    Broken("window of one number", "loop_points = {'epoch': {HookPoint.POST_STEP: 3}}\n" + COMPUTE, "window at POST_STEP is 3; it must be a pair"),
     Broken("schedule as a number", "step_schedule = 10\n" + COMPUTE, r"has step_schedule = 10; it must be a StepSchedule, such as StepSchedule\(mode='stride'"),
     Broken("schedule of another mode", "step_schedule = StepSchedule(mode='every', every_n_steps=2)\n" + COMPUTE, r"Unknown step schedule 'every'. Known: continual, stride, burst\. \[.*broken\d+\.py:15 in Spread: step_schedule = "),
     Broken("schedule of a fraction", "step_schedule = StepSchedule(mode='stride', every_n_steps=2.5)\n" + COMPUTE, "every_n_steps is 2.5; it must be an integer"),
@@ -145,27 +145,27 @@ REFUSED = [
     Broken("intervene without the model", "def intervene(self, ctx):\n    return {}\n", r"has a method intervene .*intervene\(self, run_ctx, model_ctx\)", base="InterventionHook"),
     Broken("compute that yields", compute("yield {'std': 1.0}"), "has a method compute .*without yield and async"),
     Broken("compute that waits", "async def compute(self, ctx):\n    return {}\n", "has a method compute .*without yield and async"),
-    Broken("exits in its constructor", "def __init__(self):\n    sys.exit(0)\n" + COMPUTE, r"Hook 'spread' cannot be made with \(\): SystemExit: 0 \[.*in __init__: sys.exit"),
+    Broken("exits in its constructor", "def __init__(self):\n    sys.exit(0)\n" + COMPUTE, r"Hook 'spread' cannot be created with \(\): SystemExit: 0 \[.*in __init__: sys.exit"),
     Broken("points in its constructor", "def __init__(self):\n    self.hook_points = {'POST_STEP'}\n" + COMPUTE, "Hook 'spread': Unknown hook point 'POST_STEP'"),
     Broken("schedule in its constructor", "def __init__(self):\n    self.step_schedule = 10\n" + COMPUTE, "Hook 'spread' has step_schedule = 10"),
-    Broken("schedules of the wrong type", "point_schedules = StepSchedule()\n" + COMPUTE, "has point_schedules = StepSchedule.*; they are a dict by hook point"),
+    Broken("schedules of the wrong type", "point_schedules = StepSchedule()\n" + COMPUTE, "has point_schedules = StepSchedule.*; it must be a dict by hook point"),
     Broken("file in a text", "@classmethod\ndef leaves(cls, strategy):\n    return 'spread.txt'\n" + COMPUTE, r"leaves\(\) of .* returned 'spread.txt'; .*return a list of file names"),
     Broken("leaves of an object", "def leaves(self, strategy):\n    return []\n" + COMPUTE, r"has a method leaves .*leaves\(cls, strategy\)"),
     Broken("no compute", "def computes(self, ctx):\n    return {}\n", r"must define compute\(\)"),
-    Broken("no description", "metrics = ''\n" + COMPUTE, r"must define describe_metrics\(\) \(or a text metrics\)"),
-    Broken("description in a list", "metrics = ['std']\n" + COMPUTE, "has metrics that are no text with a row"),
-    Broken("description of one word", "metrics = 'std'\n" + COMPUTE, "A metric is described as 'name | formula | range | reading'; this is not: 'std'"),
+    Broken("no description", "metrics = ''\n" + COMPUTE, r"must define describe_metrics\(\) \(or a table metrics\)"),
+    Broken("description in a list", "metrics = ['std']\n" + COMPUTE, "has metrics that are not a string with rows"),
+    Broken("description of one word", "metrics = 'std'\n" + COMPUTE, "The metric row 'std' is invalid; write 'name . formula . range . reading'"),
     Broken("commits of an observer", "commits = {StatePart.GRADIENTS}\n" + COMPUTE, "has commits, but is an observer; derive it from InterventionHook"),
     Broken("observer that intervenes", "def intervene(self, run_ctx, model_ctx):\n    return {}\n" + COMPUTE, "has intervene, but is an observer"),
     Broken("one commit", "commits = StatePart.GRADIENTS\ndef intervene(self, run_ctx, model_ctx):\n    return {}\n", "it must be a set: commits = {StatePart.GRADIENTS}", base="InterventionHook"),
     Broken("commits as a text", "commits = 'gradients'\ndef intervene(self, run_ctx, model_ctx):\n    return {}\n", "has commits = 'gradients'; it must be a set: commits = {StatePart.GRADIENTS}", base="InterventionHook"),
     Broken("undeclared commit", "def intervene(self, run_ctx, model_ctx):\n    model_ctx.scale_gradients(0.5)\n    return {}\n", r"GRADIENTS.* \[broken\d+\.py:\d+ in intervene: model_ctx.scale_gradients\(0.5\)\]", base="InterventionHook"),
-    Broken("raises in its constructor", "def __init__(self, *, size: int = 1):\n    self.rows = 1 // size\n" + COMPUTE, r"Hook 'spread' cannot be made with \(size=0\): ZeroDivisionError: .* in __init__: self.rows = 1 // size\]", options=("--hook-config", "spread.size=0")),
+    Broken("raises in its constructor", "def __init__(self, *, size: int = 1):\n    self.rows = 1 // size\n" + COMPUTE, r"Hook 'spread' cannot be created with \(size=0\): ZeroDivisionError: .* in __init__: self.rows = 1 // size\]", options=("--hook-config", "spread.size=0")),
 ]  # fmt: skip
 FINE = [
     Broken("numbers of NumPy", compute("return {'std': np.float32(0.5), 'std/a': {np.int64(3): np.array(2)}, 'std/b': [np.bool_(True), np.float64('nan')]}", "metrics = 'std | a | b | c\\nstd/<parameter> | a | b | c'"), ""),
     Broken("value with a graph", compute("with torch.enable_grad():\n    return {'std': ctx.model[0](ctx.batch_data[0]).std()}"), ""),
-    Broken("undescribed metric", compute("return {'sdt': 1.0}"), r"Hook 'spread' returns a metric 'sdt' that it does not describe\. Did you mean 'std'\? Add to metrics in class Spread a row: sdt \| formula"),
+    Broken("undescribed metric", compute("return {'sdt': 1.0}"), r"Hook 'spread' returns a metric 'sdt' that it does not describe\. Did you mean 'std'\? Add a row to metrics in class Spread: sdt \| formula"),
 ]  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def test_skipped_failing_hook_leaves_no_trace(broken, answer, bare, tmp_path) ->
     """With --on-hook-error skip, the final weights are those of the run without the hook."""
     status, errors = answer(broken, "--on-hook-error", "skip")
     assert re.search(broken.answer, errors), errors
-    assert "The run goes on without it." in errors
+    assert "The run continues without this hook." in errors
     assert status == 0
     assert (tmp_path / "output/small/plain/plain_final.pt").read_bytes() == bare
 

@@ -12,7 +12,7 @@ from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, TrainingHook
 from loopscope.state import copied, overwrite
-from loopscope.training import TrainingTask, advance, takes_closure
+from loopscope.training import TrainingTask, advance_scheduler, takes_closure
 from torch import Tensor
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, WatchingManager, fires
@@ -152,7 +152,7 @@ def step_and_restore(task: TrainingTask) -> None:
     for parameter in task.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     task.optimizer.step(*[lambda: torch.ones(())] * takes_closure(task.optimizer))
-    advance(task, 1)
+    advance_scheduler(task, 1)
     overwrite(dict(task.model.named_parameters()), saved)
 
 

@@ -79,7 +79,7 @@ def test_half_finished_intervention_leaves_bare_run_state(case, point):
 def test_skip_finishes_run_like_bare_run(case, kind):
     """The run warns once, records the error and still calls the other hooks at every step."""
     bystander = at(SpyHook, *HookPoint, name="bystander")(lambda ctx: {"x": 1.0})
-    with pytest.warns(UserWarning, match=f"Hook '{kind.name}' raised at .* The run goes on without it"):
+    with pytest.warns(UserWarning, match=f"Hook '{kind.name}' raised at .* The run continues without this hook"):
         run = train(case, [kind(raising), bystander], on_error="skip")
     assert_same_bytes(run, case)
     (error,) = run.manager.hooks.failures.errors
@@ -209,7 +209,7 @@ def test_exit_in_hook_counts_as_hook_error(kind, error):
 
     run = train(Case(), [at(kind, HookPoint.POST_STEP)(raise_error)], raises=HookError)
     assert f"raised at POST_STEP of step 1: {type(error).__name__}" in str(run.error)
-    with pytest.warns(UserWarning, match="The run goes on without it"):
+    with pytest.warns(UserWarning, match="The run continues without this hook"):
         assert_same_bytes(train(Case(), [kind(raise_error)], on_error="skip"), Case())
 
 

@@ -264,7 +264,7 @@ def test_sink_class_with_bad_declaration_is_refused(sink_class):
         registry.register(type("Flagged", (sink_class,), {"flag": "csv"}))
     with pytest.raises(UsageError, match="'nowhere', which its constructor lacks"):
         registry.register(type("Lost", (sink_class,), {"option": "nowhere"}))
-    with pytest.raises(UsageError, match="on by default, so it needs a flag that is a switch"):
+    with pytest.raises(UsageError, match="enabled by default, so it needs a flag without an option"):
         registry.register(type("Always", (sink_class,), {"default": True, "flag": None, "option": None}))
 
 

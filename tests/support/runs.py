@@ -135,7 +135,7 @@ class Saving(NoPauses):
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         completed = loop.epoch if self._manager.counts_epochs else loop.step
         if unit_ended and self._every and completed % self._every == 0:
-            self._manager.isolated("checkpoint", self._save)
+            self._manager.run_isolated("checkpoint", self._save)
 
 
 @dataclass

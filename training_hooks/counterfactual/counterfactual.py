@@ -147,7 +147,7 @@ class Counterfactual(InterventionHook):
 
     name = "counterfactual"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
-    needs_own_loop = True
+    needs_experiment_loop = True
     loop_points = {"epoch": {HookPoint.POST_EPOCH: (None, 49), HookPoint.SNAPSHOT: (50, None)}}
     needs_grads = True
     needs_pre_epoch_state = True

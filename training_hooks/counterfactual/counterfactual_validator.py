@@ -69,7 +69,7 @@ class CounterfactualValidator(DebugInterventionHook):
 
     name = "counterfactual_validator"
     hook_points = frozenset({HookPoint.SNAPSHOT})
-    needs_own_loop = True
+    needs_experiment_loop = True
     loop_points = {"epoch": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
     needs_pre_epoch_state = True

@@ -180,7 +180,7 @@ def test_failed_hook_stays_disabled_after_resume(tmp_path: Path) -> None:
     """The rows it wrote before the failure and its error record stay in the run."""
     options = {**OPTIONS, "hooks": ["stumbling", "norms"], "hook_options": {"stumbling": {"at": 5}}}
     options["on_hook_error"] = "skip"
-    with pytest.warns(UserWarning, match=r"stumbled \[.*\]\. The run goes on without it"):
+    with pytest.warns(UserWarning, match=r"stumbled \[.*\]\. The run continues without this hook"):
         session(tmp_path / "whole", strategies=["plain"], **options).run()
     with pytest.warns(UserWarning, match="stumbled"):
         assert kill_after(7, tmp_path / "first", tmp_path / "killed", **options)
@@ -236,7 +236,7 @@ def test_new_pre_epoch_hook_starts_at_next_epoch(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "killed")[0] == 4 > STEPS_PER_EPOCH
     (folder_of(tmp_path / "killed") / "plain.csv").unlink()  # its columns depend on the hooks
     said = resume(tmp_path / "killed", hooks=["norms", "counterfactual"], hook_options={}, sinks=False)
-    assert "Hook 'counterfactual' has needs_pre_epoch_state, and epoch 1 began without; its first epoch is 2." in said
+    assert "Hook 'counterfactual' has needs_pre_epoch_state, but epoch 1 started without that state; its first epoch is 2." in said
     assert read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_samples"].keys() == {"counterfactual"}
     weights = [folder_of(tmp_path / folder) / "plain_final.pt" for folder in ("killed", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -452,7 +452,7 @@ def test_hook_rejecting_its_saved_state_is_named(killed: Path, monkeypatch, capf
 
     monkeypatch.setattr(PathLength, "load_state_dict", refuse)
     assert main(command(killed, "--resume")) == 2
-    assert "Hook 'path_length' cannot take its state back (KeyError: 'window' [" in capfd.readouterr().err
+    assert "The state of hook 'path_length' cannot be restored (KeyError: 'window' [" in capfd.readouterr().err
 
 
 def test_resume_needs_only_the_run_folder(tmp_path: Path, whole, capfd) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing.dispatch import MetricDispatch
+from loopscope.firing.metric_dispatch import MetricDispatch
 from loopscope.hooks import HookPoint, MetricSink
 from loopscope.isolation import Isolation
 from loopscope.sinks import CSVSink, JSONLSink, WandbSink, read_jsonl
@@ -105,14 +105,14 @@ def test_sink_resumes_files_of_included_sink(isolation):
 
 def test_sink_failing_at_its_position_is_disabled(isolation):
     """The run warns and stores None as the position, which marks the sink as failed."""
-    with pytest.warns(UserWarning, match="Sink 'full' failed and is switched off.*No space left"):
+    with pytest.warns(UserWarning, match="Sink 'full' failed and is disabled.*No space left"):
         found = positions_of(isolation, Full("full"), Keeping("a", count=3))
     assert found == {"full": None, "a": {"count": 3}}
 
 
 def test_failed_sink_stays_disabled_after_resume(isolation):
     """The resumed run issues a notice and again stores None as the position of the sink."""
-    with pytest.warns(RunNotice, match="Sink 'full' had failed before the checkpoint, and stays off"):
+    with pytest.warns(RunNotice, match="Sink 'full' had failed before the checkpoint and stays disabled"):
         dispatch = started(isolation, {"full": None, "a": {"count": 3}}, full := Keeping("full"), a := Keeping("a"))
     assert (full.starts, a.starts) == ([], [3])
     assert dispatch.positions()["full"] is None

@@ -1,4 +1,4 @@
-"""What reaches the terminal: nothing that it would take as a command, wherever the text comes from."""
+"""Output never has control codes from plug-ins, and lost output never causes a traceback."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ COMMANDS = "\x1b[31m\x07\x9b2J\x00"
 
 
 class Noisy(TrainingHook):
-    __doc__ = f"Says {COMMANDS} everywhere."
+    __doc__ = f"Contains {COMMANDS} everywhere."
     name = "noisy"
     hook_points = {HookPoint.SNAPSHOT}
 
@@ -65,7 +65,7 @@ ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": ">
 @pytest.mark.process
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("words", some_of(["list", "--help"]))
-def test_standard_output_that_takes_nothing_gives_no_traceback(words: str, end: str) -> None:
+def test_lost_standard_output_gives_no_traceback(words: str, end: str) -> None:
     line = f"set -o pipefail; {sys.executable} -m loopscope {words} {ENDS[end]}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     expected = "loopscope: standard output could not be written: No space left on device.\n" if end == "full" else ""

@@ -1,4 +1,4 @@
-"""What an experiment's own code raises is told with its own lines, and the way to go on that is printed works."""
+"""Errors of experiments are reported with the lines of the user, and the printed resume command works."""
 
 import json
 import os
@@ -33,14 +33,14 @@ def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) ->
     words = ["run", "broken", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
     with registered(broken("broken", method)):
         assert main(words) == 1
-        told = capfd.readouterr().err
+        error = capfd.readouterr().err
         assert main([*words, "--traceback", "--overwrite"]) == 1
-        whole = capfd.readouterr().err
+        error_with_traceback = capfd.readouterr().err
     where = rf"\[.*{FILE}:\d+ in fail: return \[\]\[3\]\]\."
     line = f"Code of the experiment raised IndexError: list index out of range {where}"
-    assert re.fullmatch(rf"loopscope: {line} --traceback shows the full traceback\.\n", told)
-    assert whole.startswith("Traceback (most recent call last):\n")
-    assert re.search(line, whole.splitlines()[-1])
+    assert re.fullmatch(rf"loopscope: {line} --traceback shows the full traceback\.\n", error)
+    assert error_with_traceback.startswith("Traceback (most recent call last):\n")
+    assert re.search(line, error_with_traceback.splitlines()[-1])
     if method in ("compute_loss", "should_stop"):
         summary = read_json(tmp_path / "broken/plain/summary.json")
         assert re.search(rf"IndexError: list index out of range \[.*{FILE}:\d+ in fail", summary["error"])
@@ -48,7 +48,7 @@ def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) ->
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of which one cannot be read."""
+    """Rows with one unreadable row."""
 
     def __len__(self) -> int:
         return 20
@@ -66,9 +66,9 @@ def test_dataset_error_shows_user_code_line(workers, tmp_path: Path, capfd) -> N
     load = lambda self, strategy: TorchLoader(DataLoader(Rows(), 4, num_workers=workers), 0)
     with registered(type("Loading", (Small,), {"name": "loading", "build_loader": load})):
         assert main(["run", "loading", "--strategy", "plain", "--output-dir", str(tmp_path)]) == 1
-    told = capfd.readouterr().err
-    assert re.search(rf"OSError: .*{FILE}:\d+ in __getitem__: raise OSError", told), told
-    assert told.count("\n") == 1
+    error = capfd.readouterr().err
+    assert re.search(rf"OSError: .*{FILE}:\d+ in __getitem__: raise OSError", error), error
+    assert error.count("\n") == 1
 
 
 def test_internal_error_is_raised_unchanged(tmp_path: Path, monkeypatch) -> None:
@@ -86,10 +86,10 @@ def test_long_user_traceback_is_shortened() -> None:
 
     with pytest.raises(ZeroDivisionError) as raised:
         down(50)
-    told = user_code_lines(raised.value).split("; ")
-    assert len(told) == 5
-    assert told[2] == "48 more lines"
-    assert told[-1].endswith("in down: return 1 // depth + down(depth - 1)")
+    lines = user_code_lines(raised.value).split("; ")
+    assert len(lines) == 5
+    assert lines[2] == "48 more lines"
+    assert lines[-1].endswith("in down: return 1 // depth + down(depth - 1)")
 
 
 SCRIPT = '''
@@ -143,8 +143,8 @@ def test_printed_resume_command_works(start, tmp_path: Path) -> None:
     assert "Hook 'late' raised at POST_STEP of step 2: ValueError: two [late" in run.stderr
     (command,) = re.findall(r"To resume from it: (.*)", run.stdout + run.stderr)
     assert command.endswith("resume 'my $results/small/plain'")
-    on = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert on.returncode == 0, on.stdout + on.stderr
+    resumed = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert read_json(tmp_path / "my $results/small/plain/summary.json")["status"] == "completed"
 
 
@@ -159,17 +159,17 @@ def test_printed_resume_command_works(start, tmp_path: Path) -> None:
         (["/odd place/loopscope", "hooks"], "loopscope"),
     ],
 )
-def test_how_the_program_was_started(argv, expected, monkeypatch) -> None:
+def test_printed_command_matches_the_started_program(argv, expected, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    found = shutil.which("python")
-    python = "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable
+    python_path = shutil.which("python")
+    python = "python" if python_path and Path(python_path).parent == Path(sys.executable).parent else sys.executable
     assert this_command() == expected.format(python=python)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["plain", "two  spaces", "a\nb", "it's $HOME", "ü\t%s", "\x1b[31m", "-x"])
-def test_a_shell_reads_the_words_as_they_were(name) -> None:
+def test_shell_reads_original_words(name) -> None:
     command = this_command(name)
     assert command.isprintable()
     assert command == " ".join(command.split())
@@ -177,7 +177,7 @@ def test_a_shell_reads_the_words_as_they_were(name) -> None:
     assert os.fsdecode(read.stdout) == f"./{name}"
 
 
-def test_the_installed_command_is_named_by_its_name(tmp_path: Path, monkeypatch) -> None:
+def test_installed_command_is_printed_by_name(tmp_path: Path, monkeypatch) -> None:
     program = tmp_path / "loopscope"
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -179,7 +179,7 @@ def test_a_need_that_cannot_be_computed(need: str, required, monkeypatch) -> Non
     """The hook that asked for it is left out; a named one lets the error through."""
     hook = type("Needy", (Needy,), {need: True})()
     monkeypatch.setattr("loopscope.firing.driver.accumulate", unable)
-    monkeypatch.setattr("loopscope.firing.driver._append", unable)
+    monkeypatch.setattr("loopscope.firing.driver._append_column", unable)
 
     def prepare(task, state):
         task.target_grad = unable
@@ -195,7 +195,7 @@ def test_a_need_that_cannot_be_computed(need: str, required, monkeypatch) -> Non
             run(manager_class=partial(HookManager, required=required))
         return
     with pytest.warns(
-        RunNotice, match=f"'needy' cannot be served: {need} failed with NotImplementedError: no such kernel"
+        RunNotice, match=f"'needy' cannot run: {need} failed with NotImplementedError: no such kernel"
     ):
         run(manager_class=OF_GROUP)
 
@@ -221,7 +221,7 @@ class Acting(InterventionHook):
 
 def test_a_state_out_of_reach_leaves_interventions_out() -> None:
     hold = lambda task, state: setattr(task.model, "stream", iter([1]))
-    with pytest.warns(RunNotice, match="Left out: Hook 'acting' cannot be served: start failed with"):
+    with pytest.warns(RunNotice, match="Left out: Hook 'acting' cannot run: start failed with"):
         run = train(
             Case(), [Acting(), SpyHook()], manager_class=OF_GROUP, introduce=hold, every_step=False, audit=False
         )
@@ -250,7 +250,7 @@ def test_a_tap_that_cannot_be_attached() -> None:
     heard = []
     other = Failing()
     other.maybe_raise = lambda where, step=0: heard.append(where)
-    with pytest.warns(RunNotice, match="'lost' cannot be served: taps failed with"):
+    with pytest.warns(RunNotice, match="'lost' cannot run: taps failed with"):
         train(Case(), [other, Lost()], manager_class=OF_GROUP)
     assert "tap" in heard
     with pytest.raises(UsageError, match="nowhere"):
@@ -348,7 +348,7 @@ def test_options_that_a_hook_refuses_are_refused(tmp_path) -> None:
         def __init__(self, *, width: int = 1) -> None:
             raise ValueError(f"cannot be made with {width}")
 
-    with registered(WithOption), pytest.raises(UsageError, match=r"'late' cannot be made with \(width=2\)"):
+    with registered(WithOption), pytest.raises(UsageError, match=r"'late' cannot be created with \(width=2\)"):
         attached(tmp_path, with_hooks="observers", hook_options={"late": {"width": 2}})
 
 
@@ -356,7 +356,7 @@ def test_options_that_a_hook_refuses_are_refused(tmp_path) -> None:
 def test_a_report_before_an_interruption_counts(tmp_path, where: str) -> None:
     with registered(late("nowhere")):
         _, reported = attached(tmp_path / "reported", with_hooks="observers")
-    with registered(late(where)), pytest.raises((HookError, UsageError), match=r"'late' (raised at|cannot take)"):
+    with registered(late(where)), pytest.raises((HookError, UsageError), match=r"'late' (raised at|cannot be restored)"):
         attached(tmp_path / "reported", with_hooks="observers", state=reported)
 
 

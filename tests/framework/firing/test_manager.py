@@ -280,7 +280,7 @@ def test_raising_hook_is_reported_with_location(hook_class):
 def test_skipped_hook_leaves_run_unchanged(hook_class, loop):
     """The hook is not called again, a warning is issued, and the run has the bytes of the bare run."""
     other = named(SpyHook, "other", HookPoint.POST_STEP)()
-    with pytest.warns(UserWarning, match=r"raised at PRE_STEP of step 1: Mishap.* goes on without it"):
+    with pytest.warns(UserWarning, match=r"raised at PRE_STEP of step 1: Mishap.* continues without this hook"):
         run = train(Case(loop=loop), [at(hook_class, *STEP_POINTS - {HookPoint.PRE_UPDATE})(raising), other],
                     on_error="skip")  # fmt: skip
     assert_same_bytes(run, Case(loop=loop))
@@ -478,7 +478,7 @@ def test_mutation_in_load_state_dict_is_caught():
 def test_exit_in_load_state_dict_is_refused():
     """A hook that calls sys.exit() while its state is restored raises a UsageError."""
     manager = HookManager([Loading(partial(raising_exit, 0))], *build(Case()))
-    with pytest.raises(UsageError, match="Hook 'spy' cannot take its state back \\(SystemExit: 0 \\["):
+    with pytest.raises(UsageError, match="The state of hook 'spy' cannot be restored \\(SystemExit: 0 \\["):
         manager.hooks.load_state_dict({"spy": {}})
 
 

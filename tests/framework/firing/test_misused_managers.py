@@ -17,10 +17,10 @@ from tests.support import LOOPS, Case, RecordingSink, SpyHook, at, build
 @pytest.mark.parametrize(
     ("hook", "sentence"),
     [
-        ("norms", r"but got 'norms': make it of its class: norms\(\), or HookRegistry.get\('norms'\)\(\)"),
-        (Norms, r"A hook is an object, but got <class .*Norms'>: make it of its class: Norms\(\)"),
-        (None, "A hook is an object, but got None"),
-        (print, "A hook is an object, but got <built-in function print>"),
+        ("norms", r"'norms' is not a hook object; create it with norms\(\), or HookRegistry.get\('norms'\)\(\)"),
+        (Norms, r"<class .*Norms'> is not a hook object; create it with Norms\(\)"),
+        (None, "None is not a hook object"),
+        (print, "<built-in function print> is not a hook object"),
     ],
 )
 def test_non_hook_is_refused_with_a_remedy(hook, sentence) -> None:
@@ -35,7 +35,7 @@ def test_loop_refuses_manager_of_other_loop(loop) -> None:
     task, state = build(Case(loop=loop))
     manager = HookManager([SpyHook()], task, state, loop=loop)
     other = step_loop if loop == "epoch" else epoch_loop
-    with pytest.raises(UsageError, match=rf"was made for the {loop} loop; make it with HookManager\(\.\.\., loop='"):
+    with pytest.raises(UsageError, match=rf"was created for the {loop} loop; create it with HookManager\(\.\.\., loop='"):
         other(task, manager)
     assert state.loop.step == 0
 
@@ -54,7 +54,7 @@ def test_a_manager_that_has_ended_is_refused(loop) -> None:
     run = epoch_loop if loop == "epoch" else step_loop
     run(task, manager)
     manager.end("completed")
-    with pytest.raises(UsageError, match="has ended; make a new one"):
+    with pytest.raises(UsageError, match="has ended; create a new one"):
         run(task, manager)
 
 

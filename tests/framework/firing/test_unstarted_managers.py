@@ -73,7 +73,7 @@ def test_it_starts_once_and_no_second_time():
     told = hook.run
     manager.fire(HookPoint.SNAPSHOT)
     assert hook.run is told
-    with pytest.raises(UsageError, match="has started already; make a new one for another run"):
+    with pytest.raises(UsageError, match="has already started; create a new one for another run"):
         manager.start(run_info(task, manager, "epoch"))
 
 

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.firing.fire import forward_pass, optimizer_groups
+from loopscope.firing.hook_calls import forward_pass, optimizer_groups
 from loopscope.hooks import HookPoint
 from loopscope.state import RandomStreams, TrainingState
 from torch import nn

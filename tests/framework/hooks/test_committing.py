@@ -2,7 +2,7 @@ import pytest
 import torch
 from loopscope.errors import HookError, LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
-from loopscope.hooks.commits import Memory
+from loopscope.hooks.commits import ParameterMemory
 from loopscope.state import copied, differing, gradients, scaled, trainable
 
 from tests.framework.hooks.context_call import BOTH, assert_close, assert_equal, context
@@ -153,11 +153,11 @@ def test_commit_uses_values_at_the_time_of_request(verb, kind, mutates):
 
 
 def test_commit_copies_only_tensors_that_alias_the_model():
-    """Memory.holds is true only for tensors that share storage with a parameter."""
+    """ParameterMemory.overlaps is true only for tensors that share storage with a parameter."""
     ctx = context(mutates=False)
-    memory = Memory(ctx.model.parameters())
-    assert not memory.holds(torch.ones(8))
-    assert memory.holds(ctx.model[0].weight[1:])
+    memory = ParameterMemory(ctx.model.parameters())
+    assert not memory.overlaps(torch.ones(8))
+    assert memory.overlaps(ctx.model[0].weight[1:])
 
 
 UNDECLARED = {
@@ -200,7 +200,7 @@ def test_invalid_factors_and_limits_are_refused_at_request():
     with pytest.raises(LoopscopeError, match="shape"):
         ctx.scale_gradients({"0.bias": torch.ones(8)})
     for max_value in (0.0, -1.0, float("nan")):
-        with pytest.raises(LoopscopeError, match=f"max_value is {max_value}; the largest magnitude"):
+        with pytest.raises(LoopscopeError, match=f"max_value is {max_value}; it must be positive"):
             ctx.clamp_gradients(max_value)
     assert ctx._commits.changes == []
 

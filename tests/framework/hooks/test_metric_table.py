@@ -29,7 +29,7 @@ def test_line_breaks_do_not_change_metric_rows():
 @pytest.mark.parametrize("row", ["norm | ‖g‖₂ | [0, ∞)", "norm | a | b | c | d", "norm ‖g‖₂"])
 def test_row_without_four_cells_is_refused(row):
     """The error quotes the row and names the expected columns."""
-    with pytest.raises(UsageError, match=r"name . formula . range . reading.*this is not: 'norm"):
+    with pytest.raises(UsageError, match=r"The metric row .norm.* is invalid; write .name . formula . range . reading"):
         metric_table(f"""
             loss | mean | [0, ∞) | Should fall.
             {row}

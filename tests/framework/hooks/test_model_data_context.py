@@ -3,7 +3,7 @@ import torch
 from loopscope.data import TensorLoader
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, ModelDataContext
-from loopscope.hooks.measuring import ReadOnlyError
+from loopscope.hooks.measurements import ReadOnlyError
 from loopscope.state import copied, differing, gradients, seed_everything, trainable
 from torch import Tensor, nn
 from torch.nn import functional
@@ -63,7 +63,7 @@ def test_discarded_or_unknown_checkpoint_is_refused():
     token, other = ctx.save_checkpoint(), ctx.save_checkpoint(full=False)
     ctx.discard_checkpoint(token)
     for verb in (ctx.restore_checkpoint, ctx.discard_checkpoint):
-        with pytest.raises(LoopscopeError, match=rf"no checkpoint {token}: tokens in use are \[{other}\]"):
+        with pytest.raises(LoopscopeError, match=rf"Checkpoint {token} does not exist; existing tokens: \[{other}\]"):
             verb(token)
 
 
@@ -176,7 +176,7 @@ def test_missing_batch_is_refused():
     ctx = context()
     ctx._state.loop.batch = None
     for verb in (ctx.compute_batch_loss, ctx.compute_batch_gradients, ctx.take_step):
-        with pytest.raises(LoopscopeError, match="no current batch at this hook point; pass a batch"):
+        with pytest.raises(LoopscopeError, match="No batch is current at this hook point; pass a batch"):
             verb()
 
 
@@ -272,7 +272,7 @@ def test_an_empty_loader_is_refused():
     ctx = context()
     empty = TensorLoader(ctx.loader._tensors, 4, lambda epoch: torch.arange(0))
     empty.batches = lambda epoch, start=0: iter(())
-    with pytest.raises(LoopscopeError, match="no epoch to run: it has no batches"):
+    with pytest.raises(LoopscopeError, match="could be taken: it has no batches"):
         ctx.run_training_epoch(empty)
     with pytest.raises(LoopscopeError, match="no batches, so there is nothing to take the mean of"):
         ctx.hessian_vector_product(trainable(ctx.model), loader=empty)

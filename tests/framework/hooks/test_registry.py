@@ -121,7 +121,7 @@ def init(signature: str):
         (lambda: variant(Watcher, "w", hook_points={"POST_EPOCH"}), "Unknown hook point 'POST_EPOCH'"),
         (lambda: variant(Watcher, "w", loop_points={"epoc": {HookPoint.POST_EPOCH}}), "Did you mean 'epoch'"),
         (lambda: variant(Watcher, "w", loop_points={"step": {3}}), "Unknown hook point 3"),
-        (lambda: variant(Watcher, "w", loop_points={"epoch": {HookPoint.POST_EPOCH: (4, 3)}}), "never opens"),
+        (lambda: variant(Watcher, "w", loop_points={"epoch": {HookPoint.POST_EPOCH: (4, 3)}}), "contains no epoch"),
         (lambda: variant(Watcher, "w", __init__=init("k: int = 1")), "takes 'k'; an option must be keyword-only"),
         (lambda: variant(Watcher, "w", __init__=init("*, k: int")), "takes 'k'; .* have a default"),
         (lambda: variant(Watcher, "w", __init__=init("*, k=1")), "takes 'k'; .* annotated"),
@@ -129,7 +129,7 @@ def init(signature: str):
         (lambda: type("Lazy", (TrainingHook,), {"name": "lazy"}), r"must define compute\(\), describe_metrics\(\)"),
         (
             lambda: type("Terse", (TrainingHook,), {"name": "terse", "compute": Watcher.compute, "metrics": "a | b"}),
-            "A metric is described as .*; this is not: 'a | b'",
+            "The metric row 'a . b' is invalid; write 'name",
         ),
         (
             lambda: type("Idle", (InterventionHook,), {"name": "idle"}),
@@ -357,7 +357,7 @@ def test_group_and_names_are_combined():
 
 def test_group_name_among_hooks_is_refused():
     """The error suggests --with-hooks."""
-    with pytest.raises(UsageError, match=r"'minimal' is no hook, but a group of hooks: --with-hooks minimal\."):
+    with pytest.raises(UsageError, match=r"'minimal' is a group of hooks, not a hook; use --with-hooks minimal\."):
         select_hooks(None, ["minimal"], {"minimal": ["training_metrics"]}, "own")
 
 

@@ -109,7 +109,7 @@ def test_subclass_extends_and_overrides_remembered_attributes():
 
 
 def test_incomplete_state_names_the_missing_part():
-    with pytest.raises(UsageError, match="its state has no 'names', so it is that of another version"):
+    with pytest.raises(UsageError, match="its state has no 'names', so it was saved by another version"):
         Watch().load_state_dict({"best": None})
 
 

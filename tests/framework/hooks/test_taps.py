@@ -269,7 +269,7 @@ def test_invalid_tap_is_refused_before_the_run(taps, sentence):
 def test_a_frozen_parameter_cannot_be_tapped():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    with pytest.raises(UsageError, match="taps 'bias', which has no gradient: it is frozen"):
+    with pytest.raises(UsageError, match="taps 'bias', which has no gradient because it is frozen"):
         attach(model, GradientTap("bias", "parameter", lambda gradient: None))
 
 
@@ -348,7 +348,7 @@ def test_replacement_of_wrong_shape_raises_with_details():
     wrong = GradientTap("0.weight", "parameter", lambda gradient: gradient[:1], replaces=True)
     run = train(Case(), [Replacer(wrong)], raises=HookError)
     assert "Hook 'replacer' raised at tap on '0.weight' of step 1" in str(run.error)
-    assert "shape (1, 4) in place of a gradient of torch.float32 and shape (8, 4)" in str(run.error)
+    assert "shape (1, 4) as replacement of a gradient of torch.float32 and shape (8, 4)" in str(run.error)
 
 
 def grads_by_hand(ctx) -> None:
@@ -394,7 +394,7 @@ def test_taps_are_silent_while_the_run_is_evaluated():
 def test_taps_resume_after_a_failed_intervention():
     """The intervention raises and is skipped."""
     clumsy = at(ActingHook, HookPoint.PRE_STEP)(raising)
-    with pytest.warns(UserWarning, match="The run goes on without it"):
+    with pytest.warns(UserWarning, match="The run continues without this hook"):
         assert count_calls(clumsy, on_error="skip") == 6
 
 
@@ -433,7 +433,7 @@ def test_raising_tap_ends_the_run_with_details():
 def test_raising_tap_can_be_skipped_without_trace():
     """With on_error="skip" the run equals the bare run."""
     hook = Tapper(GradientTap("0", "output", raising), GradientTap("0.weight", "parameter", raising))
-    with pytest.warns(UserWarning, match="raised at tap on '0' of step 1.*goes on without it"):
+    with pytest.warns(UserWarning, match="raised at tap on '0' of step 1.*continues without this hook"):
         run = train(Case(), [hook], on_error="skip")
     assert_same_run(run, Case())
     assert [error["point"] for error in run.manager.hooks.failures.errors] == ["tap on '0'"]
@@ -526,8 +526,8 @@ def test_weight_taps_of_all_uses_sum_to_gradient():
 def test_weight_tap_without_trainable_weight_is_refused():
     """The module has no weight, or its weight is frozen."""
     owner = TapOwner("any", lambda: True, lambda target, function: function(), may_replace=False)
-    with pytest.raises(UsageError, match="taps the weight of '0', which has none"):
+    with pytest.raises(UsageError, match="taps the weight of '0', which has no weight"):
         TapSet(nn.Sequential(nn.ReLU())).attach(owner, [GradientTap("0", "weight", lambda gradient: None)])
     frozen = nn.Sequential(nn.Linear(1, 1)).requires_grad_(False)
-    with pytest.raises(UsageError, match="taps '0', which has no gradient: it is frozen"):
+    with pytest.raises(UsageError, match="taps '0', which has no gradient because it is frozen"):
         TapSet(frozen).attach(owner, [GradientTap("0", "weight", lambda gradient: None)])

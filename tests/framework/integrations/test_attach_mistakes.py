@@ -245,7 +245,7 @@ def test_unservable_hook_is_refused_before_first_update(tmp_path, hooks):
     parts = Parts(Loop())
     before = parts.digest()
     refused = (
-        rf"Hook '{'norms' if 'norms' in hooks else 'misbehaving_hook'}' cannot be served.*scope\.batches\(loader\)"
+        rf"Hook '{'norms' if 'norms' in hooks else 'misbehaving_hook'}' cannot run.*scope\.batches\(loader\)"
     )
     with parts.attach(tmp_path / "run", hooks), pytest.raises(UsageError, match=refused):
         train(parts)

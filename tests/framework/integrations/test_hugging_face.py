@@ -222,7 +222,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "attach twice": (_twice, "already attached to this Trainer"),
     "train twice": (_again, "attach again, with another out="),
     "another version": (partial(_without, "get_batch_samples"), "no get_batch_samples, .* transformers 5.23"),
-    "a hook for our loop": (lambda made: attached(made, ["counterfactual"]), "trains epochs of its own"),
+    "a hook for our loop": (lambda made: attached(made, ["counterfactual"]), "trains additional epochs"),
     "a hook that reads data": (lambda made: attached(made, ["attention"]), "give loader="),
     "a training that may restart": (
         lambda made: setattr(made.args, "auto_find_batch_size", True) or attached(made, []),

@@ -68,9 +68,9 @@ def test_inactive_taps_count_nothing():
     model = quantised()
     idle = attached(model, QuantizationTap("0", counts), owner=TapOwner("idle", lambda: False, OWNER.call, False))
     taps = attached(model, QuantizationTap("0", counts))
-    with taps.silenced():
+    with taps.disabled():
         step(model)
-    taps.hear(lambda: step(model))
+    taps.run_separate_pass(lambda: step(model))
     taps.remove()
     step(model)
     assert counts == {}
@@ -81,7 +81,7 @@ def test_inactive_taps_count_nothing():
 
 
 def test_a_module_that_does_not_quantise_is_refused():
-    with pytest.raises(UsageError, match="'tapper' taps the quantisers of '2', which has none: it is a Linear"):
+    with pytest.raises(UsageError, match="'tapper' taps the quantisers of '2', which has none; it is a Linear"):
         attached(quantised(), QuantizationTap("2", {}))
     with pytest.raises(UsageError, match="Unknown module 'nine'"):
         attached(quantised(), QuantizationTap("nine", {}))
@@ -115,5 +115,5 @@ def test_input_tap_may_only_read():
     with pytest.raises(StateMutationError, match="on '0' changed an input that it may only read"):
         step(model)
     taps.remove()
-    with pytest.raises(UsageError, match="replaces an input, which no tap can"):
+    with pytest.raises(UsageError, match="replaces an input; taps can only"):
         attached(model, GradientTap("0", "input", lambda values: values, replaces=True))

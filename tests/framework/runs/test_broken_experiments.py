@@ -10,7 +10,7 @@ import pytest
 import torch
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main, without_traceback
-from loopscope.errors import UnfitError
+from loopscope.errors import InvalidExperimentError
 from loopscope.hooks import ExperimentRegistry
 from loopscope.runs import ExperimentRunner
 
@@ -525,17 +525,17 @@ def test_late_mistakes_leave_no_files(case, loop, tmp_path, monkeypatch, capfd) 
 
 @pytest.mark.parametrize("method", ["build_model", "build_loader", "build_optimizer", "strategy_hooks"])
 def test_broken_run_keeps_earlier_run(method: str, tmp_path: Path, monkeypatch) -> None:
-    """A build method that returns None raises UnfitError, and overwrite=True does not touch the earlier files."""
+    """A build method that returns None raises InvalidExperimentError, and overwrite=True does not touch the earlier files."""
     session(tmp_path, strategies=["plain"]).run()
     before = contents(tmp_path)
     monkeypatch.setattr(Small, method, lambda self, *arguments: None)
-    with pytest.raises(UnfitError, match=rf"{method}\(\) of experiment 'small' .*returned None; it must be "):
+    with pytest.raises(InvalidExperimentError, match=rf"{method}\(\) of experiment 'small' .*returned None; it must be "):
         session(tmp_path, strategies=["plain"], overwrite=True).run()
     assert contents(tmp_path) == before
 
 
 def test_failing_loss_keeps_completed_epochs(tmp_path: Path) -> None:
-    """The run raises UnfitError in its second epoch, and the summary has status failed and one epoch."""
+    """The run raises InvalidExperimentError in its second epoch, and the summary has status failed and one epoch."""
     losses: list[Any] = []
 
     class Tiring(Small):
@@ -545,7 +545,7 @@ def test_failing_loss_keeps_completed_epochs(tmp_path: Path) -> None:
             losses.append(super().compute_loss(model, batch))
             return losses[-1] if len(losses) <= 4 else None
 
-    with pytest.raises(UnfitError, match="returned None"):
+    with pytest.raises(InvalidExperimentError, match="returned None"):
         session(tmp_path, Tiring, strategies=["plain"]).run()
     summary = read_json(tmp_path / "tiring/plain/summary.json")
     assert (summary["status"], summary["epochs"]) == ("failed", 1)
@@ -562,7 +562,7 @@ def test_numbers_of_any_kind_become_plain_ones(tmp_path: Path, monkeypatch) -> N
 
 
 def test_nameless_base_is_refused_and_subclass_runs(tmp_path: Path) -> None:
-    """Registering a base class without a name raises UnfitError; its subclass with a name can be trained."""
+    """Registering a base class without a name raises InvalidExperimentError; its subclass with a name can be trained."""
 
     class Base(ExperimentRunner[SmallConfig]):
         loop = "epoch"
@@ -582,7 +582,7 @@ def test_nameless_base_is_refused_and_subclass_runs(tmp_path: Path) -> None:
             return {"val_loss": 1.0}
 
     with pytest.raises(
-        UnfitError, match=r"Experiment \(class .*Base, tests/framework/runs/test_broken_exp.*needs a name"
+        InvalidExperimentError, match=r"Experiment \(class .*Base, tests/framework/runs/test_broken_exp.*needs a name"
     ):
         ExperimentRegistry.register(Base)
     with registered(Leaf):
@@ -595,7 +595,7 @@ def test_script_reports_broken_experiment_in_one_line(tmp_path: Path, monkeypatc
     """The exception hook prints the error without a traceback and exits with status 2."""
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(GOOD.replace(STRATEGIES, '"plain"'))
-    with pytest.raises(UnfitError) as refused:
+    with pytest.raises(InvalidExperimentError) as refused:
         runpy.run_path("script.py", run_name="__main__")
     with pytest.raises(SystemExit, match="2"):  # like the interpreter after an error of a script
         without_traceback(sys.__excepthook__)(refused.type, refused.value, refused.tb)

@@ -41,7 +41,7 @@ COMMANDS = {
 }
 AVERAGES = [average_name("plain", kind) for kind in KINDS]
 EVENTS = "tensorboard/events.out.tfevents.plain"
-ANNOUNCEMENTS = ["No sink goes on in", "These hooks differ from those"]
+ANNOUNCEMENTS = ["No active sink continues", "These hooks differ from those"]
 """Messages of a resumed run that announce other rows."""
 Damage = Callable[[Path], None]
 
@@ -238,7 +238,7 @@ def test_resume_without_a_sink_names_its_file(whole: Path, tmp_path: Path, capfd
     shutil.copytree(whole, run)
     killed(run)
     assert main([word.format(output=tmp_path) for word in RESUMING["--resume"] if word != "--hook-csv"]) == 0
-    assert f"No sink goes on in {run}/plain.csv, as one did before: it stays as it is." in capfd.readouterr().out
+    assert f"No active sink continues {run}/plain.csv; the file is left unchanged." in capfd.readouterr().out
     assert (run / "plain.csv").read_bytes() > (whole / "plain.csv").read_bytes()
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopscope import sinks, training_hooks
 from loopscope.cli import main
-from loopscope.durable_files import MOST_LEVELS, read_json
+from loopscope.durable_files import MAX_JSON_DEPTH, read_json
 from loopscope.errors import RunNotice, UsageError
 from loopscope.runs import RunRecord, differences
 
@@ -272,13 +272,13 @@ def test_impossible_path_is_refused(command, name, whole, tmp_path, capfd) -> No
     assert capfd.readouterr().err.count("\n") == 1
 
 
-@given(levels=st.integers(0, 2 * MOST_LEVELS))
+@given(levels=st.integers(0, 2 * MAX_JSON_DEPTH))
 def test_deeply_nested_json_is_refused(levels: int) -> None:
     """JSON is read up to a maximum depth, and deeper content raises a UsageError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.json"
         path.write_text(json.dumps(deep(levels)))
-        if levels < MOST_LEVELS:
+        if levels < MAX_JSON_DEPTH:
             assert read_json(path) == deep(levels)
         else:
             with pytest.raises(UsageError, match="nested too deep"):

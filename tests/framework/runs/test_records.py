@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.durable_files import save_tensors, write_json, write_whole
+from loopscope.durable_files import save_tensors, write_json, write_atomically
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
 from loopscope.runs import RunFolder, build_run
@@ -261,7 +261,7 @@ def test_failed_write_keeps_only_the_old_file(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(LoopscopeError, match=r"a\.json could not be written: No space left on device\.$"):
-        write_whole(path, fail)
+        write_atomically(path, fail)
     assert contents(tmp_path) == {"a.json": b"old"}
 
 

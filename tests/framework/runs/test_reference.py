@@ -110,7 +110,7 @@ def test_optional_reference_hook_reports_nothing_without_one(tmp_path):
 
 def test_hook_without_its_reference_is_refused_by_name(tmp_path):
     """Nothing is written."""
-    with pytest.raises(UsageError, match=r"'needs_reference' measures against a reference solution.*--reference PATH"):
+    with pytest.raises(UsageError, match=r"'needs_reference' needs a reference solution.*--reference PATH"):
         run_again(tmp_path, hooks=["needs_reference"])
     assert [*tmp_path.iterdir()] == []
 

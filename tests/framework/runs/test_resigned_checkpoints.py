@@ -162,10 +162,10 @@ KNOWN = {
     "state/scheduler/last_epoch": (None, "last_epoch of the scheduler is not a number"),
     "hooks/weight_updates/checks": (
         "x",
-        "'weight_updates' cannot take its state back .UsageError: checks is no number",
+        "'weight_updates' cannot be restored .UsageError: checks is not a number",
     ),
-    "hooks/weight_updates/conditions/counts": ([1], "cannot take its state back .UsageError: counts is no mapping"),
-    "hooks/consecutive/memory/vectors/before": ("x", "'consecutive' cannot take its state back"),
+    "hooks/weight_updates/conditions/counts": ([1], "cannot be restored .UsageError: counts is not a mapping"),
+    "hooks/consecutive/memory/vectors/before": ("x", "'consecutive' cannot be restored"),
     "samples": ("x", "its field 'samples' must be an object"),
     "left_out": ("x", "its field 'left_out' must be an object"),
 }

@@ -258,7 +258,7 @@ def test_strategies_run_once_in_requested_order(wanted: list[str], expected: lis
         ({"strategies": ["plane"]}, "Did you mean 'plain'"),
         ({"hooks": ["norm"]}, "Did you mean 'norms'"),
         ({"with_hooks": "nothing"}, "Unknown group 'nothing'"),
-        ({"hook_options": {"norms": {}}}, "'norms', which is not on"),
+        ({"hook_options": {"norms": {}}}, "Hook 'norms' has options, but is not enabled"),
         ({"hooks": ["diary"], "hook_options": {"diary": {"with": 1}}}, "Did you mean 'width'"),
         ({"guardian_device": "gpu"}, "Device 'gpu' cannot be used here"),
     ],

@@ -132,7 +132,7 @@ def test_skipping_a_hook_keeps_final_weights(runner, point, tmp_path: Path) -> N
     """The run completes with the bytes of the bare run, and the summary lists the hook error."""
     bare = train(tmp_path / "bare", runner=runner)
     hook = at(Culprit, point)
-    with registered(hook), pytest.warns(UserWarning, match="The run goes on without it"):
+    with registered(hook), pytest.warns(UserWarning, match="The run continues without this hook"):
         folder = run(tmp_path, runner, hook.name, on_hook_error="skip")
     summary = read_json(folder / "summary.json")
     assert (summary["status"], summary["error"]) == ("completed", None)

@@ -6,7 +6,7 @@ import torch
 from loopscope.data import TensorLoader, fixed_order, rows
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import CommitRecord, ModelDataContext
-from loopscope.hooks.measuring import ReadOnlyError
+from loopscope.hooks.measurements import ReadOnlyError
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn

@@ -244,7 +244,7 @@ def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list
     }
     tap = at(RaisingTap, HookPoint.POST_EPOCH)(raising)
     for hook in (*map(acting, RAISING), spying(raise_amid_an_observers_pass), tap):
-        with pytest.warns(UserWarning, match="The run goes on without it"):
+        with pytest.warns(UserWarning, match="The run continues without this hook"):
             found[(hook.probe if isinstance(hook, SpyHook) else hook.act).__name__] = trained(
                 make, [hook], on_error="skip"
             )

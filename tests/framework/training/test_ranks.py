@@ -290,7 +290,7 @@ def test_ranks_started_differently_are_refused(ranks):
     differs = "The list of hooks differs between the ranks: none on rank 0, spy on rank 1, none on rank 2"
     assert sentences["other hooks"] == {f"UsageError: {differs}; start all ranks alike."}
     (options,), (length,) = sentences["other options"], sentences["other length"]
-    assert "What hook 'spy' was made with differs between the ranks: stride=2 on rank 0, stride=3 on rank 1" in options
+    assert "The configuration of hook 'spy' differs between the ranks: stride=2 on rank 0, stride=3 on rank 1" in options
     assert "The task's length differs between the ranks: 2 on rank 0, 3 on rank 1" in length
     assert all(result["other length"][1] == 0 for result in ranks)
 

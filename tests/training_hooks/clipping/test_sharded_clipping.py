@@ -108,4 +108,4 @@ def test_two_ranks_report_and_train_as_one_does(ranks, name):
 @pytest.mark.slow
 def test_partial_sums_are_not_clamped(ranks):
     for rank in ranks:
-        assert "clamp_gradients needs gradients that are whole or sharded" in rank["refusal"]
+        assert "clamp_gradients needs complete or sharded gradients" in rank["refusal"]

@@ -341,7 +341,7 @@ def test_resumed_burst_matches_uninterrupted_burst():
         ({"epsilon": math.nan}, "hessian.epsilon is nan"),
         ({"method": "exakt"}, "Unknown hessian.method 'exakt'. Did you mean 'exact'"),
         ({"burst_length": 1}, "hessian.burst_length is 1; entanglement needs at least 2"),
-        ({"burst_length": 9, "every_n_steps": 5}, "burst_length is 9; it must lie in"),
+        ({"burst_length": 9, "every_n_steps": 5}, "burst_length is 9; it must be in"),
         ({"warmup": -1}, "warmup is -1"),
     ],
 )

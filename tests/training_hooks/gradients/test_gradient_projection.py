@@ -181,5 +181,5 @@ def test_reset_hook_repeats_its_first_report():
 
 
 def test_missing_reference_is_refused():
-    with pytest.raises(UnsuitableError, match="'gradient_projection' measures against a reference solution"):
+    with pytest.raises(UnsuitableError, match="'gradient_projection' needs a reference solution"):
         train(Case("tied"), [GradientProjection()])

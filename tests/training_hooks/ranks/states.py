@@ -50,7 +50,7 @@ class Middle(NoPauses):
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         if loop.step == MIDDLE and not unit_ended:
-            self._manager.isolated("checkpoint", self._take)
+            self._manager.run_isolated("checkpoint", self._take)
 
     def _take(self) -> None:
         with self._manager.between_steps():

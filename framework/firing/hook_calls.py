@@ -1,4 +1,4 @@
-"""One fire: the hooks that are due get one view of the moment, and what they return goes on its way to the sinks."""
+"""Calls of the hooks that are due at a hook point, with one shared context; their metrics go to the dispatch."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -35,15 +35,15 @@ from ..isolation import (
 )
 from ..state import TrainingState, Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask
-from .dispatch import MetricDispatch
 from .hook_set import HookSet
 from .listeners import Listener
+from .metric_dispatch import MetricDispatch
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
 
 
-class Firing:
-    """Fires hook points of one run: observers first, then interventions, then committing hooks."""
+class HookCalls:
+    """Calls the hooks of one run: observers first, then interventions, then committing hooks."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Firing:
         self._dispatch = dispatch
         self._loader = with_copied_batches(task.loader)
         self._guardian_device = guardian_device
-        self._needs_target = hooks.listeners.need("needs_target_grad")
+        self._needs_target_grad = hooks.listeners.any_has("needs_target_grad")
         self._reference_weights = _frozen(reference_weights)
         self._services = ObserverServices(
             forward=self._forward,
@@ -72,22 +72,23 @@ class Firing:
             ranks=task.ranks,
             row_indices=self._rows_of_batch,
         )
-        self._numbers = RowNumbers(task.loader)
+        self._row_numbers = RowNumbers(task.loader)
 
-    def call_due(self, point: HookPoint) -> None:
-        """Call the hooks that are due at ``point``; where none is, nothing is entered and no view is made."""
+    def call_due_hooks(self, point: HookPoint) -> None:
+        """Call the hooks that are due at ``point``; without due hooks, return before any setup."""
         loop = self._state.loop
-        listening = self._hooks.listeners.at[point]
-        due = [listener for listener in listening if listener.is_due(loop.epoch, loop.step)]
-        if not due:
+        listeners = self._hooks.listeners.at[point]
+        due_listeners = [listener for listener in listeners if listener.is_due(loop.epoch, loop.step)]
+        if not due_listeners:
             return
         isolation = self._isolation
         try:
             isolation.start_visit()
-            context = self._view(point)
-            if self._hooks.listeners.at[point] is not listening:  # hooks were left out, since their view cannot be made
-                due = [listener for listener in due if listener in self._hooks.listeners.at[point]]
-            for listener in due:
+            context = self._create_context(point)
+            # The list is replaced if hooks were left out because part of their context could not be computed.
+            if (remaining := self._hooks.listeners.at[point]) is not listeners:
+                due_listeners = [listener for listener in due_listeners if listener in remaining]
+            for listener in due_listeners:
                 if listener.intervention is None:
                     self._observe(listener, context)
                 else:
@@ -96,14 +97,14 @@ class Firing:
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)
                 isolation.complete_checks()
-            if self._task.ranks.shards or point not in STEP_POINTS:  # nearly every hook takes collectives on shards
-                self._hooks.settle()
+            if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
+                self._hooks.synchronise_failures()
         finally:
             isolation.end_visit()
 
     def _observe(self, listener: Listener, context: RunDataContext) -> None:
         hook, point, step = listener.hook, listener.point, self._state.loop.step
-        # Metrics are taken within the call, where tensors of a wrong shape are the hook's own error.
+        # Metrics are added within the call, so that a tensor of a wrong shape is an error of the hook.
         add = self._dispatch.add
         self._hooks.call(hook, listener.where, step, lambda: add(hook, point, step, hook.compute(context)))
 
@@ -123,7 +124,7 @@ class Firing:
         )
 
         def intervene() -> bool:
-            # The metrics' tensors are copied here, before any rollback, which is what makes them last.
+            # add() copies the tensors here, before the rollback.
             self._dispatch.add(hook, point, step, hook.intervene(context, model_context))
             return True
 
@@ -133,33 +134,33 @@ class Firing:
             record.apply()
             self._isolation.committed()
 
-    def _target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
-        """Ask the experiment for its target gradient, if a hook wants it now; isolated, and leaving nothing behind."""
+    def _isolated_target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
+        """Return the experiment's target gradient if a due hook needs it, computed in isolation."""
         loop, model = self._state.loop, self._task.model
-        if not self._hooks.listeners.wants("needs_target_grad", [point], loop.epoch, loop.step):
+        if not self._hooks.listeners.any_due("needs_target_grad", [point], loop.epoch, loop.step):
             return None
 
         def compute() -> dict[str, Tensor] | None:
-            # The experiment's code may set modes and buffers as it likes, and need not clean up.
+            # The experiment's code may change modes and buffers without restoring them.
             modes, extras = borrowed_modes(model, train=None), borrowed_extras(self._state)
             with extras, borrowed_buffers(model), modes, borrowed_gradients(model), torch.enable_grad():
                 return self._task.target_grad(model)
 
         try:
-            return self._hooks.isolated("target_grad", point.name, compute)
+            return self._hooks.run_isolated("target_grad", point.name, compute)
         except Exception as error:
-            self._hooks.without_those_that_need("needs_target_grad", error)
+            self._hooks.leave_out_needing("needs_target_grad", error)
             return None
 
-    def _view(self, point: HookPoint) -> RunDataContext:
-        """Return the loop's state as hooks see it at this moment; what nobody asked for stays ``None``."""
+    def _create_context(self, point: HookPoint) -> RunDataContext:
+        """Return the context for the hooks at ``point``; fields that no hook requested are ``None``."""
         loop, task = self._state.loop, self._task
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
-        shown = loop.step_series if point in EPOCH_END else None
-        series = (None, None) if shown is None else shown[:, : loop.series_steps].unbind()
+        series = loop.step_series if point in EPOCH_END else None
+        losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
-        rate = task.optimizer.param_groups[0]["lr"]
+        learning_rate = task.optimizer.param_groups[0]["lr"]
         return RunDataContext(
             hook_point=point,
             epoch=loop.epoch,
@@ -175,27 +176,27 @@ class Firing:
             train_acc=evaluation.get("train_acc"),
             val_acc=evaluation.get("val_acc"),
             evaluation=MappingProxyType(evaluation),
-            lr=rate,
-            step_lr=rate if loop.step_lr is None else loop.step_lr,
+            lr=learning_rate,
+            step_lr=learning_rate if loop.step_lr is None else loop.step_lr,
             loss_scale=None if loop.loss is None else loop.loss_scale,
             skipped_steps=loop.skipped_steps,
             accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
-            step_losses=series[0],
-            step_grad_norms=series[1],
+            step_losses=losses,
+            step_grad_norms=grad_norms,
             prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
-            target_grad=_frozen(self._target_grad(point)) if self._needs_target else None,
+            target_grad=_frozen(self._isolated_target_grad(point)) if self._needs_target_grad else None,
             reference_weights=self._reference_weights,
         )
 
     def _rows_of_batch(self, epoch: int, index: int) -> Tensor | None:
-        found = self._numbers.of(epoch, index)
-        with suppress(LoopscopeError):  # of a batch that has no rows
-            if found is not None and len(found) == rows(self._state.loop.batch):
-                return found
+        row_numbers = self._row_numbers.of(epoch, index)
+        with suppress(LoopscopeError):  # raised for a batch without rows
+            if row_numbers is not None and len(row_numbers) == rows(self._state.loop.batch):
+                return row_numbers
         return None
 
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
-        self._hooks.profiler.passed("forward", inputs)
+        self._hooks.profiler.count_samples("forward", inputs)
         if self._task.ranks.shards:
             self._task.ranks.join()
         return forward_pass(self._state, inputs, capture, train)
@@ -208,11 +209,11 @@ class Firing:
             borrowed_for_evaluation(model),
             borrowed_weights(model, weights),
         ):
-            # The stream of the run's own evaluation after this step, so that both see the same draws.
+            # The same stream as the run's evaluation after this step, so that both draw the same numbers.
             self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
-            found = self._task.evaluate(model)
+            results = self._task.evaluate(model)
         self._task.ranks.join()
-        return self._task.ranks.evaluation(found)
+        return self._task.ranks.evaluation(results)
 
 
 def _frozen(vector: Vector | None) -> Vector | None:
@@ -220,20 +221,20 @@ def _frozen(vector: Vector | None) -> Vector | None:
 
 
 def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
-    """Run the model without gradients, leaving modes, buffers, module hooks and streams as they were.
+    """Run the model without gradients; modes, buffers, module hooks and random streams are restored.
 
-    Captured outputs are copies, made before a later module can write to them; a module called more than once gives
-    its last output.
+    Captured outputs are copies, made before a later module can overwrite them. If a module is called several times, its
+    last output is returned.
     """
     model = state.model
-    # With duplicates, so that a module is found by each of its names.
+    # With duplicates, so that shared modules are available under all of their names.
     modules = dict(model.named_modules(remove_duplicate=False))
     captured: dict[str, Any] = {}
     for name in capture:
         if name not in modules:
             raise unknown("module", name, modules)
 
-    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def capture_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         captured[name] = tree_map_only(Tensor, Tensor.clone, output)
 
     with ExitStack() as stack:
@@ -243,7 +244,7 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
         stack.enter_context(borrowed_modes(model, train=train))
         stack.enter_context(resharded_afterwards(model))
         for name in capture:
-            stack.callback(modules[name].register_forward_hook(partial(keep, name)).remove)
+            stack.callback(modules[name].register_forward_hook(partial(capture_output, name)).remove)
         output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     return ForwardResult(output, captured)
 
@@ -251,15 +252,15 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
 def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
     """Copy the optimizer's parameter groups into frozen views."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = []
+    groups = []
     for group in optimizer.param_groups:
         options = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in group.items() if key != "params"}
-        copy = OptimizerGroup(
+        view = OptimizerGroup(
             names=tuple(names[parameter] for parameter in group["params"] if parameter in names),
             lr=float(group["lr"]),
             weight_decay=float(group.get("weight_decay", 0.0)),
             betas=tuple(group["betas"]) if "betas" in group else None,  # type: ignore[arg-type]
             options=MappingProxyType(options),
         )
-        found.append(copy)
-    return tuple(found)
+        groups.append(view)
+    return tuple(groups)

@@ -1,0 +1,108 @@
+"""Advice in error messages about hooks, derived from the error, the hook's context and its class."""
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import FrozenInstanceError
+from traceback import walk_tb
+from types import CodeType
+from typing import Any
+
+from ..errors import StateMutationError, nearest, source_location, text_of
+from ..hooks import SET_AT, HookPoint, InterventionHook, ModelDataContext, RunDataContext, RunInfo, TrainingHook
+
+NO_GRADIENTS = "Hooks run without gradients: call ctx.compute_batch_gradients(batch), or enter torch.enable_grad()."
+# Alternatives without side effects, by words of the tripwire's message that identify the changed state.
+ALTERNATIVES = {
+    "gradient": "ctx.compute_batch_gradients(batch) and torch.autograd.grad do not change gradients; to change them, "
+    "declare commits = {StatePart.GRADIENTS} and call model_ctx.scale_gradients or model_ctx.replace_gradients.",
+    "optimizer": "ctx.optimizer_groups returns its options, and model_ctx.take_step in intervene takes a trial step.",
+    "parameter": "ctx.evaluate(weights) evaluates other weights, model_ctx.take_step and model_ctx.apply_perturbation "
+    "in intervene change them until the rollback; for a lasting change, declare commits = {StatePart.PARAMETERS} and "
+    "call model_ctx.blend_parameters.",
+    ".training": "ctx.forward(inputs, train=True or False) runs the model in another mode.",
+}
+
+NEEDS = {
+    "needs_experiment_loop": "trains additional epochs",
+    "needs_loss": "computes losses",
+    "needs_loader": "reads the training data itself",
+    "needs_evaluation": "evaluates the model itself",
+    "needs_next_batch": "needs the complete batch of a step before its first pass",
+}
+"""Descriptions of requirements that a custom training loop may not fulfil; messages name the first missing one."""
+
+
+def called_method(hook: TrainingHook, where: str) -> Callable[..., Any]:
+    """Return the method of a hook that is called at ``where``, the name of a hook point or of a method."""
+    if (point := HookPoint.__members__.get(where)) is not None:
+        intervenes = isinstance(hook, InterventionHook) and hook.intervenes_at(point)
+        where = "intervene" if intervenes else "compute"
+    method: Callable[..., Any] = getattr(type(hook), "taps" if where.startswith("tap on") else where)
+    return method
+
+
+def advice_on_mutation(hook: TrainingHook, where: str, error: StateMutationError) -> str:
+    """Return the source location of a hook that changed the state, and an alternative without side effects."""
+    changed = str(error).partition(" state: ")[2].partition(". ")[0]
+    alternatives = [sentence for word, sentence in ALTERNATIVES.items() if word in changed]
+    location = source_location(called_method(hook, where))
+    return " ".join(filter(None, [location and f"Its code is at {location}.", *alternatives[:1]]))
+
+
+def advice_on_error(hook: TrainingHook, where: str, error: BaseException) -> str:
+    """Return advice about an error of a hook, or an empty text if the error suffices."""
+    if isinstance(error, SystemExit):
+        return "A hook cannot end the run with sys.exit(); raise an error instead."
+    if isinstance(error, FrozenInstanceError):
+        return "The arguments of hooks are read-only; return metrics, and use commits for changes."
+    if isinstance(error, AttributeError) and isinstance(error.obj, (RunDataContext, ModelDataContext, RunInfo)):
+        return nearest(str(error.name), [name for name in dir(error.obj) if not name.startswith("_")]).strip()
+    if isinstance(error, RuntimeError) and "does not require grad" in text_of(error):
+        return NO_GRADIENTS
+    if isinstance(error, KeyError) or "NoneType" in text_of(error):
+        return " ".join(_advice_on_unset_fields(hook, where, error))
+    return ""
+
+
+def _advice_on_unset_fields(hook: TrainingHook, where: str, error: BaseException) -> Iterator[str]:
+    """Yield a sentence for every field of its context that a hook has read although it was not set."""
+    context: RunDataContext | None = None
+    names: list[str] = []
+    for frame, _ in walk_tb(error.__traceback__):
+        contexts = [value for value in frame.f_locals.values() if type(value) is RunDataContext]
+        context = contexts[0] if contexts else context
+        if contexts and not str(frame.f_globals.get("__name__")).startswith("loopscope.firing"):
+            names += _attribute_names(frame.f_code, frame.f_lasti)
+    if context is None:
+        return
+    method = inspect.unwrap(called_method(hook, where))
+    if not names and inspect.isfunction(method):  # the hook had returned
+        names = _attribute_names(method.__code__)
+    for name in dict.fromkeys(name for name in names if name in SET_AT):
+        value = getattr(context, name)
+        if value is None or (name == "evaluation" and not value):
+            yield _reason_unset(hook, name, context.hook_point)
+
+
+def _attribute_names(code: CodeType, until: int | None = None) -> list[str]:
+    """Return the names of the attributes that ``code`` reads, up to the bytecode offset ``until``."""
+    # Bytecode, because CPython's AttributeError and KeyError do not say from which object a None or a key came. It is
+    # read only for an error message; LOAD_METHOD is the name of the instruction up to Python 3.11.
+    instructions = [step for step in dis.get_instructions(code) if until is None or step.offset <= until]
+    return [str(step.argval) for step in instructions if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+
+
+def _reason_unset(hook: TrainingHook, name: str, point: HookPoint) -> str:
+    points, flag, condition = SET_AT[name]
+    if point not in points:
+        return f"{name} is not set at {point.name}; it is set at {', '.join(point.name for point in points)}."
+    if flag and not getattr(hook, flag):
+        return f"{name} is not set; set {flag} = True in class {type(hook).__name__}."
+    return f"{name} is not set here; it is set {condition}."
+
+
+def unmet_need(hook: TrainingHook | type[TrainingHook], lacks: Mapping[str, str]) -> str:
+    """Return a requirement of a hook that the loop does not fulfil, with advice, or an empty text."""
+    missing = [need for need in lacks if getattr(hook, need)]
+    return f"Hook {hook.name!r} {NEEDS[missing[0]]}; {lacks[missing[0]]}." if missing else ""

@@ -1,0 +1,310 @@
+"""Delivery of metrics from hooks to sinks: full names, buffering, one transfer to the host, failed sinks."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import RunNotice, StateMutationError, UsageError, nearest
+from ..hooks import (
+    STEP_POINTS,
+    Alert,
+    HookPoint,
+    MetricInfo,
+    Metrics,
+    MetricSink,
+    PendingMetrics,
+    RunInfo,
+    Series,
+    SinkRegistry,
+    TrainingHook,
+    collect_alerts,
+)
+from ..isolation import Call, Isolation
+
+RowsOf = Callable[[int], Tensor | None]
+"""Returns the row numbers of a step, or ``None`` if they are unknown."""
+MOST_ROWS = 1024
+"""The largest number of rows in an alert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The origin of a set of metrics."""
+
+    hook: TrainingHook
+    point: HookPoint
+    step: int
+
+
+def unknown_rows(step: int) -> Tensor | None:
+    """Return ``None``: a loop without row numbers."""
+
+
+Position = Mapping[str, Any]
+Positions = Mapping[str, Position | None]
+
+
+class MetricDispatch:
+    """Buffers metrics; delivers them after epoch-level points, and those of steps in :meth:`flush_steps`."""
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        sinks: Sequence[MetricSink],
+        run_hook: Callable[..., Any],
+        rows_of: RowsOf = unknown_rows,
+    ) -> None:
+        """Prepare the dispatch; ``run_hook(hook, where, step, function)`` calls hook code through the isolation."""
+        self._rows_of = rows_of
+        self._isolation = isolation
+        self._sinks = list(sinks)
+        self._failed: list[MetricSink] = []
+        self._run_hook = run_hook
+        self._pending: PendingMetrics[Report] = PendingMetrics()
+        self._pending_steps: PendingMetrics[Report] = PendingMetrics()
+        self._started = False
+        self._infos: Mapping[str, MetricInfo] = {}
+        self._names, self._hooks_with_warning = 0, set[str]()
+        self._final_positions: dict[str, Position | None] | None = None
+        self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
+        self._newest: dict[str, Any] = {}
+        self._alerts: list[Alert] = []
+        """Alerts that have not been sent to the sinks."""
+        self._follow_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
+
+    def last(self, point: HookPoint | None = None) -> dict[str, Any]:
+        """Return the newest metrics of one point, or of all points, by full name."""
+        return dict(self._newest if point is None else self._last[point])
+
+    def points_of(self, name: str) -> list[str]:
+        """Return the names of the hook points at which a hook has returned metrics, also before an interruption."""
+        points = zip(HookPoint, self._last, strict=True)
+        return [point.name for point, metrics in points if any(key.startswith(f"{name}/") for key in metrics)]
+
+    def add(self, hook: TrainingHook, point: HookPoint, step: int, metrics: Metrics) -> None:
+        """Buffer the metrics of one hook call."""
+        if isinstance(metrics, dict) and not metrics:
+            return
+        pending = self._pending_steps if point in STEP_POINTS else self._pending
+        copies = pending.add(Report(hook, point, step), metrics)
+        last, prefix = self._last[point], hook.name + "/"
+        for name, value in copies.items():
+            last[prefix + name] = self._newest[prefix + name] = value
+        if len(self._newest) > self._names:
+            self._names = len(self._newest)
+            self._warn_about_undescribed(hook, copies)
+
+    def _warn_about_undescribed(self, hook: TrainingHook, metrics: Metrics) -> None:
+        """Warn once about undescribed metrics of a hook; a hook without any description is not checked."""
+        infos = [info for name, info in self._infos.items() if name.startswith(hook.name + "/")]
+        undescribed = [name for name in metrics if not any(info.describes(name) for info in infos)]
+        if infos and undescribed and hook.name not in self._hooks_with_warning:
+            self._hooks_with_warning.add(hook.name)
+            name, suggestion = undescribed[0], nearest(undescribed[0], [info.column for info in infos])
+            sentence = f"Hook {hook.name!r} returns a metric {name!r} that it does not describe.{suggestion}"
+            advice = f"Add a row to metrics in class {type(hook).__name__}: {name} | formula | range | reading"
+            warnings.warn(f"{sentence} {advice}", RunNotice, stacklevel=2)
+
+    def deliver(self, point: HookPoint, epoch: int, step: int) -> None:
+        """Transfer the metrics of an epoch-level point to the host and emit them together."""
+        merged: dict[str, Any] = {}
+        arrived = self._pending.to_host()
+        for report, values in arrived:
+            merged |= {f"{report.hook.name}/{name}": value for name, value in values.items()}
+        if merged:
+            self._last[point] |= merged
+            self._newest |= merged
+            self._emit(merged, epoch, point, step)
+        self._run_checks(arrived, epoch)
+
+    def flush_steps(self, epoch: int) -> None:
+        """Transfer the buffered step metrics, if any, to the host and emit them as series, point by point."""
+        if self._pending_steps:
+            with self._isolation.visit():
+                self._flush_steps(epoch)
+
+    def _flush_steps(self, epoch: int) -> None:
+        by_point: dict[HookPoint, dict[str, Series]] = {}
+        last_step = 0
+        arrived = self._pending_steps.to_host()
+        for report, values in arrived:
+            table = by_point.setdefault(report.point, {})
+            last_step = max(last_step, report.step)
+            for name, value in values.items():
+                series = table.setdefault(f"{report.hook.name}/{name}", Series([], []))
+                series.steps.append(report.step)
+                series.values.append(value)
+        for point in sorted(by_point):
+            self._emit(by_point[point], epoch, point, last_step)
+        self._run_checks(arrived, epoch)
+
+    def _run_checks(self, arrived: list[tuple[Report, dict[str, Any]]], epoch: int) -> None:
+        """Call ``check`` of every hook for its delivered values, in one isolated call, after the sinks have them."""
+        rows_by_hook: dict[TrainingHook, list[tuple[int, dict[str, Any]]]] = {}
+        for report, values in arrived:
+            if type(report.hook).check is not TrainingHook.check:
+                rows_by_hook.setdefault(report.hook, []).append((report.step, values))
+        for hook, rows in rows_by_hook.items():
+            self._run_hook(hook, "check", rows[-1][0], partial(_check, hook, rows, epoch, self._alerts))
+            self._send_alerts()
+
+    def _send_alerts(self) -> None:
+        alerts, self._alerts = self._alerts, []
+        for alert in alerts:
+            if alert.step and (rows := self._rows_of(alert.step)) is not None:
+                alert.rows = rows[:MOST_ROWS].tolist()
+        if alerts:
+            self._for_each_sink(alerts[-1].step or 0, lambda sink: sink.alert(alerts))
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether metrics would be lost if the run stopped now."""
+        return bool(self._sinks and self._pending_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffered metrics, as host values, and the newest ones."""
+        pending = self._pending_steps.on_host()
+        waiting = [[report.hook.name, report.point.name, report.step, values] for report, values in pending]
+        return {"waiting": waiting, "last": list(self._last), "newest": self._newest}
+
+    def load_state_dict(self, state: Mapping[str, Any], hooks: Mapping[str, TrainingHook]) -> None:
+        """Restore a state of :meth:`state_dict`, without buffered metrics of hooks that are no longer active."""
+        for name, point, step, values in state["waiting"]:
+            if name in hooks:
+                self._pending_steps.add(Report(hooks[name], HookPoint[point], step), values)
+        self._last = [dict(metrics) for _, metrics in zip(HookPoint, state["last"], strict=True)]
+        self._newest = dict(state["newest"])
+        self._names = len(self._newest)
+
+    # Sinks
+
+    def start(
+        self, run: RunInfo, positions: Positions | None = None, *, fatal: tuple[type[Exception], ...] = (UsageError,)
+    ) -> None:
+        """Start the sinks, or resume them at the ``positions`` of a checkpoint.
+
+        A sink without a position starts from scratch, and one that had failed before the checkpoint is not started.
+        A warning names the files of earlier sinks that are not active now.
+
+        Raises:
+            Exception: any ``fatal`` error, such as the :class:`UsageError` of a sink whose earlier files are missing.
+        """
+        earlier_positions, self._infos = positions or {}, run.metric_infos
+        self._warn_about_missing_sinks(run, earlier_positions)
+        for sink in list(self._sinks):
+            if _stored_positions(sink, earlier_positions)[:1] == [None]:
+                self._disable(sink)
+                sentence = f"Sink {sink.name!r} had failed before the checkpoint and stays disabled."
+                warnings.warn(sentence, RunNotice, stacklevel=2)
+
+        def start_sink(sink: MetricSink) -> None:
+            stored = _stored_positions(sink, earlier_positions)
+            if stored and stored[0] is not None:
+                sink.resume(run, stored[0])
+            else:
+                sink.set_run_context(run)
+
+        with self._isolation.visit():
+            self._for_each_sink(0, start_sink, fatal=fatal)
+            if earlier_positions:  # all sinks have accepted their position, so rows after the checkpoint can be removed
+                self._for_each_sink(0, lambda sink: sink.flush())
+        self._started = True
+
+    def _warn_about_missing_sinks(self, run: RunInfo, positions: Positions) -> None:
+        """Warn about files of earlier sinks that no active sink continues; their rows after the checkpoint remain."""
+        continued_files = {name for sink in self._sinks for name in sink.leaves(run.strategy)}
+        earlier_sinks = [entry for entry in SinkRegistry if positions.get(entry.name) is not None]
+        for name in dict.fromkeys(name for entry in earlier_sinks for name in entry.leaves(run.strategy)):
+            if name not in continued_files and (run.output_dir / name).exists():
+                sentence = f"No active sink continues {run.output_dir / name}; the file is left unchanged."
+                warnings.warn(sentence, RunNotice, stacklevel=3)
+
+    def positions(self) -> dict[str, Position | None]:
+        """Return the positions of the sinks by name and included names; ``None`` for a failed sink."""
+        if self._final_positions is not None:
+            return self._final_positions
+        positions: dict[str, Position | None] = {}
+        self._for_each_sink(0, lambda sink: positions.update(dict.fromkeys(_names(sink), sink.position())))
+        return {name: None for sink in self._failed for name in _names(sink)} | positions
+
+    def files(self) -> list[Path]:
+        """Return the files that must be on the disk before a checkpoint with these :meth:`positions` is valid."""
+        files: list[Path] = []
+        if self._final_positions is None:
+            self._for_each_sink(0, lambda sink: files.extend(sink.files()))
+        return files
+
+    def end(self, status: str) -> None:
+        """Close the sinks."""
+        self._send_alerts()  # alerts of a hook that raised after them
+        if self._started:  # the files of a run that could not be resumed stay unchanged
+            self._for_each_sink(0, lambda sink: sink.flush())
+        # A closed sink has no position, but positions are requested after the end, too.
+        self._final_positions = self.positions() if self._started else {}
+        self._for_each_sink(0, lambda sink: sink.close(status))
+
+    def snapshot(self, epoch: int, step: int) -> None:
+        """Notify the sinks of SNAPSHOT, even if no hook fires there."""
+        # A visit takes the baseline of every check, which is wasted if no sink needs the notification.
+        if self._follow_snapshots:
+            with self._isolation.visit():
+                self._for_each_sink(step, lambda sink: sink.snapshot(epoch, step))
+
+    def _emit(self, metrics: Mapping[str, Any], epoch: int, point: HookPoint, step: int) -> None:
+        self._for_each_sink(step, lambda sink: sink.emit(metrics, epoch, point, step=step))
+
+    def _for_each_sink(
+        self, step: int, action: Callable[[MetricSink], None], *, fatal: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Run ``action`` on every sink; a failed sink is disabled with a warning, since it must not stop the run.
+
+        Raises ``fatal`` errors, and :class:`StateMutationError` if the sink changed the training state.
+        """
+        raised_errors: tuple[type[BaseException], ...] = (StateMutationError, KeyboardInterrupt, *fatal)
+        for sink in list(self._sinks):
+            try:
+                self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), partial(action, sink))
+            except raised_errors:
+                raise
+            except BaseException as error:  # includes SystemExit, which would end the run as if it had completed
+                self._disable(sink)
+                self._close_failed(sink, step)
+                warnings.warn(
+                    f"Sink {sink.name!r} failed and is disabled for the rest of the run: "
+                    f"{type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+
+    def _disable(self, sink: MetricSink) -> None:
+        self._sinks.remove(sink)
+        self._failed.append(sink)
+
+    def _close_failed(self, sink: MetricSink, step: int) -> None:
+        """Close a failed sink, so that it releases its files; further errors are ignored."""
+        try:
+            self._isolation.observe(Call(sink.name, "its end", step, "Sink"), partial(sink.close, "failed"))
+        except (StateMutationError, KeyboardInterrupt):
+            raise
+        except BaseException:
+            pass
+
+
+def _names(sink: MetricSink) -> Sequence[str]:
+    """Return the names under which a position is stored: another sink may continue the files that this one includes."""
+    return (sink.name, *sink.includes)
+
+
+def _stored_positions(sink: MetricSink, positions: Positions) -> list[Position | None]:
+    """Return the stored positions at which a sink can resume, best one first."""
+    return [positions[name] for name in _names(sink) if name in positions]
+
+
+def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]], epoch: int, alerts: list[Alert]) -> None:
+    for step, values in rows:
+        with collect_alerts(hook.name, epoch, step, alerts):
+            hook.check(values, step)
