@@ -216,7 +216,7 @@ def _watch_modules(state: StateObjects) -> Watched:
     # Without the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time.
     spaces = [vars(module) for module in modules]
     attributes = [
-        # The module that torch.compile returns has no mode of its own and shows that of the inner module.
+        # The module that torch.compile returns stores no mode and shows that of the inner module.
         (space, tuple([*TABLES, *(key for key in module_attributes(module) if key == "training" or key not in NATIVE)]))
         for module, space in zip(modules, spaces, strict=True)
     ]

@@ -14,7 +14,7 @@ from .random_streams import bytes_at
 from .vectors import dtensor_class
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-# Autograd stores the hooks of a tensor in private dicts, which are None until the first hook is registered.
+# Autograd stores the hooks of a tensor in private dicts, or None before the first hook is registered.
 ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
 _ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _shape = attrgetter("shape")

@@ -189,7 +189,7 @@ EXTRAS = Part(
 )
 _NAMED = (
     Part(
-        "flags",  # not stored: they belong to the process, and a resumed run uses those of its own process
+        "flags",  # not stored: they belong to the process, and a resumed run uses those of the new process
         lambda state: zip([f"flags/{name}" for name in state.flags.names], state.flags.read_all(), strict=True),
         Guarded(
             save=lambda state, owners: state.flags.read_all(),
@@ -283,7 +283,7 @@ class TrainingState(StateObjects):
         return names
 
     def out_of_reach(self) -> str:
-        """Return a sentence that names the objects whose state cannot be read; empty if there are none."""
+        """Return a sentence that names the objects whose state cannot be read, or an empty text."""
         opaque = Structure(self.roots).opaque
         if not opaque:
             return ""

@@ -1,4 +1,4 @@
-"""Orders of rows are read from any row on, and are the orders that torch's samplers promise."""
+"""Orders of rows can be read from any row on, and equal those of torch's samplers."""
 
 import tracemalloc
 from collections import Counter

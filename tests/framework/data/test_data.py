@@ -75,7 +75,7 @@ def test_random_order_depends_only_on_seed_and_epoch():
     assert not torch.equal(random_order(10, 4)(2), first)
 
 
-def test_a_loader_draws_nothing_from_the_runs_streams():
+def test_loader_does_not_use_the_runs_streams():
     before = torch.get_rng_state()
     list(tensor_loader().batches(0))
     list(tensor_loader().shuffled(5).batches(0))
@@ -111,7 +111,7 @@ def test_derived_seeds_are_portable_and_distinct():
         ((NUMBERS,), 0, "batch_size is 0"),
     ],
 )
-def test_tensors_that_make_no_batches_are_refused(tensors, batch_size, sentence):
+def test_invalid_tensors_are_refused(tensors, batch_size, sentence):
     with pytest.raises(UsageError, match=sentence):
         TensorLoader(tensors, batch_size, fixed_order(NUMBERS))
 
@@ -133,7 +133,7 @@ class Noisy(Dataset):
 
 
 class ViaPermutation:
-    """A sampler that nobody knows, drawing from the global generator."""
+    """A custom sampler that draws from the global generator."""
 
     def __iter__(self):
         return iter(torch.randperm(6).tolist())
@@ -180,7 +180,7 @@ def parts_of(loader: DataLoader) -> list:
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_a_dataloader_stays_its_owners_as_it_was(make):
+def test_wrapping_does_not_change_the_dataloader(make):
     untouched, taken = make(), make()
     parts, loader = parts_of(taken), TorchLoader(taken, 3)
     loader.drawn(4), drawn(loader, 1, start=1), drawn(loader, 2)
@@ -299,7 +299,7 @@ class Endless(IterableDataset):
 
 
 class Alternating:
-    """A batch sampler that nobody knows."""
+    """A custom batch sampler."""
 
     def __iter__(self):
         return iter([[0, 2], [1, 3]])

@@ -1,4 +1,4 @@
-"""Generators that datasets and samplers hold are found, seeded and put back."""
+"""Generators of datasets and samplers are found, seeded and restored."""
 
 import random
 from contextlib import suppress
@@ -20,7 +20,7 @@ KINDS = {
 
 @pytest.mark.parametrize(("make", "draw"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("number", [0, 5, 2**63 + 12345, 2**64 - 1])
-def test_a_generator_is_seeded_whatever_it_drew_before(make, draw, number):
+def test_seeding_is_independent_of_earlier_draws(make, draw, number):
     one, other = make(), make()
     draw(other)
     seed(one, number)
@@ -46,7 +46,7 @@ def test_generator_is_restored_after_an_error(make, draw):
 
 
 class Holder(Dataset):
-    """Holds what it is given."""
+    """An object with the given attributes."""
 
     def __init__(self, **held):
         self.__dict__.update(held)

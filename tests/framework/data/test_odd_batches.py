@@ -1,4 +1,4 @@
-"""Batches that are no tuples of tensors: what hooks do to one does not reach the run, and what is lent is a copy."""
+"""Batches other than tuples of tensors: changes by hooks do not reach the run, and hooks receive copies."""
 
 from collections import UserDict
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_writes_to_drawn_batches_leave_data_unchanged(kind: str) -> None:
 
 
 class Writing(SpyHook):
-    """A hook that writes into what the loader of its run yields, before the first step."""
+    """A hook that writes into the batches of the run's loader before the first step."""
 
     name = "writing"
 

@@ -1,4 +1,4 @@
-"""A DataLoader's batch depends on (seed, epoch, batch) alone: no start, no worker and no earlier batch shows in it."""
+"""A DataLoader's batch depends only on (seed, epoch, batch), not on start, workers or earlier batches."""
 
 import random
 import time
@@ -54,7 +54,7 @@ class FetchedAtOnce(Noisy):
 
 
 class OwnGenerators(Noisy):
-    """Draws from generators of its own of every kind."""
+    """Draws from its attributes, generators of every kind."""
 
     def __init__(self, rows: int = 11):
         super().__init__(rows)
@@ -83,7 +83,7 @@ class LazyPermutation(Sampler):
 
 
 class OwnGenerator(LazyPermutation):
-    """Draws every index from a generator of its own."""
+    """Draws every index from the sampler's generator."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ def test_skipped_and_future_batches_are_not_loaded():
 
 
 class Rows:
-    """A sequence of many rows, of which only the length is stored."""
+    """A sequence of many rows that stores only its length."""
 
     def __init__(self, rows: int):
         self.rows = rows
@@ -244,7 +244,7 @@ class Rows:
 
 
 class Counting(Sampler):
-    """A sampler that nobody knows."""
+    """A custom sampler."""
 
     def __iter__(self):
         return iter(range(1_000_000))
@@ -281,7 +281,7 @@ def test_generators_of_the_dataset_are_preserved():
 
 
 class Stream(IterableDataset):
-    """Rows with noise from a generator of its own."""
+    """Rows with noise from the dataset's generator."""
 
     def __init__(self):
         self.generator = np.random.default_rng(0)
@@ -301,14 +301,14 @@ def test_stream_is_skipped_up_to_the_batch(workers):
 
 
 class Doubled(DataLoader):
-    """A DataLoader that iterates in a way of its own."""
+    """A DataLoader with a custom iteration."""
 
     def __iter__(self):
         return (2 * batch for batch in super().__iter__())
 
 
 def test_custom_dataloader_iteration_is_preserved():
-    """A subclass of DataLoader that overrides __iter__ is iterated as it is."""
+    """A subclass of DataLoader that overrides __iter__ is iterated unchanged."""
     whole = drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0)
     assert sorted(chain(*whole)) == [2 * row for row in range(8)]
     assert drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0, start=3) == whole[3:]

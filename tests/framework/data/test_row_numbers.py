@@ -1,4 +1,4 @@
-"""The numbers of rows: the rows of the data set that they name are those of the batches, from any batch on."""
+"""Row numbers identify the rows of the data set in each batch, starting at any batch."""
 
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -37,7 +37,7 @@ from tests.support import Case, SpyHook, build, train
 
 
 class Counting(Sampler[int]):
-    """Begins each time where it had come to."""
+    """Continues each iteration at the position of the last one."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.begun = rows, 0
@@ -109,7 +109,7 @@ def test_row_indices_match_the_batches(kind, rows, size, epoch, start, drop_last
 @given(rows=st.integers(6, 40), count=st.integers(1, 3))
 @settings(deadline=None, max_examples=20)
 def test_rows_of_all_ranks_form_the_full_batch(rows, count):
-    """The indices of each rank select the rows of its own batches."""
+    """The indices of each rank select the rows of that rank's batches."""
     made, data = loader("reshuffled", rows, 6)
     if rows % 6 in range(1, count):
         return
@@ -187,7 +187,7 @@ def test_row_numbers_can_be_requested_in_any_order(asked):
     for epoch, batch in asked:
         found = numbers.of(epoch, batch)
         assert torch.equal(found, next(made.row_indices(epoch, batch)))
-        found.zero_()  # it is the caller's
+        found.zero_()  # the result belongs to the caller
 
 
 def test_what_is_given_out_may_be_written_to():

@@ -1,4 +1,4 @@
-"""Faults that leave tensors with other bytes, and how often sums of several kinds do not see them."""
+"""Faults that change the bytes of tensors, and how often several kinds of sums miss them."""
 
 from collections.abc import Callable
 from typing import Any

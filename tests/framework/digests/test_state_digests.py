@@ -1,4 +1,4 @@
-"""Digests of the training state: one for each entry, the same however tensors lie on ranks, in a chain."""
+"""Digests of the training state: one per entry, independent of the sharding, linked in a chain."""
 
 from functools import partial
 

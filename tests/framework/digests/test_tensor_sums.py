@@ -1,4 +1,4 @@
-"""The sums of a tensor are those of the formula, see every corruption, and add up over parts however they are cut."""
+"""The sums of a tensor equal the formula, detect every corruption, and add up over any shards."""
 
 from math import prod
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_one_element_may_have_any_stride():
 
 @pytest.mark.parametrize("cut", [1, 1023, 1024, 2**21 - 1, 2**21, 2**21 + 5, 2**22])
 def test_chunked_tensor_parts_add_up(cut):
-    """The sums do not depend on where a large tensor is cut."""
+    """The sums do not depend on the split of a large tensor."""
     tensor = torch.randint(256, (2**22 + 2**21 + 3000,), dtype=torch.uint8)
     whole = sums(tensor)
     assert torch.equal(whole, sums(tensor[:cut]) + sums(tensor[cut:], [cut], tensor.shape))
@@ -120,7 +120,7 @@ def test_scattered_parts_of_large_tensor_add_up():
     assert torch.equal(sums(tensor), sum(sums(part, [0, at], tensor.shape) for at, part in pieces))
 
 
-def test_chunks_and_blocks_have_weights_of_their_own():
+def test_chunks_and_blocks_have_different_weights():
     tensor = torch.zeros(2**22 + 2000, dtype=torch.uint8)
     places = [0, 1, 1024, 1025, 2**21, 2**21 + 1, 2**22, 2**22 + 1024]
     assert by_hand(b"\7", places[-1]) == sums(tensor[:1] + 7, [places[-1]], tensor.shape).tolist()

@@ -19,14 +19,14 @@ def audited(*, enabled: bool = True) -> tuple[Scene, Audit]:
 
 def test_an_untouched_state_passes_again_and_again():
     _, audit = audited()
-    audit.check("nobody")
-    audit.check("nobody")
+    audit.check("The caller")
+    audit.check("The caller")
 
 
-def test_switched_off_it_checks_nothing():
+def test_disabled_audit_checks_nothing():
     scene, audit = audited(enabled=False)
     MUTATIONS["write_in_place"](scene)
-    audit.check("somebody")
+    audit.check("The caller")
 
 
 @pytest.mark.parametrize("name", ["write_through_data", "write_through_numpy", "write_to_the_storage"])
@@ -35,8 +35,8 @@ def test_audit_names_caller_and_changed_entry(name):
     scene, audit = audited()
     MUTATIONS[name](scene)
     entry = "parameters/0.weight" if name == "write_to_the_storage" else "parameters/4.bias"
-    with pytest.raises(StateMutationError, match=f"^Somebody may only read, but changed .*: {entry}"):
-        audit.check("Somebody")
+    with pytest.raises(StateMutationError, match=f"^The caller may only read, but changed .*: {entry}"):
+        audit.check("The caller")
 
 
 def test_audit_lists_at_most_five_entries():
@@ -45,7 +45,7 @@ def test_audit_lists_at_most_five_entries():
     for parameter in scene.model.parameters():
         parameter.data.add_(1)
     with pytest.raises(StateMutationError, match="and 1 more"):
-        audit.check("Somebody")
+        audit.check("The caller")
 
 
 REPLACED = {
@@ -58,7 +58,7 @@ REPLACED = {
 
 @pytest.mark.parametrize("what", REPLACED)
 def test_audit_detects_replaced_lookalike_objects(what):
-    """A replaced gradient, parameter table, hook table or function is found even where the digest is unchanged."""
+    """A replaced gradient, parameter table, hook table or function is detected even if the digest is unchanged."""
     scene, _ = audited()
     scene.model[2].act = act
     audit = Audit(scene.state, enabled=True)
@@ -68,7 +68,7 @@ def test_audit_detects_replaced_lookalike_objects(what):
     if "function" not in what:
         assert scene.state.digest() == before
     with pytest.raises(StateMutationError, match="changed the training state"):
-        audit.check("Somebody")
+        audit.check("The caller")
 
 
 def act():
@@ -80,14 +80,14 @@ def test_unreadable_state_counts_as_changed():
     scene, audit = audited()
     scene.optimizer.state = None
     with pytest.raises(StateMutationError, match="can no longer be read"):
-        audit.check("Somebody")
+        audit.check("The caller")
 
 
 def test_reading_the_data_is_no_change():
     scene, audit = audited()
     with scene.state.streams.isolated():
         MUTATIONS["exhaust_the_loader"](scene)
-    audit.check("nobody")
+    audit.check("The caller")
 
 
 def test_tensors_outside_parameters_and_buffers_are_audited():
@@ -99,4 +99,4 @@ def test_tensors_outside_parameters_and_buffers_are_audited():
         audit.take_baseline()
         tensor.data.add_(1)
         with pytest.raises(StateMutationError):
-            audit.check("Somebody")
+            audit.check("The caller")

@@ -1,4 +1,4 @@
-"""What observers and read-only interventions may call leaves models alone that keep state in odd places."""
+"""Read-only measurements do not change models that keep state in unusual places."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ from tests.support import MODELS, ActingHook, Case, ReadOnlyHook, SpyHook, at, t
 
 @dataclass(slots=True)
 class Seen:
-    """What a module remembers, in slots."""
+    """State of a module, in slots."""
 
     count: int = 0
     mean: Tensor = field(default_factory=lambda: torch.zeros(4))
 
 
 class Odd(nn.Sequential):
-    """A model whose outputs depend on all that its forward pass moves."""
+    """A model whose outputs depend on all state that its forward pass changes."""
 
     def prepare(self) -> "Odd":
         self.plain = torch.zeros(4)

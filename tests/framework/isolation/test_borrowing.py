@@ -104,7 +104,7 @@ def test_under_audit_a_borrowed_pass_is_no_change(model):
         borrowed_gradients(task.model),
     ):
         task.compute_loss(task.model, scene.batch).backward()
-    audit.check("Nobody")
+    audit.check("The caller")
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -132,9 +132,9 @@ def test_borrowed_weights_compute_like_loaded_weights(build_model):
         buffer.add_(1)
     before = model.eval()(inputs)
     with borrowed_for_evaluation(model), borrowed_weights(model, other.state_dict()):
-        lent = model(inputs)
+        borrowed = model(inputs)
     loaded, again = other.eval()(inputs), model(inputs)
-    for expected, found in ((loaded, lent), (before, again)):
+    for expected, found in ((loaded, borrowed), (before, again)):
         assert torch.equal(*(each[0] if isinstance(each, tuple) else each for each in (expected, found)))
 
 
@@ -143,7 +143,7 @@ def test_mismatched_weights_are_refused_before_borrowing():
     model = nn.Linear(2, 1)
     with pytest.raises(UsageError, match=r"Unknown weight 'weigth'\. Did you mean 'weight'"):
         borrowed_weights(model, {"weigth": torch.ones(1, 2)}).__enter__()
-    with pytest.raises(LoopscopeError, match=r"'weight' has shape \(2,\), but the model's has \(1, 2\)"):
+    with pytest.raises(LoopscopeError, match=r"'weight' has shape \(2,\), but the model's weight has \(1, 2\)"):
         borrowed_weights(model, {"weight": torch.ones(2)}).__enter__()
 
 

@@ -1,4 +1,4 @@
-"""Entries of watched tables that become something of another kind: by the run, by an observer, by an intervention."""
+"""Entries of watched tables that change their kind: by the run, an observer or an intervention."""
 
 import collections
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:Sparse CSR"), pytest.mark.filte
 
 
 class Tagged(torch.Tensor):
-    """A subclass without anything of its own."""
+    """A subclass without further attributes."""
 
 
 @torch.inference_mode()
@@ -107,7 +107,7 @@ def put(task, place: str, kind: str) -> None:
 
 
 class Changing(torch.optim.SGD):
-    """An optimizer whose second step changes something else, too."""
+    """An optimizer whose second step also changes another entry."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, lr=0.1)
@@ -126,7 +126,7 @@ def loss(model, batch):
 
 
 def made(place: str, before: str, loader_class=TensorLoader) -> TrainingTask:
-    """Return the task of three steps of which ``place`` holds something of the kind ``before``."""
+    """Return a task of three steps with a value of the kind ``before`` at ``place``."""
     seed_everything(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     model[0].register_buffer("other", torch.zeros(2))
@@ -180,7 +180,7 @@ def described(value):
 
 
 def end(task):
-    """Describe what a task holds after training."""
+    """Describe the contents of a task after training."""
     modules = [(module._buffers, module._parameters, vars(module).get("entry", "none")) for module in task.model]
     options = [{key: value for key, value in group.items() if key != "params"} for group in task.optimizer.param_groups]
     return described([modules, task.optimizer.state, options, vars(task.scheduler).get("entry", "none")])

@@ -75,7 +75,7 @@ def test_restore_removes_optimizer_state_created_after_save():
 
 def test_restoring_without_saving_is_an_error():
     _, state = trained()
-    with pytest.raises(RuntimeError, match="holds nothing"):
+    with pytest.raises(RuntimeError, match="the snapshot is empty"):
         Snapshot().restore(state)
 
 
@@ -100,7 +100,7 @@ def test_released_gradients_are_freed():
     assert gradient() is None
 
 
-def test_every_object_is_the_one_it_was():
+def test_restore_preserves_object_identities():
     scene, state = trained()
     moments, groups, tables = (
         scene.moments,
@@ -221,7 +221,7 @@ def test_sparse_gradient_is_restored():
 
 
 def test_extra_state_is_restored_and_not_shared():
-    """The snapshot keeps its own copy of extras, which can be restored twice."""
+    """The snapshot has a separate copy of extras, which can be restored twice."""
     tally = Tally()
     state = bare_state(nn.Linear(1, 1), extras={"tally": tally})
     snapshot = Snapshot(streams=True).save(state)
@@ -339,7 +339,7 @@ def test_prehooks_left_on_gradient_accumulation_are_dropped():
     assert node is not torch.autograd.graph.get_gradient_edge(model.weight).node
 
 
-def test_accumulation_that_was_watched_before_is_left_alone():
+def test_earlier_hooks_on_accumulation_remain():
     model = nn.Linear(1, 1, bias=False)
     seen = []
     node = model.weight.expand(1, 1).grad_fn.next_functions[0][0]
@@ -366,12 +366,12 @@ def test_modules_outside_the_module_tree_are_restored():
     assert differences(before, state.digest()) == []
 
 
-def test_all_that_a_snapshot_copies_is_digested():
+def test_every_tensor_of_a_snapshot_is_digested():
     for case in CASES[:12]:
         _, state = trained(case)
         digested = {id(tensor) for tensor in state.tensors().values()}
         snapshot = Snapshot(streams=True).save(state)
-        copied = snapshot._lasting.structure.tensors + snapshot._passing[0].tensors
+        copied = snapshot._persistent.structure.tensors + snapshot._temporary[0].tensors
         assert [tensor for tensor in copied if id(tensor) not in digested] == []
 
 

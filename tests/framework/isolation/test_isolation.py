@@ -104,7 +104,7 @@ def test_warm_observer_mutation_is_caught_by_name(name):
 def test_ambiguous_observer_mutation_names_all_suspects():
     """Two warm observers share one check, so the error names both."""
     scene, isolation = isolated()
-    for _ in range(CALLS_CHECKED_ALONE + 1):  # the next call is none at which the count has doubled
+    for _ in range(CALLS_CHECKED_ALONE + 1):  # the number of the next call is not a power of two
         with isolation.visit():
             for name in ("first", "second"):
                 isolation.observe(Call(name, "POST_STEP", 1), lambda: None)

@@ -46,7 +46,7 @@ NAMES = {
 
 
 @pytest.fixture(autouse=True)
-def own_default_dtype():
+def default_dtype_restored():
     yield
     torch.set_default_dtype(torch.float32)
 

@@ -1,4 +1,4 @@
-"""Deterministic mode: on in the run, put back whatever happens, refused operations in one sentence with the remedy."""
+"""Deterministic mode: active in the run, always restored; rejected operations are reported with advice."""
 
 import os
 import subprocess
@@ -83,7 +83,7 @@ def test_settings_are_active_only_during_run(tmp_path: Path) -> None:
     assert settings() == before
 
 
-def test_no_determinism_leaves_them(tmp_path: Path) -> None:
+def test_no_determinism_leaves_settings(tmp_path: Path) -> None:
     before = settings()
     session(tmp_path, Looking, strategies=["plain"], no_determinism=True).run()
     assert SEEN
@@ -104,7 +104,7 @@ def test_settings_are_restored_after_an_error(earlier: bool, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_they_are_recorded_with_the_run(on: bool, tmp_path: Path) -> None:
+def test_settings_are_recorded_with_the_run(on: bool, tmp_path: Path) -> None:
     session(tmp_path, strategies=["plain"], no_determinism=not on).run()
     recorded = read_json(tmp_path / "small/plain/experiment_config.json")["environment"]
     assert recorded["deterministic_algorithms"] is on
@@ -123,12 +123,12 @@ def test_nondeterministic_operation_is_refused_with_remedy(tmp_path, capfd) -> N
     assert main([*words, "--overwrite", "--no-determinism"]) == 0
 
 
-def test_one_in_a_hook_is_too(tmp_path: Path) -> None:
+def test_nondeterministic_operation_in_hook_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HookError, match=r"'putting_hook' raised .* start the run with --no-determinism"):
         session(tmp_path, strategies=["plain"], hooks=["putting_hook"]).run()
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     error = RuntimeError("shapes do not fit")
     assert explain_nondeterminism(error) is error
     with pytest.raises(RuntimeError, match="shapes do not fit") as raised, deterministic(on=True):

@@ -1,4 +1,4 @@
-"""The isolation under FSDP2: on every one of two processes, the run with hooks is the run without them."""
+"""Isolation under FSDP2: on both processes, runs with and without hooks are identical."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def run(hooks=(), *, audit=True) -> list[dict[str, int]]:
     return [*trace.digests, without_on_demand(state.digest())]
 
 
-# Deeds; they take the model, the task and a batch
+# Mutations; they take the model, the task and a batch
 
 
 def train_on(model, task, batch):
@@ -132,7 +132,7 @@ def use_the_model_context(run_ctx, model_ctx):
 
 
 def observe(name) -> str:
-    """Do a mutation as an observer and return what the error says."""
+    """Apply a mutation in an observer and return the error message."""
     task, state = build()
 
     def compute(ctx):
@@ -157,7 +157,7 @@ def all_results() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return what each of two processes saw."""
+    """Return the results of both processes."""
     return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 

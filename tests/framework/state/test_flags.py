@@ -71,7 +71,7 @@ KEPT = []
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_setting_is_named_and_put_back(name):
+def test_a_changed_setting_is_named_and_restored(name):
     flags = GlobalFlags()
     before = flags.read_all()
     CHANGES[name]()
@@ -135,7 +135,7 @@ def test_every_setting_is_tried():
     assert {name for name in names if "accelerator" not in name and name != "current device"} - optional == set(CHANGES)
 
 
-def test_all_changes_at_once_are_put_back():
+def test_all_changes_at_once_are_restored():
     flags = GlobalFlags()
     before = flags.read_all()
     for change in CHANGES.values():
@@ -164,7 +164,7 @@ def test_mixed_fp32_precision_settings_are_restored():
     assert flags.read_all() == before
 
 
-def test_casts_that_autocast_has_cached_are_forgotten():
+def test_cached_casts_of_autocast_are_dropped():
     flags = GlobalFlags()
     before = flags.read_all()
     model = nn.Linear(2, 2)

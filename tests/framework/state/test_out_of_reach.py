@@ -1,4 +1,4 @@
-"""What keeps a state that nobody can ask for is refused by name; common models and schedulers pass."""
+"""Objects with an unreadable state are refused by name; common models and schedulers are accepted."""
 
 import logging
 import threading
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.framework.runs.small_experiment import Small
-from tests.framework.state.test_foreign_objects import CALL
+from tests.framework.state.test_third_party_objects import CALL
 from tests.support import ActingHook, Case, SpyHook, at, train
 from tests.support.odd_objects import Named, Slotted
 
@@ -88,7 +88,7 @@ def test_unreachable_state_is_ignored_without_hooks() -> None:
 
 
 class Rows(Dataset):
-    """Data in memory, behind a handle that nobody can ask for."""
+    """Data in memory behind a handle whose state cannot be read."""
 
     def __init__(self) -> None:
         self.rows, self.file, self.seen = torch.zeros(1000), Opaque(), 0
@@ -117,7 +117,7 @@ def test_data_reached_by_closures_are_not_copied(make: Callable[[], Any]) -> Non
 
 
 class Lightningish(nn.Module):
-    """Holds what a LightningModule holds: hyper-parameters, flags, a trainer, a logger, a compiler's context."""
+    """Has the attributes of a LightningModule: hyper-parameters, flags, a trainer, a logger, a compiler's context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def test_the_body_is_undone_when_it_raises():
     assert draw(DRAWS) == expected
 
 
-def test_the_bit_generator_of_numpy_is_put_back():
+def test_the_bit_generator_of_numpy_is_restored():
     own = np.random.get_bit_generator()
     with RandomStreams(1).isolated():
         np.random.set_bit_generator(np.random.PCG64(3))

@@ -1,4 +1,4 @@
-"""What holds on one process must hold on two: vectors of shards, and the model context under FSDP2."""
+"""Vectors of shards and the model context under FSDP2 give the results of a single process."""
 
 from functools import partial
 from typing import Any
@@ -128,7 +128,7 @@ def all_results() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return what each of two processes computed."""
+    """Return the results of both processes."""
     return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 

@@ -1,4 +1,4 @@
-"""State in odd places of a model, an optimizer or a scheduler is rolled back, digested, watched and stored."""
+"""State in unusual places of a model, an optimizer or a scheduler is rolled back, digested, watched and stored."""
 
 import random
 from collections import deque
@@ -44,7 +44,7 @@ def call_hooks(state: TrainingState) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """An odd place: how it is set up, and how somebody changes it."""
+    """An unusual place of state: its setup and a mutation of it."""
 
     prepare: Callable[[TrainingState], Any]
     change: Callable[[TrainingState], Any]
@@ -153,14 +153,14 @@ def test_observer_changes_are_caught(place: Place) -> None:
     with isolation.visit():
         isolation.observe(CALL, lambda: None)
     audit.take_baseline()
-    audit.check("Nobody")
+    audit.check("The caller")
     with pytest.raises(StateMutationError, match=r"Hook 'spy' .* changed the training state: ."), isolation.visit():
         isolation.observe(CALL, lambda: place.change(state))
-    with pytest.raises(StateMutationError, match="Somebody may only read"):
-        audit.check("Somebody")
+    with pytest.raises(StateMutationError, match="The caller may only read"):
+        audit.check("The caller")
 
 
-def test_checkpoints_hold_what_is_there(place: Place, tmp_path: Path) -> None:
+def test_checkpoints_restore_the_changed_place(place: Place, tmp_path: Path) -> None:
     state = made(place)
     place.change(state)
     if place is PLACES["optimizer state"]:
