@@ -67,7 +67,7 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
     reached, ending = summary["target_reached"], summary["status"]
     if ending == "completed":
-        ending = "ended" if summary.get("experiment") == ATTACHED else "stopped at its maximum length"
+        ending = "ended" if summary.get("experiment") == ATTACHED else "stopped at the limit"
         ending = f"target reached at epoch {reached['epoch']}" if reached else ending
     return Text.assemble(
         (run_name(summary), "bold"),

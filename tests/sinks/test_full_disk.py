@@ -26,7 +26,7 @@ def test_full_disk_disables_only_the_sink(tmp_path, sink_class, monkeypatch):
     path = tmp_path / FILES[sink_class]
     path.parent.mkdir(exist_ok=True)
     path.symlink_to("/dev/full")
-    with pytest.warns(UserWarning, match="switched off.*No space left on device"):
+    with pytest.warns(UserWarning, match="is disabled.*No space left on device"):
         digest = run_with(tmp_path, [sink_class()])
     assert not differences(run_with(tmp_path, []), digest)
 

@@ -1,4 +1,4 @@
-"""The command line: what it shows, how presets, files and flags mix, and what reaches the run."""
+"""Command line: output, precedence of presets, files and flags, and options of the run."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def options(*words: str) -> dict[str, Any]:
     return parse_run(Small, words)
 
 
-# What it shows
+# Output
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -63,7 +63,7 @@ def test_every_command_help_fits_terminal(command: str, help_word: str, capfd) -
 
 @pytest.mark.process
 @pytest.mark.parametrize("words", [["--help"], [], ["--version"]])
-def test_help_and_version_import_nothing_that_takes_time(words: list[str]) -> None:
+def test_help_and_version_avoid_slow_imports(words: list[str]) -> None:
     script = "import sys; from loopscope.__main__ import main; main(); sys.exit(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
@@ -72,7 +72,7 @@ def test_help_and_version_import_nothing_that_takes_time(words: list[str]) -> No
     assert not loaded & {"torch", "numpy", "jsonargparse", "rich", "yaml", "docstring_parser", "argparse"}
 
 
-def test_the_version_is_that_of_the_project(capfd) -> None:
+def test_version_matches_project(capfd) -> None:
     version = (ROOT / "pyproject.toml").read_text().partition('version = "')[2].partition('"')[0]
     assert shown(["--version"], capfd).startswith(f"loopscope {version}, python {sys.version.split()[0]}, torch ")
 
@@ -130,7 +130,7 @@ def test_run_help_shows_options_and_preset_defaults(capfd) -> None:
 
 def test_every_type_of_option_is_a_flag() -> None:
     words = "--ratio 0.5 --mode exact --folder a/b --label 3 --bright --epochs 7 --lr 1e-3"
-    found = options(*words.split())
+    parsed = options(*words.split())
     expected = {
         "ratio": 0.5,
         "mode": "exact",
@@ -140,35 +140,35 @@ def test_every_type_of_option_is_a_flag() -> None:
         "epochs": 7,
         "lr": 1e-3,
     }
-    assert {name: found[name] for name in expected} == expected
+    assert {name: parsed[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(("word", "value"), [("--bright", True), ("--bright=false", False), ("--bright=yes", True)])
-def test_a_switch_may_do_without_a_value(word: str, value: bool) -> None:
+def test_switch_value_is_optional(word: str, value: bool) -> None:
     assert options(word)["bright"] is value
 
 
-def test_null_takes_an_optional_option_back(tmp_path: Path) -> None:
+def test_null_resets_optional_option(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("ratio: 0.5")
     assert options("--config", f"{tmp_path}/a.yaml", "--ratio", "null")["ratio"] is None
 
 
-def test_dashes_and_underscores_are_the_same_everywhere(tmp_path: Path) -> None:
+def test_dashes_and_underscores_are_equivalent(tmp_path: Path) -> None:
     dashed = "--batch-size 4 --with-hooks minimal --hook-csv --hook-config grad-clip.max-norm=2 --hooks grad-clip"
     underscored = dashed.replace("-", "_").replace("__", "--").replace(" _", " -")
     for words in (dashed, underscored):
-        where = ["--strategy", "other_order", "--epochs", "1", "--overwrite", "--output-dir", str(tmp_path)]
-        assert main(["run", "small", *words.split(), *where, "--no-console-output"]) == 0
+        run_words = ["--strategy", "other_order", "--epochs", "1", "--overwrite", "--output-dir", str(tmp_path)]
+        assert main(["run", "small", *words.split(), *run_words, "--no-console-output"]) == 0
         config = read_json(tmp_path / "small/other-order/experiment_config.json")
         assert config["config"]["batch_size"] == 4
         assert config["hooks"]["grad_clip"]["max_norm"] == 2.0
 
 
 def test_repeated_lists_add_up_and_others_overwrite() -> None:
-    """--hooks and --hook-config accumulate, while the last --strategy and --seed win."""
+    """--hooks, --strategy and --hook-config accumulate; the last --seed is used."""
     words = "--hooks a b --strategy x --seed 1 --hooks c --hook-config h.o=1 --strategy y --seed 2"
-    found = options(*words.split())
-    assert (found["hooks"], found["strategy"], found["seed"]) == (["a", "b", "c"], ["x", "y"], 2)
+    parsed = options(*words.split())
+    assert (parsed["hooks"], parsed["strategy"], parsed["seed"]) == (["a", "b", "c"], ["x", "y"], 2)
     assert options("--hook-config", "h.o=1", "--hook-config", "h.p=2")["hook_config"] == ["h.o=1", "h.p=2"]
 
 
@@ -176,19 +176,19 @@ def test_flags_override_files_and_files_override_presets(tmp_path: Path) -> None
     """The position of a flag does not matter, and a later file overrides an earlier one."""
     (tmp_path / "a.yaml").write_text("preset: tiny\nseed: 5\nepochs: 4\nlabel: file")
     (tmp_path / "b.yaml").write_text("seed: 6")
-    found = options("--label", "flag", "--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml")
-    assert [found[name] for name in ("lr", "epochs", "seed", "label")] == [0.5, 4, 6, "flag"]
+    parsed = options("--label", "flag", "--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml")
+    assert [parsed[name] for name in ("lr", "epochs", "seed", "label")] == [0.5, 4, 6, "flag"]
 
 
 def test_flag_list_replaces_list_from_file(tmp_path: Path) -> None:
     """Flags replace the hooks and strategies of a file, but extend its hook options."""
     (tmp_path / "a.yaml").write_text("hooks: [norms, hessian]\nstrategy: plain\nhook_config: [a.b=1]")
     words = ["--config", f"{tmp_path}/a.yaml"]
-    found = options(*words)
-    assert (found["hooks"], found["strategy"]) == (["norms", "hessian"], ["plain"])
-    found = options(*words, "--hooks", "fourier", "--strategy", "clipped", "--hook-config", "a.b=2")
-    assert (found["hooks"], found["strategy"]) == (["fourier"], ["clipped"])
-    assert found["hook_config"] == ["a.b=1", "a.b=2"]
+    parsed = options(*words)
+    assert (parsed["hooks"], parsed["strategy"]) == (["norms", "hessian"], ["plain"])
+    parsed = options(*words, "--hooks", "fourier", "--strategy", "clipped", "--hook-config", "a.b=2")
+    assert (parsed["hooks"], parsed["strategy"]) == (["fourier"], ["clipped"])
+    assert parsed["hook_config"] == ["a.b=1", "a.b=2"]
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_flag_list_replaces_list_from_file(tmp_path: Path) -> None:
 def test_hook_options_may_be_list_or_mapping(text: str, tmp_path: Path) -> None:
     """A config file may contain a list, a flat mapping or a nested mapping of hook options."""
     (tmp_path / "a.yaml").write_text(text)
-    found = options("--config", f"{tmp_path}/a.yaml")
-    assert found["hook_config"] == ["hessian.epsilon=0.5", "hessian.method=exact"]
+    parsed = options("--config", f"{tmp_path}/a.yaml")
+    assert parsed["hook_config"] == ["hessian.epsilon=0.5", "hessian.method=exact"]
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_printed_config_reproduces_its_options(tmp_path: Path, capfd) -> None:
     assert "config" not in values
 
 
-# What reaches the run
+# Options of the run
 
 
 def test_run_uses_requested_options_hooks_and_sinks(tmp_path: Path, capfd) -> None:

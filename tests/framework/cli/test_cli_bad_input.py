@@ -1,4 +1,4 @@
-"""Bad input: one sentence on standard error that names the value and what would do, status 2, nothing written."""
+"""Invalid input: one sentence on standard error with the value and the accepted ones, status 2, no files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Refuser(TrainingHook):
 
 
 class Undeclared(InterventionHook):
-    """Scales gradients without saying so in its class."""
+    """Scales gradients without declaring it."""
 
     name = "undeclared"
     hook_points = {HookPoint.POST_BACKWARD}
@@ -59,7 +59,7 @@ class OddGroups(Small):
 
 
 class CommittingGroup(Small):
-    """An experiment with a group that would change the run unasked."""
+    """An experiment with a group that contains a committing hook."""
 
     name = "committing_group"
 
@@ -75,7 +75,7 @@ def entries():
 
 
 def refused(words: Sequence[str], folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """Run the command, check all that holds for any bad input, and return the sentence."""
+    """Run the command, check the common properties of refusals, and return the sentence."""
     before = contents(folder)
     status = main(words)
     output, errors = capfd.readouterr()
@@ -105,7 +105,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("words", "fragments"), COMMANDS, ids=[" ".join(words) for words, _ in COMMANDS])
-def test_a_bad_command_is_refused(words: list[str], fragments: list[str], tmp_path: Path, capfd) -> None:
+def test_invalid_command_is_refused(words: list[str], fragments: list[str], tmp_path: Path, capfd) -> None:
     sentence = refused(words, tmp_path, capfd)
     assert all(fragment in sentence for fragment in fragments)
 
@@ -147,7 +147,7 @@ OPTIONS = [
     ("--hooks fourier --hook-config fourier", ["'fourier'", "hook.option=value"]),
     ("--hooks fourier --hook-config fourier=3", ["'fourier=3'", "hook.option=value"]),
     ("--hook-config furrier.top_k=3", ["'furrier'", "Did you mean 'fourier'?"]),
-    ("--hook-config fourier.top_k=3", ["'fourier'", "not on", "--hooks fourier"]),
+    ("--hook-config fourier.top_k=3", ["'fourier'", "not enabled", "--hooks fourier"]),
     ("--hooks fourier --hook-config fourier.topk=3", ["'topk'", "Did you mean 'top_k'?"]),
     ("--hooks fourier --hook-config fourier.top_k=x", ["fourier.top_k", "'x'", "an integer"]),
     ("--hooks fourier --hook-config fourier.top_k=0", ["'fourier'", "top_k is 0", "at least 1"]),
@@ -160,7 +160,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("words", "fragments"), OPTIONS, ids=[words for words, _ in OPTIONS])
-def test_a_bad_option_is_refused(words: str, fragments: list[str], tmp_path: Path, capfd) -> None:
+def test_invalid_option_is_refused(words: str, fragments: list[str], tmp_path: Path, capfd) -> None:
     sentence = refused(["run", "small", "--output-dir", f"{tmp_path}/out", *words.split()], tmp_path, capfd)
     assert all(fragment in sentence for fragment in fragments)
 
@@ -217,8 +217,8 @@ FILES: list[tuple[str | bytes, list[str]]] = [
 @pytest.mark.parametrize("text", ["top secret " * 9, "- top secret\n" * 9, "secret: 1\n" * 1000, "a: {b: [\n" * 50])
 def test_refusal_quotes_little_of_an_invalid_config(text: str, tmp_path: Path, capfd) -> None:
     """The message for a file that is not a config is short and repeats hardly any of its content."""
-    (tmp_path / "foreign").write_text(text)
-    sentence = refused(["run", "small", "--config", f"{tmp_path}/foreign"], tmp_path, capfd)
+    (tmp_path / "invalid").write_text(text)
+    sentence = refused(["run", "small", "--config", f"{tmp_path}/invalid"], tmp_path, capfd)
     assert len(sentence) < 300 + len(str(tmp_path))
     assert sentence.count("secret") < 3
 
@@ -244,13 +244,13 @@ WORDS = [["{x}"], ["run", "{x}"], ["run", "small", "--{x}"], ["resume", "{x}"], 
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
-def test_no_sentence_gives_the_terminal_a_command(words: list[str], tmp_path: Path, capfd) -> None:
+def test_error_messages_have_no_control_codes(words: list[str], tmp_path: Path, capfd) -> None:
     sentence = refused([word.format(x="\x1b[31m\x07\x9b") for word in words], tmp_path, capfd)
     assert sentence.rstrip("\n").isprintable()
 
 
 @pytest.mark.parametrize(("text", "fragments"), FILES, ids=[repr(text[:40]) for text, _ in FILES])
-def test_a_bad_config_file_is_refused(text: str | bytes, fragments: list[str], tmp_path: Path, capfd) -> None:
+def test_invalid_config_file_is_refused(text: str | bytes, fragments: list[str], tmp_path: Path, capfd) -> None:
     file = tmp_path / "bad.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     words = ["run", "small", "--output-dir", f"{tmp_path}/out", "--config", str(file)]
@@ -273,7 +273,7 @@ def test_file_with_the_bad_value_is_named(tmp_path: Path, capfd) -> None:
     assert f"--lr in the config file {tmp_path}/b.yaml is 'fast'" in refused(["run", "small", *files], tmp_path, capfd)
 
 
-def test_an_option_without_a_default_must_be_given(tmp_path: Path, capfd) -> None:
+def test_option_without_default_is_required(tmp_path: Path, capfd) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Sized(SmallConfig):
         width: int
@@ -311,7 +311,7 @@ MOD_ARITHMETIC = [
 
 
 @pytest.mark.parametrize(("words", "fragments"), MOD_ARITHMETIC, ids=[words for words, _ in MOD_ARITHMETIC])
-def test_sizes_that_do_not_fit_are_refused(words: str, fragments: list[str], tmp_path: Path, capfd) -> None:
+def test_inconsistent_sizes_are_refused(words: str, fragments: list[str], tmp_path: Path, capfd) -> None:
     sentence = refused(["run", "mod_arithmetic", "--output-dir", f"{tmp_path}/out", *words.split()], tmp_path, capfd)
     assert all(fragment in sentence for fragment in fragments)
 
@@ -338,7 +338,7 @@ def test_finished_run_is_refused_unless_overwritten(tmp_path: Path, capfd) -> No
     assert not (tmp_path / "small/plain/checkpoints").exists()
 
 
-def test_one_finished_strategy_is_enough_to_refuse_all(tmp_path: Path, capfd) -> None:
+def test_one_finished_strategy_refuses_all(tmp_path: Path, capfd) -> None:
     words = ["run", "small", "--output-dir", str(tmp_path), "--epochs", "1"]
     assert main([*words, "--strategy", "other-order", "--no-console-output"]) == 0
     capfd.readouterr()
@@ -359,7 +359,7 @@ def test_unknown_hook_group_is_refused(tmp_path: Path, capfd) -> None:
     assert all(fragment in sentence for fragment in ("'odd_groups'", "'observers'", "none, weights"))
 
 
-def test_a_group_with_a_committing_hook_is_refused(tmp_path: Path, capfd) -> None:
+def test_group_with_committing_hook_is_refused(tmp_path: Path, capfd) -> None:
     sentence = refused(["run", "committing_group", "--with-hooks", "clipping"], tmp_path, capfd)
     assert "grad_clip" in sentence
 
@@ -387,7 +387,7 @@ def test_hook_with_unknown_hook_point_is_refused(tmp_path: Path, capfd, monkeypa
 
 
 def refused_import(package: str, capfd) -> str:
-    """Run ``loopscope list`` with a package that registers what it must not."""
+    """Run ``loopscope list`` with a package whose registration is refused; return the error."""
     assert main(["list"], packages=[package]) == 2
     output, errors = capfd.readouterr()
     assert output == ""
@@ -406,7 +406,7 @@ def test_undeclared_commit_ends_the_run(on_error, tmp_path, capfd) -> None:
     assert "scale_gradients changes the gradients, which hook 'undeclared' does not declare" in errors
     assert "commits = {StatePart.GRADIENTS}" in errors
     assert '"status": "failed"' in (tmp_path / "small/plain/summary.json").read_text()
-    assert not (tmp_path / "small/plain/checkpoints").exists()  # in the middle of a step
+    assert not (tmp_path / "small/plain/checkpoints").exists()  # no checkpoint within a step
 
 
 def test_declared_commit_is_accepted(tmp_path: Path) -> None:
@@ -416,6 +416,6 @@ def test_declared_commit_is_accepted(tmp_path: Path) -> None:
         assert main([*words, "--no-console-output"]) == 0
 
 
-def test_the_small_experiment_of_these_tests_runs(tmp_path: Path) -> None:
+def test_small_experiment_runs(tmp_path: Path) -> None:
     assert main(["run", "small", "--output-dir", str(tmp_path), "--no-console-output"]) == 0
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["clipped", "other-order", "plain"]

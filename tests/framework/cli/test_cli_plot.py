@@ -1,4 +1,4 @@
-"""``loopscope plot``: the files it writes, and the sentences with which it refuses."""
+"""``loopscope plot``: written files and error messages."""
 
 import html
 import math
@@ -51,7 +51,7 @@ def plotted(*words: str | Path) -> int:
 
 
 def refused(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Run the command, which must refuse in one line and write nothing, and return the line."""
+    """Run the command, check that it fails with one line and without files, and return the line."""
     before = contents(Path())
     assert plotted(*words) == 2
     output, errors = capfd.readouterr()
@@ -59,7 +59,7 @@ def refused(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return errors
 
 
-def test_lists_are_left_out_with_a_sentence(tmp_path, monkeypatch, capfd):
+def test_lists_are_omitted_with_a_sentence(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {CURVE: 1.0, "m/top": [1, 2]}), (2, {CURVE: 2.0, "m/top": [3]})])
     assert plotted(folder, "--metrics", "m/*") == 0
@@ -92,9 +92,9 @@ def test_plot_bytes_ignore_user_matplotlib_settings(finished, tmp_path, suffix, 
         before = dict(matplotlib.rcParams)
         assert plotted(*words, tmp_path / f"b.{suffix}") == 0
         assert dict(matplotlib.rcParams) == before
-    found = (tmp_path / f"a.{suffix}").read_bytes()
-    assert found == (tmp_path / f"b.{suffix}").read_bytes()
-    assert found.startswith(beginning)
+    content = (tmp_path / f"a.{suffix}").read_bytes()
+    assert content == (tmp_path / f"b.{suffix}").read_bytes()
+    assert content.startswith(beginning)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_plot_overwrites_only_output_of_same_command(finished, tmp_path):
     assert contents(Path()) == after
 
 
-def test_foreign_file_is_overwritten_only_with_flag(finished, tmp_path, monkeypatch, capfd):
+def test_other_files_are_overwritten_only_with_flag(finished, tmp_path, monkeypatch, capfd):
     """A file with other content is refused without --overwrite, or another name is chosen."""
     monkeypatch.chdir(tmp_path)
     loss = [finished / "plain", "--metrics", "training_metrics/loss"]
@@ -195,15 +195,15 @@ def test_unfinished_run_is_drawn_without_its_partial_line(tmp_path, monkeypatch,
 
 def test_unusual_names_are_drawn_as_literal_text(tmp_path):
     """Names with dollar signs, backslashes or markup are not parsed; control characters become question marks."""
-    odd = ["$a_1^2$", "_b\n{c}", "$x^", "\\frac{1}", "\x1b[31m", "%s {} <b>"]
+    strategies = ["$a_1^2$", "_b\n{c}", "$x^", "\\frac{1}", "\x1b[31m", "%s {} <b>"]
     folders = []
-    for number, name in enumerate(odd):
+    for number, name in enumerate(strategies):
         folder = record(tmp_path / str(number), [(1, {"m/$y_": math.nan}), (2, {"m/$y_": 2.0})])
         folders.append(folder.rename(folder.with_name(name)))
     path = tmp_path / "a.svg"
     assert plotted(*folders, "--metrics", "m/$y_", "--title", "$t_", "--out", path, "--smooth=3") == 0
     texts = {html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())}
-    assert {"m/$y_", "$t_", *(re.sub("[\x1b\n]", "?", name) for name in odd)} <= texts
+    assert {"m/$y_", "$t_", *(re.sub("[\x1b\n]", "?", name) for name in strategies)} <= texts
     assert plotted(*folders, "--metrics", "m/$y_", "--out", tmp_path / "a.png") == 0
 
 
@@ -263,9 +263,9 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = tied_record(tmp_path / "tied", clip=False)
     assert plotted("--provenance", folder) == 0
-    said = capfd.readouterr().out.splitlines()
-    assert said[0].endswith("the clip threshold: output_projection_clip recorded none in tied.")
-    assert said[1] == "Wrote support_tied_provenance.png."
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].endswith("the clip threshold: output_projection_clip recorded none in tied.")
+    assert lines[1] == "Wrote support_tied_provenance.png."
     assert all(pixels(Path("support_tied_provenance.png"), COLOURS[index]) > 300 for index in (0, 1, 6))
     assert len(figure_of(hook_picture("provenance", [everything(folder)]), Look()).axes) == 3
 
@@ -330,7 +330,7 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
         (["run/exp/only", "--provenance"], "run/exp/only has no metrics of embedding_provenance or output_proj"),
     ],
 )
-def test_bad_input_is_refused_and_writes_nothing(words, sentence, tmp_path, monkeypatch, capfd):
+def test_invalid_input_is_refused_without_files(words, sentence, tmp_path, monkeypatch, capfd):
     """The command prints one line that names the bad value."""
     monkeypatch.chdir(tmp_path)
     curve_record(Path("run"), SLOPE)
@@ -356,6 +356,6 @@ def test_missing_matplotlib_is_reported_with_install_command(finished, tmp_path,
 
 def test_plotting_page_and_help_list_same_options(capfd):
     assert plotted("--help") == 0
-    found = set(re.findall(r"--[a-z-]+", capfd.readouterr().out)) - {"--hook-jsonl", "--hook-csv", "--help"}
+    help_options = set(re.findall(r"--[a-z-]+", capfd.readouterr().out)) - {"--hook-jsonl", "--hook-csv", "--help"}
     rows = [row["option"] for row in table_with(ROOT / "docs/plotting.md", "option", "meaning")]
-    assert found == {word for row in rows for option in code(row) for word in re.findall(r"--[a-z-]+", option)}
+    assert help_options == {word for row in rows for option in code(row) for word in re.findall(r"--[a-z-]+", option)}

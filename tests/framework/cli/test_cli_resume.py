@@ -1,4 +1,4 @@
-"""``loopscope resume``: from the folder alone, wherever it lies now."""
+"""``loopscope resume``: resumed runs from their folder, also after it has moved."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def small():
 
 
 def interrupted(folder: Path, *strategies: str) -> Path:
-    """Run strategies, and make the last one look as a kill after its first epoch would have left it."""
+    """Run strategies, and reset the last one to its first checkpoint."""
     words = ["run", "small", "--strategy", *strategies, "--hook-jsonl", "--hooks", "norms", "--save-checkpoints"]
     assert main([*words, "--output-dir", str(folder), "--no-console-output"]) == 0
     run = folder / "small" / strategies[-1]
@@ -38,11 +38,11 @@ def rows_and_weights(run: Path) -> dict[str, bytes]:
 def test_moved_run_resumes_at_its_new_location(tmp_path: Path) -> None:
     """Rows and weights match those of the uninterrupted run."""
     assert main(["run", "small", "--strategy", "plain", "--hook-jsonl", "--hooks", "norms", "--output-dir",
-                 str(tmp_path / "whole"), "--no-console-output"]) == 0  # fmt: skip
+                 str(tmp_path / "uninterrupted"), "--no-console-output"]) == 0  # fmt: skip
     interrupted(tmp_path / "before", "plain")
     (tmp_path / "before").rename(tmp_path / "after")
     assert main(["resume", str(tmp_path / "after/small/plain")]) == 0
-    assert rows_and_weights(tmp_path / "after/small/plain") == rows_and_weights(tmp_path / "whole/small/plain")
+    assert rows_and_weights(tmp_path / "after/small/plain") == rows_and_weights(tmp_path / "uninterrupted/small/plain")
 
 
 def test_experiment_folder_resumes_every_strategy(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_experiment_folder_resumes_every_strategy(tmp_path: Path) -> None:
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    """Both --resume and the resume command leave every file as it is."""
+    """Neither --resume nor the resume command changes a file."""
     words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
     assert main(words) == 0
     before = contents(tmp_path)
@@ -102,11 +102,11 @@ DISPLAYS = ("live", "silent", "no_console_output")
 @pytest.mark.parametrize("before", ["", *DISPLAYS])
 def test_display_option_overrides_the_recorded_display(before, given, tmp_path, monkeypatch) -> None:
     """Without an option, the display of the original command is used."""
-    found: list[dict[str, bool]] = []
-    monkeypatch.setattr(command, "_start", lambda experiment, options: found.append(options))
+    started: list[dict[str, bool]] = []
+    monkeypatch.setattr(command, "_start", lambda experiment, options: started.append(options))
     monkeypatch.setattr(command, "parse_recorded", lambda path: (Small, {name: name == before for name in DISPLAYS}))
     assert main(["resume", str(tmp_path), *([f"--{given.replace('_', '-')}"] if given else [])]) == 0
-    assert [name for name in DISPLAYS if found[0][name]] == [name for name in [given or before] if name]
+    assert [name for name in DISPLAYS if started[0][name]] == [name for name in [given or before] if name]
 
 
 def test_display_choice_does_not_change_resumed_run(tmp_path: Path, capsys) -> None:
@@ -116,6 +116,6 @@ def test_display_choice_does_not_change_resumed_run(tmp_path: Path, capsys) -> N
     assert "--live and --silent exclude each other" in capsys.readouterr().err
     assert main(["resume", str(run), "--silent"]) == 0
     assert "plain: 100%" in capsys.readouterr().out
-    train(tmp_path / "whole")
+    train(tmp_path / "uninterrupted")
     weights = "small/plain/plain_final.pt"
-    assert (tmp_path / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert (tmp_path / weights).read_bytes() == (tmp_path / "uninterrupted" / weights).read_bytes()

@@ -1,4 +1,4 @@
-"""The sinks that a command asks for: with a value, included in another, missing."""
+"""Sinks selected by a command: with a value, included in another sink, or missing."""
 
 import json
 import sys
@@ -24,24 +24,29 @@ def small(monkeypatch):
         yield
 
 
-def made(*words):
+def sink_names(*words):
     return [sink.name for sink in wanted_sinks(parse_run(Small, words))()]
 
 
 def test_only_requested_sinks_are_created():
     """The default is jsonl, and the last option for a sink wins."""
-    assert made() == ["jsonl"]
-    assert made("--no-hook-jsonl") == made("--hook-jsonl=false") == made("--hook-jsonl", "--no_hook_jsonl") == []
-    assert made("--no-hook-jsonl", "--hook-jsonl") == ["jsonl"]
-    assert made("--hook-csv", "--hook-tensorboard", "--no-hook-jsonl") == ["csv", "tensorboard"]
+    assert sink_names() == ["jsonl"]
+    assert (
+        sink_names("--no-hook-jsonl")
+        == sink_names("--hook-jsonl=false")
+        == sink_names("--hook-jsonl", "--no_hook_jsonl")
+        == []
+    )
+    assert sink_names("--no-hook-jsonl", "--hook-jsonl") == ["jsonl"]
+    assert sink_names("--hook-csv", "--hook-tensorboard", "--no-hook-jsonl") == ["csv", "tensorboard"]
 
 
-def test_sink_included_in_another_is_left_out():
+def test_sink_included_in_another_is_omitted():
     """Wandb writes the file of the jsonl sink too."""
-    assert made("--hook-wandb", "demo", "--hook-jsonl", "--hook-csv") == ["csv", "wandb"]
+    assert sink_names("--hook-wandb", "demo", "--hook-jsonl", "--hook-csv") == ["csv", "wandb"]
 
 
-def test_a_sink_gets_the_value_of_its_option(tmp_path):
+def test_sink_receives_value_of_its_option(tmp_path):
     assert main([*RUN, "--output-dir", str(tmp_path), "--hook-wandb=demo"]) == 0
     lines = (tmp_path / "small/plain/plain.jsonl").read_text().splitlines()
     assert [json.loads(line)["hook_point"] for line in lines] == ["POST_EPOCH", "POST_EPOCH"]
@@ -49,13 +54,15 @@ def test_a_sink_gets_the_value_of_its_option(tmp_path):
     assert sink._project == "demo"
 
 
-def test_a_config_file_asks_for_sinks_too(tmp_path):
+def test_config_file_can_select_sinks(tmp_path):
     (tmp_path / "a.yaml").write_text("hook_wandb: demo\nhook_tensorboard: true\n")
-    assert made("--config", str(tmp_path / "a.yaml")) == ["tensorboard", "wandb"]
-    assert made("--config", str(tmp_path / "a.yaml"), "--hook-wandb", "null", "--hook-tensorboard=false") == ["jsonl"]
+    assert sink_names("--config", str(tmp_path / "a.yaml")) == ["tensorboard", "wandb"]
+    assert sink_names("--config", str(tmp_path / "a.yaml"), "--hook-wandb", "null", "--hook-tensorboard=false") == [
+        "jsonl"
+    ]
     (tmp_path / "none.yaml").write_text("hook_jsonl: false\n")
-    assert made("--config", str(tmp_path / "none.yaml")) == []
-    assert made("--config", str(tmp_path / "none.yaml"), "--hook-jsonl") == ["jsonl"]
+    assert sink_names("--config", str(tmp_path / "none.yaml")) == []
+    assert sink_names("--config", str(tmp_path / "none.yaml"), "--hook-jsonl") == ["jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_missing_package_is_refused_before_any_output(words, tmp_path: Path, mon
     assert main([*RUN, "--output-dir", str(tmp_path / "out"), "--hook-csv"]) == 0
 
 
-def test_overwriting_removes_what_the_sinks_left(tmp_path):
+def test_overwriting_removes_files_of_sinks(tmp_path):
     words = [*RUN, "--output-dir", str(tmp_path), "--overwrite"]
     assert main([*words, "--hook-wandb", "demo", "--hook-tensorboard"]) == 0
     folder = tmp_path / "small/plain"

@@ -1,4 +1,4 @@
-"""Other spellings of the same options: names with commas, ``--hook.option value``, keys of YAML files."""
+"""Alternative spellings of options: names with commas, ``--hook.option value``, keys of YAML files."""
 
 import json
 from pathlib import Path
@@ -54,22 +54,22 @@ def test_names_may_be_separated_by_commas(words: str, tmp_path: Path) -> None:
 
 
 def test_comma_separated_strategies_are_recorded_separately() -> None:
-    found = run_options(options("--strategy", "plain,clipped"))
-    assert found.strategies == found.recorded["strategy"] == ["plain", "clipped"]
+    parsed = run_options(options("--strategy", "plain,clipped"))
+    assert parsed.strategies == parsed.recorded["strategy"] == ["plain", "clipped"]
 
 
 @pytest.mark.parametrize(
     ("words", "name"), [("--hooks ,", "','"), ("--hooks=", "''"), ("--strategy plain,clipt", "'clipt'")]
 )
-def test_what_is_no_name_between_commas_is_refused(words: str, name: str, tmp_path: Path, capfd) -> None:
+def test_invalid_names_between_commas_are_refused(words: str, name: str, tmp_path: Path, capfd) -> None:
     assert name in refused(["run", "small", *words.split(" "), "--output-dir", str(tmp_path)], tmp_path, capfd)
 
 
 def test_strategy_name_with_comma_is_refused() -> None:
     """Registering an experiment with such a strategy raises a UsageError."""
-    odd = type("Odd", (Small,), {"name": "odd", "strategies": ("a,b",)})
+    experiment = type("Odd", (Small,), {"name": "odd", "strategies": ("a,b",)})
     with pytest.raises(UsageError, match=r"has the strategy 'a,b', which cannot .* the command line"):
-        ExperimentRegistry.register(odd)
+        ExperimentRegistry.register(experiment)
 
 
 # Dots
@@ -89,7 +89,7 @@ def test_dotted_option_becomes_hook_config_entry(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "-.5", "-1e-3", "-inf", "-nan"])
-def test_a_negative_number_is_a_value(value: str) -> None:
+def test_negative_numbers_are_values(value: str) -> None:
     assert options(f"--{CLIP}", value)["hook_config"] == [f"{CLIP}={value}"]
 
 
@@ -114,7 +114,7 @@ def test_every_hook_option_has_dotted_form() -> None:
         (f"--hook_config.{CLIP}=3 --{CLIP} 1 --grad-clip.max-norm=4", 4.0),
     ],
 )
-def test_the_last_of_several_values_counts(words: str, value: float) -> None:
+def test_last_of_several_values_is_used(words: str, value: float) -> None:
     assert of_hooks(*words.split())["grad_clip"] == {"max_norm": value}
 
 
@@ -122,8 +122,8 @@ def test_dotted_option_is_recorded_for_resume(tmp_path: Path) -> None:
     """The recorded configuration that a resume reads contains the option in hook_config."""
     words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
     assert main([*words, "--hooks", "grad_clip", f"--{CLIP}", "0.5"]) == 0
-    _, found = parse_recorded(tmp_path / "small/plain")
-    assert found["hook_config"] == [f"{CLIP}=0.5"]
+    _, recorded = parse_recorded(tmp_path / "small/plain")
+    assert recorded["hook_config"] == [f"{CLIP}=0.5"]
 
 
 def test_printed_config_of_dotted_option_is_valid(tmp_path: Path, capfd) -> None:
@@ -152,8 +152,8 @@ DOTTED = [
 @pytest.mark.parametrize(("words", "fragment"), DOTTED, ids=lambda value: value[:40])
 def test_invalid_dotted_option_is_refused(words: str, fragment: str, tmp_path: Path, capfd) -> None:
     """A missing value, a wrong value and unknown names each raise an error with the reason."""
-    where = ["--hooks", "grad_clip", "--output-dir", str(tmp_path)] if "--hooks" not in words else []
-    assert fragment in refused(["run", "small", "--strategy", "plain", *where, *words.split()], tmp_path, capfd)
+    more = ["--hooks", "grad_clip", "--output-dir", str(tmp_path)] if "--hooks" not in words else []
+    assert fragment in refused(["run", "small", "--strategy", "plain", *more, *words.split()], tmp_path, capfd)
 
 
 def test_help_documents_dotted_options(capfd) -> None:
@@ -196,7 +196,7 @@ def test_duplicate_config_keys_are_refused(text: str, fragment: str, tmp_path: P
     assert fragment in refused(["run", "small", "--config", str(tmp_path / "twice.yaml")], tmp_path, capfd)
 
 
-def test_yaml_alias_is_no_duplicate_key(tmp_path: Path) -> None:
+def test_yaml_alias_is_not_a_duplicate_key(tmp_path: Path) -> None:
     """A mapping that an alias repeats is accepted."""
     text = "hook_config:\n  grad_clip: &same {max_norm: 1}\n  grad-clip: *same"
     assert parse_hook_options(from_file(text, tmp_path)["hook_config"]) == {"grad_clip": {"max_norm": 1.0}}

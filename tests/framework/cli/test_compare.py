@@ -1,4 +1,4 @@
-"""``loopscope compare``: whatever lies in the folders, it is compared as far as that goes, and that is said."""
+"""``loopscope compare``: results, and comparison of the readable parts of unusual runs."""
 
 import json
 import math
@@ -38,10 +38,10 @@ def run(name: str, losses: list[float], seed: int = 0, *, emits: Emits = (), **f
     experiment, final = fields.pop("experiment", "exp"), {"val_loss": losses[-1] if losses else 0.0}
     config = {"experiment": experiment, "strategy": strategy, "config": {"seed": seed, **fields.pop("config", {})}}
     write_json(folder / CONFIG, {**config, **fields})
-    ended = {"strategy": strategy, "status": "completed", "error": None, "epochs": len(losses), "output_dir": ""}
-    told = {"steps": 10 * len(losses), "training_loss": None, "initial": {}, "final": final, "metrics": {}}
+    state = {"strategy": strategy, "status": "completed", "error": None, "epochs": len(losses), "output_dir": ""}
+    results = {"steps": 10 * len(losses), "training_loss": None, "initial": {}, "final": final, "metrics": {}}
     empty = {"target_reached": None, "treatments": {}, "hook_errors": [], "seconds": {"training": 1.0}}
-    write_json(folder / SUMMARY, {**ended, **told, **empty})
+    write_json(folder / SUMMARY, {**state, **results, **empty})
     rows = [(10 * epoch, "POST_EPOCH", {LOSS: loss}) for epoch, loss in enumerate(losses, 1)]
     lines = [
         json.dumps({"epoch": step // 10, "step": step, "hook_point": point, **metrics})
@@ -57,22 +57,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
-def told(capsys, *words: str | Path) -> dict[str, Any]:
-    text = said(capsys, *words, "--json")
+def comparison(capsys, *words: str | Path) -> dict[str, Any]:
+    text = output(capsys, *words, "--json")
     assert text.isascii()
     return json.loads(text)
 
 
-def said(capsys, *words: str | Path) -> str:
+def output(capsys, *words: str | Path) -> str:
     assert main(["compare", *map(str, words)]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     return printed.out
 
 
-def parting(capsys, *words: str | Path) -> tuple[Any, ...]:
-    (found,) = told(capsys, *(words or ["runs"]))["partings"]
-    return found["step"], found["metrics"], found["points"], found["problem"]
+def first_difference(capsys, *words: str | Path) -> tuple[Any, ...]:
+    (entry,) = comparison(capsys, *(words or ["runs"]))["partings"]
+    return entry["step"], entry["metrics"], entry["points"], entry["problem"]
 
 
 def test_real_multi_seed_runs_are_compared(capsys, tmp_path) -> None:
@@ -81,19 +81,19 @@ def test_real_multi_seed_runs_are_compared(capsys, tmp_path) -> None:
     with registered(Small):
         for seed in "012":
             assert main([*words, "--seed", seed, "--output-dir", f"out/seed-{seed}"]) == 0
-    found = told(capsys, "out")
-    finals = {(row["strategy"], row["seed"]): row["final"]["val_acc"] for row in found["runs"]}
-    for row in found["runs"]:
+    compared = comparison(capsys, "out")
+    finals = {(row["strategy"], row["seed"]): row["final"]["val_acc"] for row in compared["runs"]}
+    for row in compared["runs"]:
         assert row["final"] == read_json(Path(row["path"]) / SUMMARY)["final"]
         assert row["metrics"][ACC]["best"] >= row["final"]["val_acc"] == row["metrics"][ACC]["last"]
     plain, clipped = ([finals[strategy, seed] for seed in range(3)] for strategy in ("plain", "clipped"))
-    (spread,) = [each for each in found["spreads"] if (each["number"], each["group"][:5]) == ("final val_acc", "plain")]
+    (spread,) = [row for row in compared["spreads"] if (row["number"], row["group"][:5]) == ("final val_acc", "plain")]
     assert spread["mean"] == pytest.approx(sum(plain) / 3)
-    (test,) = [each for each in found["tests"] if each["number"] == "final val_acc"]
+    (test,) = [row for row in compared["tests"] if row["number"] == "final val_acc"]
     sign = 1 if test["a"].startswith("plain") else -1
     assert test["difference"] == pytest.approx(sign * (sum(plain) - sum(clipped)) / 3)
-    assert {each["name"] for each in found["differences"]} >= {"seed", "grad_clip"}
-    (pair,) = told(capsys, "out/seed-0")["partings"]
+    assert {row["name"] for row in compared["differences"]} >= {"seed", "grad_clip"}
+    (pair,) = comparison(capsys, "out/seed-0")["partings"]
     assert 1 <= pair["step"] <= 6
 
 
@@ -104,12 +104,12 @@ def test_row_shows_length_target_and_values(capsys) -> None:
     run("high", [4.0], emits=accuracies, config={"lr": 0.1})
     summary = read_json(Path("runs/high", SUMMARY)) | {"target_reached": {"epoch": 2}}
     write_json(Path("runs/high", SUMMARY), summary)
-    high, low = told(capsys, "runs")["runs"]
+    high, low = comparison(capsys, "runs")["runs"]
     best = {"best_is": "lowest", "points": 3, "not_finite": 0, "last": 2.0, "best": 1.0, "best_step": 20}
     assert (low["metrics"], low["treatments"], low["epochs"], low["steps"]) == ({LOSS: best}, ["grad_clip"], 3, 30)
     assert (high["metrics"][ACC]["best"], high["metrics"][ACC]["best_step"]) == (0.75, 20)
     assert (high["target_epoch"], high["final"]) == (2, {"val_loss": 4.0})
-    text = said(capsys, "runs")
+    text = output(capsys, "runs")
     assert "Best is the lowest: training_metrics/evaluation/val_loss." in text
     assert f"low: has no {ACC}" in text
     assert re.search(r"config lr +0.1 \(high\); none \(low\)", text)
@@ -120,37 +120,37 @@ def test_seeds_are_paired_and_all_tests_are_corrected(capsys) -> None:
     for strategy, losses in values.items():
         for seed, loss in enumerate(losses):
             run(f"{strategy}/seed-{seed}", [9.0, loss], seed, strategy=strategy)
-    found = told(capsys, "runs")
-    assert [(each["a"], each["b"]) for each in found["tests"][:3]] == [("a", "b"), ("a", "c"), ("b", "c")]
-    for test in found["tests"]:
+    compared = comparison(capsys, "runs")
+    assert [(row["a"], row["b"]) for row in compared["tests"][:3]] == [("a", "b"), ("a", "c"), ("b", "c")]
+    for test in compared["tests"]:
         assert test["p"] == pytest.approx(stats.ttest_rel(values[test["a"]], values[test["b"]]).pvalue)
-    smallest = min(found["tests"], key=lambda test: test["p"])
+    smallest = min(compared["tests"], key=lambda test: test["p"])
     assert smallest["holm"] == pytest.approx(6 * smallest["p"])
-    assert [each["number"] for each in told(capsys, "runs", "--metrics", LOSS)["tests"][::3]] == [
+    assert [row["number"] for row in comparison(capsys, "runs", "--metrics", LOSS)["tests"][::3]] == [
         f"last {LOSS}",
         f"best {LOSS}",
     ]
-    assert "Do groups differ? 6 tests" in said(capsys, "runs")
+    assert "Do groups differ? 6 tests" in output(capsys, "runs")
 
 
-def test_the_page_names_every_key(capsys) -> None:
+def test_docs_list_every_key(capsys) -> None:
     for seed in range(2):
         run(f"a{seed}", [1.0 + seed], seed)
         run(f"b{seed}", [2.0 - seed], seed, strategy="b")
-    found = told(capsys, "runs")
+    compared = comparison(capsys, "runs")
     rows = {row["list"].strip("`"): set(code(row["keys of its entries"])) for row in table_with(PAGE, "list")}
     assert rows.pop("sentences") == set()
-    assert rows == {name: set(entries[0]) for name, entries in found.items() if name != "sentences"}
-    assert all(f"`{key}`" in PAGE.read_text() for key in found["runs"][0]["metrics"][LOSS])
+    assert rows == {name: set(entries[0]) for name, entries in compared.items() if name != "sentences"}
+    assert all(f"`{key}`" in PAGE.read_text() for key in compared["runs"][0]["metrics"][LOSS])
 
 
 def test_single_seeds_give_no_statistics(capsys) -> None:
     """Spreads and tests are empty, and a sentence explains why."""
     run("a", [1.0])
     run("b", [2.0], strategy="b")
-    found = told(capsys, "runs")
-    assert (found["spreads"], found["tests"]) == ([], [])
-    assert "One seed is not enough for a significance test: a, b." in found["sentences"]
+    compared = comparison(capsys, "runs")
+    assert (compared["spreads"], compared["tests"]) == ([], [])
+    assert "One seed is not enough for a significance test: a, b." in compared["sentences"]
 
 
 def test_excluded_runs_are_reported_with_the_reason(capsys) -> None:
@@ -160,9 +160,9 @@ def test_excluded_runs_are_reported_with_the_reason(capsys) -> None:
     run("again", [5.0], 1)
     run("none", [5.0], None)
     Path("runs/seed-2", SUMMARY).unlink()
-    found = told(capsys, "runs")
-    assert found["spreads"][0] | {"count": 2, "remark": "1 missing"} == found["spreads"][0]
-    text = " ".join(found["sentences"])
+    compared = comparison(capsys, "runs")
+    assert compared["spreads"][0] | {"count": 2, "remark": "1 missing"} == compared["spreads"][0]
+    text = " ".join(compared["sentences"])
     assert "seed-1: has the settings of again, and is not counted again" in text
     assert "none: has no seed, so it is in no group" in text
     assert "seed-2: killed, so only its recorded part is compared, and it is excluded from groups" in text
@@ -173,43 +173,43 @@ def test_divergence_is_at_first_differing_step(capsys) -> None:
     tail = [(10, "POST_EPOCH", {LOSS: 1.0})]
     run("a", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.0, 3.0]) | series("h/own", [1.0])), *tail])
     run("b", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.5, 4.0])), (10, "POST_EPOCH", {LOSS: 2.0})])
-    assert parting(capsys) == (2, ["h/x"], 4, "")
+    assert first_difference(capsys) == (2, ["h/x"], 4, "")
     run("b", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.0, 3.0])), *tail])
-    assert parting(capsys) == (None, [], 4, "")
-    assert "nowhere: 4 values of 2 metrics are equal" in said(capsys, "runs")
+    assert first_difference(capsys) == (None, [], 4, "")
+    assert "nowhere: 4 values of 2 metrics are equal" in output(capsys, "runs")
     run("b", [], emits=[(10, "POST_STEP", {"h/other": 1.0})])
-    assert "no metric has a value at the same step in both" in said(capsys, "runs")
+    assert "no metric has a value at the same step in both" in output(capsys, "runs")
 
 
 @pytest.mark.parametrize(("a", "b"), [(1, 1.0), (True, 1), (0.0, -0.0), ([1, [2]], [1, [3]]), ("x", "y"), (None, 0)])
-def test_values_are_the_same_only_bit_for_bit(a, b, capsys) -> None:
+def test_values_are_compared_bitwise(a, b, capsys) -> None:
     run("a", [], emits=[(1, "POST_EPOCH", {"h/nan": math.nan, "h/x": a})])
     run("b", [], emits=[(1, "POST_EPOCH", {"h/nan": math.nan, "h/x": b})])
-    assert parting(capsys) == (1, ["h/x"], 2, "")
+    assert first_difference(capsys) == (1, ["h/x"], 2, "")
 
 
 def test_divergence_ignores_how_values_were_written(capsys) -> None:
-    """Series in other pieces are equal, and sparse values are compared at their own steps."""
+    """Series in other pieces are equal, and sparse values are compared at their steps."""
     values = [1 / step for step in range(1, 41)]
-    whole = [(20, "POST_STEP", series("h/x", values[:20])), (40, "POST_STEP", series("h/x", values[20:]))]
+    halves = [(20, "POST_STEP", series("h/x", values[:20])), (40, "POST_STEP", series("h/x", values[20:]))]
     pieces = [(10 * n, "POST_STEP", series("h/x", values[10 * n - 10 : 10 * n], 10 * n - 9)) for n in (1, 2, 3, 4)]
-    whole[1][2]["h/x"]["steps"] = list(range(21, 41))
-    run("a", [], emits=whole)
+    halves[1][2]["h/x"]["steps"] = list(range(21, 41))
+    run("a", [], emits=halves)
     run("b", [], emits=pieces)
-    assert parting(capsys) == (None, [], 40, "")
-    seldom = [(step, "POST_EPOCH", {"h/x": values[step - 1] + (step == 30)}) for step in (10, 20, 30)]
-    run("b", [], emits=seldom)
-    assert parting(capsys) == (30, ["h/x"], 3, "")
+    assert first_difference(capsys) == (None, [], 40, "")
+    sparse = [(step, "POST_EPOCH", {"h/x": values[step - 1] + (step == 30)}) for step in (10, 20, 30)]
+    run("b", [], emits=sparse)
+    assert first_difference(capsys) == (30, ["h/x"], 3, "")
 
 
 def test_nonfinite_values_are_counted_and_never_best(capsys) -> None:
     run("a", [math.nan, 2.0, math.inf, -math.inf])
     run("b", [10**400, math.nan])
-    a, b = told(capsys, "runs")["runs"]
+    a, b = comparison(capsys, "runs")["runs"]
     assert (a["metrics"][LOSS]["best"], a["metrics"][LOSS]["not_finite"]) == (2.0, 3)
     assert b["metrics"][LOSS]["best"] == 10**400
-    assert f"a: not finite: 3 of {LOSS}" in said(capsys, "runs")
-    assert "inf at 10" in said(capsys, "runs", "--markdown")
+    assert f"a: not finite: 3 of {LOSS}" in output(capsys, "runs")
+    assert "inf at 10" in output(capsys, "runs", "--markdown")
 
 
 @pytest.mark.parametrize(
@@ -221,32 +221,32 @@ def test_nonfinite_values_are_counted_and_never_best(capsys) -> None:
         ("a.jsonl", None, "b: runs/b has neither a.jsonl"),
     ],
 )
-def test_damaged_runs_are_compared_as_far_as_possible(file: str, content: str | None, sentence: str, capsys) -> None:
-    """The damaged file is named, and the other runs are compared in full."""
+def test_readable_parts_of_damaged_runs_are_compared(file: str, content: str | None, sentence: str, capsys) -> None:
+    """The damaged file is named, and the other runs are compared completely."""
     for name in "abc":
         run(name, [2.0, 1.0 + (name == "b")])
     path = Path("runs/b", file)
-    kept = path.read_text() if path.suffix == ".jsonl" else ""
-    path.unlink() if content is None else path.write_text(kept + content)
-    found = told(capsys, "runs")
-    assert [row["run"] for row in found["runs"]] == ["a", "b", "c"]
-    assert any(each.startswith(sentence) for each in found["sentences"])
+    prefix = path.read_text() if path.suffix == ".jsonl" else ""
+    path.unlink() if content is None else path.write_text(prefix + content)
+    compared = comparison(capsys, "runs")
+    assert [row["run"] for row in compared["runs"]] == ["a", "b", "c"]
+    assert any(text.startswith(sentence) for text in compared["sentences"])
     expected = {"c": None} if content in ("[]", None) else {"b": 20, "c": None}
-    assert {each["run"]: each["step"] for each in found["partings"]} == expected
+    assert {entry["run"]: entry["step"] for entry in compared["partings"]} == expected
 
 
-def test_running_and_foreign_runs_are_compared_with_notes(capsys) -> None:
+def test_unfinished_and_unrelated_runs_are_compared(capsys) -> None:
     """The state of each run is shown, and runs of different experiments are not tested."""
     for seed in range(2):
         run(f"a{seed}", [1.0 + seed], seed)
         run(f"b{seed}", [3.0 + seed], seed, experiment="other")
     Path("runs/a1", SUMMARY).unlink()
     with run_lock(Path("runs/a1")):
-        found = told(capsys, "runs")
-    assert [row["state"] for row in found["runs"]] == ["completed", "running", "completed", "completed"]
-    assert (found["runs"][1]["epochs"], found["runs"][1]["steps"]) == (1, 10)
-    assert found["tests"] == []
-    assert "Runs of different experiments are not tested against each other: exp, other." in found["sentences"]
+        compared = comparison(capsys, "runs")
+    assert [row["state"] for row in compared["runs"]] == ["completed", "running", "completed", "completed"]
+    assert (compared["runs"][1]["epochs"], compared["runs"][1]["steps"]) == (1, 10)
+    assert compared["tests"] == []
+    assert "Runs of different experiments are not tested against each other: exp, other." in compared["sentences"]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_running_and_foreign_runs_are_compared_with_notes(capsys) -> None:
         (["runs", "--metric", "x"], "Did you mean '--metrics'?"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(words, sentence: str, capsys) -> None:
+def test_invalid_input_is_refused_in_a_sentence(words, sentence: str, capsys) -> None:
     run("a", [1.0], emits=[(10, "POST_EPOCH", {LOSS: 1.0, "h/text": "x"})])
     run("b", [2.0])
     Path("empty").mkdir()
@@ -276,18 +276,18 @@ def test_bad_input_is_refused_in_a_sentence(words, sentence: str, capsys) -> Non
 @pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_LINE", "MOST_METRICS", "MOST_WAITING"])
 def test_oversized_records_are_not_read(limit: str, capsys, monkeypatch) -> None:
     """Limits on bytes, line length, metrics and pending values are reported, and the other run is read."""
-    many = [(10, "POST_EPOCH", {LOSS: 1.0}), (20, "POST_STEP", series("h/x", [0.5] * 400) | series("h/y", [0.5]))]
+    emits = [(10, "POST_EPOCH", {LOSS: 1.0}), (20, "POST_STEP", series("h/x", [0.5] * 400) | series("h/y", [0.5]))]
     for name in "ab":
-        run(name, [], emits=many if name == "a" else [*many[:1], (30, "POST_STEP", series("h/x", [1.0], 900))])
+        run(name, [], emits=emits if name == "a" else [*emits[:1], (30, "POST_STEP", series("h/x", [1.0], 900))])
     monkeypatch.setattr(
         curves if limit == "MOST_LINE" else record_scan,
         limit,
         {"MOST_BYTES": 500, "MOST_LINE": 300, "MOST_METRICS": 2, "MOST_WAITING": 99}[limit],
     )
-    found = told(capsys, "runs")
-    told_of = [row["problem"] for row in found["runs"]] + [each["problem"] for each in found["partings"]]
-    assert "more than" in told_of[0] + told_of[-1] or "the limit is" in told_of[0]
-    assert told_of[1] == ""
+    compared = comparison(capsys, "runs")
+    problems = [row["problem"] for row in compared["runs"]] + [entry["problem"] for entry in compared["partings"]]
+    assert "more than" in problems[0] + problems[-1] or "the limit is" in problems[0]
+    assert problems[1] == ""
 
 
 def test_oversized_summary_is_reported_as_damaged(capsys, monkeypatch) -> None:
@@ -296,18 +296,18 @@ def test_oversized_summary_is_reported_as_damaged(capsys, monkeypatch) -> None:
         run(name, [1.0])
     with Path("runs/b", SUMMARY).open("ab") as file:
         file.truncate(2**26 + 1)
-    assert "has more than 67,108,864 bytes" in told(capsys, "runs")["runs"][1]["problem"]
+    assert "has more than 67,108,864 bytes" in comparison(capsys, "runs")["runs"][1]["problem"]
 
 
-STRANGE = "<script>alert(1)</script>|`![x](http://y)\x1b[2J"
+MARKUP = "<script>alert(1)</script>|`![x](http://y)\x1b[2J"
 
 
 @pytest.mark.parametrize("form", [[], ["--markdown"]])
-def test_text_of_a_strange_run_is_only_shown(form: list[str], capsys) -> None:
-    strange = {f"h/{STRANGE}": 1.0, f"h/x/{STRANGE}": 2.0}
-    run("a", [], emits=[(10, "POST_EPOCH", strange)], strategy="a<b>|", config={STRANGE: STRANGE})
-    run("b", [], emits=[(10, "POST_EPOCH", strange)], environment={STRANGE: [STRANGE]})
-    text = said(capsys, "runs", "--metrics", "**", *form)
+def test_special_characters_are_escaped(form: list[str], capsys) -> None:
+    metrics = {f"h/{MARKUP}": 1.0, f"h/x/{MARKUP}": 2.0}
+    run("a", [], emits=[(10, "POST_EPOCH", metrics)], strategy="a<b>|", config={MARKUP: MARKUP})
+    run("b", [], emits=[(10, "POST_EPOCH", metrics)], environment={MARKUP: [MARKUP]})
+    text = output(capsys, "runs", "--metrics", "**", *form)
     assert all(line.isprintable() for line in text.splitlines())
     if form:
         assert not re.search(r"(?<!\\)[<>`\[]", text)
@@ -316,14 +316,14 @@ def test_text_of_a_strange_run_is_only_shown(form: list[str], capsys) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_lines_fit_and_a_pipe_gets_whole_rows(columns: int, capsys, monkeypatch) -> None:
+def test_lines_fit_and_pipe_has_complete_rows(columns: int, capsys, monkeypatch) -> None:
     metrics = {f"h/a_long_name_of_a_metric/{number}_loss": number / 3 for number in range(30)}
     for seed in range(2):
         for name in ("模型" * 8, "b" * 30):
             run(f"{name}/seed-{seed}", [1.0], seed, emits=[(10, "POST_EPOCH", metrics)], config={"text": name})
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = said(capsys, "runs", "--metrics", "h/**")
+    text = output(capsys, "runs", "--metrics", "h/**")
     assert [line for line in text.splitlines() if cell_len(line) > columns] == []
     assert "18 more metrics with --json" in text
     monkeypatch.delenv("COLUMNS")
-    assert len([line for line in said(capsys, "runs").splitlines() if line.startswith("b" * 30 + "/seed-0")]) >= 1
+    assert len([line for line in output(capsys, "runs").splitlines() if line.startswith("b" * 30 + "/seed-0")]) >= 1

@@ -1,4 +1,4 @@
-"""``--jobs``: runs in processes of their own, each the run alone, whatever becomes of the others."""
+"""``--jobs``: parallel runs in separate processes, each equal to a single run and independent of failures."""
 
 import os
 import signal
@@ -22,14 +22,14 @@ PROGRAM = [sys.executable, "-m", "tests.framework.cli.troubled", "run", "small",
 
 
 def begun(folder: Path, *words: str) -> "subprocess.Popen[str]":
-    """Start runs side by side, in a process whose output can be read."""
+    """Start parallel runs in a process with captured output."""
     words = (*words, "--strategy", "plain", "--output-dir", str(folder))
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*PROGRAM, *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **piped)
 
 
 def training(folder: Path, *words: str) -> "subprocess.Popen[str]":
-    """Start two runs that take their time, and come back when both have trained an epoch."""
+    """Start two slow runs, and return when both have trained an epoch."""
     process = begun(folder, *words, "--seed", "0", "1", "--jobs", "2", "--epochs", "40", "--trouble.seconds", "0.5")
     files, end = [folder / f"small/plain/seed-{seed}/plain.jsonl" for seed in (0, 1)], time.monotonic() + 60
     while not all(file.exists() and file.stat().st_size for file in files) and time.monotonic() < end:
@@ -50,8 +50,8 @@ def rows_and_weights(run: Path) -> tuple[bytes, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_failed_runs_leave_other_runs_alone(tmp_path: Path) -> None:
-    """The command reports the raising and the killed run, and the third run equals a run by itself."""
+def test_failed_runs_do_not_affect_others(tmp_path: Path) -> None:
+    """The command reports the raising and the killed run, and the third run equals a single run."""
     seeds = ["--seed", "0", "1", "2", "--jobs", "3"]
     process = begun(tmp_path, *seeds, "--trouble.raises", "0", "--trouble.kills", "2")
     output, _ = process.communicate(timeout=60)
@@ -62,7 +62,7 @@ def test_failed_runs_leave_other_runs_alone(tmp_path: Path) -> None:
     assert f"plain seed-0, in {runs}/seed-0: Hook 'trouble' raised at POST_EPOCH" in last
     assert f"plain seed-2, in {runs}/seed-2: killed by SIGKILL." in last
     assert {f"plain seed-{seed}: printed by {seed}" for seed in range(3)} <= {*lines}
-    assert sum(line.startswith("plain seed-1: stopped at its maximum length") for line in lines) == 1
+    assert sum(line.startswith("plain seed-1: stopped at the limit") for line in lines) == 1
     assert read_json(runs / "seed-0/summary.json")["status"] == "failed"
     assert rows_and_weights(runs / "seed-1") == rows_and_weights(alone(tmp_path / "alone", "--seed", "1"))
 
@@ -84,7 +84,7 @@ def test_ctrl_c_checkpoints_all_runs_for_resume(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_no_run_outlives_the_command_that_was_killed(tmp_path: Path) -> None:
+def test_killed_command_stops_its_runs(tmp_path: Path) -> None:
     process = training(tmp_path)
     process.kill()
     process.communicate(timeout=60)

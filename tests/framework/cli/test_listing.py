@@ -1,4 +1,4 @@
-"""``loopscope ls`` and ``loopscope show``: every run has its line, whatever lies in its folder."""
+"""``loopscope ls`` and ``loopscope show``: a line for every run, also with damaged files."""
 
 import json
 import math
@@ -35,14 +35,14 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def runs(finished: Path, tmp_path: Path, monkeypatch) -> Path:
-    """Go where a copy of the runs lies in ``output``; lines have 120 columns."""
+    """Change to a folder with a copy of the runs in ``output``; lines have 120 columns."""
     shutil.copytree(finished, tmp_path / finished.name, symlinks=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     return Path("output")
 
 
-def said(capsys, *words: str) -> list[str]:
+def output_lines(capsys, *words: str) -> list[str]:
     assert main(list(words)) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -50,13 +50,13 @@ def said(capsys, *words: str) -> list[str]:
 
 
 def row(lines: list[str], name: str) -> str:
-    (found,) = [line for line in lines if name in line.split("  ")[0]]
-    return found
+    (matching,) = [line for line in lines if name in line.split("  ")[0]]
+    return matching
 
 
 def test_ls_lists_every_run(runs: Path, capsys) -> None:
     """Each line shows state, epochs or steps, treatments and final metrics; a folder argument limits the list."""
-    lines = said(capsys, "ls")
+    lines = output_lines(capsys, "ls")
     assert lines[0].split() == ["run", "state", "ep/steps", "time", "began", "treatments", "final"]
     assert len(lines) == 4
     final = read_json(runs / "small/plain" / SUMMARY)["final"]
@@ -65,21 +65,21 @@ def test_ls_lists_every_run(runs: Path, capsys) -> None:
     assert "grad_clip" not in plain
     assert "grad_clip" in row(lines, "small/clipped")
     assert "/6 " in row(lines, "small_steps/plain")
-    assert said(capsys, "ls", "output/small_steps")[1:] == [
-        row(said(capsys, "ls", "output/small_steps"), "small_steps")
+    assert output_lines(capsys, "ls", "output/small_steps")[1:] == [
+        row(output_lines(capsys, "ls", "output/small_steps"), "small_steps")
     ]
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120])
-def test_lines_fit_and_a_pipe_gets_whole_names(runs: Path, columns: int, capsys, monkeypatch) -> None:
+def test_lines_fit_and_pipe_has_full_names(runs: Path, columns: int, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     deep = runs / ("a" * 60) / ("模型" * 20) / "plain"
     deep.parent.mkdir(parents=True)
     (runs / "small/plain").rename(deep)
     for words in (["ls"], ["show", str(deep)]):
-        assert [line for line in said(capsys, *words) if cell_len(line) > columns] == []
+        assert [line for line in output_lines(capsys, *words) if cell_len(line) > columns] == []
     monkeypatch.delenv("COLUMNS")
-    assert any(line.startswith(f"{deep}  completed  ") for line in said(capsys, "ls"))
+    assert any(line.startswith(f"{deep}  completed  ") for line in output_lines(capsys, "ls"))
 
 
 def broken_json(folder: Path) -> None:
@@ -104,12 +104,12 @@ def config_is_a_pipe(folder: Path) -> None:
     os.mkfifo(folder / CONFIG)
 
 
-def config_leads_nowhere(folder: Path) -> None:
+def config_is_a_dangling_link(folder: Path) -> None:
     (folder / CONFIG).unlink()
     (folder / CONFIG).symlink_to("nowhere")
 
 
-def numbers_beyond_belief(folder: Path) -> None:
+def extreme_numbers(folder: Path) -> None:
     content = read_json(folder / SUMMARY)
     content |= {"seconds": {"training": math.inf}, "final": {"loss": 10**400, "nan": math.nan, "word": "a"}}
     (folder / SUMMARY).write_text(json.dumps(content | {"status": "odd \x1b]0;title\x07"}))
@@ -121,34 +121,34 @@ def failed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "state", "told"),
+    ("damage", "state", "text"),
     [
         (broken_json, "damaged", "experiment_config.json cannot be read: it is not JSON"),
         (no_summary, "killed", ""),
         (odd_summary, "damaged", "summary.json cannot be used"),
         (summary_is_a_folder, "damaged", "summary.json cannot be read"),
         (config_is_a_pipe, "damaged", "it is no file"),
-        (config_leads_nowhere, "damaged", "it has no experiment_config.json"),
-        (numbers_beyond_belief, "odd ", "inf"),
+        (config_is_a_dangling_link, "damaged", "it has no experiment_config.json"),
+        (extreme_numbers, "odd ", "inf"),
         (failed, "failed", "val_acc"),
     ],
 )
-def test_damaged_record_is_reported_in_its_line(runs: Path, damage, state, told, capsys, monkeypatch) -> None:
+def test_damaged_record_is_reported_in_its_line(runs: Path, damage, state, text, capsys, monkeypatch) -> None:
     """ls still lists all other runs, show prints no traceback, and control characters never reach the terminal."""
     damage(runs / "small/plain")
     (runs.parent / "output/not/a/run").mkdir(parents=True)
     monkeypatch.setenv("COLUMNS", "300")
-    lines = said(capsys, "ls")
+    lines = output_lines(capsys, "ls")
     assert len(lines) == 4
     assert f"  {state}" in row(lines, "small/plain")
-    assert told in row(lines, "small/plain")
+    assert text in row(lines, "small/plain")
     assert all(line.isprintable() for line in lines)
     status = main(["show", "output/small/plain"])
     printed = capsys.readouterr()
-    assert status == (2 if damage in (broken_json, config_is_a_pipe, config_leads_nowhere) else 0)
+    assert status == (2 if damage in (broken_json, config_is_a_pipe, config_is_a_dangling_link) else 0)
     assert all(line.isprintable() for line in (printed.out + printed.err).splitlines())
     assert "Traceback" not in printed.err
-    assert len(said(capsys, "show", "output/small")) >= 3 or damage is config_leads_nowhere
+    assert len(output_lines(capsys, "show", "output/small")) >= 3 or damage is config_is_a_dangling_link
 
 
 def test_locked_run_is_listed_as_running(runs: Path, capsys) -> None:
@@ -157,16 +157,16 @@ def test_locked_run_is_listed_as_running(runs: Path, capsys) -> None:
     assert not is_locked(folder)
     with run_lock(folder):
         assert is_locked(folder)
-        assert "  running  " in row(said(capsys, "ls"), "small/plain")
-        shown = said(capsys, "show", str(folder))
+        assert "  running  " in row(output_lines(capsys, "ls"), "small/plain")
+        shown = output_lines(capsys, "show", str(folder))
         assert shown[0] == "output/small/plain: running"
         assert "  so far       epoch 1, step 6" in shown
-    (folder / "run.lock").write_text("{}")  # as a process leaves it that was killed
+    (folder / "run.lock").write_text("{}")  # like after a kill
     assert not is_locked(folder)
-    assert "  completed  " in row(said(capsys, "ls"), "small/plain")
+    assert "  completed  " in row(output_lines(capsys, "ls"), "small/plain")
 
 
-def test_links_are_followed_once_and_never_in_circles(runs: Path, tmp_path: Path, capsys) -> None:
+def test_links_are_followed_once(runs: Path, tmp_path: Path, capsys) -> None:
     (runs / "latest").symlink_to("small/plain")
     (runs / "a_circle").symlink_to(".")
     (runs / "small/up").symlink_to("../..")
@@ -174,23 +174,23 @@ def test_links_are_followed_once_and_never_in_circles(runs: Path, tmp_path: Path
     elsewhere = tmp_path / "elsewhere"
     (runs / "small_steps").rename(elsewhere)
     (runs / "linked").symlink_to(elsewhere)
-    names = [line.split()[0] for line in said(capsys, "ls")[1:]]
+    names = [line.split()[0] for line in output_lines(capsys, "ls")[1:]]
     assert names == ["output/linked/plain", "output/small/clipped", "output/small/plain"]
 
 
 @pytest.mark.process
-def test_runs_lie_however_deep(runs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_runs_are_found_at_any_depth(runs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.delenv("COLUMNS")
     here = os.open(".", os.O_RDONLY)
     try:
-        for _ in range(1200):  # deeper than Python recurses
+        for _ in range(1200):  # deeper than Python's recursion limit
             os.mkdir("d")
             os.chdir("d")
         os.rename(tmp_path / "output/small_steps", "moved")
     finally:
         os.fchdir(here)
         os.close(here)
-    assert len(said(capsys, "ls", "d")) == 2
+    assert len(output_lines(capsys, "ls", "d")) == 2
     subprocess.run(["rm", "-rf", "d"], check=True)
 
 
@@ -209,7 +209,7 @@ def test_runs_lie_however_deep(runs: Path, tmp_path: Path, capsys, monkeypatch) 
         (["plot", "output/small/plain", "--metrics", "norms/total_grad_nrm"], "norms/total_grad_norm"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(runs: Path, words, sentence, capsys) -> None:
+def test_invalid_input_is_refused_in_a_sentence(runs: Path, words, sentence, capsys) -> None:
     Path("empty").mkdir()
     Path("a_file").touch()
     assert main(words) == 2
@@ -222,9 +222,9 @@ def test_bad_input_is_refused_in_a_sentence(runs: Path, words, sentence, capsys)
 def test_show_prints_options_and_metrics(runs: Path, capsys) -> None:
     """show prints the state, treatments, hooks, chosen options and every metric; --metrics selects by pattern."""
     with registered(Small):
-        lines = said(capsys, "show", "output/small/clipped")
+        lines = output_lines(capsys, "show", "output/small/clipped")
     text = "\n".join(lines)
-    assert lines[0].startswith("output/small/clipped: stopped at its maximum length after 2 epochs, 6 steps, ")
+    assert lines[0].startswith("output/small/clipped: stopped at the limit after 2 epochs, 6 steps, ")
     assert "  treatments   grad_clip (gradients)" in lines
     assert "  hooks        training_metrics, norms, grad_clip" in lines
     (options,) = [line for line in lines if line.startswith("  options")]
@@ -238,13 +238,13 @@ def test_show_prints_options_and_metrics(runs: Path, capsys) -> None:
     assert points[0][-1] == f"{summary['final']['val_acc']:.4g}"
     grads = [line for line in lines if line.startswith("    norms/grad_norm/** ")]
     assert grads[0].split()[1:] == ["12", "in", "6", "metrics"]
-    alone = said(capsys, "show", "output/small/clipped", "--metrics", "norms/grad_norm/*")
+    alone = output_lines(capsys, "show", "output/small/clipped", "--metrics", "norms/grad_norm/*")
     assert len(alone) == 1 + 1 + 6
 
 
-def test_an_experiment_shows_its_strategies_in_short(runs: Path, capsys) -> None:
+def test_experiment_shows_short_form_of_strategies(runs: Path, capsys) -> None:
     failed(runs / "small/plain")
-    lines = said(capsys, "show", "output/small")
+    lines = output_lines(capsys, "show", "output/small")
     assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == [
         "output/small/clipped",
         "output/small/plain",
@@ -253,18 +253,20 @@ def test_an_experiment_shows_its_strategies_in_short(runs: Path, capsys) -> None
 
 
 def test_show_prints_options_of_unregistered_experiment(runs: Path, capsys) -> None:
-    """The class of the experiment, which holds the default options, is not available to show."""
-    assert "  options      " in "\n".join(said(capsys, "show", "output/small_steps/plain"))
+    """The class of the experiment, with the default options, is not registered."""
+    assert "  options      " in "\n".join(output_lines(capsys, "show", "output/small_steps/plain"))
 
 
 def test_show_reports_missing_metrics(runs: Path, capsys) -> None:
-    """The JSONL file was deleted; show exits with status 0 and its last line reports that none is left."""
+    """After the JSONL file is deleted, show exits with status 0 and its last line reports the missing record."""
     (runs / "small/plain/plain.jsonl").unlink()
-    assert said(capsys, "show", "output/small/plain")[-1].startswith("  metrics      output/small/plain holds neither")
+    assert output_lines(capsys, "show", "output/small/plain")[-1].startswith(
+        "  metrics      output/small/plain has neither"
+    )
 
 
 @pytest.mark.process
-def test_closed_pipe_is_no_error(runs: Path) -> None:
+def test_broken_pipe_is_not_an_error(runs: Path) -> None:
     """ls and show exit with status 0 and write nothing to stderr when head closes the pipe after one line."""
     for command in ("ls", "show output/small/plain"):
         line = f"{sys.executable} -m loopscope {command} | head -1"

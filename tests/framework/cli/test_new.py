@@ -1,4 +1,4 @@
-"""``loopscope new``: what it writes runs, passes its own tests, and is never half there."""
+"""``loopscope new``: new files run and pass their tests, and are written completely or not at all."""
 
 import shlex
 import subprocess
@@ -17,8 +17,8 @@ from tests.support.cases import slow_unless
 FILLED = (experiments, sinks, training_hooks)
 KINDS = {"observer": ["hook"], "intervention": ["hook", "--intervention"], "experiment": ["experiment"]}
 EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-HIDING = {"hook": ["hook_point", "kept", "true"], "experiment": ["experiment", "true"]}
-"""Names whose class would hide what the file imports or defines, or be no name, were it not named otherwise."""
+HIDING = {"hook": ["hook_point", "storing_sink", "true"], "experiment": ["experiment", "true"]}
+"""Names whose plain class name would hide a name in the file, or is a keyword."""
 HOOK, EXPERIMENT = ["new", "hook"], ["new", "experiment"]
 REFUSED = [
     (["new"], "takes a kind and a name"),
@@ -71,8 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_printed_commands_run_and_test_new_file(kind: list[str], folder: Path, monkeypatch, capfd) -> None:
     """The command writes a module and its test for each kind, and both printed commands succeed."""
     assert main(["new", *kind, "spread"]) == 0
-    said, run, test = capfd.readouterr().out.splitlines()
-    assert said == "Wrote spread.py and test_spread.py. To run and test them:"
+    message, run, test = capfd.readouterr().out.splitlines()
+    assert message == "Wrote spread.py and test_spread.py. To run and test them:"
     assert run_command(shlex.join(["python", *shlex.split(run)[1:]]), monkeypatch) == 0
     assert list(folder.glob("output/**/*_final.pt"))
     assert test.endswith(" -m pytest test_spread.py")
@@ -81,7 +81,7 @@ def test_printed_commands_run_and_test_new_file(kind: list[str], folder: Path, m
 
 @pytest.mark.process
 @EACH_KIND
-def test_what_is_written_keeps_the_rules_of_format(kind: list[str], folder: Path, capfd) -> None:
+def test_new_files_pass_format_and_lint(kind: list[str], folder: Path, capfd) -> None:
     for name in ("a", "my-own", "b" * 30):
         assert main(["new", *kind, name, "--output-dir", "deep/er"]) == 0
     (folder / "deep/er/pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
@@ -92,19 +92,17 @@ def test_what_is_written_keeps_the_rules_of_format(kind: list[str], folder: Path
 
 
 @pytest.mark.parametrize("kind", ["hook", pytest.param("experiment", marks=pytest.mark.slow)])
-def test_no_name_hides_what_the_file_itself_needs(kind: str, folder: Path) -> None:
+def test_class_names_hide_no_needed_name(kind: str, folder: Path) -> None:
     for name in HIDING[kind]:
         assert main(["new", kind, name]) == 0
     assert run_pytest(*(f"test_{name}.py" for name in HIDING[kind])) == 0
 
 
 @pytest.mark.parametrize(("words", "fragment"), REFUSED, ids=lambda value: " ".join(value).strip()[:40])
-def test_a_refusal_is_a_sentence_and_leaves_nothing(
-    words: list[str], fragment: str, tmp_path, monkeypatch, capfd
-) -> None:
+def test_refusal_is_a_sentence_without_files(words: list[str], fragment: str, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("here.py", "test_tested.py", "package/__init__.py"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("mine\n")
-    Path("test_half.py").symlink_to("nowhere")  # looks free, and cannot be written
+    Path("test_half.py").symlink_to("nowhere")  # looks free, but cannot be written
     assert fragment in refused(words, tmp_path, capfd)

@@ -1,4 +1,4 @@
-"""A run leaves a record though nobody asked for one, is the run without it, and can be told to leave none."""
+"""The record is written by default, does not change the run, and can be disabled."""
 
 import json
 from pathlib import Path
@@ -33,12 +33,12 @@ def run(folder: Path, experiment: type[Small], *words: str) -> Path:
 
 
 def recorded(folder: Path) -> dict[str, list[str]]:
-    """Return the names of what was recorded, by hook point."""
-    found: dict[str, list[str]] = {}
+    """Return the recorded metrics, by hook point."""
+    metrics: dict[str, list[str]] = {}
     for line in (folder / "plain.jsonl").read_text().splitlines():
         fields = json.loads(line)
-        found[fields["hook_point"]] = sorted(fields.keys() - {"epoch", "step", "hook_point"})
-    return found
+        metrics[fields["hook_point"]] = sorted(fields.keys() - {"epoch", "step", "hook_point"})
+    return metrics
 
 
 LOSS = ["training_metrics/loss", "training_metrics/lr"]
@@ -51,20 +51,20 @@ EVALUATION = ["training_metrics/evaluation", "training_metrics/val_acc"]
 )
 def test_default_record_leaves_run_unchanged(tmp_path, monkeypatch, experiment, points):
     """Recording loss and evaluation changes no bit of the batches, random state, checkpoints or weights."""
-    seen: list[bytes] = []
+    states: list[bytes] = []
     compute_loss = experiment.compute_loss
 
-    def seeing(self, model, batch):
+    def recording_loss(self, model, batch):
         parts = [*model.state_dict().values(), torch.get_rng_state(), *batch]
-        seen.append(b"".join(part.numpy().tobytes() for part in parts))
+        states.append(b"".join(part.numpy().tobytes() for part in parts))
         return compute_loss(self, model, batch)
 
-    monkeypatch.setattr(experiment, "compute_loss", seeing)
+    monkeypatch.setattr(experiment, "compute_loss", recording_loss)
     kept = run(tmp_path / "kept", experiment, *EVERY_STEP)
-    of_kept, seen[:] = list(seen), []
+    recorded_states, states[:] = list(states), []
     bare = run(tmp_path / "bare", experiment, *EVERY_STEP, *BARE)
-    assert seen == of_kept
-    assert len(seen) == 6
+    assert states == recorded_states
+    assert len(states) == 6
     assert recorded(kept) == points
     assert read_json(kept / "experiment_config.json")["hooks"].keys() == {"training_metrics"}
     paths = checkpoints_by_moment(kept / "checkpoints"), checkpoints_by_moment(bare / "checkpoints")
@@ -102,17 +102,17 @@ def test_recording_sink_adds_training_metrics(tmp_path: Path) -> None:
     assert read_json(tmp_path / "shown/small/plain/experiment_config.json")["hooks"] == {}
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_resumed_run_keeps_its_original_sinks(tmp_path: Path, said: bool) -> None:
+@pytest.mark.parametrize("in_config", [True, False])
+def test_resumed_run_keeps_its_original_sinks(tmp_path: Path, in_config: bool) -> None:
     """If an older config does not mention a sink, the sink starts at the resume, like any new sink."""
     folder = run(tmp_path, Small, *BARE, "--save-checkpoints", "1", "--keep-checkpoints", "1")
     (folder / "plain_final.pt").unlink()
     config = read_json(folder / "experiment_config.json")
-    if not said:
+    if not in_config:
         del config["options"]["hook_jsonl"]
     (folder / "experiment_config.json").write_text(json.dumps(config))
     assert main(["resume", str(folder)]) == 0
-    assert (folder / "plain.jsonl").exists() == (not said)
+    assert (folder / "plain.jsonl").exists() == (not in_config)
     assert (folder / "plain_final.pt").exists()
 
 
@@ -120,7 +120,7 @@ def test_plugin_sink_may_be_on_by_default(tmp_path: Path, capsys) -> None:
     """The help shows the negated flag, which disables the sink."""
 
     class Counting(MetricSink):
-        """Count what comes."""
+        """Count the created sinks."""
 
         name = "counting"
         flag = "--count-metrics"

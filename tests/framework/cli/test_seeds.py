@@ -1,4 +1,4 @@
-"""``--seed 0 1 2``: every strategy with every seed, each the run alone, and what is said and done of all of them."""
+"""``--seed 0 1 2``: runs of every strategy and seed, each equal to a single run, and commands over all of them."""
 
 import io
 import shutil
@@ -28,7 +28,7 @@ def small():
 
 
 def run(folder: Path, *words: str) -> Path:
-    """Run small and return the folder of its runs."""
+    """Run the experiment ``small``, and return the folder of its runs."""
     assert main(["run", "small", "--hooks", "norms", *words, "--output-dir", str(folder)]) == 0
     return folder / "small"
 
@@ -43,15 +43,15 @@ def test_multi_seed_runs_match_single_seed_runs(tmp_path: Path) -> None:
     for seed in ("1",):  # the second, which must not depend on the first
         alone = run(tmp_path / seed, "--strategy", "plain", "clipped", "--seed", seed, QUIET)
         for strategy in ("plain", "clipped"):
-            found = rows_and_weights(several / strategy / f"seed-{seed}")
-            assert found.keys() >= {f"{strategy}.jsonl", f"{strategy}_final.pt"}
-            assert found == rows_and_weights(alone / strategy)
+            content = rows_and_weights(several / strategy / f"seed-{seed}")
+            assert content.keys() >= {f"{strategy}.jsonl", f"{strategy}_final.pt"}
+            assert content == rows_and_weights(alone / strategy)
 
 
 def test_python_run_options_accept_seeds(tmp_path: Path) -> None:
     """Each seed has its own folder and recorded configuration, and validation covers all of them."""
     summaries = session(tmp_path, strategies=["plain", "clipped"], seeds=[2, 0]).run()
-    assert [(each["strategy"], each["seed"]) for each in summaries] == [
+    assert [(summary["strategy"], summary["seed"]) for summary in summaries] == [
         *[("plain", 2), ("clipped", 2), ("plain", 0), ("clipped", 0)]
     ]
     assert read_json(tmp_path / "small/plain/seed-2/experiment_config.json")["config"]["seed"] == 2
@@ -64,7 +64,7 @@ def test_summary_compares_strategies_across_seeds(tmp_path: Path, capsys) -> Non
     """The final table shows mean and standard deviation, the result folders and the plot command."""
     run(tmp_path, "--strategy", "plain", "clipped", "--seed", "0", "1", "2")
     output = capsys.readouterr().out
-    assert "plain seed-1: stopped at its maximum length after 2 epochs" in output
+    assert "plain seed-1: stopped at the limit after 2 epochs" in output
     table = output[output.index("seeds") :]
     assert table.count(" ± ") >= 4
     assert f"Results: {tmp_path}/small/ with plain seed-0, clipped seed-0, plain seed-1, " in table
@@ -86,26 +86,26 @@ def summary(strategy: str, seed: int, loss: float, folder: str = "output/e") -> 
     }
 
 
-def test_distances_are_those_of_runs_of_one_seed() -> None:
+def test_distances_pair_runs_of_equal_seeds() -> None:
     runs = [("fp32", 0, 1.0), ("fp4", 0, 1.5), ("fp32", 1, 3.0), ("fp4", 1, 3.5)]
-    rows = comparison_rows([summary(*each) for each in runs], {"val_loss": "fp32"})
+    rows = comparison_rows([summary(*run) for run in runs], {"val_loss": "fp32"})
     assert [row["val_loss"] for row in rows] == ["2 ± 1.414", "2.5 ± 1.414"]
     assert (rows[1]["val_loss − fp32"], rows[1]["seeds"], rows[1]["epochs"]) == ("0.5 ± 0", "2", "5 ± 0")
 
 
 def test_seed_runs_resume_individually_and_together(tmp_path: Path) -> None:
-    """Resuming a seed, a strategy or the whole experiment restores the same files, rows and weights."""
+    """Resuming a seed, a strategy or the experiment gives the same files, rows and weights."""
     words = ("--strategy", "plain", "clipped", "--seed", "0", "10", "--save-checkpoints", QUIET)
     run(tmp_path / "before", *words)
     (tmp_path / "before").rename(tmp_path / "after")
-    runs, whole = tmp_path / "after/small", contents(tmp_path / "after")
+    runs, finished = tmp_path / "after/small", contents(tmp_path / "after")
     trained = rows_and_weights(runs)
     for folder in (runs / "plain/seed-10", runs / "plain", runs):
         for path in run_folders(folder, "resume"):
             shutil.rmtree(path / "checkpoints/step_000000006")
             (path / "summary.json").unlink()
         assert main(["resume", str(folder)]) == 0
-        assert contents(tmp_path / "after").keys() == whole.keys()
+        assert contents(tmp_path / "after").keys() == finished.keys()
         assert rows_and_weights(runs) == trained
 
 
@@ -178,8 +178,8 @@ def test_progress_line_covers_all_runs(terminal: bool) -> None:
         now[0], line.running["a seed-1"] = float(second), f"epoch {second}/150"
         line.show()
     line.close()
-    told = [f"0 of 3 runs done, 1 running: a seed-1 epoch {second}/150" for second in range(100)]
+    lines = [f"0 of 3 runs done, 1 running: a seed-1 epoch {second}/150" for second in range(100)]
     if terminal:
-        assert all(text in file.getvalue() for text in told)
+        assert all(text in file.getvalue() for text in lines)
     else:
-        assert file.getvalue().splitlines() == told[30:91:30]
+        assert file.getvalue().splitlines() == lines[30:91:30]

@@ -1,4 +1,4 @@
-"""A program that calls the command: the experiment small, and a hook that brings one of several runs into trouble."""
+"""A program that calls the command with the small experiment and a hook that makes single runs fail."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ class Trouble(TrainingHook):
     """Waits, prints, raises in one of several runs, and kills the process of another.
 
     Args:
-        seconds: how long it waits in each epoch.
-        raises: the seed of the run in which it raises.
-        kills: the seed of the run whose process it kills.
+        seconds: waiting time per epoch.
+        raises: seed of the run in which the hook raises.
+        kills: seed of the run whose process the hook kills.
     """
 
     name = "trouble"
@@ -38,7 +38,7 @@ class Trouble(TrainingHook):
         if ctx.epoch == 1 and self.seed == self.kills:
             os.kill(os.getpid(), signal.SIGKILL)
         if ctx.epoch == 1 and self.seed == self.raises:
-            raise ValueError("as told")
+            raise ValueError("as configured")
         return {}
 
     def describe_metrics(self) -> list[Any]:

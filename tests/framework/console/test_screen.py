@@ -94,7 +94,7 @@ def test_exit_prints_the_normal_output_in_order():
     parts = ["exp only: ", "warning: The loss is 0.123456789", "note: Left out: 'x'.", "printed by the experiment"]
     parts += [
         "stride: target reached",
-        "fixed-random: stopped at its maximum length",
+        "fixed-random: stopped at the limit",
         "strategy target",
         "Results: output/mod_arithmetic/",
     ]

@@ -1,4 +1,4 @@
-"""Runs that several modules look at."""
+"""Finished runs that several modules use."""
 
 from pathlib import Path
 

@@ -16,14 +16,14 @@ from tests.framework.report.plotted import record
 
 
 class ReadPage(HTMLParser):
-    """A page as a browser takes it apart: tags with attributes, text outside of scripts, what lies packed in it."""
+    """A parsed page: tags with attributes, text outside of scripts, and the packed data."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.size = path.stat().st_size
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
-        self.said: list[str] = []
+        self.texts: list[str] = []
         self.scripts: list[str] = []
         self.feed(path.read_text("utf-8"))
         assert self.open == []
@@ -42,38 +42,38 @@ class ReadPage(HTMLParser):
         if self.open and self.open[-1] == "script":
             self.scripts.append(data)
         elif self.open and self.open[-1] != "style":
-            self.said.append(data)
+            self.texts.append(data)
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.said).split())
+        return " ".join(" ".join(self.texts).split())
 
     def curve(self, metric: str, run: int = 0) -> dict[int, float]:
-        found = next(each for each in self.data["metrics"] if each["name"] == metric)
-        curve = next(curve for curve in found["curves"] if curve["run"] == run)
+        content = next(item for item in self.data["metrics"] if item["name"] == metric)
+        curve = next(curve for curve in content["curves"] if curve["run"] == run)
         return dict(zip(curve["steps"], map(float, curve["values"]), strict=True))
 
 
 def reported(*words: Path | str) -> ReadPage:
-    """Write the page of runs beside them, and read it."""
+    """Write the page of runs next to the first run, and read it."""
     path = Path(words[0]).parent / "page.html"
     assert main(["report", *map(str, words), "-o", str(path), "--overwrite"]) == 0
     return ReadPage(path)
 
 
 def ended_run(root: Path, strategy: str, seed: int, emits: list[tuple[int, dict[str, Any]]]) -> Path:
-    """Record a run that was completed, one of its strategy's seeds, and return its folder."""
+    """Record a completed run with a seed, and return its folder."""
     folder = record(root / f"seed-{seed}", emits, strategy=strategy)
     write_json(folder / CONFIG, {"experiment": "exp", "strategy": strategy, "config": {"seed": seed}})
-    told = {"strategy": strategy, "status": "completed", "error": None, "epochs": 1, "steps": 9, "output_dir": ""}
-    told |= {
+    summary = {"strategy": strategy, "status": "completed", "error": None, "epochs": 1, "steps": 9, "output_dir": ""}
+    summary |= {
         "training_loss": None,
         "initial": {},
         "metrics": {},
         "final": {"loss": float(seed ** (2 if strategy == "b" else 1))},
         "treatments": {},
     }
-    write_json(folder / SUMMARY, {**told, "target_reached": None, "hook_errors": [], "seconds": {"training": 1.0}})
+    write_json(folder / SUMMARY, {**summary, "target_reached": None, "hook_errors": [], "seconds": {"training": 1.0}})
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Records for tests of ``loopscope plot``: written by the real sinks, chosen or from a run of a tied model."""
+"""Records for tests of ``loopscope plot``, written by real sinks: given values, or a run of a tied model."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ SLOPE = [0.5, 1.0, 2.0, 1.5, 3.0]
 
 
 def describe(folder: Path, experiment: str, strategy: str) -> None:
-    """Write what a run in ``folder`` was."""
+    """Write the configuration of a run in ``folder``."""
     content = {"experiment": experiment, "strategy": strategy, "config": {}, "treatments": {}}
     (folder / CONFIG).write_text(json.dumps(content))
 
@@ -38,7 +38,7 @@ def record(
     point: HookPoint = HookPoint.POST_EPOCH,
     sink_class: type[JSONLSink | CSVSink] = JSONLSink,
 ) -> Path:
-    """Send metrics to a sink, as a run of experiment ``exp`` would, and return the run's folder."""
+    """Send metrics of a run of experiment ``exp`` to a sink, and return the run's folder."""
     folder = root / "exp" / strategy
     folder.mkdir(parents=True)
     describe(folder, "exp", strategy)
@@ -51,7 +51,7 @@ def record(
 
 
 def curve_record(root: Path, values: list[float], *, strategy: str = "only") -> Path:
-    """Record a curve with a value at each step from 1 on."""
+    """Record a curve with a value at each step, starting at 1."""
     return record(root, [(step, {CURVE: value}) for step, value in enumerate(values, 1)], strategy=strategy)
 
 
@@ -61,7 +61,7 @@ def everything(folder: Path) -> RecordedRun:
 
 
 def tied_record(folder: Path, *, clip: bool = True) -> Path:
-    """Train a small tied model under both hooks in the present folder, and return the folder of its record."""
+    """Train a small tied model with both hooks in the current folder, and return the folder of its record."""
     Path("unused").mkdir()
     hooks = [EmbeddingProvenance(), *([OutputProjectionClip(window_size=2)] if clip else [])]
     train_model(Case("tied", loop="step"), hooks, steps=12, audit=False, every_step=False, sinks=[JSONLSink()])
@@ -70,13 +70,13 @@ def tied_record(folder: Path, *, clip: bool = True) -> Path:
 
 
 def pixels(path: Path, colour: str) -> int:
-    """Count the pixels of a picture that have a colour, given as ``#rrggbb``."""
+    """Count the pixels of a picture with the colour ``#rrggbb``."""
     wanted = [int(colour[begin : begin + 2], 16) for begin in (1, 3, 5)]
     with Image.open(path) as image:
         return int((np.asarray(image.convert("RGB")) == wanted).all(axis=2).sum())
 
 
 def figure(*folders: Path, patterns: Sequence[str] = ("**",), overlay: bool = False, **look: Any) -> Figure:
-    """Draw metrics of runs, all by default; ``look`` are fields of :class:`Look`."""
+    """Draw metrics of runs, by default all; ``look`` are fields of :class:`Look`."""
     runs = [everything(folder) for folder in folders]
     return figure_of(metric_picture(runs, patterns, overlay=overlay), Look(**look))

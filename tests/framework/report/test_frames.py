@@ -1,4 +1,4 @@
-"""``loopscope.read_run``: what comes out is what was recorded, and what cannot be read is refused in a sentence."""
+"""``loopscope.read_run``: recorded values as data frames, and errors for unreadable folders."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""``loopscope report``: its page in Chromium, used as people use it."""
+"""The page of ``loopscope report`` in Chromium, with mouse and keyboard."""
 
 import base64
 import json
@@ -51,10 +51,10 @@ class Page:
 
     def wait(self, expression: str) -> Any:
         end = time.monotonic() + 10
-        while not (found := self.get(expression)):
+        while not (value := self.get(expression)):
             assert time.monotonic() < end, expression
             time.sleep(0.02)
-        return found
+        return value
 
     def click(self, selector: str) -> None:
         self.chrome.find_element("css selector", selector).click()
@@ -96,13 +96,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(chrome: Chrome) -> Iterator[Page]:
-    """Open pages, and find after the test that nothing was fetched and nothing went wrong."""
+    """Open pages; after the test, check that there were no requests and no errors."""
     yield Page(chrome)
     assert chrome.execute_script("return performance.getEntriesByType('resource').map(one => one.name)") == []
     assert chrome.get_log("browser") == []
 
 
-def test_the_page_opens_with_sentences_and_curves(page: Page, written: Path) -> None:
+def test_page_opens_with_sentences_and_curves(page: Page, written: Path) -> None:
     page.open(written)
     assert len(page.chrome.find_elements("css selector", "#runs li")) == 6
     assert page.get("[...charts.keys()]") == [
@@ -169,7 +169,7 @@ def test_axes_are_logarithmic_and_curves_smooth(page: Page, written: Path) -> No
     page.set("#smooth", "3")
     raw, smooth = page.get(f"{LOSS}.data.slice(0, 2).map(one => one.y)")
     assert raw == list(range(1, 10))
-    assert smooth == pytest.approx(raw)  # of a straight line
+    assert smooth == pytest.approx(raw)  # since the curve is a straight line
     assert page.get("smoothed([1, NaN, 100, 10, 1], 3, true)[2]") == pytest.approx(1000**0.5)
     assert page.get("smoothed([1, NaN, 100, 10, 1], 3, false)[2]") == 55
 
@@ -193,7 +193,7 @@ def test_spectra_phases_and_alerts_are_drawn(page: Page, written: Path) -> None:
     ]
 
 
-def test_means_over_seeds_stand_in_place_of_runs(page: Page, written: Path) -> None:
+def test_means_over_seeds_replace_runs(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
     page.click("#means")
     named = page.points()
@@ -226,7 +226,7 @@ def test_rewinds_have_a_button_and_alerts_list_rows(page: Page, tmp_path: Path) 
     ]
 
 
-def test_the_table_behind_a_chart_opens(page: Page, written: Path) -> None:
+def test_table_of_chart_opens(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
     page.click("figure summary")
     page.wait("document.querySelector('figure td')")
@@ -238,7 +238,7 @@ def test_the_table_behind_a_chart_opens(page: Page, written: Path) -> None:
     assert (len(rows), rows[9][:5]) == (10, ["9", "9", "", "", "19"])
 
 
-def test_the_page_is_dark_or_light(page: Page, written: Path) -> None:
+def test_button_switches_between_dark_and_light(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
     look = "[getComputedStyle(document.body).backgroundColor, charts.get('m/loss').plot.layout.font.color]"
     light = page.get(look)
@@ -251,7 +251,7 @@ def test_the_page_is_dark_or_light(page: Page, written: Path) -> None:
 
 
 @pytest.mark.slow
-def test_printed_the_page_is_charts_and_tables(page: Page, written: Path) -> None:
+def test_printed_page_has_charts_and_tables(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
     page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     is_seen = "id => at(id).checkVisibility()"
@@ -270,11 +270,11 @@ def test_printed_the_page_is_charts_and_tables(page: Page, written: Path) -> Non
 
 NAN, INF = math.nan, math.inf
 BAD = "</script><script>throw 1</script><img src=x onerror=alert(1)>%{x}"
-STRANGE: dict[str, list[tuple[int, dict[str, Any]]]] = {
+UNUSUAL: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "one-epoch": [(9, {"m/loss": 1.0})],
-    "nowhere-a-number": [(at, {"m/loss": NAN, "m/list": [NAN, INF]}) for at in range(9)],
+    "without-numbers": [(at, {"m/loss": NAN, "m/list": [NAN, INF]}) for at in range(9)],
     "markup": [(at, {f"{BAD}/loss": at, f"m/{BAD}": [1.0, at]}) for at in range(3)],
-    "a-metric-of-its-own": [(at, {"m/alone": 1.0}) for at in range(3)],
+    "separate-metric": [(at, {"m/alone": 1.0}) for at in range(3)],
     "empty": [],
     "huge": [(at, {"m/loss": (-1) ** at * 1e300, "m/int": 10**15}) for at in range(9)],
     "negative": [(at, {"m/loss": -at, "m/list": [-1.0, 0.0]}) for at in range(-3, 3)],
@@ -286,18 +286,18 @@ STRANGE: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
-def test_unusual_runs_are_drawn_as_far_as_possible(page: Page, tmp_path: Path) -> None:
-    """Records are incomplete, hold extreme values or have markup in their names."""
-    folders = [record(tmp_path, emits, strategy=name) for name, emits in STRANGE.items()]
-    folders.append(ended_run(tmp_path / "more", "markup", 1, STRANGE["markup"]))
-    for odd in ("{]", "null"):
+def test_unusual_runs_are_drawn(page: Page, tmp_path: Path) -> None:
+    """Records are incomplete, have extreme values, or have markup in their names."""
+    folders = [record(tmp_path, emits, strategy=name) for name, emits in UNUSUAL.items()]
+    folders.append(ended_run(tmp_path / "more", "markup", 1, UNUSUAL["markup"]))
+    for invalid in ("{]", "null"):
         with (folders[8] / "running.jsonl").open("a") as file:
-            file.write(odd)
+            file.write(invalid)
     (folders[5] / SUMMARY).write_text("{")
     (folders[6] / ALERTS).write_text(json.dumps({"epoch": 0, "step": -1, "hook": "m", "metric": "", "sentence": BAD}))
     with run_lock(folders[8]):
-        found = reported(*folders)
-    assert "running (exp/running): still running, recorded up to epoch 0, step 3" in found.text
+        report = reported(*folders)
+    assert "running (exp/running): still running, recorded up to epoch 0, step 3" in report.text
     page.open(folders[0].parent / "page.html")
     assert not page.get("at('seeds').checkVisibility()")
     names = page.get("[...metrics.keys()]")
@@ -316,9 +316,9 @@ def test_unusual_runs_are_drawn_as_far_as_possible(page: Page, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRANGE)
-def test_a_strange_run_alone_is_shown(name: str, page: Page, tmp_path: Path) -> None:
-    folder = record(tmp_path, STRANGE[name], strategy=name)
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_each_unusual_run_is_shown_alone(name: str, page: Page, tmp_path: Path) -> None:
+    folder = record(tmp_path, UNUSUAL[name], strategy=name)
     reported(folder)
     page.open(folder.parent / "page.html")
     page.run("state.shown = [...metrics.keys()]; draw()")

@@ -1,4 +1,4 @@
-"""``loopscope report``: the page holds what the records hold, whatever these are."""
+"""``loopscope report``: the page has the content of any records."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.cli import main
 from loopscope.hooks import ALERTS, HookPoint, Series
-from loopscope.report import look_at, page
+from loopscope.report import inspect_run, page
 from loopscope.report.curves import Curve
 from loopscope.report.page import LARGEST_PAGE, thinned
 from loopscope.runs import SUMMARY
@@ -26,13 +26,14 @@ BAD = "</script><script>alert(1)</script><b>"
 NAN, INF = math.nan, math.inf
 
 
-def test_a_page_has_every_number_of_the_records(finished: Path) -> None:
+def test_page_has_every_recorded_number(finished: Path) -> None:
     both = reported(finished)
     for index, strategy in enumerate(("clipped", "plain")):
         points: dict[str, dict[int, float]] = {}
-        for _, step, _, name, value in look_at(finished / strategy).points:
+        for _, step, _, name, value in inspect_run(finished / strategy).points:
             points.setdefault(name, {})[step] = value
-        shown = {each["name"] for each in both.data["metrics"] if index in [curve["run"] for curve in each["curves"]]}
+        metrics = both.data["metrics"]
+        shown = {metric["name"] for metric in metrics if index in [curve["run"] for curve in metric["curves"]]}
         assert shown == points.keys()
         assert all(both.curve(name, index) == points[name] for name in points)
 
@@ -40,49 +41,50 @@ def test_a_page_has_every_number_of_the_records(finished: Path) -> None:
 def test_page_describes_runs_and_metrics(finished: Path) -> None:
     """Status, treatments, formulas and readings are shown, and the loss comes first."""
     both = reported(finished)
-    assert "clipped (small/clipped): stopped at its maximum length after 5 epochs, 15 steps" in both.text
+    assert "clipped (small/clipped): stopped at the limit after 5 epochs, 15 steps" in both.text
     assert "treatments: grad_clip (gradients)" in both.text
     assert [run["treatments"] for run in both.data["runs"]] == ["grad_clip (gradients)", ""]
-    by_name = {each["name"]: each for each in both.data["metrics"]}
+    by_name = {metric["name"]: metric for metric in both.data["metrics"]}
     assert by_name["training_metrics/loss"]["formula"].startswith("loss of the step")
     assert "reading" in by_name["training_metrics/evaluation/val_loss"]
-    assert all(each["formula"] for name, each in by_name.items() if name.startswith("norms/"))
+    assert all(metric["formula"] for name, metric in by_name.items() if name.startswith("norms/"))
     assert [by_name[name]["first"] for name in ("training_metrics/loss", "norms/total_grad_norm")] == [True, False]
 
 
 def test_page_loads_no_external_resources(finished: Path) -> None:
     """The content security policy forbids requests, and no element has a source or link."""
     both = reported(finished)
-    (policy,) = [found["content"] for _, found in both.tags if found.get("http-equiv") == "Content-Security-Policy"]
+    attributes = [values for _, values in both.tags]
+    (policy,) = [values["content"] for values in attributes if values.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'unsafe-inline'")
     assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in both.tags}
-    assert not [found for _, found in both.tags if {"src", "href", "action"} & found.keys()]
+    assert not [values for values in attributes if {"src", "href", "action"} & values.keys()]
     assert [tag for tag, _ in both.tags].count("label") == [tag for tag, _ in both.tags].count("input") > 5
 
 
-def test_foreign_text_is_escaped_on_the_page(tmp_path: Path) -> None:
+def test_text_of_runs_is_escaped(tmp_path: Path) -> None:
     """Names, treatments and alerts with HTML or control codes add no tags."""
     folder = record(tmp_path, [(1, {f"{BAD}/loss": 1.0, "m/loss": 2.0})])
     names = {"experiment": "<script>", "strategy": "only", "config": {}, "treatments": {"<i>": ["<b>\x1b"]}}
     (folder / "experiment_config.json").write_text(json.dumps(names))
     (folder / ALERTS).write_text(json.dumps({"epoch": 0, "step": 1, "hook": "m", "metric": "loss", "sentence": BAD}))
-    found = reported(folder)
-    assert [tag for tag, _ in found.tags].count("script") == 3
-    assert not {"b", "i"} & {tag for tag, _ in found.tags}
-    assert "(<script>/only): " in found.text
-    assert "treatments: <i> (<b>?)" in found.text
-    assert found.curve(f"{BAD}/loss") == {1: 1.0}
-    assert found.data["runs"][0]["alerts"][0]["sentence"] == BAD
+    report = reported(folder)
+    assert [tag for tag, _ in report.tags].count("script") == 3
+    assert not {"b", "i"} & {tag for tag, _ in report.tags}
+    assert "(<script>/only): " in report.text
+    assert "treatments: <i> (<b>?)" in report.text
+    assert report.curve(f"{BAD}/loss") == {1: 1.0}
+    assert report.data["runs"][0]["alerts"][0]["sentence"] == BAD
 
 
 def test_nonfinite_values_and_partial_metrics_are_shown(tmp_path: Path) -> None:
     """A metric that only one run has is shown too."""
     folders = [curve_record(tmp_path, [NAN] * 3), curve_record(tmp_path, [1.0, -INF, INF], strategy="other")]
     record(tmp_path, [(4, {"m/alone": 4})], strategy="third")
-    found = reported(*folders, tmp_path / "exp/third")
-    assert [math.isnan(value) for value in found.curve("m/loss").values()] == [True] * 3
-    assert found.curve("m/loss", 1) == {1: 1.0, 2: -INF, 3: INF}
-    assert found.curve("m/alone", 2) == {4: 4}
+    report = reported(*folders, tmp_path / "exp/third")
+    assert [math.isnan(value) for value in report.curve("m/loss").values()] == [True] * 3
+    assert report.curve("m/loss", 1) == {1: 1.0, 2: -INF, 3: INF}
+    assert report.curve("m/alone", 2) == {4: 4}
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=200), st.integers(1, 20))
@@ -92,11 +94,14 @@ def test_thinning_keeps_ends_extremes_and_nonfinite_values(values: list[float], 
     kept = thinned(curve, pixels)
     assert {0, len(values) - 1} <= set(kept.tolist())
     assert len(kept) <= 5 * pixels + 2
-    finite, left = curve.values[curve.finite], curve.values[kept]
+    finite, kept_values = curve.values[curve.finite], curve.values[kept]
     if len(finite):
-        assert (finite.min(), finite.max()) == (left[np.isfinite(left)].min(), left[np.isfinite(left)].max())
-    for odd in (np.isnan, np.isposinf, np.isneginf):
-        assert odd(curve.values).any() == odd(left).any()
+        assert (finite.min(), finite.max()) == (
+            kept_values[np.isfinite(kept_values)].min(),
+            kept_values[np.isfinite(kept_values)].max(),
+        )
+    for is_kind in (np.isnan, np.isposinf, np.isneginf):
+        assert is_kind(curve.values).any() == is_kind(kept_values).any()
 
 
 def test_long_run_page_is_small_and_keeps_spikes(tmp_path: Path) -> None:
@@ -104,25 +109,25 @@ def test_long_run_page_is_small_and_keeps_spikes(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=200_000)
     values[123_456] = 99.0
     emits = [(200_000, {f"m/{name}": Series(list(range(1, 200_001)), values.tolist()) for name in "ab"})]
-    found = reported(record(tmp_path, emits, point=HookPoint.POST_STEP))
-    curve = found.curve("m/a")
+    report = reported(record(tmp_path, emits, point=HookPoint.POST_STEP))
+    curve = report.curve("m/a")
     assert curve[123_457] == 99.0
-    assert (len(curve) < 2500, found.data["metrics"][0]["curves"][0]["points"]) == (True, 200_000)
-    assert found.size < LARGEST_PAGE
+    assert (len(curve) < 2500, report.data["metrics"][0]["curves"][0]["points"]) == (True, 200_000)
+    assert report.size < LARGEST_PAGE
 
 
 @own_process
 def test_page_fits_two_thousand_metrics(tmp_path: Path) -> None:
-    """Metrics that exceed the size limit are left out and counted."""
+    """Metrics beyond the size limit are omitted and counted."""
     rows = np.random.default_rng(0).normal(size=(20, 2000))
     folder = record(
         tmp_path, [(step, {f"m/{at}": value for at, value in enumerate(row)}) for step, row in enumerate(rows)]
     )
     for largest, fits in ((LARGEST_PAGE, True), (2_100_000, False)):
         page.LARGEST_PAGE = largest
-        found = reported(folder)
-        assert (found.size < largest, found.data["leftOut"] == 0) == (True, fits)
-        assert 0 < len(found.data["metrics"]) == 2000 - found.data["leftOut"]
+        report = reported(folder)
+        assert (report.size < largest, report.data["leftOut"] == 0) == (True, fits)
+        assert 0 < len(report.data["metrics"]) == 2000 - report.data["leftOut"]
 
 
 def test_damaged_and_empty_runs_are_partly_shown(tmp_path: Path, capsys) -> None:
@@ -134,34 +139,34 @@ def test_damaged_and_empty_runs_are_partly_shown(tmp_path: Path, capsys) -> None
     (folder / ALERTS).write_text('{"epoch": 0}\nnothing\n')
     broken = shutil.copytree(folder, tmp_path / "exp/broken")
     (broken / "experiment_config.json").write_text("{")
-    found = reported(folder, empty, broken)
-    assert found.curve("m/loss") == {1: 1.0, 2: 2.0}
-    assert "only.jsonl cannot be read after 2 emits" in found.text
-    assert "2 lines of" in found.text
-    assert "only (exp/only): damaged, recorded up to epoch 0, step 2; treatments: none." in found.text
-    assert "empty (exp/empty): killed, or ended without a summary" in found.text
+    report = reported(folder, empty, broken)
+    assert report.curve("m/loss") == {1: 1.0, 2: 2.0}
+    assert "only.jsonl cannot be read after 2 emits" in report.text
+    assert "2 lines of" in report.text
+    assert "only (exp/only): damaged, recorded up to epoch 0, step 2; treatments: none." in report.text
+    assert "empty (exp/empty): killed, or ended without a summary" in report.text
     assert "experiment_config.json cannot be read: it is not JSON" in capsys.readouterr().out
 
 
-def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch) -> None:
+def test_oversized_files_are_not_read(tmp_path: Path, monkeypatch) -> None:
     record(tmp_path, [(1, {"m/loss": 1.0})])
     folders = [shutil.copytree(tmp_path / "exp/only", tmp_path / "exp" / name) for name in ("large", "line", "endless")]
     with (folders[0] / "only.jsonl").open("ab") as file:
         file.truncate(2**30)  # without bytes on the disk
     (folders[1] / "only.jsonl").write_bytes(b"1" * (65 * 2**20))
     (folders[2] / "summary.json").symlink_to("/dev/zero")
-    found = reported(*folders)
-    assert "it has 1,073,741,824 bytes, and the limit is 268,435,456" in found.text
-    assert "it has a line of more than 67,108,864 bytes" in found.text
-    assert "summary.json cannot be read: it is no file" in found.text
+    report = reported(*folders)
+    assert "it has 1,073,741,824 bytes, and the limit is 268,435,456" in report.text
+    assert "it has a line of more than 67,108,864 bytes" in report.text
+    assert "summary.json cannot be read: it is no file" in report.text
 
 
 def test_lists_are_drawn_as_thinned_maps(tmp_path: Path) -> None:
     """A list metric with too many rows keeps every second one, repeatedly."""
     emits = [(step, {"m/spectrum": [float(step), 0.12345678, NAN] * 100, "m/odd": ["a"]}) for step in range(500)]
-    found = reported(record(tmp_path, emits)).data["metrics"]
-    (spectrum,) = found[0]["maps"]
-    assert ([each["name"] for each in found], found[0]["curves"]) == (["m/spectrum"], [])
+    metrics = reported(record(tmp_path, emits)).data["metrics"]
+    (spectrum,) = metrics[0]["maps"]
+    assert ([metric["name"] for metric in metrics], metrics[0]["curves"]) == (["m/spectrum"], [])
     assert (spectrum["steps"], spectrum["seen"], spectrum["longest"]) == (list(range(0, 500, 4)), 500, 300)
     assert [row[:3] for row in spectrum["rows"]] == [[step, 0.123457, "nan"] for step in spectrum["steps"]]
 
@@ -174,8 +179,8 @@ def test_tables_show_differences_environment_and_costs(tmp_path: Path, finished:
     config["config"]["lr"], summary["hook_profile"] = 0.5, {"norms": {"calls": 7}}
     (folders[1] / "experiment_config.json").write_text(json.dumps(config))
     (folders[1] / "summary.json").write_text(json.dumps(summary))
-    found = reported(*folders).text
-    differences, costs, environment = re.split("Cost by hook, of runs with --profile-hooks|Environment", found)[:3]
+    text = reported(*folders).text
+    differences, costs, environment = re.split("Cost by hook, of runs with --profile-hooks|Environment", text)[:3]
     assert differences.rpartition("Differences between the runs")[2].split()[-3:] == ["lr", "0.01", "0.5"]
     assert costs.split()[-3:] == ["b", "norms", "7"]
     assert "torch" in environment
@@ -183,8 +188,8 @@ def test_tables_show_differences_environment_and_costs(tmp_path: Path, finished:
 
 def test_seeds_are_shown_as_mean_with_interval(tmp_path: Path) -> None:
     """Means and intervals match scipy, and tests between groups are corrected."""
-    found = reported(*seeded_runs(tmp_path))
-    loss = next(each for each in found.data["metrics"] if each["name"] == "m/loss")
+    report = reported(*seeded_runs(tmp_path))
+    loss = next(metric for metric in report.data["metrics"] if metric["name"] == "m/loss")
     assert [(mean["group"], mean["runs"], mean["steps"]) for mean in loss["means"]] == [
         ("a", [0, 1, 2], list(range(1, 8))),
         ("b", [3, 4, 5], list(range(1, 8))),
@@ -192,12 +197,12 @@ def test_seeds_are_shown_as_mean_with_interval(tmp_path: Path) -> None:
     low, high = stats.t.interval(0.95, 2, 20.0, stats.sem([10.0, 20.0, 30.0]))
     at_ten = [loss["means"][0][name][4] * 2 for name in ("low", "values", "high")]
     assert at_ten == pytest.approx([low, 20.0, high], rel=1e-5)
-    spreads, tests = re.split("Do groups differ", found.text.partition("Over seeds")[2])
+    spreads, tests = re.split("Do groups differ", report.text.partition("Over seeds")[2])
     assert "final loss a 3 1 1 -1.484 3.484" in spreads
     assert "1 tests; holm is p after Holm's correction" in tests
-    wanted = stats.ttest_rel([0.0, 1.0, 2.0], [0.0, 1.0, 4.0])
+    expected = stats.ttest_rel([0.0, 1.0, 2.0], [0.0, 1.0, 4.0])
     assert "final loss a − b -0.6667" in tests
-    assert f"paired t 3 of 3 {wanted.statistic:.4g} {wanted.pvalue:.4g} {wanted.pvalue:.4g}" in tests
+    assert f"paired t 3 of 3 {expected.statistic:.4g} {expected.pvalue:.4g} {expected.pvalue:.4g}" in tests
 
 
 def test_unfinished_and_duplicate_runs_are_excluded_from_means(tmp_path: Path) -> None:
@@ -205,18 +210,18 @@ def test_unfinished_and_duplicate_runs_are_excluded_from_means(tmp_path: Path) -
     folders = seeded_runs(tmp_path)[:3]
     (folders[0] / SUMMARY).unlink()
     again = shutil.copytree(folders[1], tmp_path / "again")
-    found = reported(*folders, again)
-    loss = next(each for each in found.data["metrics"] if each["name"] == "m/loss")
+    report = reported(*folders, again)
+    loss = next(metric for metric in report.data["metrics"] if metric["name"] == "m/loss")
     assert [mean["runs"] for mean in loss["means"]] == [[1, 2]]
-    assert "again: has the settings of" in found.text
-    assert "killed, so only its recorded part is compared, and it is excluded from groups" in found.text
+    assert "again: has the settings of" in report.text
+    assert "killed, so only its recorded part is compared, and it is excluded from groups" in report.text
 
 
 REFUSED = {
     "": "loopscope report needs RUN",
     "{run} -o page.pdf": "it must end in .html",
     "{run} --most-mib 0": "--most-mib is 0",
-    "{run} -o mine.html": "mine.html is no report; --overwrite writes over it",
+    "{run} -o mine.html": "mine.html exists and is not a loopscope report; use --overwrite",
     "nowhere": "nowhere does not exist",
 }
 

@@ -1,4 +1,4 @@
-"""Pictures over seeds: means and bands against scipy, and what is said of groups that differ."""
+"""Pictures of means over seeds: means and bands against scipy, and tests between groups."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from loopscope import sinks
 from loopscope.errors import UsageError
-from loopscope.report import compare_runs, look_at, read_runs, seeds_picture
+from loopscope.report import compare_runs, inspect_run, read_runs, seeds_picture
 from loopscope.report.drawing import BAND
 from loopscope.runs import CONFIG
 from scipy import stats
@@ -22,13 +22,13 @@ VALUES = {"a": GENERATOR.normal(2.0, 0.1, (4, 6)), "b": GENERATOR.normal(1.0, 0.
 
 
 def seeded(root: Path, strategy: str, seed: int, values: list[float]) -> Path:
-    """Record a curve as a run of a strategy with a seed, that is completed."""
+    """Record a curve as a run of a strategy with a seed."""
     folder = root / strategy / f"seed-{seed}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     curve_record(root / "once", values, strategy=strategy).rename(folder)
     shutil.rmtree(root / "once")
-    told = json.loads((folder / CONFIG).read_text()) | {"config": {"seed": seed, "output_dir": str(root)}}
-    (folder / CONFIG).write_text(json.dumps(told))
+    config = json.loads((folder / CONFIG).read_text()) | {"config": {"seed": seed, "output_dir": str(root)}}
+    (folder / CONFIG).write_text(json.dumps(config))
     return folder
 
 
@@ -49,11 +49,11 @@ def test_seed_plot_shows_mean_and_interval(runs):
         common = values[:, :5]
         assert line.get_xdata().tolist() == [1, 2, 3, 4, 5]
         assert line.get_ydata() == pytest.approx(common.mean(axis=0))
-        wanted = stats.t.interval(0.95, 3, common.mean(axis=0), stats.sem(common))
+        expected = stats.t.interval(0.95, 3, common.mean(axis=0), stats.sem(common))
         corners = band.get_paths()[0].vertices
-        for step, low, high in zip(range(1, 6), *wanted, strict=True):
-            at = corners[corners[:, 0] == step][:, 1]
-            assert (at.min(), at.max()) == pytest.approx((low, high))
+        for step, low, high in zip(range(1, 6), *expected, strict=True):
+            heights = corners[corners[:, 0] == step][:, 1]
+            assert (heights.min(), heights.max()) == pytest.approx((low, high))
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b", BAND]
 
 
@@ -62,17 +62,24 @@ def test_group_test_matches_compare_command(tmp_path):
     for strategy, rows in VALUES.items():
         for seed, row in enumerate(rows.tolist()):
             folder = seeded(tmp_path, strategy, seed, row)
-            told = {"status": "completed", "epochs": 6, "steps": 6, "error": None, "metrics": {}, "training_loss": 1.0}
-            told |= {"initial": {}, "final": {}, "target_reached": None, "strategy": strategy, "treatments": {}}
-            told |= {"seconds": {"training": 1.0}, "hook_errors": [], "output_dir": str(folder)}
-            (folder / "summary.json").write_text(json.dumps(told))
+            summary = {
+                "status": "completed",
+                "epochs": 6,
+                "steps": 6,
+                "error": None,
+                "metrics": {},
+                "training_loss": 1.0,
+            }
+            summary |= {"initial": {}, "final": {}, "target_reached": None, "strategy": strategy, "treatments": {}}
+            summary |= {"seconds": {"training": 1.0}, "hook_errors": [], "output_dir": str(folder)}
+            (folder / "summary.json").write_text(json.dumps(summary))
     read, _ = read_runs([tmp_path], lambda name: True, "step")
     picture = seeds_picture(read, [CURVE], overlay=False)
-    compared = compare_runs([look_at(run.folder) for run in read], [CURVE])["tests"]
-    test = next(each for each in compared if each["number"] == f"last {CURVE}")
+    compared = compare_runs([inspect_run(run.folder) for run in read], [CURVE])["tests"]
+    test = next(row for row in compared if row["number"] == f"last {CURVE}")
     assert test["p"] == pytest.approx(stats.ttest_rel(VALUES["a"][:, -1], VALUES["b"][:, -1]).pvalue)
-    told = f"last a − b: {test['difference']:.3g} ({test['low']:.3g} to {test['high']:.3g}), p {test['p']:.2g} "
-    assert picture.panels[0].remark == told + "(paired t, Holm over 1)"
+    remark = f"last a − b: {test['difference']:.3g} ({test['low']:.3g} to {test['high']:.3g}), p {test['p']:.2g} "
+    assert picture.panels[0].remark == remark + "(paired t, Holm over 1)"
     assert picture.sentences == [f"{CURVE}: {picture.panels[0].remark}."]
 
 
@@ -81,11 +88,13 @@ def test_omitted_runs_and_steps_are_reported(runs):
     shutil.copytree(runs / "a/seed-1", runs / "again")
     seeded(runs, "c", 0, [1.0, 2.0])
     read, _ = read_runs([runs, runs / "again"], lambda name: True, None)
-    told = seeds_picture(read, [CURVE], overlay=False).sentences
-    assert f"a is drawn to the end of its shortest run: {CURVE}." in told
-    assert "One seed is not enough for a significance test: c." in told
-    assert any(sentence.startswith("Omitted, since another run has the same options and seed") for sentence in told)
-    assert f"{CURVE}: last a − c: too few seeds." in told
+    sentences = seeds_picture(read, [CURVE], overlay=False).sentences
+    assert f"a is drawn to the end of its shortest run: {CURVE}." in sentences
+    assert "One seed is not enough for a significance test: c." in sentences
+    assert any(
+        sentence.startswith("Omitted, since another run has the same options and seed") for sentence in sentences
+    )
+    assert f"{CURVE}: last a − c: too few seeds." in sentences
 
 
 def test_non_finite_means_leave_marked_gaps(tmp_path):
@@ -115,14 +124,14 @@ def test_runs_without_a_seed_are_refused(tmp_path):
 
 def test_metric_of_some_seeds_is_averaged(runs):
     """The mean covers the seeds that have the metric, and an unknown metric raises an error with its name."""
-    for at in (2, 3):
-        path = next((runs / f"a/seed-{at}").glob("*.jsonl"))
+    for seed in (2, 3):
+        path = next((runs / f"a/seed-{seed}").glob("*.jsonl"))
         path.write_text(path.read_text().replace(CURVE, "m/other"))
-    found, _ = read_runs([runs / "a"], lambda name: True, None)
-    picture = seeds_picture(found, ["m/*"], overlay=False)
+    read, _ = read_runs([runs / "a"], lambda name: True, None)
+    picture = seeds_picture(read, ["m/*"], overlay=False)
     drawn = {panel.title: panel.traces[0][0].values for panel in picture.panels}
     assert drawn[CURVE] == pytest.approx(VALUES["a"][:2].mean(axis=0))
     assert drawn["m/other"] == pytest.approx(VALUES["a"][2:, :5].mean(axis=0))
     assert f"Only some seeds of a have: {CURVE}, m/other." in picture.sentences
     with pytest.raises(UsageError, match=f"No metric matches 'm/los'; .*{CURVE}"):
-        seeds_picture(found, ["m/los"], overlay=False)
+        seeds_picture(read, ["m/los"], overlay=False)

@@ -1,4 +1,4 @@
-"""``loopscope plot``: the curves of a picture are those of the record, smoothed and scaled as asked for."""
+"""``loopscope plot``: recorded curves with the requested smoothing and scaling."""
 
 import json
 import math
@@ -32,7 +32,7 @@ NAN, INF = math.nan, math.inf
 
 
 def drawn(axes) -> list[tuple[str, list[float], list[float]]]:
-    """Return colour, steps and values of the curves in axes, without marks and lines across."""
+    """Return colour, steps and values of the curves in axes, without marks and horizontal lines."""
     lines = [line for line in axes.lines if line.get_linestyle() != "None" and line.get_transform() == axes.transData]
     return [(line.get_color(), line.get_xdata().tolist(), line.get_ydata().tolist()) for line in lines]
 
@@ -44,12 +44,12 @@ def marks(axes) -> dict[str, list[float]]:
 def recorded(folder: Path, metric: str) -> tuple[list[float], list[float]]:
     """Read the points of a metric from the JSONL file, without the readers of the sinks."""
     lines = [json.loads(line) for line in (folder / f"{folder.name}.jsonl").read_text().splitlines()]
-    found = [(line["step"], line[metric]) for line in lines if metric in line]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(line["step"], line[metric]) for line in lines if metric in line]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def test_plotted_lines_match_recorded_values(finished):
-    """Each panel shows the values at their steps in the color of the run."""
+    """Each panel shows the values at their steps in the colour of the run."""
     runs = run_folders(finished, "plot")
     patterns = ["training_metrics/loss", "norms/total_*"]
     for axes in figure(*runs, patterns=patterns).axes:
@@ -90,7 +90,7 @@ def test_csv_record_gives_same_curves_as_jsonl(finished, tmp_path):
         ("m/loss[", []),
     ],
 )
-def test_wildcards_stop_at_slashes_but_for_two_stars(pattern, matched):
+def test_only_double_stars_match_slashes(pattern, matched):
     names = ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]", "m/loss"]
     assert list(filter(matcher([pattern]), names)) == matched
 
@@ -98,9 +98,9 @@ def test_wildcards_stop_at_slashes_but_for_two_stars(pattern, matched):
 @given(st.text("ab/.*?[]!-", max_size=8), st.text("ab/.", max_size=8))
 def test_patterns_without_slashes_match_like_shell(pattern, name):
     """Any pattern is accepted without an error."""
-    found = matcher([pattern])(name)
+    is_match = matcher([pattern])(name)
     if "/" not in name + pattern:
-        assert found == (name == pattern or fnmatchcase(name, pattern))
+        assert is_match == (name == pattern or fnmatchcase(name, pattern))
 
 
 @pytest.mark.parametrize("sink_class", [sinks.JSONLSink, CSVSink])
@@ -128,11 +128,11 @@ def test_smoothing_draws_mean_over_faint_raw_curve(tmp_path):
 
 @pytest.mark.parametrize("window", [1, 2, 3, 10, 64, 100, 1000])
 @pytest.mark.parametrize("geometric", [False, True])
-def test_running_means_are_those_of_brute_force(window, geometric):
+def test_running_means_match_brute_force(window, geometric):
     values = np.random.default_rng(0).normal(size=100)
     values[[3, 4, 50, 97]] = NAN, INF, -INF, NAN
-    found = running_mean(Curve(np.arange(100.0), values), window, geometric=geometric).values
-    for index, value in enumerate(found):
+    means = running_mean(Curve(np.arange(100.0), values), window, geometric=geometric).values
+    for index, value in enumerate(means):
         half = min(window // 2, index, 99 - index)
         around = values[index - half : index + half + 1]
         around = around[np.isfinite(around) & ((around > 0) | (not geometric))]
@@ -143,37 +143,37 @@ def test_running_means_are_those_of_brute_force(window, geometric):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), st.integers(1, 12))
 def test_smoothing_keeps_both_end_points(values, window):
     """The property holds for curves of any length, since the window shrinks toward the ends."""
-    found = running_mean(Curve(np.arange(float(len(values))), np.array(values)), window).values
-    assert (len(found), found[0], found[-1]) == (len(values), values[0], values[-1])
+    smooth = running_mean(Curve(np.arange(float(len(values))), np.array(values)), window).values
+    assert (len(smooth), smooth[0], smooth[-1]) == (len(values), values[0], values[-1])
     halves = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
-    means = [np.mean(values[index - half : index + half + 1]) for index, half in enumerate(halves)]
-    np.testing.assert_allclose(found, means, rtol=1e-9, atol=1e-6)
+    expected = [np.mean(values[index - half : index + half + 1]) for index, half in enumerate(halves)]
+    np.testing.assert_allclose(smooth, expected, rtol=1e-9, atol=1e-6)
 
 
 def test_spike_leaves_no_rounding_error_behind():
     """The running mean is exact again as soon as the window has passed the spike."""
     values = np.array([1e20] + [1e-6] * 50)
-    found = running_mean(Curve(np.arange(51.0), values), 5).values
-    np.testing.assert_allclose(found[3:], 1e-6, rtol=1e-12)
+    means = running_mean(Curve(np.arange(51.0), values), 5).values
+    np.testing.assert_allclose(means[3:], 1e-6, rtol=1e-12)
 
 
-def test_on_a_logarithmic_axis_the_mean_is_geometric(tmp_path):
+def test_logarithmic_axis_has_geometric_mean(tmp_path):
     (axes,) = figure(curve_record(tmp_path, [1.0, 10.0, 1e5]), smooth=3).axes
     np.testing.assert_allclose(drawn(axes)[1][2], [1, 100, 1e5])
 
 
-def legend(whole) -> list[str]:
-    return [text.get_text().replace("\n", "") for text in whole.legends[0].get_texts()]
+def legend(picture_figure) -> list[str]:
+    return [text.get_text().replace("\n", "") for text in picture_figure.legends[0].get_texts()]
 
 
 def test_legend_describes_the_smoothing(tmp_path):
     """The legend names the number of points and the geometric mean on logarithmic axes."""
     emits = [(step, {"m/a": 10.0 ** (2 * step), "m/b": step}) for step in (1, 2, 3)]
     folder = record(tmp_path, emits)
-    said = "mean of 5 points, fewer towards the ends"
-    assert legend(figure(folder, patterns=["m/b"], smooth=5)) == [said, "as recorded"]
-    assert legend(figure(folder, patterns=["m/a"], smooth=4)) == [f"geometric {said}", "as recorded"]
-    assert legend(figure(folder, smooth=5))[0] == f"{said}; geometric on logarithmic axes"
+    label = "mean of 5 points, fewer towards the ends"
+    assert legend(figure(folder, patterns=["m/b"], smooth=5)) == [label, "as recorded"]
+    assert legend(figure(folder, patterns=["m/a"], smooth=4)) == [f"geometric {label}", "as recorded"]
+    assert legend(figure(folder, smooth=5))[0] == f"{label}; geometric on logarithmic axes"
     assert figure(folder).legends == []
 
 
@@ -195,7 +195,7 @@ def test_axis_scale_follows_request_or_range(tmp_path, values, look, scale):
     assert axes.get_yscale() == scale
 
 
-def test_steps_have_a_logarithmic_axis_if_asked_for(finished):
+def test_step_axis_can_be_logarithmic(finished):
     assert {axes.get_xscale() for axes in figure(finished / "plain", patterns=["norms/total*"]).axes} == {"linear"}
     axes = figure(finished / "plain", patterns=["norms/total*"], log_x=True).axes
     assert {panel.get_xscale() for panel in axes} == {"log"}
@@ -210,7 +210,7 @@ def test_nonfinite_values_are_marked_and_counted(tmp_path):
     assert axes.texts[0].get_text() == "2 NaN (×), 1 ∞ (▲), 1 −∞ (▼)"
 
 
-def test_what_a_logarithmic_axis_cannot_show_is_counted(tmp_path):
+def test_values_outside_logarithmic_axis_are_counted(tmp_path):
     (axes,) = figure(curve_record(tmp_path, [1.0, 0.0, -2.0, 3.0]), log_y=True).axes
     assert axes.texts[0].get_text() == "2 not above 0, omitted"
 
@@ -238,24 +238,24 @@ def test_constant_curve_is_centered_on_its_axis(tmp_path):
 
 def test_overlay_colors_metrics_of_one_run(tmp_path):
     emits = [(step, {f"m/{name}": step * number for number, name in enumerate("abc", 1)}) for step in (1, 2)]
-    whole = figure(record(tmp_path, emits), overlay=True)
-    (axes,) = whole.axes
+    picture_figure = figure(record(tmp_path, emits), overlay=True)
+    (axes,) = picture_figure.axes
     assert drawn(axes) == [(COLOURS[index], [1, 2], [index + 1, 2 * index + 2]) for index in range(3)]
-    assert [text.get_text() for text in whole.legends[0].get_texts()] == ["a", "b", "c"]
+    assert [text.get_text() for text in picture_figure.legends[0].get_texts()] == ["a", "b", "c"]
     assert axes.get_title("left") == "m"
 
 
 def test_overlay_colors_runs_and_dashes_metrics(tmp_path):
-    """With several runs, the color marks the run and the dash pattern marks the metric."""
+    """With several runs, the colour marks the run and the dash pattern marks the metric."""
     emits = [(step, {"a/x": step, "b/y": -step}) for step in (1, 2)]
-    whole = figure(*(record(tmp_path, emits, strategy=name) for name in ("one", "two")), overlay=True)
-    styles = [(line.get_color(), line.is_dashed()) for line in whole.axes[0].lines]
+    picture_figure = figure(*(record(tmp_path, emits, strategy=name) for name in ("one", "two")), overlay=True)
+    styles = [(line.get_color(), line.is_dashed()) for line in picture_figure.axes[0].lines]
     assert styles == [(COLOURS[0], False), (COLOURS[0], True), (COLOURS[1], False), (COLOURS[1], True)]
-    assert [text.get_text() for text in whole.legends[0].get_texts()] == ["one", "two", "a/x", "b/y"]
+    assert [text.get_text() for text in picture_figure.legends[0].get_texts()] == ["one", "two", "a/x", "b/y"]
 
 
 def test_run_keeps_its_color_in_all_panels(tmp_path):
-    """The colors also agree if another run lacks the metric, and the picture reports which run lacks it."""
+    """The colours also agree if another run lacks the metric, which the picture reports."""
     one = record(tmp_path, [(1, {"a": 1.0}), (2, {"a": 2.0})], strategy="one")
     two = record(tmp_path, [(1, {"a": 1.0, "b": 5.0})], strategy="two")
     picture = metric_picture([everything(one), everything(two)], ["**"], overlay=False)
@@ -269,26 +269,26 @@ def test_provenance_of_tied_run_has_four_panels(tmp_path, monkeypatch):
     """The lines show the recorded norms, ratio, cosine and clip threshold."""
     monkeypatch.chdir(tmp_path)
     run = everything(tied_record(tmp_path / "tied"))
-    whole = figure_of(hook_picture("provenance", [run]), Look())
-    norms, ratio, clip, cosine = (drawn(axes) for axes in whole.axes)
-    own, other = "embedding_provenance", "output_projection_clip"
+    picture_figure = figure_of(hook_picture("provenance", [run]), Look())
+    norms, ratio, clip, cosine = (drawn(axes) for axes in picture_figure.axes)
+    provenance, clip_hook = "embedding_provenance", "output_projection_clip"
     both = ["embedding_grad_l2_norm", "output_proj_grad_l2_norm"]
-    names = [own + "/" + name for name in [*both, "output_to_embedding_ratio", "cosine"]]
-    names += [other + "/" + name for name in [*both, "output_proj_clip_threshold"]]
+    names = [provenance + "/" + name for name in [*both, "output_to_embedding_ratio", "cosine"]]
+    names += [clip_hook + "/" + name for name in [*both, "output_proj_clip_threshold"]]
     expected = [(run.curves[name].steps.tolist(), run.curves[name].values.tolist()) for name in names]
     assert [line[1:] for line in [*norms, ratio[0], cosine[0], *clip]] == expected
     assert (len(expected[0][0]), expected[-1][0][0]) == (12, 2)
     assert [line[0] for line in [*norms, *clip]] == [*COLOURS[:2], *COLOURS[:3]]
-    assert [axes.get_yscale() for axes in whole.axes][::2] == ["log", "log"]
+    assert [axes.get_yscale() for axes in picture_figure.axes][::2] == ["log", "log"]
 
 
 def test_provenance_colors_several_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [everything(tied_record(tmp_path / "bare", clip=False)), everything(tied_record(tmp_path / "clipped"))]
-    whole = figure_of(hook_picture("provenance", runs), Look())
-    assert [line[0] for line in drawn(whole.axes[0])] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
-    assert {line[0] for line in drawn(whole.axes[2])} == {COLOURS[1]}
-    assert "clipped: clipped 92%" in whole.axes[2].texts[0].get_text()
+    picture_figure = figure_of(hook_picture("provenance", runs), Look())
+    assert [line[0] for line in drawn(picture_figure.axes[0])] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
+    assert {line[0] for line in drawn(picture_figure.axes[2])} == {COLOURS[1]}
+    assert "clipped: clipped 92%" in picture_figure.axes[2].texts[0].get_text()
 
 
 def test_initial_evaluation_is_drawn_at_step_zero(finished, tmp_path):
@@ -308,8 +308,8 @@ def test_epochs_are_steps_over_epoch_length(finished):
     run = everything(finished / "plain")
     assert run.in_epochs().curves["training_metrics/loss"].steps.tolist() == [1, 2, 3, 4, 5]
     assert run.in_epochs().curves["training_metrics/val_acc"].steps[0] == 0
-    at, steps = (found.curves["norms/total_grad_norm"].steps for found in (run.in_epochs(), run))
-    np.testing.assert_allclose(at * run.epoch_steps, steps)
+    epochs, steps = (curves["norms/total_grad_norm"].steps for curves in (run.in_epochs().curves, run.curves))
+    np.testing.assert_allclose(epochs * run.epoch_steps, steps)
 
 
 def test_unclear_epoch_ends_give_no_epoch_axis(tmp_path):
@@ -330,9 +330,9 @@ def test_tick_labels_show_numbers_without_offset(tmp_path, scale, log_y):
     """The values range from 1e-300 to 1e300 on linear and logarithmic axes."""
     metrics = {"m/wide": [scale, 50 * scale], "m/narrow": [scale, 1.00001 * scale]}
     emits = [(step, {name: values[index] for name, values in metrics.items()}) for index, step in ((0, 1), (1, 900))]
-    whole = figure(record(tmp_path, emits), log_y=log_y, log_x=log_y)
-    whole.draw_without_rendering()
-    for axis in [axis for axes in whole.axes for axis in (axes.xaxis, axes.yaxis)]:
+    picture_figure = figure(record(tmp_path, emits), log_y=log_y, log_x=log_y)
+    picture_figure.draw_without_rendering()
+    for axis in [axis for axes in picture_figure.axes for axis in (axes.xaxis, axes.yaxis)]:
         labels = [(tick.get_loc(), tick.label1.get_text()) for tick in axis.get_major_ticks() + axis.get_minor_ticks()]
         texts = {text: at for at, text in labels if text}
         assert len(texts) >= 2 or axis.get_scale() == "log"
@@ -356,16 +356,16 @@ def test_figure_shows_all_panels_or_is_refused(tmp_path, size, panels):
         with pytest.raises(UsageError, match="A size of 4x3 inches is too small for 24 panels"):
             figure(*folders, size=size)
         return
-    whole = figure(*folders, size=size)
-    whole.draw_without_rendering()
-    assert (tuple(whole.get_size_inches()), len(whole.axes)) == (size, panels)
-    for axes in whole.axes:
+    picture_figure = figure(*folders, size=size)
+    picture_figure.draw_without_rendering()
+    assert (tuple(picture_figure.get_size_inches()), len(picture_figure.axes)) == (size, panels)
+    for axes in picture_figure.axes:
         assert min(axes.get_position().size * size) > 0.2  # inches
         assert axes.title.get_fontsize() >= 4.5
 
 
 class Drawn(SpyHook):
-    """Ask for a panel of a picture of its own."""
+    """A hook with a panel in a separate picture."""
 
     name = "drawn"
     panels = (MetricPanel(picture="sketch", place=0, title="Both", y_label="", curves={"a": "first", "b": ""}),)

@@ -1,4 +1,4 @@
-"""What was trained again of a run, on the page of ``loopscope report`` and in lists of runs: part of the run."""
+"""Rewinds of a run: on the page of ``loopscope report`` and in lists of runs."""
 
 import json
 import math
@@ -29,9 +29,9 @@ OPTIONS: dict[str, Any] = {"plant": "corrupted_row", "plant_step": 60, "steps": 
 def explanation(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
     """Train a run, explain a step of it, and train a stretch again with other hooks."""
     folder = tmp_path_factory.mktemp("rewound")
-    found = explained(folder, 60, **OPTIONS)
+    explanation = explained(folder, 60, **OPTIONS)
     session(folder, {"variance": {"window": 2, "every": 10}}, **OPTIONS).rewind(Stretch(55, 58))
-    return found
+    return explanation
 
 
 @pytest.fixture
@@ -48,10 +48,8 @@ def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -
     """A repeated stretch and an explained step are shown with cause, branches and outlier rows."""
     page = reported(run)
     stretch, _, step = section(page).partition("Step 60, explained")
-    assert (
-        "steps 55 to 58 again State: completed. Hooks that the run had not, or with other options: variance." in stretch
-    )
-    told_there = " ".join(told(explanation, 10_000)).split("Written to")[0]
+    assert "steps 55 to 58 again State: completed. Added hooks, or hooks with other options: variance." in stretch
+    explanation_text = " ".join(told(explanation, 10_000)).split("Written to")[0]
     assert explanation.cause == "data"
     for words in (f"Cause: data {explanation.verdict}", f"Where: {explanation.where}.", "the same step again 5 "):
         assert words in step
@@ -59,32 +57,35 @@ def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -
     assert f"{row.index} {row.loss:.4g} {row.gradient_norm:.4g} the row {row.index}" in step
     assert all(f"{branch.effect:.4g}" in step for branch in explanation.branches)
     assert "without the outlier rows" in step
-    assert "without the outlier rows" in told_there
+    assert "without the outlier rows" in explanation_text
 
 
 def test_rewind_curves_show_only_added_hooks(run: Path) -> None:
     """The stretch is a separate entry in the list of runs."""
     page = reported(run)
-    labels = [each["label"] for each in page.data["runs"]]
+    labels = [entry["label"] for entry in page.data["runs"]]
     assert labels == ["plain", "plain, steps 55 to 58 again"]
-    hooks = {at: {each["name"].split("/")[0] for each in page.data["metrics"] if at in _runs(each)} for at in (0, 1)}
+    hooks = {
+        index: {metric["name"].split("/")[0] for metric in page.data["metrics"] if index in _runs(metric)}
+        for index in (0, 1)
+    }
     assert hooks == {0: {"training_metrics"}, 1: {"variance"}}
     assert page.curve("variance/mean_norm", 1).keys() == {*range(2, 59, 10)}
-    assert ("button", "1") in [(tag, found.get("data-run")) for tag, found in page.tags]
+    assert ("button", "1") in [(tag, attributes.get("data-run")) for tag, attributes in page.tags]
 
 
 def _runs(metric: dict[str, Any]) -> list[int]:
     return [curve["run"] for curve in metric["curves"]]
 
 
-def test_without_rewinds_the_page_is_what_it_was(run: Path) -> None:
-    whole = reported(run)
+def test_page_without_rewinds_is_otherwise_equal(run: Path) -> None:
+    page_with_rewinds = reported(run)
     shutil.rmtree(run / REWINDS)
     page = reported(run)
-    assert page.data["runs"] == whole.data["runs"][:1]
-    assert page.data["metrics"] == [each for each in whole.data["metrics"] if 0 in _runs(each)]
+    assert page.data["runs"] == page_with_rewinds.data["runs"][:1]
+    assert page.data["metrics"] == [metric for metric in page_with_rewinds.data["metrics"] if 0 in _runs(metric)]
     assert "Rewinds" not in page.text
-    assert page.text == whole.text.replace(f"Rewinds of{section(whole)}", "")
+    assert page.text == page_with_rewinds.text.replace(f"Rewinds of{section(page_with_rewinds)}", "")
 
 
 def test_diverged_rewind_is_reported(run: Path) -> None:
@@ -92,7 +93,7 @@ def test_diverged_rewind_is_reported(run: Path) -> None:
     folder = run / REWINDS / "steps_55_to_58"
     summary = json.loads((folder / SUMMARY).read_text())
     write_json(folder / SUMMARY, {**summary, "status": "failed", "error": f"This run parts {BAD}"})
-    assert f"State: failed (This run parts {BAD}). Hooks" in section(reported(run))
+    assert f"State: failed (This run parts {BAD}). Added hooks" in section(reported(run))
 
 
 ROW = {"index": 1, "place": 1, "loss": 1.0, "gradient_norm": 1, "stands_out": True, "description": None}
@@ -102,7 +103,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "without a verdict": ({"verdict": ...}, "it has no field 'verdict'"),
     "a verdict of numbers": ({"verdict": [1]}, "its field 'verdict' must be text"),
     "no step": ({"step": True}, "its field 'step' must be an integer"),
-    "a huge loss": ({"rows": [{**ROW, "loss": 10**400}]}, "it has a number that is too large"),
+    "a huge loss": ({"rows": [{**ROW, "loss": 10**400}]}, "it has a number too large for a loss or a step"),
     "odd rows": ({"rows": [{"place": "1"}]}, "its field 'rows' must be a list"),
     "odd branches": ({"branches": {"run": 1}}, "its field 'branches' must be a list"),
     "odd where": ({"where": {"step": 1}}, "its field 'where' must be an object"),
@@ -110,11 +111,11 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_damaged_explanation_is_a_sentence(run: Path) -> None:
-    whole = json.loads((run / REWINDS / "explained_step_60" / EXPLANATION).read_text())
+def test_damaged_explanation_is_reported(run: Path) -> None:
+    intact = json.loads((run / REWINDS / "explained_step_60" / EXPLANATION).read_text())
     for step, (content, _) in enumerate(DAMAGE.values(), 100):
         if isinstance(content, dict):
-            changed = {name: value for name, value in {**whole, **content}.items() if value is not ...}
+            changed = {name: value for name, value in {**intact, **content}.items() if value is not ...}
             content = json.dumps(changed)
         path = run / REWINDS / f"explained_step_{step}" / EXPLANATION
         path.parent.mkdir()
@@ -150,8 +151,8 @@ def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
     content = json.loads(path.read_text())
     described = [BAD, {"label": 3, "text": "a\nb"}, [[0.5] * 999], None]
     rows = [
-        {**ROW, "index": at, "place": at, "loss": loss, "gradient_norm": math.inf, "description": what}
-        for at, (loss, what) in enumerate(zip((1.0, math.inf, math.nan, -math.inf), described, strict=True))
+        {**ROW, "index": index, "place": index, "loss": loss, "gradient_norm": math.inf, "description": description}
+        for index, (loss, description) in enumerate(zip((1.0, math.inf, math.nan, -math.inf), described, strict=True))
     ]
     content |= {"rows": [*rows, *rows, {**rows[0], "index": None}], "verdict": BAD, "left_out": [BAD], "cause": None}
     content["branches"][0] |= {"name": BAD, "later": math.nan, "removed": -math.inf}
@@ -160,13 +161,13 @@ def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
     page = reported(run)
     assert [tag for tag, _ in page.tags].count("script") == 3
     assert "b" not in {tag for tag, _ in page.tags}
-    found = section(page)
-    assert found.count(BAD) == 6
-    assert "Cause: cannot be told" in found
+    text = section(page)
+    assert text.count(BAD) == 6
+    assert "Cause: unknown" in text
     in_order = ["1 inf inf {'label': 3, 'text': 'a\\nb'}", "2 nan inf [[0.5, 0.5,", f"0 1 inf {BAD}", "3 -inf inf"]
-    places = [found.index(words) for words in in_order]
+    places = [text.index(words) for words in in_order]
     assert places == sorted(places)
-    assert f"place 0 1 inf {BAD}" in found
+    assert f"place 0 1 inf {BAD}" in text
 
 
 def test_excess_rewinds_are_counted_not_shown(run: Path, monkeypatch) -> None:
@@ -181,22 +182,27 @@ def test_excess_rewinds_are_counted_not_shown(run: Path, monkeypatch) -> None:
 
 def test_alerts_name_their_rows(tmp_path: Path) -> None:
     folder = curve_record(tmp_path, [1.0, 2.0])
-    every = [[17, 2600, 44, *range(29)], [5], [], "17", [1.5], None]
+    row_lists = [[17, 2600, 44, *range(29)], [5], [], "17", [1.5], None]
     alert = {"epoch": 0, "step": 1, "hook": "m", "metric": "loss", "sentence": "It rises."}
-    lines = [json.dumps({**alert, "rows": rows}) for rows in every]
+    lines = [json.dumps({**alert, "rows": rows}) for rows in row_lists]
     (folder / ALERTS).write_text("\n".join([json.dumps(alert), *lines]))
     alerts = reported(folder).data["runs"][0]["alerts"]
-    assert [found.get("rows") for found in alerts] == [None, "rows 17, 2600, 44 and 29 more", "rows 5", *[None] * 4]
+    assert [shown_alert.get("rows") for shown_alert in alerts] == [
+        None,
+        "rows 17, 2600, 44 and 29 more",
+        "rows 5",
+        *[None] * 4,
+    ]
 
 
-def test_rewinds_are_not_listed_as_separate_runs(run: Path, capsys) -> None:
-    """ls and compare omit them, but show accepts the folder of one."""
-    assert [found.path for found in find_runs(run.parent)] == [run]
+def test_lists_omit_repeated_stretches(run: Path, capsys) -> None:
+    """ls and compare omit them, but show accepts the folder of a rewind."""
+    assert [found_run.path for found_run in find_runs(run.parent)] == [run]
     assert main(["ls", str(run.parent)]) == 0
     assert REWINDS not in capsys.readouterr().out
     assert main(["compare", str(run.parent)]) == 2
-    assert "found 1 that can be read" in capsys.readouterr().err
+    assert "could read 1." in capsys.readouterr().err
     folders = [f"explained_step_60/{name}" for name in ("branches", "history")] + ["steps_55_to_58"]
-    assert [found.path for found in find_runs(run / REWINDS)] == [run / REWINDS / name for name in folders]
+    assert [found_run.path for found_run in find_runs(run / REWINDS)] == [run / REWINDS / name for name in folders]
     assert main(["show", str(run / REWINDS / "steps_55_to_58")]) == 0
     assert "variance" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What several seeds tell, against scipy and against brute force."""
+"""Statistics over seeds, against scipy and brute force."""
 
 import math
 from itertools import permutations
@@ -19,45 +19,45 @@ def by_seed(values, first: int = 0) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("pair", SAMPLES)
-def test_spreads_are_those_of_scipy(pair) -> None:
+def test_spreads_match_scipy(pair) -> None:
     spread = spread_of(list(map(float, pair[0])))
     low, high = stats.t.interval(0.95, len(pair[0]) - 1, pair[0].mean(), stats.sem(pair[0]))
-    found = [spread[name] for name in ("mean", "deviation", "low", "high")]
-    assert found == pytest.approx([pair[0].mean(), pair[0].std(ddof=1), low, high], rel=1e-9)
+    values = [spread[name] for name in ("mean", "deviation", "low", "high")]
+    assert values == pytest.approx([pair[0].mean(), pair[0].std(ddof=1), low, high], rel=1e-9)
     assert (spread["count"], spread["remark"]) == (len(pair[0]), "")
 
 
-def same(found: dict, wanted) -> None:
-    interval = wanted.confidence_interval(0.95)
+def assert_same_test(result: dict, expected) -> None:
+    interval = expected.confidence_interval(0.95)
     names = ("t", "p", "freedom", "low", "high")
-    wanted = [wanted.statistic, wanted.pvalue, wanted.df, interval.low, interval.high]
-    assert [found[name] for name in names] == pytest.approx(wanted, rel=1e-7)
+    numbers = [expected.statistic, expected.pvalue, expected.df, interval.low, interval.high]
+    assert [result[name] for name in names] == pytest.approx(numbers, rel=1e-7)
 
 
 @pytest.mark.parametrize("pair", SAMPLES)
 def test_common_seeds_are_paired(pair) -> None:
-    found = contrast(by_seed(pair[0]), by_seed(pair[1]))
-    assert (found["test"], found["seeds"]) == ("paired t", f"{len(pair[0])} of {len(pair[0])}")
-    assert found["difference"] == pytest.approx((pair[0] - pair[1]).mean())
-    same(found, stats.ttest_rel(*pair))
+    result = contrast(by_seed(pair[0]), by_seed(pair[1]))
+    assert (result["test"], result["seeds"]) == ("paired t", f"{len(pair[0])} of {len(pair[0])}")
+    assert result["difference"] == pytest.approx((pair[0] - pair[1]).mean())
+    assert_same_test(result, stats.ttest_rel(*pair))
 
 
 @pytest.mark.parametrize("pair", SAMPLES)
 def test_other_seeds_are_compared_by_welch(pair) -> None:
-    found = contrast(by_seed(pair[0]), by_seed(pair[1][:-1] if len(pair[1]) > 2 else pair[1], 100))
-    assert found["test"] == "Welch t"
-    same(found, stats.ttest_ind(pair[0], pair[1][:-1] if len(pair[1]) > 2 else pair[1], equal_var=False))
+    result = contrast(by_seed(pair[0]), by_seed(pair[1][:-1] if len(pair[1]) > 2 else pair[1], 100))
+    assert result["test"] == "Welch t"
+    assert_same_test(result, stats.ttest_ind(pair[0], pair[1][:-1] if len(pair[1]) > 2 else pair[1], equal_var=False))
 
 
 def test_missing_and_nonfinite_values_are_counted() -> None:
-    """Statistics leave them out, and the paired test matches scipy on the others."""
+    """Statistics omit them, and the paired test matches scipy on the others."""
     values = {0: 1.0, 1: 2.0, 2: math.nan, 3: None, 4: 4.0, 5: 1e200}
     spread = spread_of(list(values.values()))
     assert (spread["count"], spread["remark"]) == (3, "1 missing, 2 not finite")
     assert spread["mean"] == pytest.approx(7 / 3)
-    found = contrast(values, by_seed([3.0, 2.5, 1.0, 1.0, 1.0]))
-    assert (found["test"], found["seeds"]) == ("paired t", "3 of 6")
-    same(found, stats.ttest_rel([1, 2, 4], [3, 2.5, 1]))
+    result = contrast(values, by_seed([3.0, 2.5, 1.0, 1.0, 1.0]))
+    assert (result["test"], result["seeds"]) == ("paired t", "3 of 6")
+    assert_same_test(result, stats.ttest_rel([1, 2, 4], [3, 2.5, 1]))
 
 
 @pytest.mark.parametrize(
@@ -71,16 +71,16 @@ def test_missing_and_nonfinite_values_are_counted() -> None:
         ([math.nan, math.inf], [None, None], "too few seeds"),
     ],
 )
-def test_where_nothing_varies_there_is_no_test(a, b, remark: str) -> None:
-    found = contrast(dict(enumerate(a)), dict(enumerate(b)))
-    assert (found["p"], found["test"], found["remark"]) == (None, None, remark)
+def test_constant_values_give_no_test(a, b, remark: str) -> None:
+    result = contrast(dict(enumerate(a)), dict(enumerate(b)))
+    assert (result["p"], result["test"], result["remark"]) == (None, None, remark)
     alone = spread_of(a[:1])
     assert (alone["deviation"], alone["low"], alone["high"]) == (None, None, None)
 
 
 @pytest.mark.parametrize("order", list(permutations([0.01, 0.04, 0.03, 0.005])))
-def test_the_number_of_tests_is_accounted_for(order) -> None:
-    """Holm's p is the least level at which the steps down reject; here it is searched for among all that can be."""
+def test_p_values_match_brute_force_holm(order) -> None:
+    """Holm's p is the smallest level at which the step-down procedure rejects, result by search over levels."""
     tests = [{"p": p, "holm": None} for p in order] + [{"p": None, "holm": None}]
     correct(tests)
 
@@ -99,8 +99,8 @@ def test_the_number_of_tests_is_accounted_for(order) -> None:
 def grouped(*records: dict[str, Any]) -> list[str]:
     runs = {}
     for number, fields in enumerate(records):
-        told = {"strategy": "a", "experiment": "exp", "config": {}} | fields
-        runs[str(number)] = RunRecord(**told)
+        record = {"strategy": "a", "experiment": "exp", "config": {}} | fields
+        runs[str(number)] = RunRecord(**record)
     return [*groups_of(runs).values()]
 
 
