@@ -40,7 +40,7 @@ class RunFile:
                 changed.
         """
         self.path, self._digest = path, xxhash.xxh3_128()
-        self.is_as_found = position is not None
+        self.needs_cut = position is not None
         """Whether the content after the position has not been removed yet."""
         if position is None:
             self._file = FileIO(path, "w")
@@ -94,9 +94,9 @@ class RunFile:
 
     def cut(self) -> None:
         """Remove the content after the position at which the file was reopened."""
-        if self.is_as_found:
+        if self.needs_cut:
             self._file.truncate()
-            self.is_as_found = False
+            self.needs_cut = False
 
     def close(self) -> None:
         """Close the file."""

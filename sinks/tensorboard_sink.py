@@ -79,8 +79,8 @@ class TensorBoardSink(ReplaySink):
         by_step: dict[int, list[tuple[str, Any]]] = {}
         for name, value in metrics.items():
             if isinstance(value, Series) and hook_point in STEP_POINTS:
-                for at, item in zip(value.steps, value.values, strict=True):
-                    by_step.setdefault(at, []).append((name, item))
+                for value_step, item in zip(value.steps, value.values, strict=True):
+                    by_step.setdefault(value_step, []).append((name, item))
             else:
                 by_step.setdefault(step, []).append((name, value))
         self._step = max(self._step, step)
@@ -101,7 +101,7 @@ class TensorBoardSink(ReplaySink):
     def close(self, status: str) -> None:
         """Write the status of the strategy, unless it failed before its first emit, and close its file."""
         try:
-            if self._events is not None and not (status == "failed" and self._events.file.is_as_found):
+            if self._events is not None and not (status == "failed" and self._events.file.needs_cut):
                 self._events.write_status(status, self._step)
         finally:
             self._release()

@@ -117,12 +117,12 @@ def rows(record: Mapping[str, Any], step_points: Sequence[str], histogram: Calla
         if name in ("epoch", "step", "hook_point"):
             continue
         if point in step_points and isinstance(value, dict) and value.keys() == {"steps", "values"}:
-            for at, item in zip(value["steps"], value["values"], strict=True):
-                by_step.setdefault(at, {}).update(cells(name, item, histogram))
+            for value_step, item in zip(value["steps"], value["values"], strict=True):
+                by_step.setdefault(value_step, {}).update(cells(name, item, histogram))
             by_step.setdefault(step, {}).update(summary(name, value["values"], histogram))
         else:
             by_step.setdefault(step, {}).update(cells(name, value, histogram))
-    return [{"step": at, "epoch": epoch, **row} for at, row in sorted(by_step.items())]
+    return [{"step": value_step, "epoch": epoch, **row} for value_step, row in sorted(by_step.items())]
 
 
 def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def log_records(log: Path) -> Iterator[bytes]:
                 message = b""
 
 
-def rows_there(job: Job, run: Any, note: Any) -> int:
+def sent_row_count(job: Job, run: Any, note: Any) -> int:
     """Return the number of rows that W&B has of a run: from the server, or offline from the logs and the note."""
     if not job.resumed:
         return 0
@@ -276,7 +276,7 @@ def send(job: Job, listener: Listener, note: Any) -> str:
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     # A resumed run writes the same lines again, so W&B has the first rows of its record.
-    begin, end = rows_there(job, run, note), 0
+    begin, end = sent_row_count(job, run, note), 0
     for record in records(Path(job.record), listener):
         for row in rows(record, job.step_points, histogram):
             if end >= begin:

@@ -17,7 +17,7 @@ from ..runs import ReplaySink, Session, check_device, require, run_folders
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
 from .compare import compare
 from .diff import diff
-from .jobs import ONE_OF_SEVERAL, train_one_of_several, train_side_by_side
+from .jobs import ONE_OF_SEVERAL, train_in_parallel, train_one_of_several
 from .listing import ls, show
 from .new import new
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
@@ -181,7 +181,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         require(not several or session.options.parallel is None, conflict)
         plan = session.planned() if several else []
         if len(plan) > 1:
-            train_side_by_side(plan, options, mode, runner.compared_to)
+            train_in_parallel(plan, options, mode, runner.compared_to)
         elif is_main_process():
             watch(session, mode)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..console import in_columns, number_text, printable, shortened, side_by_side
+from ..console import in_columns, number_text, printable, shortened, split_columns
 from ..errors import listed, require
 from ..report import compare_runs, run_labels
 from .listing import WIDE, runs_in
@@ -59,10 +59,10 @@ def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]
         comparison["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics with --json.")
 
     def seeds_row(row: Row) -> Row:
-        which, _, name = row["number"].partition(" ")
+        kind, _, name = row["number"].partition(" ")
         groups = row.get("group") or f"{row['a']} − {row['b']}"
         others = {name: value for name, value in row.items() if name not in ("number", "group", "a", "b")}
-        return {"number": f"{groups}: {which} {short.get(name, name)}", **others}
+        return {"number": f"{groups}: {kind} {short.get(name, name)}", **others}
 
     tested = sum(test["p"] is not None for test in comparison["tests"])
     other = next((f" from {entry['other']}" for entry in comparison["partings"]), "")
@@ -73,8 +73,8 @@ def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]
         f"Do groups differ? {tested} tests; holm is p after Holm's correction": list(
             map(seeds_row, comparison["tests"])
         ),
-        "What differs": [{"": name, "runs": values} for name, values in differ],
-        f"Where records differ{other}": [
+        "Differing settings": [{"": name, "runs": values} for name, values in differ],
+        f"First differing step{other}": [
             {"run": entry["run"], "at": _where(entry)} for entry in comparison["partings"]
         ],
     }
@@ -113,7 +113,7 @@ def _text(value: Any) -> str:
 
 def _columns(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield tables with all columns that have a value in some row; the last of two columns is cut to fit."""
-    for part in side_by_side(_filled(rows), width := line_width()):
+    for part in split_columns(_filled(rows), width := line_width()):
         heading, *lines = zip(*part, strict=True)
         table = [dict(zip(heading, line, strict=True)) for line in lines]
         shown = in_columns(table, UNBOUNDED if len(part) > 2 else width, (heading[0], heading[-1]))

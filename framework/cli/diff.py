@@ -47,8 +47,8 @@ def diff(words: Sequence[str]) -> None:
         write_line(text)
     problem = "cannot be compared: they share no checkpoint or digest of the same step, no JSONL and no final weights."
     require(bool(compared), f"{a.path} and {b.path} {problem}")
-    if parted := next((parting for _, parting in checked if parting), ""):
-        raise LoopscopeError(f"The runs differ {parted}.")
+    if divergence := next((place for _, place in checked if place), ""):
+        raise LoopscopeError(f"The runs differ {divergence}.")
     write_line("The runs are identical.")
 
 

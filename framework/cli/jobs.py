@@ -25,11 +25,9 @@ from .options import Options, config_of, plain, run_options, seeds_of, typed_opt
 
 ONE_OF_SEVERAL = "one-of-several"
 """The command of a worker process: it reads its task from standard input, and stops when that is closed."""
-OWN, NOTE, WARNING = (
-    "loopscope: ",
-    "loopscope: note: ",
-    "loopscope: warning: ",
-)  # prefixes of the lines that the command prints
+# Prefixes of the lines that the command prints.
+COMMAND_PREFIX = "loopscope: "
+NOTE_PREFIX, WARNING_PREFIX = f"{COMMAND_PREFIX}note: ", f"{COMMAND_PREFIX}warning: "
 THREADS = "OMP_NUM_THREADS"
 REFUSED = 2  # the exit status for bad input
 STARTING = "starting"  # until the process reports a step
@@ -76,11 +74,11 @@ class Job:
         status = self.process.returncode
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
-        return (self.last.removeprefix(OWN).rstrip(".") or f"ended with status {status}") if status else ""
+        return (self.last.removeprefix(COMMAND_PREFIX).rstrip(".") or f"ended with status {status}") if status else ""
 
 
 @dataclass
-class SideBySide:
+class ParallelRuns:
     """Parallel runs, at most ``at_once`` at a time, with one status line; ``signals`` stop them."""
 
     waiting: list[Job]
@@ -145,18 +143,18 @@ class SideBySide:
         self.line.show()
 
     def _show_line(self, job: Job, line: str) -> None:
-        if line.startswith(NOTE):
-            warnings.warn(line.removeprefix(NOTE), RunNotice, stacklevel=1)
-        elif line.startswith(WARNING):
-            warnings.warn(f"{job.folder.name}: {line.removeprefix(WARNING)}", stacklevel=1)
-        elif line.startswith(OWN):  # reported at the end
+        if line.startswith(NOTE_PREFIX):
+            warnings.warn(line.removeprefix(NOTE_PREFIX), RunNotice, stacklevel=1)
+        elif line.startswith(WARNING_PREFIX):
+            warnings.warn(f"{job.folder.name}: {line.removeprefix(WARNING_PREFIX)}", stacklevel=1)
+        elif line.startswith(COMMAND_PREFIX):  # reported at the end
             job.last = line
         else:
-            job.last = job.last if job.last.startswith(OWN) else line
+            job.last = job.last if job.last.startswith(COMMAND_PREFIX) else line
             self.line.console.print(f"{job.folder.name}: {printable(line)}", soft_wrap=True)
 
 
-def train_side_by_side(plan: Sequence[Setup], options: Options, mode: Mode, compared_to: Mapping[str, str]) -> None:
+def train_in_parallel(plan: Sequence[Setup], options: Options, mode: Mode, compared_to: Mapping[str, str]) -> None:
     """Train the planned runs in separate processes; completed runs are skipped.
 
     Raises:
@@ -179,7 +177,7 @@ def train_side_by_side(plan: Sequence[Setup], options: Options, mode: Mode, comp
         if THREADS not in os.environ:
             notice = f"{counted(at_once, 'process', 'processes')} share the processor: {THREADS} is {threads} for each."
             warnings.warn(notice, RunNotice, stacklevel=1)
-        for job in SideBySide(waiting, at_once, line, signals).run({THREADS: threads, **os.environ}):
+        for job in ParallelRuns(waiting, at_once, line, signals).run({THREADS: threads, **os.environ}):
             summary = summaries[job.folder.name] = None if job.problem else job.folder.completed()
             if summary is None:
                 failed.append(job)

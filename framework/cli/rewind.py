@@ -36,7 +36,12 @@ def rewind(words: Sequence[str]) -> None:
     parser.add("until", int, "the last step (default: the first)")
     parser.add("from_start", bool, "start at step 0, so that hooks have seen all earlier steps", default=False)
     parser.add("verify", int, "repeat N random intervals between two checkpoints without hooks, and compare")
-    parser.add("explain", bool, "report which quantity departed first in the steps up to N, and why", default=False)
+    parser.add(
+        "explain",
+        bool,
+        "report the first quantity that departs from its history in the steps up to N, and the cause",
+        default=False,
+    )
     spike = "explain the step of the first alert in the record; alerts about spikes come first"
     parser.add("spike", bool, spike, default=False)
     parser.add("with_hooks", str, "a group of hooks, instead of the original hooks", metavar="GROUP")
@@ -131,7 +136,7 @@ def _verify(session: Session, folder: Path, number: int) -> None:
     intervals = [Stretch(start + 1, end) for start, end in pairwise([0, *steps])]
     remedy = "loopscope run with --validate-checkpoints compares with its digests"
     require(bool(intervals), f"{folder} has no intact checkpoint to start from; {remedy}.")
-    for stretch in sorted(Random().sample(intervals, min(number, len(intervals))), key=lambda drawn: drawn.step):
+    for stretch in sorted(Random().sample(intervals, min(number, len(intervals))), key=lambda stretch: stretch.step):
         session.rewind(stretch, recorded=False)
         if is_main_process():
             write_line(f"Steps {stretch.step:,} to {stretch.until:,}: identical, bit for bit.")

@@ -10,7 +10,7 @@ from .frame import newest_table, snapshot_line
 from .notebook import NotebookOutput
 from .run_console import Mode, RunConsole, watch
 from .runs_line import MARK, RunsLine, ProgressMessages
-from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line, side_by_side
+from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line, split_columns
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
 
@@ -38,8 +38,8 @@ __all__ = [
     "result_line",
     "shortened",
     "show_warnings",
-    "side_by_side",
     "snapshot_line",
+    "split_columns",
     "value_text",
     "watch",
 ]

@@ -180,7 +180,7 @@ def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Grou
     """Lay out rows under the union of their non-empty columns, with remarks below."""
     # A table that is too wide is transposed, and split into as many tables as needed.
     upright = columns_of(rows)
-    parts = [upright] if _width(upright) <= width else side_by_side(list(zip(*upright, strict=True)), width)
+    parts = [upright] if _width(upright) <= width else split_columns(list(zip(*upright, strict=True)), width)
     remarks = [Text(f" {row['strategy']}: {name}: {row[name]}") for row in rows for name in REMARKS if row.get(name)]
     return Group(*map(_table, parts), *remarks)
 
@@ -192,10 +192,10 @@ def columns_of(rows: Sequence[Mapping[str, str]]) -> list[Sequence[str]]:
     return [[name, *(row.get(name, "") for row in rows)] for name in names if any(row.get(name) for row in rows)]
 
 
-def side_by_side(columns: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]]]:
+def split_columns(columns: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]]]:
     """Distribute columns over as few tables of ``width`` as possible, each starting with the first column.
 
-    >>> side_by_side([["n", "x"], ["a", "1"], ["b", "2"], ["c", "3"]], 9)
+    >>> split_columns([["n", "x"], ["a", "1"], ["b", "2"], ["c", "3"]], 9)
     [[['n', 'x'], ['a', '1'], ['b', '2']], [['n', 'x'], ['c', '3']]]
     """
     first, *others = columns
@@ -224,7 +224,7 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
 
 def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
     """Return a table with a line per row, without remarks and without the last columns that do not fit."""
-    columns = side_by_side(columns_of(rows), width)[0]
+    columns = split_columns(columns_of(rows), width)[0]
     table = Table.grid(padding=(0, 2, 0, 0))
     for index in range(len(columns)):
         table.add_column(justify="right" if index else "left", no_wrap=True)

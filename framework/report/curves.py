@@ -35,8 +35,8 @@ class Curve:
         >>> Curve.of_points([2, 1, 2], [5, 6, 7])
         Curve(steps=array([1., 2.]), values=array([6., 7.]))
         """
-        at, last = np.unique(np.array(steps[::-1], dtype=np.float64), return_index=True)
-        return cls(at, np.array(values[::-1], dtype=np.float64)[last])
+        unique_steps, last = np.unique(np.array(steps[::-1], dtype=np.float64), return_index=True)
+        return cls(unique_steps, np.array(values[::-1], dtype=np.float64)[last])
 
     @property
     def finite(self) -> NDArray[np.bool_]:

@@ -174,8 +174,8 @@ class TickLabels(LogFormatterSciNotation):
         axis: Any = self.axis
         texts = ["x"] * len(values) if axis.get_scale() == "linear" else super().format_ticks(list(values))
         low, high = sorted(axis.get_view_interval())
-        seen = [value for value, text in zip(values, texts, strict=True) if text and low <= value <= high]
-        labels = dict(zip(seen, tick_labels(seen, axis.get_scale() == "linear"), strict=True))
+        labelled_ticks = [value for value, text in zip(values, texts, strict=True) if text and low <= value <= high]
+        labels = dict(zip(labelled_ticks, tick_labels(labelled_ticks, axis.get_scale() == "linear"), strict=True))
         return [labels.get(value, "") for value in values]
 
 
@@ -217,15 +217,22 @@ def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_
     curve = running_mean(raw, smooth, geometric=log_y) if smooth > 1 else raw
     # Points without a line get a dot: those between gaps, and all points of a short curve.
     gaps = np.pad(~curve.finite, 1, constant_values=True)
-    lone = np.flatnonzero((gaps[:-2] & ~gaps[1:-1] & gaps[2:]) | (len(values) <= FEW_POINTS)).tolist()
+    isolated_points = np.flatnonzero((gaps[:-2] & ~gaps[1:-1] & gaps[2:]) | (len(values) <= FEW_POINTS)).tolist()
     width = thick * 0.6 if len(values) > MANY_POINTS else thick
     shown = np.where(curve.finite, curve.values, np.nan)
-    ax.plot(steps, shown, **line, linewidth=width, marker="o", markevery=lone)
+    ax.plot(steps, shown, **line, linewidth=width, marker="o", markevery=isolated_points)
     for is_marked, marker, height in MARKS:
-        at = steps[is_marked(values)]
-        if len(at):
+        marked_steps = steps[is_marked(values)]
+        if len(marked_steps):
             size, edge = 1.6 * rcParams["lines.markersize"], ax.get_xaxis_transform()
-            ax.plot(at, np.full(len(at), height), marker, color=line["color"], markersize=size, transform=edge)
+            ax.plot(
+                marked_steps,
+                np.full(len(marked_steps), height),
+                marker,
+                color=line["color"],
+                markersize=size,
+                transform=edge,
+            )
 
 
 def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve:
@@ -238,10 +245,12 @@ def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve
     >>> running_mean(Curve.of_points([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, float("nan"), 8.0]), 3).values
     array([ 1.,  3.,  4., nan,  8.])
     """
-    shown = curve.finite & (curve.values > 0) if geometric else curve.finite
-    logs = np.log(curve.values, where=shown, out=np.zeros_like(curve.values)) if geometric else curve.values
-    half = min(window // 2, (len(shown) - 1) // 2)
-    sums, counts = _window_sums(np.where(shown, logs, 0.0), half), _window_sums(shown.astype(np.float64), half)
+    # mean_i = Σ x_j / count over valid |j − i| ≤ h_i with h_i = min(half, distance to the nearer end). The geometric
+    # mean is the exponential of the mean logarithm. All arrays have shape (points,).
+    valid = curve.finite & (curve.values > 0) if geometric else curve.finite
+    logs = np.log(curve.values, where=valid, out=np.zeros_like(curve.values)) if geometric else curve.values
+    half = min(window // 2, (len(valid) - 1) // 2)
+    sums, counts = _window_sums(np.where(valid, logs, 0.0), half), _window_sums(valid.astype(np.float64), half)
     means = np.full_like(sums, np.nan)
     np.divide(sums, counts, out=means, where=curve.finite & (counts > 0))
     return Curve(curve.steps, np.exp(means) if geometric else means)
@@ -272,8 +281,8 @@ def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look, mo
         first.set_xscale("log", nonpositive="mask")
         first.xaxis.set_major_locator(LogLocator(numticks=most + 1))
     else:
-        whole = look.x == "step" or np.ptp(first.get_xlim()) > 3
-        first.xaxis.set_major_locator(MaxNLocator(nbins=most, integer=whole))
+        has_integer_steps = look.x == "step" or np.ptp(first.get_xlim()) > 3
+        first.xaxis.set_major_locator(MaxNLocator(nbins=most, integer=has_integer_steps))
     _set_labels(first.xaxis)
 
 

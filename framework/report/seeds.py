@@ -26,6 +26,7 @@ def spread_of(values: Sequence[float | None]) -> dict[str, Any]:
     numbers = list(_finite(dict(enumerate(values))).values())
     size, middle, missing = len(numbers), mean(numbers) if numbers else None, values.count(None)
     deviation = low = high = None
+    # Interval: mean ± t(0.975, n − 1) · deviation / √n.
     if middle is not None and size > 1:
         deviation = stdev(numbers)
         half = critical_t(size - 1) * deviation / math.sqrt(size)
@@ -41,6 +42,7 @@ def _finite(numbers: Numbers) -> dict[int, float]:
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
     """Return the mean of curves at their common steps, with the half-width of its 95 % t-interval; none for one."""
+    # Curves have shape (steps,), stacked values (curves, steps); half = t(0.975, n − 1) · deviation / √n at each step.
     steps = reduce(np.intersect1d, [curve.steps for curve in curves])
     values, count = np.stack([curve.values[np.searchsorted(curve.steps, steps)] for curve in curves]), len(curves)
     with np.errstate(all="ignore"):  # values may be non-finite
@@ -63,12 +65,13 @@ def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:
         result |= {"test": "paired t", "seeds": f"{len(pairs)} of {len(a.keys() | b.keys())}"}
     if min(map(len, sides)) < 2:
         return result | {"test": None, "remark": "too few seeds"}
+    # t = difference / √(Σ sᵢ² / nᵢ), over one side of paired differences, or over both groups.
     difference = mean(sides[0]) - sum(map(mean, sides[1:]))
     squares = [(stdev(side) ** 2 / len(side), len(side) - 1) for side in sides]
     error = math.sqrt(sum(square for square, _ in squares))
     if error <= NO_SPREAD * max(map(abs, (*mine.values(), *theirs.values()))):
         return result | {"test": None, "difference": difference, "remark": "no spread"}
-    # Welch-Satterthwaite degrees of freedom; for one (paired) side this is n − 1.
+    # Welch-Satterthwaite: freedom = (Σ vᵢ)² / Σ (vᵢ² / (nᵢ − 1)) with vᵢ = sᵢ² / nᵢ, which is n − 1 if paired.
     freedom, t = 1 / sum((square / error**2) ** 2 / df for square, df in squares), difference / error
     half = critical_t(freedom) * error
     result |= {"difference": difference, "low": difference - half, "high": difference + half}
@@ -78,6 +81,7 @@ def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:
 def correct(contrasts: Sequence[dict[str, Any]]) -> None:
     """Set ``holm`` in each tested contrast: p after Holm's step-down correction for the number of tests."""
     tested = sorted((test for test in contrasts if test["p"] is not None), key=lambda test: float(test["p"]))
+    # Holm: the k-th smallest of m p values becomes max over j ≤ k of min(1, (m − j + 1) · p_j).
     largest = 0.0
     for rank, test in enumerate(tested):
         test["holm"] = largest = max(largest, min(1.0, test["p"] * (len(tested) - rank)))

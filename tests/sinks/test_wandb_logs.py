@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.sinks.wandb_process import BLOCK, CHUNK, LOG_BEGIN, Job, log_records, rows_in, rows_there
+from loopscope.sinks.wandb_process import BLOCK, CHUNK, LOG_BEGIN, Job, log_records, rows_in, sent_row_count
 from wandb.proto.wandb_internal_pb2 import HistoryItem, HistoryRecord, Record
 
 from tests.sinks.wandb_files import history
@@ -70,10 +70,10 @@ def test_offline_resume_starts_after_existing_rows(tmp_path):
         (tmp_path / "wandb" / name).mkdir(parents=True)
         log = log_of([row(step).SerializeToString() for step in steps])[0]
         (tmp_path / "wandb" / name / f"run-{name[-3:]}.wandb").write_bytes(log)
-    assert rows_there(job, offline, StringIO("3")) == rows_there(job, offline, StringIO()) == 5
-    assert rows_there(job, offline, StringIO("7")) == 7
-    assert rows_there(job, SimpleNamespace(offline=False, starting_step=2), StringIO("7")) == 2
-    assert rows_there(replace(job, resumed=False), offline, StringIO("7")) == 0
+    assert sent_row_count(job, offline, StringIO("3")) == sent_row_count(job, offline, StringIO()) == 5
+    assert sent_row_count(job, offline, StringIO("7")) == 7
+    assert sent_row_count(job, SimpleNamespace(offline=False, starting_step=2), StringIO("7")) == 2
+    assert sent_row_count(replace(job, resumed=False), offline, StringIO("7")) == 0
 
 
 def test_a_log_without_rows_has_none():

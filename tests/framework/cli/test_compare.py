@@ -216,7 +216,7 @@ def test_nonfinite_values_are_counted_and_never_best(capsys) -> None:
     ("file", "content", "sentence"),
     [
         (SUMMARY, "{", "b: runs/b/summary.json cannot be read"),
-        (CONFIG, "[]", "b: runs/b/experiment_config.json cannot be read: it is JSON, but no object."),
+        (CONFIG, "[]", "b: runs/b/experiment_config.json cannot be read: it is JSON, but not an object."),
         ("a.jsonl", "{}\n", "b: runs/b/a.jsonl cannot be read after 2 emits"),
         ("a.jsonl", None, "b: runs/b has neither a.jsonl"),
     ],

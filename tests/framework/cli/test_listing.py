@@ -127,7 +127,7 @@ def failed(folder: Path) -> None:
         (no_summary, "killed", ""),
         (odd_summary, "damaged", "summary.json cannot be used"),
         (summary_is_a_folder, "damaged", "summary.json cannot be read"),
-        (config_is_a_pipe, "damaged", "it is no file"),
+        (config_is_a_pipe, "damaged", "it is not a regular file"),
         (config_is_a_dangling_link, "damaged", "it has no experiment_config.json"),
         (extreme_numbers, "odd ", "inf"),
         (failed, "failed", "val_acc"),
