@@ -23,7 +23,7 @@ INITIAL_COLUMNS = 128  # steps
 
 
 class Driver:
-    """Updates the state of a loop, and fires the hook points of its manager, at each transition of the loop."""
+    """Updates the loop's state and fires the hook points of its manager, at each transition of the loop."""
 
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
@@ -32,7 +32,7 @@ class Driver:
         self._checked_first_batch = False
 
     def begin_epoch(self, *, takes_snapshot: bool) -> None:
-        """Clear the accumulators of the epoch and, if a hook needs it, take a snapshot of the state before the epoch."""
+        """Clear the accumulators of the epoch and, if a hook needs it, take a snapshot of the current state."""
         loop, manager = self.loop, self.manager
         loop.running_loss, loop.running_steps = None, 0
         loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
@@ -40,9 +40,8 @@ class Driver:
         points = EPOCH_END if takes_snapshot else EPOCH_END[:1]
         loop.pre_epoch = None
         if manager.hooks.listeners.any_due("needs_pre_epoch_state", points, loop.epoch):
-            loop.pre_epoch = (
-                manager.pre_epoch_snapshot
-            )  # set before save(), so that a restore does not reset it to None
+            # Assigned before save(): the saved state then contains it, and a restore does not reset it to None.
+            loop.pre_epoch = manager.pre_epoch_snapshot
             try:
                 loop.pre_epoch.save(manager.state)
             except Exception as error:

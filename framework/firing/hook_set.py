@@ -213,7 +213,7 @@ class HookSet:
             self._unannounced.append(failure)
 
     def synchronise_failures(self) -> None:
-        """Synchronise hook failures across ranks, as far as they have not been announced."""
+        """Synchronise hook failures across ranks, unless they have been announced already."""
         has_calls, self.has_unsynchronised_calls = self.has_unsynchronised_calls, False
         while has_calls and (rank_failures := self.ranks.exchange_failures(self._unannounced or None)) is not None:
             self._unannounced = []

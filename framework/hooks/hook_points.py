@@ -59,14 +59,14 @@ def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loo
         UsageError: a point is not a :class:`HookPoint`, or a window contains no epoch.
     """
     if loop_points is None:
-        wanted: dict[HookPoint, EpochWindow] = dict.fromkeys(hook_points, ALWAYS)
+        requested: dict[HookPoint, EpochWindow] = dict.fromkeys(hook_points, ALWAYS)
     else:
         entry = loop_points.get(loop, frozenset())
-        wanted = dict(entry) if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
-    for point, window in wanted.items():
+        requested = dict(entry) if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
+    for point, window in requested.items():
         if not isinstance(point, HookPoint):
-            known = ", ".join(member.name for member in HookPoint)
-            raise UsageError(f"Unknown hook point {point!r}. Known members of HookPoint: {known}.")
+            members = ", ".join(member.name for member in HookPoint)
+            raise UsageError(f"Unknown hook point {point!r}. Known members of HookPoint: {members}.")
         bounds = list(window) if isinstance(window, (tuple, list)) else []
         if len(bounds) != 2 or any(type(bound) not in (int, type(None)) for bound in bounds):
             raise UsageError(
@@ -78,7 +78,7 @@ def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loo
                 f"The epoch window {window} at {point.name} contains no epoch; use (first, last) with first <= last: "
                 "epochs count from 0, both bounds are included, and None leaves a side open."
             )
-    return {point: window for point, window in wanted.items() if point in POINTS_OF_LOOP[loop]}
+    return {point: window for point, window in requested.items() if point in POINTS_OF_LOOP[loop]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class Measurements:
         Raises:
             LoopscopeError: several processes train together.
         """
-        return self._probe.of_rows(self._batch_or_current(batch))
+        return self._probe.measure_rows(self._batch_or_current(batch))
 
     def compute_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over the training set, batches weighted by their rows."""

@@ -1,4 +1,4 @@
-"""From what a hook returns to what sinks get: names, buffers, one transfer, values as they were."""
+"""Delivery of metrics from hooks to sinks: names, buffers, transfers and exact values."""
 
 import math
 import random
@@ -22,7 +22,7 @@ DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
 def returning(*points: HookPoint, name: str = "spy", **metrics) -> SpyHook:
-    """Make a spy that returns the same metrics every time."""
+    """Return a spy that always returns the same metrics."""
     return at(SpyHook, *points, name=name)(lambda ctx: metrics)
 
 
@@ -36,7 +36,7 @@ def test_metrics_are_named_hook_slash_metric():
 
 def test_allowed_values_arrive_as_host_values():
     """A hook returns numbers, tensors of several dtypes, lists, nested dicts, NaN and infinity."""
-    given = {
+    returned = {
         "float": 0.5,
         "int": torch.tensor(2**40),
         "bool": torch.tensor(True),
@@ -47,7 +47,7 @@ def test_allowed_values_arrive_as_host_values():
         "nan": torch.tensor(math.nan),
         "inf": -math.inf,
     }
-    ((metrics, *_),) = train(Case(), [returning(HookPoint.POST_EPOCH, **given)]).sink.emitted
+    ((metrics, *_),) = train(Case(), [returning(HookPoint.POST_EPOCH, **returned)]).sink.emitted
     nan = metrics.pop("spy/nan")
     assert math.isnan(nan)
     assert metrics == {
@@ -128,10 +128,10 @@ def test_a_hook_may_reuse_the_containers_it_returns():
         metrics["mixed"]["tensor"] = torch.tensor(ctx.step)
         return metrics
 
-    ((found, *_),) = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(refill)]).sink.emitted
-    assert found["spy/plain"].values == [1, 2, 3]
-    assert found["spy/list"].values == [[1], [2], [3]]
-    assert found["spy/mixed"].values == [{"tensor": step, "plain": step} for step in (1, 2, 3)]
+    ((emitted, *_),) = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(refill)]).sink.emitted
+    assert emitted["spy/plain"].values == [1, 2, 3]
+    assert emitted["spy/list"].values == [[1], [2], [3]]
+    assert emitted["spy/mixed"].values == [{"tensor": step, "plain": step} for step in (1, 2, 3)]
 
 
 def test_intervention_metrics_survive_rollback():
@@ -170,7 +170,7 @@ def transfers(hooks: list[SpyHook], loop: str = "epoch", **options) -> int:
 
 
 def many(*points: HookPoint) -> list[SpyHook]:
-    """Make three hooks that return eight tensors each."""
+    """Return three hooks that return eight tensors each."""
     metrics = {f"m{index}": torch.tensor(float(index)) for index in range(4)} | {"l": [torch.ones(())] * 4}
     return [returning(*points, name=name, **metrics) for name in ("one", "two", "three")]
 
@@ -206,7 +206,7 @@ def test_transfer_count_ignores_host_copies():
 
 
 def of_every_dtype(shift: int = 0) -> dict[str, Tensor | list[Tensor]]:
-    """Make a metric of every dtype that tensors of the field have, each with a value that few others hold exactly."""
+    """Return a metric of every dtype, each with a value that few other dtypes represent exactly."""
     return {
         "double": torch.tensor(0.1, dtype=torch.float64),
         "int64": torch.tensor(2**62 + 1 + shift),
@@ -231,13 +231,13 @@ def test_values_of_many_dtypes_are_one_transfer():
 def test_values_of_many_dtypes_arrive_exactly():
     """Each value keeps its name and position over several calls."""
     pending = PendingMetrics()
-    given = [of_every_dtype(shift) for shift in range(3)]
-    for metrics in given:
+    calls = [of_every_dtype(shift) for shift in range(3)]
+    for metrics in calls:
         pending.add(None, metrics)
     expected = [
         {name: [item.item() for item in value] if isinstance(value, list) else value.item()
          for name, value in metrics.items()}
-        for metrics in given
+        for metrics in calls
     ]  # fmt: skip
     assert [list(map(repr, row.values())) for _, row in pending.to_host()] == [
         list(map(repr, row.values())) for row in expected
@@ -271,7 +271,7 @@ def test_pending_metrics_return_to_their_places_in_order():
 
 
 class Checking(SpyHook):
-    """Keeps what its check is shown."""
+    """Records the arguments of check."""
 
     hook_points = frozenset({HookPoint.POST_STEP, HookPoint.POST_EPOCH})
 
@@ -315,7 +315,7 @@ def test_a_schedule_thins_out_series():
 
 
 class Failing(MetricSink):
-    """Fails at its second emit."""
+    """A sink whose second emit raises."""
 
     name = "failing"
 
@@ -335,8 +335,8 @@ class Failing(MetricSink):
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(0)], ids=repr)
 def test_failing_sink_is_closed_with_warning(error):
     """The other sinks continue, the run is unchanged, and SystemExit counts as a failure."""
-    failing, told = Failing(error), f"{type(error).__name__}: {error}"
-    with pytest.warns(UserWarning, match=f"Sink 'failing' failed .* for the rest of the run: {told}"):
+    failing, description = Failing(error), f"{type(error).__name__}: {error}"
+    with pytest.warns(UserWarning, match=f"Sink 'failing' failed .* for the rest of the run: {description}"):
         run = train(Case(), [returning(HookPoint.POST_EPOCH, n=1.0)], steps=9, sinks=[failing])
     assert failing.calls == ["emit", "emit", "close"]
     assert len(run.sink.emitted) == 3
@@ -344,7 +344,7 @@ def test_failing_sink_is_closed_with_warning(error):
 
 
 class Drawing(MetricSink):
-    """Draws from every generator at every call, as writers of temporary files do."""
+    """Draws from every generator in every call, like writers of temporary files."""
 
     name = "drawing"
 

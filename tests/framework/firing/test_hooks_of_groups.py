@@ -1,4 +1,4 @@
-"""Hooks that only a group switched on never end a run before their first report; hooks that were named do."""
+"""Hooks enabled by a group are dropped if they raise before their first report; hooks enabled by name end the run."""
 
 import json
 import warnings
@@ -23,7 +23,7 @@ METHODS = ("describe_metrics", "start", "taps", "tap", "end", "table")
 
 
 class Failing(TrainingHook):
-    """Raises in one of its methods, or at one hook point."""
+    """A hook that raises in one of its methods, or at one hook point."""
 
     name = "failing"
     hook_points = frozenset(HookPoint)
@@ -75,13 +75,13 @@ class Failing(TrainingHook):
 
 
 @pytest.mark.parametrize("where", [*METHODS, *POINTS])
-def test_a_hook_of_a_group_is_left_out(where: str) -> None:
-    """Whatever it raises first, the run has the bytes that it has without hooks, and other hooks go on."""
+def test_failing_hook_of_a_group_is_dropped(where: str) -> None:
+    """For any error, the run has the same bytes as without hooks, and the other hooks continue."""
     spy = at(SpyHook, HookPoint.POST_STEP)()
-    with pytest.warns(RunNotice, match="Left out: Hook 'failing' raised at .*cannot read this model") as told:
+    with pytest.warns(RunNotice, match="Left out: Hook 'failing' raised at .*cannot read this model") as record:
         run = train(Case(), [Failing(where=where), spy], manager_class=OF_GROUP, checkpoint_every=1)
     assert "cannot read this model" in run.manager.hooks.failures.left_out["failing"]
-    assert len([each for each in told if "Left out" in str(each.message)]) == 1
+    assert len([item for item in record if "Left out" in str(item.message)]) == 1
     assert run.manager.hooks.failures.errors == []
     assert len(spy.seen) == run.state.loop.step > 0
     assert_same_bytes(run, Case())
@@ -91,27 +91,27 @@ def test_a_hook_of_a_group_is_left_out(where: str) -> None:
     "error", [UsageError, MemoryError, SystemExit, ZeroDivisionError, AttributeError, LoopscopeError]
 )
 @pytest.mark.parametrize("where", ["start", "POST_STEP"])
-def test_any_error_leaves_it_out(where: str, error: type[BaseException]) -> None:
+def test_any_error_drops_a_hook_of_a_group(where: str, error: type[BaseException]) -> None:
     with pytest.warns(RunNotice, match=f"Left out: Hook 'failing' raised at {where}"):
         run = train(Case(), [Failing(where=where, error=error)], manager_class=OF_GROUP)
     assert run.error is None
 
 
 @pytest.mark.parametrize("where", ["describe_metrics", "start", "taps", "tap", "PRE_STEP", "POST_EPOCH", "end"])
-def test_a_named_hook_raises(where: str) -> None:
+def test_failing_named_hook_ends_the_run(where: str) -> None:
     manager = partial(HookManager, required=["failing"])
     with pytest.raises(HookError, match=f"'failing' raised at {where}"):
         train(Case(), [Failing(where=where)], manager_class=manager)
 
 
 @pytest.mark.parametrize("where", ["POST_STEP", "PRE_UPDATE", "check"])
-def test_after_its_first_report_it_raises(where: str) -> None:
+def test_hook_that_has_reported_ends_the_run(where: str) -> None:
     with pytest.raises(HookError, match=f"'failing' raised at {where}"):
         train(Case(), [Failing(where=where, at_step=3)], manager_class=OF_GROUP)
 
 
-def test_a_step_without_metrics_is_no_report() -> None:
-    """Its compute returns nothing at the points before, for two steps."""
+def test_step_without_metrics_is_not_a_report() -> None:
+    """compute returns no metrics at the earlier points of two steps."""
     hook = Failing(where="POST_STEP", at_step=3)
     hook.compute = lambda ctx: hook.maybe_raise(ctx.hook_point.name, ctx.step) or {}
     with pytest.warns(RunNotice, match="raised at POST_STEP of step 3, before its first report"):
@@ -119,7 +119,7 @@ def test_a_step_without_metrics_is_no_report() -> None:
 
 
 @pytest.mark.parametrize("where", ["state_dict", "load_state_dict", "reset"])
-def test_states_and_resets_leave_it_out(where: str) -> None:
+def test_errors_in_states_and_resets_drop_the_hook(where: str) -> None:
     task, state = build(Case())
     manager = HookManager([Failing(where=where), SpyHook()], task, state, required=())
     arguments = [{"failing": {}, "spy": {}}] if where == "load_state_dict" else []
@@ -128,7 +128,7 @@ def test_states_and_resets_leave_it_out(where: str) -> None:
     assert [hook.name for hook in manager.hooks] == ["spy"]
 
 
-def test_a_mutation_stays_fatal() -> None:
+def test_mutation_by_hook_of_a_group_is_fatal() -> None:
     def write(ctx):
         with torch.no_grad():
             next(ctx.model.parameters()).mul_(2)
@@ -138,7 +138,7 @@ def test_a_mutation_stays_fatal() -> None:
 
 
 class Overreaching(InterventionHook):
-    """Commits what it has not declared."""
+    """Commits a change that it does not declare."""
 
     name = "overreaching"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
@@ -150,8 +150,8 @@ class Overreaching(InterventionHook):
         return {"value": 1.0}
 
 
-def test_an_undeclared_commit_leaves_it_out() -> None:
-    """Nothing was applied, so the run goes on from the true state."""
+def test_undeclared_commit_drops_the_hook() -> None:
+    """No commit was applied, so the run continues with the correct state."""
     with pytest.warns(RunNotice, match="Left out: Hook 'overreaching' raised at POST_BACKWARD of step 1"):
         run = train(Case(), [Overreaching()], manager_class=OF_GROUP)
     assert_same_bytes(run, Case())
@@ -175,8 +175,8 @@ def unable(*arguments, **options):
 
 @pytest.mark.parametrize("need", NEEDS)
 @pytest.mark.parametrize("required", [(), ("needy",)])
-def test_a_need_that_cannot_be_computed(need: str, required, monkeypatch) -> None:
-    """The hook that asked for it is left out; a named one lets the error through."""
+def test_failing_requirement_drops_the_hook(need: str, required, monkeypatch) -> None:
+    """A hook of a group is dropped if its requirement cannot be computed; for a named hook the error is raised."""
     hook = type("Needy", (Needy,), {need: True})()
     monkeypatch.setattr("loopscope.firing.driver.accumulate", unable)
     monkeypatch.setattr("loopscope.firing.driver._append_column", unable)
@@ -185,7 +185,7 @@ def test_a_need_that_cannot_be_computed(need: str, required, monkeypatch) -> Non
         task.target_grad = unable
         if need == "needs_prev_step_grads":
             parameter = next(task.model.parameters())
-            parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", Unclonable(each.grad)))
+            parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", Unclonable(leaf.grad)))
         if need == "needs_pre_epoch_state":
             monkeypatch.setattr("loopscope.isolation.guardian.copy_each", unable)
 
@@ -194,14 +194,12 @@ def test_a_need_that_cannot_be_computed(need: str, required, monkeypatch) -> Non
         with pytest.raises(NotImplementedError):
             run(manager_class=partial(HookManager, required=required))
         return
-    with pytest.warns(
-        RunNotice, match=f"'needy' cannot run: {need} failed with NotImplementedError: no such kernel"
-    ):
+    with pytest.warns(RunNotice, match=f"'needy' cannot run: {need} failed with NotImplementedError: no such kernel"):
         run(manager_class=OF_GROUP)
 
 
 class Unclonable(torch.Tensor):
-    """A gradient that cannot be copied by ``clone``."""
+    """A gradient whose ``clone`` raises."""
 
     def __new__(cls, gradient: torch.Tensor):
         return gradient.as_subclass(cls)
@@ -219,20 +217,20 @@ class Acting(InterventionHook):
         return {"value": 1.0}
 
 
-def test_a_state_out_of_reach_leaves_interventions_out() -> None:
-    hold = lambda task, state: setattr(task.model, "stream", iter([1]))
+def test_unreadable_state_drops_interventions() -> None:
+    add_iterator = lambda task, state: setattr(task.model, "stream", iter([1]))
     with pytest.warns(RunNotice, match="Left out: Hook 'acting' cannot run: start failed with"):
         run = train(
-            Case(), [Acting(), SpyHook()], manager_class=OF_GROUP, introduce=hold, every_step=False, audit=False
+            Case(), [Acting(), SpyHook()], manager_class=OF_GROUP, introduce=add_iterator, every_step=False, audit=False
         )
     assert [hook.name for hook in run.manager.hooks] == ["spy"]
     assert not issubclass(type(iter([1])), Transient)
     with pytest.raises(UsageError, match="out of reach"):
-        train(Case(), [Acting()], introduce=hold, every_step=False, audit=False)
+        train(Case(), [Acting()], introduce=add_iterator, every_step=False, audit=False)
 
 
 class Lost(TrainingHook):
-    """Taps a layer that is not there."""
+    """Taps a layer that does not exist."""
 
     name = "lost"
     hook_points = frozenset({HookPoint.POST_STEP})
@@ -245,42 +243,42 @@ class Lost(TrainingHook):
         return {}
 
 
-def test_a_tap_that_cannot_be_attached() -> None:
-    """The taps of other hooks are attached all the same."""
-    heard = []
+def test_invalid_tap_drops_the_hook() -> None:
+    """The taps of other hooks are attached nevertheless."""
+    called = []
     other = Failing()
-    other.maybe_raise = lambda where, step=0: heard.append(where)
+    other.maybe_raise = lambda where, step=0: called.append(where)
     with pytest.warns(RunNotice, match="'lost' cannot run: taps failed with"):
         train(Case(), [other, Lost()], manager_class=OF_GROUP)
-    assert "tap" in heard
+    assert "tap" in called
     with pytest.raises(UsageError, match="nowhere"):
         train(Case(), [Lost()])
 
 
-# By the ways in which hooks are chosen
+# Hooks selected by attach() and by sessions
 
 
-def attached(folder, *, state=None, steps=2, model=None, **chosen):
+def attached(folder, *, state=None, steps=2, model=None, **options):
     """Train a few steps with attached hooks; return the summary and the state of the scope."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = {"sinks": ["jsonl"], "display": "none", "out": folder, **chosen}
+    options = {"sinks": ["jsonl"], "display": "none", "out": folder, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with loopscope.attach(model, optimizer, **chosen) as scope:
+        with loopscope.attach(model, optimizer, **options) as scope:
             if state is not None:
                 scope.load_state_dict(state)
             for x in scope.batches([torch.ones(2, 4)] * steps):
                 scope.backward(model(x).pow(2).mean())
                 optimizer.step()
                 optimizer.zero_grad()
-            kept = scope.state_dict()
-    return json.loads((folder / "summary.json").read_text()), kept
+            scope_state = scope.state_dict()
+    return json.loads((folder / "summary.json").read_text()), scope_state
 
 
 class Late(TrainingHook):
-    """Raises where its class says, in the ``last``-th call."""
+    """Raises in the method ``where``, in its ``last``-th call."""
 
     name = "late"
     hook_points = frozenset({HookPoint.POST_STEP})
@@ -295,7 +293,7 @@ class Late(TrainingHook):
     def compute(self, ctx):
         self.calls += 1
         if self.calls >= self.last and self.where == "compute":
-            raise ValueError("cannot go on")
+            raise ValueError("cannot continue")
         return {"value": 1.0}
 
     def state_dict(self):
@@ -303,7 +301,7 @@ class Late(TrainingHook):
 
     def load_state_dict(self, state):
         if self.where == "load_state_dict":
-            raise ValueError("cannot take this back")
+            raise ValueError("cannot load this")
 
 
 def late(where: str, last: int = 1) -> type[TrainingHook]:
@@ -312,15 +310,14 @@ def late(where: str, last: int = 1) -> type[TrainingHook]:
 
 @pytest.fixture(autouse=True)
 def without_other_observers(monkeypatch):
-    """Make the group of observers a small one, as many of them take a second."""
+    """Replace the group of observers by a small one; the complete group takes a second."""
     from loopscope.hooks import selection
 
-    small = lambda keyword: ["late", "norms"]
-    monkeypatch.setattr(selection, "bulk_hooks", small)
+    monkeypatch.setattr(selection, "bulk_hooks", lambda keyword: ["late", "norms"])
 
 
 @pytest.mark.parametrize("where", ["compute", "__init__"])
-def test_attached_groups_do_without_it(tmp_path, where: str) -> None:
+def test_attach_drops_a_failing_hook_of_a_group(tmp_path, where: str) -> None:
     with registered(late(where)):
         summary, _ = attached(tmp_path / "group", with_hooks="observers")
         assert "cannot " in summary["hooks_left_out"]["late"]
@@ -331,22 +328,22 @@ def test_attached_groups_do_without_it(tmp_path, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["compute", "__init__"])
-def test_sessions_do_without_it(tmp_path, where: str) -> None:
+def test_session_drops_a_failing_hook_of_a_group(tmp_path, where: str) -> None:
     with registered(late(where)):
         with pytest.warns(RunNotice, match="Left out: Hook 'late'"):
             (summary,) = session(tmp_path / "group", strategies=["plain"], epochs=1, with_hooks="observers").run()
         assert "cannot " in summary["hooks_left_out"]["late"]
-        chosen = {"with_hooks": "observers", "hooks": ["late"]}
+        options = {"with_hooks": "observers", "hooks": ["late"]}
         with pytest.raises((HookError, UsageError), match=r"'late'.*cannot "):
-            session(tmp_path / "named", strategies=["plain"], epochs=1, **chosen).run()
+            session(tmp_path / "named", strategies=["plain"], epochs=1, **options).run()
 
 
 def test_options_that_a_hook_refuses_are_refused(tmp_path) -> None:
-    """Options are somebody's wish, so that a hook that cannot be made with them is not left out in silence."""
+    """The user requested the options, so a hook that cannot be created with them is not dropped silently."""
 
     class WithOption(Late):
         def __init__(self, *, width: int = 1) -> None:
-            raise ValueError(f"cannot be made with {width}")
+            raise ValueError(f"width {width} is not supported")
 
     with registered(WithOption), pytest.raises(UsageError, match=r"'late' cannot be created with \(width=2\)"):
         attached(tmp_path, with_hooks="observers", hook_options={"late": {"width": 2}})
@@ -356,15 +353,18 @@ def test_options_that_a_hook_refuses_are_refused(tmp_path) -> None:
 def test_a_report_before_an_interruption_counts(tmp_path, where: str) -> None:
     with registered(late("nowhere")):
         _, reported = attached(tmp_path / "reported", with_hooks="observers")
-    with registered(late(where)), pytest.raises((HookError, UsageError), match=r"'late' (raised at|cannot be restored)"):
+    with (
+        registered(late(where)),
+        pytest.raises((HookError, UsageError), match=r"'late' (raised at|cannot be restored)"),
+    ):
         attached(tmp_path / "reported", with_hooks="observers", state=reported)
 
 
 @pytest.mark.parametrize("where", ["compute", "load_state_dict"])
-def test_without_a_report_before_an_interruption(tmp_path, where: str) -> None:
-    silent = late("nowhere")
-    silent.compute = lambda self, ctx: {}
-    with registered(silent):
+def test_no_report_before_an_interruption_drops_the_hook(tmp_path, where: str) -> None:
+    unreporting = late("nowhere")
+    unreporting.compute = lambda self, ctx: {}
+    with registered(unreporting):
         _, state = attached(tmp_path, with_hooks="observers")
     with registered(late(where)):
         summary, _ = attached(tmp_path, with_hooks="observers", state=state)

@@ -1,4 +1,4 @@
-"""The manager: who is called in which order, what each is shown, and what happens when hook code raises."""
+"""The hook manager: order of hook calls, contexts, and handling of hook errors."""
 
 from dataclasses import FrozenInstanceError
 from functools import partial
@@ -51,7 +51,7 @@ def named(hook_class: type[TrainingHook], name: str, *points: HookPoint, **attri
     return at(hook_class, *points, name=name, **attributes)
 
 
-def noting(calls: list[str], name: str):
+def recording(calls: list[str], name: str):
     return lambda *contexts: calls.append(name) or {}
 
 
@@ -60,7 +60,7 @@ def test_dispatch_order_follows_hook_kinds():
     calls: list[str] = []
 
     def make(hook_class, name, **attributes):
-        return named(hook_class, name, POST_BACKWARD, **attributes)(noting(calls, name))
+        return named(hook_class, name, POST_BACKWARD, **attributes)(recording(calls, name))
 
     commits = {"commits": frozenset({StatePart.GRADIENTS})}
     hooks = [
@@ -113,7 +113,7 @@ def test_last_metrics_are_copies():
     assert [set(view) for view in seen] == [set(), {"spy/n"}, {"spy/n"}]
 
 
-def test_outside_its_intervention_points_an_intervention_observes():
+def test_intervention_observes_outside_its_intervention_points():
     calls: list[str] = []
 
     class Both(at(ActingHook, *STEP_POINTS)):
@@ -144,13 +144,13 @@ ALWAYS_SET = {
 }
 BATCH = {"batch_idx", "batch_data"}
 EVALUATED = {"train_acc", "val_acc", "evaluation"}
-ASKED_FOR = {"prev_step_grads", "target_grad"}
+ON_REQUEST = {"prev_step_grads", "target_grad"}
 SET_IN_EPOCH_LOOP = {
     "PRE_EPOCH": EVALUATED | {"target_grad"},
-    "PRE_STEP": BATCH | ASKED_FOR,
-    "POST_BACKWARD": BATCH | ASKED_FOR | {"loss"},
-    "PRE_UPDATE": BATCH | ASKED_FOR | {"loss"},
-    "POST_STEP": BATCH | ASKED_FOR | {"loss"},
+    "PRE_STEP": BATCH | ON_REQUEST,
+    "POST_BACKWARD": BATCH | ON_REQUEST | {"loss"},
+    "PRE_UPDATE": BATCH | ON_REQUEST | {"loss"},
+    "POST_STEP": BATCH | ON_REQUEST | {"loss"},
     "POST_EPOCH": EVALUATED | {"loss", "accumulated_grads", "target_grad"},
     "SNAPSHOT": EVALUATED | {"loss", "accumulated_grads", "target_grad"},
 }
@@ -166,30 +166,30 @@ def target(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("loop", "table"), [("epoch", SET_IN_EPOCH_LOOP), ("step", SET_IN_STEP_LOOP)])
 def test_context_fields_match_the_table(loop, table):
     """Every field is set at exactly the points where the table lists it, in both loops."""
-    found: dict[str, set[str]] = {}
+    fields_by_point: dict[str, set[str]] = {}
 
     def look(ctx):
         fields = {name: getattr(ctx, name) for name in type(ctx).__slots__}
         present = {name for name, value in fields.items() if value is not None and value != {}}
-        found[ctx.hook_point.name] = present - ALWAYS_SET
+        fields_by_point[ctx.hook_point.name] = present - ALWAYS_SET
         assert present >= ALWAYS_SET
 
     hook = at(SpyHook, *HookPoint, needs_grads=True, needs_prev_step_grads=True, needs_target_grad=True)(look)
     train(Case(loop=loop), [hook], steps=6, snapshot_every=1, eval_every=1, log_every=1, target_grad=target)
-    assert found == table
+    assert fields_by_point == table
 
 
 def test_loss_is_step_tensor_or_epoch_mean():
     """ctx.loss is a scalar tensor at steps and the mean of the epoch at its end."""
     losses: list = []
     train(Case(), [SpyHook(lambda ctx: losses.append((ctx.hook_point.name, ctx.loss)))])
-    of_steps = [loss for name, loss in losses if name == "POST_STEP"]
-    assert all(isinstance(loss, Tensor) and loss.ndim == 0 for loss in of_steps)
-    of_epochs = [loss for name, loss in losses if name in ("POST_EPOCH", "SNAPSHOT")]
-    assert of_epochs == pytest.approx([sum(loss.item() for loss in of_steps) / 3] * 2, rel=1e-6)
+    step_losses = [loss for name, loss in losses if name == "POST_STEP"]
+    assert all(isinstance(loss, Tensor) and loss.ndim == 0 for loss in step_losses)
+    epoch_losses = [loss for name, loss in losses if name in ("POST_EPOCH", "SNAPSHOT")]
+    assert epoch_losses == pytest.approx([sum(loss.item() for loss in step_losses) / 3] * 2, rel=1e-6)
 
 
-def test_an_evaluation_is_shown_until_the_next_step():
+def test_evaluation_is_available_until_the_next_step():
     seen: list[tuple] = []
     spy = SpyHook(lambda ctx: seen.append((ctx.hook_point.name, ctx.epoch, ctx.val_acc, dict(ctx.evaluation))))
     train(Case(), [spy], steps=9, eval_every=2, evaluate=lambda model: {"val_acc": 0.5, "val_loss": 2.0})
@@ -200,11 +200,11 @@ def test_an_evaluation_is_shown_until_the_next_step():
 
 def test_target_gradient_is_computed_on_demand():
     """The gradient is computed only at steps where a hook that needs it runs."""
-    asked: list[int] = []
+    computations: list[int] = []
     schedule = StepSchedule(mode="stride", every_n_steps=2)
-    asking = named(SpyHook, "asking", HookPoint.POST_STEP, needs_target_grad=True, step_schedule=schedule)()
-    train(Case(), [asking, SpyHook()], target_grad=lambda model: asked.append(1) or target(model))
-    assert len(asked) == 2
+    requesting = named(SpyHook, "requesting", HookPoint.POST_STEP, needs_target_grad=True, step_schedule=schedule)()
+    train(Case(), [requesting, SpyHook()], target_grad=lambda model: computations.append(1) or target(model))
+    assert len(computations) == 2
 
 
 def test_target_gradient_leaves_state_unchanged():
@@ -238,7 +238,7 @@ def test_context_is_frozen_with_readonly_mappings():
 
 
 class CountingStreams(RandomStreams):
-    """Counts how often the run's streams are put aside."""
+    """Counts how often the run's streams are saved."""
 
     visits = 0
 
@@ -330,9 +330,9 @@ def test_usage_error_at_start_is_unchanged():
 
     class Picky(SpyHook):
         def start(self, run):
-            raise UsageError(f"There is nothing for me in {type(run.model).__name__}.")
+            raise UsageError(f"This hook does not support {type(run.model).__name__}.")
 
-    with pytest.raises(UsageError, match=r"^There is nothing for me in Sequential\.$"):
+    with pytest.raises(UsageError, match=r"^This hook does not support Sequential\.$"):
         train(Case(), [Picky()], on_error="skip")
 
 
@@ -355,7 +355,7 @@ def test_observer_mutation_is_always_fatal(on_error):
 
 
 class Clocked(SpyHook):
-    """Notes the calls of its life."""
+    """Records the calls of its life cycle."""
 
     hook_points = frozenset({HookPoint.POST_EPOCH})
 
@@ -386,7 +386,7 @@ def test_hook_lifecycle_calls_each_method_once():
 
 
 class Closing(MetricSink):
-    """Notes that it was closed, and with what."""
+    """Records its calls and the final status."""
 
     name = "closing"
 
@@ -436,13 +436,13 @@ def test_hook_states_are_restored_by_name():
     first.count, second.count = 3, 4
     saved = HookManager([first, second], *build(Case())).hooks.state_dict()
     assert saved == {"spy": {"count": 3}, "second": {"count": 4}}
-    again, fresh = Counter(), named(Counter, "third")()
-    HookManager([again, fresh], *build(Case())).hooks.load_state_dict(saved)
-    assert (again.count, fresh.count) == (3, 0)
+    restored, fresh = Counter(), named(Counter, "third")()
+    HookManager([restored, fresh], *build(Case())).hooks.load_state_dict(saved)
+    assert (restored.count, fresh.count) == (3, 0)
 
 
 class Loading(SpyHook):
-    """Does something of its own when it is given its state back, and when it is asked for it."""
+    """Calls a function when its state is saved and when it is restored."""
 
     def __init__(self, act):
         super().__init__()
@@ -543,25 +543,25 @@ def test_profiling_counts_every_call_of_every_hook():
     manager = HookManager(hooks, task, state, profile=True, sinks=[RecordingSink()])
     epoch_loop(task, manager)
     report = manager.profiler.report()
-    # "start" and "taps" are calls too
+    # "start" and "taps" also count as calls.
     assert {name: row["calls"] for name, row in report.items()} == {"often": 2 + 12, "once": 2 + 1}
     assert list(report) == ["often", "once"]
     assert all(row["seconds"] > 0 for row in report.values())
 
 
 class Hoarding(SpyHook):
-    """Remembers a megabyte and needs sixty more while it works."""
+    """Has one megabyte of state, and allocates sixty more during a call."""
 
     name = "hoarding"
     hook_points = frozenset({HookPoint.POST_EPOCH})
-    kept = torch.zeros(1)
+    memory = torch.zeros(1)
 
     def compute(self, ctx):
-        self.kept = torch.ones(250_000)
+        self.memory = torch.ones(250_000)
         return {"sum": torch.ones(15_000_000).sum()}
 
     def state_dict(self):
-        return {"kept": self.kept, "again": [self.kept]}
+        return {"memory": self.memory, "again": [self.memory]}
 
 
 def test_profiling_reports_state_and_peak_memory():
@@ -589,15 +589,15 @@ def test_processed_samples_are_counted_per_hook():
 
 def test_observer_gradients_leave_no_trace():
     """An observer that computes the gradients of a batch changes no byte of the run."""
-    found = []
+    results = []
 
     def probe(ctx):
-        found.append(ctx.compute_batch_gradients(ctx.batch_data))
+        results.append(ctx.compute_batch_gradients(ctx.batch_data))
 
     run = train(Case(model="tied"), [at(SpyHook, HookPoint.POST_BACKWARD)(probe)])
     assert_same_bytes(run, Case(model="tied"))
-    assert len(found) == 3
-    for gradient in found:
+    assert len(results) == 3
+    for gradient in results:
         assert set(gradient) == {name for name, _ in run.task.model.named_parameters()}
 
 

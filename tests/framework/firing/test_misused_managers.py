@@ -1,4 +1,4 @@
-"""A hook manager that is used in another way than it was made for says so."""
+"""Incorrect uses of hook managers raise errors or issue warnings."""
 
 import gc
 import subprocess
@@ -35,20 +35,22 @@ def test_loop_refuses_manager_of_other_loop(loop) -> None:
     task, state = build(Case(loop=loop))
     manager = HookManager([SpyHook()], task, state, loop=loop)
     other = step_loop if loop == "epoch" else epoch_loop
-    with pytest.raises(UsageError, match=rf"was created for the {loop} loop; create it with HookManager\(\.\.\., loop='"):
+    with pytest.raises(
+        UsageError, match=rf"was created for the {loop} loop; create it with HookManager\(\.\.\., loop='"
+    ):
         other(task, manager)
     assert state.loop.step == 0
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_manager_without_hooks_serves_either_loop(loop) -> None:
+def test_manager_without_hooks_works_in_both_loops(loop) -> None:
     task, state = build(Case(loop=loop))
     (epoch_loop if loop == "epoch" else step_loop)(task, HookManager([], task, state))
     assert state.loop.step > 0
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_manager_that_has_ended_is_refused(loop) -> None:
+def test_manager_is_refused_after_its_end(loop) -> None:
     task, state = build(Case(loop=loop))
     manager = HookManager([SpyHook()], task, state, loop=loop)
     run = epoch_loop if loop == "epoch" else step_loop
@@ -58,8 +60,8 @@ def test_a_manager_that_has_ended_is_refused(loop) -> None:
         run(task, manager)
 
 
-def forget(*, end: bool, sinks: bool = True) -> None:
-    """Let go of a manager whose last step has metrics that no sink has seen."""
+def abandon_manager(*, end: bool, sinks: bool = True) -> None:
+    """Delete a manager whose last step has undelivered metrics."""
     spy = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"x": 1.0})
     task, state = build(Case(loop="step"))
     manager = HookManager([spy], task, state, loop="step", sinks=[RecordingSink()] if sinks else [])
@@ -73,14 +75,14 @@ def forget(*, end: bool, sinks: bool = True) -> None:
 def test_unended_manager_warns_about_lost_metrics() -> None:
     """The notice names manager.end if the last step has metrics that no sink received."""
     with pytest.warns(RunNotice, match=r"was not ended: metrics of its last steps are lost.*manager\.end"):
-        forget(end=False)
+        abandon_manager(end=False)
 
 
 @pytest.mark.parametrize("options", [{"end": True}, {"end": False, "sinks": False}])
 def test_manager_without_losses_does_not_warn(options, recwarn) -> None:
     """There is no warning after manager.end or without sinks."""
-    forget(**options)
-    assert not [each for each in recwarn if "was not ended" in str(each.message)]
+    abandon_manager(**options)
+    assert not [item for item in recwarn if "was not ended" in str(item.message)]
 
 
 @pytest.mark.process
@@ -92,6 +94,6 @@ task, state = build(Case(loop="step"))
 manager = HookManager([spy], task, state, loop="step", sinks=[RecordingSink()])
 manager.fire(HookPoint.POST_STEP)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "RunNotice: A hook manager was not ended" in done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "RunNotice: A hook manager was not ended" in process.stderr

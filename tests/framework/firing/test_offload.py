@@ -1,4 +1,4 @@
-"""What a hook remembers lies on the CPU between its calls, and nothing else about it changes."""
+"""Offload of hook state to the CPU between calls, without other effects."""
 
 import pytest
 import torch
@@ -11,20 +11,20 @@ META = torch.device("meta")
 
 
 class Remembering(TrainingHook):
-    """Keeps the last loss, and notes on which devices it finds it."""
+    """Remembers the last loss, and records the device of this state in each call."""
 
     name = "remembering"
     hook_points = frozenset({HookPoint.POST_STEP})
 
     def __init__(self) -> None:
         self.state = {"nested": [{"last": torch.zeros(3)}], "count": 0}
-        self.found: list[str] = []
+        self.devices: list[str] = []
 
     def last(self) -> torch.Tensor:
         return self.state["nested"][0]["last"]
 
     def compute(self, ctx):
-        self.found.append(self.last().device.type)
+        self.devices.append(self.last().device.type)
         self.state["nested"][0]["last"] = ctx.loss.repeat(3)
         self.state["count"] += 1
         return {"last": self.last()[0]}
@@ -39,7 +39,7 @@ class Remembering(TrainingHook):
         return []
 
 
-def test_the_state_is_away_after_a_call():
+def test_state_is_offloaded_after_a_call():
     hook = Remembering()
     assert StateOffload(META).call(hook, lambda: hook.last().device.type) == "cpu"
     assert hook.last().device == META
@@ -67,8 +67,8 @@ def test_state_is_offloaded_after_hook_raises():
 
 
 def test_offloaded_run_reports_the_same_numbers():
-    kept, offloaded = Remembering(), Remembering()
-    runs = [train(Case(), [kept]), train(Case(), [offloaded], offload_state=True)]
+    resident, offloaded = Remembering(), Remembering()
+    runs = [train(Case(), [resident]), train(Case(), [offloaded], offload_state=True)]
     assert runs[0].sink.rows() == runs[1].sink.rows()
-    assert kept.state["count"] == offloaded.state["count"] == 3
-    assert offloaded.state is not kept.state
+    assert resident.state["count"] == offloaded.state["count"] == 3
+    assert offloaded.state is not resident.state

@@ -1,4 +1,4 @@
-"""A manager that nobody has started starts itself, so that from Python no hook is silently without effect."""
+"""An unstarted manager starts at the first hook point, so that its hooks take effect."""
 
 import pytest
 import torch
@@ -37,16 +37,16 @@ def outcome(case: Case, make, *, start: bool):
 def test_unstarted_manager_matches_a_started_one(make, loop):
     """Final state and metrics of every hook are the same in both loops."""
     case = Case("tied", loop=loop)
-    (mine, emitted), (started, expected) = [outcome(case, make, start=start) for start in (False, True)]
-    assert differences(started, mine) == []
+    (unstarted, emitted), (started, expected) = [outcome(case, make, start=start) for start in (False, True)]
+    assert differences(started, unstarted) == []
     assert repr(emitted) == repr(expected)
     assert emitted
     if issubclass(type(make()), InterventionHook) and type(make()).commits:
-        assert differences(train(case, steps=6, audit=False).final, mine)
+        assert differences(train(case, steps=6, audit=False).final, unstarted)
 
 
-class Told(SpyHook):
-    """Keeps what it is told of the run."""
+class Recording(SpyHook):
+    """Records the RunInfo of its start."""
 
     def start(self, run):
         self.run = run
@@ -55,7 +55,7 @@ class Told(SpyHook):
 def test_hook_receives_run_info_without_start():
     """The RunInfo has default names, and the loop, seed, model, task and reference weights of the manager."""
     task, state = build(Case())
-    hook = Told()
+    hook = Recording()
     manager = HookManager([hook], task, state, reference_weights={"0.bias": torch.ones(8)})
     manager.fire(HookPoint.PRE_EPOCH)
     run = hook.run
@@ -65,14 +65,14 @@ def test_hook_receives_run_info_without_start():
     assert not run.output_dir.exists()
 
 
-def test_it_starts_once_and_no_second_time():
+def test_unstarted_manager_starts_only_once():
     task, state = build(Case())
-    hook = at(Told, *HookPoint)()
+    hook = at(Recording, *HookPoint)()
     manager = HookManager([hook], task, state)
     epoch_loop(task, manager)
-    told = hook.run
+    first_run_info = hook.run
     manager.fire(HookPoint.SNAPSHOT)
-    assert hook.run is told
+    assert hook.run is first_run_info
     with pytest.raises(UsageError, match="has already started; create a new one for another run"):
         manager.start(run_info(task, manager, "epoch"))
 

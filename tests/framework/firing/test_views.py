@@ -1,4 +1,4 @@
-"""What observers may ask for: forward passes that leave no trace, and the optimizer's settings as copies."""
+"""Services of the observer context: forward passes without side effects, and copies of the optimizer's settings."""
 
 from dataclasses import FrozenInstanceError
 
@@ -45,9 +45,9 @@ def test_eval_forward_pass_matches_eval_model():
     """The output requires no gradient."""
     task, state = build(Case())
     inputs = data_for("batchnorm_mlp")[0]
-    found = forward_pass(state, inputs, [], False).output
-    assert not found.requires_grad
-    assert torch.equal(found, task.model.eval()(inputs))
+    output = forward_pass(state, inputs, [], False).output
+    assert not output.requires_grad
+    assert torch.equal(output, task.model.eval()(inputs))
 
 
 def test_train_forward_pass_uses_batchnorm_and_dropout():
@@ -158,11 +158,11 @@ def test_optimizer_groups_are_copies_with_names_and_settings():
 
 def test_optimizer_groups_cannot_be_written_to():
     model = nn.Linear(2, 2)
-    rate = torch.tensor(0.1)
-    (group,) = optimizer_groups(model, torch.optim.SGD(model.parameters(), lr=rate))
+    learning_rate = torch.tensor(0.1)
+    (group,) = optimizer_groups(model, torch.optim.SGD(model.parameters(), lr=learning_rate))
     assert group.betas is None
     group.options["lr"].zero_()
-    assert rate == 0.1
+    assert learning_rate == 0.1
     with pytest.raises(FrozenInstanceError):
         group.lr = 5.0
     with pytest.raises(TypeError):

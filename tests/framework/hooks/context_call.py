@@ -1,4 +1,4 @@
-"""The model context of one call, made without a manager, and comparisons of vectors."""
+"""Model contexts without a hook manager, and comparisons of vectors."""
 
 import torch
 from loopscope.data import TensorLoader, fixed_order
@@ -33,7 +33,7 @@ def context(
     loop: str = "epoch",
     **options: object,
 ) -> ModelDataContext:
-    """Make the model context of a call in the middle of a step: batches of 4, 4 and 3 rows, gradients there."""
+    """Return a model context within a step: the batches have 4, 4 and 3 rows, and gradients exist."""
     seed_everything(3)
     model = model or noisy_model()
     dtype = next(model.parameters()).dtype
@@ -51,11 +51,11 @@ def context(
     )
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **tolerance)
+        torch.testing.assert_close(actual[name], value, **tolerance)
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert_close(found, expected, rtol=0, atol=0)
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_close(actual, expected, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Alerts: every warning of a hook's ``check`` reaches the sinks with its place, whatever Python's filter says."""
+"""Alerts: every warning of a hook's ``check`` reaches the sinks, independent of Python's warning filters."""
 
 import json
 import warnings
@@ -13,11 +13,11 @@ from loopscope.sinks import CSVSink, JSONLSink
 from tests.framework.runs.small_experiment import SmallSteps, contents, registered, session
 from tests.support import Case, train
 
-warn = warnings.warn  # as ``from warnings import warn`` finds it
+warn = warnings.warn  # as imported by ``from warnings import warn``
 
 
 class Anxious(TrainingHook):
-    """Says the same at every check, as a user's hook may; of the second fire also how far it went, and that it ends."""
+    """Issues the same warning in every check, and in the second one also an alert and a recovery."""
 
     name = "anxious"
     hook_points = {HookPoint.POST_EPOCH, HookPoint.POST_STEP}
@@ -43,22 +43,23 @@ def test_alerts_are_recorded_despite_warning_filters(action, tmp_path):
     with registered(Anxious), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(action)
         session(tmp_path, hooks=["anxious"], strategies=["plain"]).run()
-    found = alerts_of(tmp_path / "small/plain")
-    lost = [alert for alert in found if alert["sentence"] == "All is lost."]
-    assert [(alert["epoch"], alert["step"]) for alert in lost] == [
+    alerts = alerts_of(tmp_path / "small/plain")
+    repeated = [alert for alert in alerts if alert["sentence"] == "All is lost."]
+    assert [(alert["epoch"], alert["step"]) for alert in repeated] == [
         *((0, 1), (0, 2), (0, 3), (0, 3)), *((1, 4), (1, 5), (1, 6), (1, 6))
     ]  # fmt: skip
-    rows = [each.tolist() for each in session(tmp_path).runner.build_loader("plain").row_indices(1)]
-    assert [alert["rows"] for alert in lost[4:]] == [*rows, rows[-1]]
-    del lost[0]["rows"]
-    assert lost[0] == {"epoch": 0, "step": 1, "hook": "anxious", "metric": "", "value": None, "limit": None,
+    rows = [indices.tolist() for indices in session(tmp_path).runner.build_loader("plain").row_indices(1)]
+    assert [alert["rows"] for alert in repeated[4:]] == [*rows, rows[-1]]
+    del repeated[0]["rows"]
+    assert repeated[0] == {"epoch": 0, "step": 1, "hook": "anxious", "metric": "", "value": None, "limit": None,
                        "is_over": False, "sentence": "All is lost."}  # fmt: skip
-    far, over = [alert for alert in found if alert not in lost]
-    assert (far["metric"], far["step"], far["value"], far["limit"], far["is_over"]) == ("level", 1, 7.5, 6.0, False)
-    assert (over["sentence"], over["is_over"]) == ("It is over.", True)
-    told = [each for each in caught if str(each.message) == "All is lost."]
-    assert len(told) == {"ignore": 0, "once": 1}.get(action, 8)
-    assert all(Path(each.filename).name == "test_alerts.py" or each.lineno for each in told)
+    excess, recovery = [alert for alert in alerts if alert not in repeated]
+    fields = ("metric", "step", "value", "limit", "is_over")
+    assert [excess[field] for field in fields] == ["level", 1, 7.5, 6.0, False]
+    assert (recovery["sentence"], recovery["is_over"]) == ("It is over.", True)
+    shown = [item for item in caught if str(item.message) == "All is lost."]
+    assert len(shown) == {"ignore": 0, "once": 1}.get(action, 8)
+    assert all(Path(item.filename).name == "test_alerts.py" or item.lineno for item in shown)
 
 
 def test_warnings_as_errors_still_record_alerts(tmp_path):
@@ -68,10 +69,10 @@ def test_warnings_as_errors_still_record_alerts(tmp_path):
     assert alerts_of(tmp_path / "small/plain")[0]["sentence"] == "All is lost."
 
 
-def test_other_modules_remember_what_they_have_warned_of():
-    """Python's own way to catch warnings would make them say it again."""
+def test_warnings_of_other_modules_are_not_repeated():
+    """warnings.catch_warnings would reset the registries of shown warnings."""
 
-    class Forgetful(Anxious):
+    class Warning_(Anxious):
         def compute(self, ctx: Any) -> dict[str, float]:
             exec(compile("import warnings; warnings.warn('once here')", "<m>", "exec"), registry)
             return {"level": 1.0}
@@ -79,9 +80,9 @@ def test_other_modules_remember_what_they_have_warned_of():
     registry: dict[str, Any] = {"__name__": "elsewhere"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        train(Case(), [Forgetful()], steps=6)
-        assert [str(each.message) for each in caught].count("once here") == 1
-        assert [str(each.message) for each in caught].count("All is lost.") > 6
+        train(Case(), [Warning_()], steps=6)
+        assert [str(item.message) for item in caught].count("once here") == 1
+        assert [str(item.message) for item in caught].count("All is lost.") > 6
         assert ("always", None, UserWarning, None, 0) not in warnings.filters
 
 
@@ -98,32 +99,32 @@ def test_alerts_follow_the_jsonl_record(tmp_path):
     assert ALERTS in JSONLSink.leaves("plain")
 
 
-@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("checkpoints", [1, 2])
 @pytest.mark.parametrize("runner", ["small", "small_steps"])
-def test_a_resumed_run_leaves_the_same_alerts(runner, kept, tmp_path, monkeypatch):
-    """The run is stopped by an error of its display after so many checkpoints."""
+def test_resumed_run_has_the_same_alerts(runner, checkpoints, tmp_path, monkeypatch):
+    """The run is interrupted after one or two checkpoints."""
     kinds = {"runner": SmallSteps} if runner == "small_steps" else {}
     options = {"hooks": ["anxious"], "strategies": ["plain"], "epochs": 4, "save_checkpoints": 1, **kinds}
     with registered(Anxious), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        session(tmp_path / "whole", **options).run()
-        broken = session(tmp_path / "cut", **options)
+        session(tmp_path / "uninterrupted", **options).run()
+        broken = session(tmp_path / "resumed", **options)
         steps = iter(range(100))
 
-        def stop(model: Any, found: Any = broken.runner.compute_loss) -> Any:
+        def interrupted(model: Any, compute_loss: Any = broken.runner.compute_loss) -> Any:
             def compute(model: Any, batch: Any) -> Any:
-                if next(steps) == 3 * kept + 2:
+                if next(steps) == 3 * checkpoints + 2:
                     raise KeyboardInterrupt
-                return found(model, batch)
+                return compute_loss(model, batch)
 
             return compute
 
-        monkeypatch.setattr(broken.runner, "compute_loss", stop(None))
+        monkeypatch.setattr(broken.runner, "compute_loss", interrupted(None))
         with pytest.raises(KeyboardInterrupt):
             broken.run()
-        session(tmp_path / "cut", **options, resume=True).run()
-    whole, cut = (contents(tmp_path / name / runner / "plain") for name in ("whole", "cut"))
-    assert len(whole[ALERTS].splitlines()) >= 12
-    assert {name: cut[name] for name in (ALERTS, "plain.jsonl")} == {
-        name: whole[name] for name in (ALERTS, "plain.jsonl")
+        session(tmp_path / "resumed", **options, resume=True).run()
+    expected, resumed = (contents(tmp_path / name / runner / "plain") for name in ("uninterrupted", "resumed"))
+    assert len(expected[ALERTS].splitlines()) >= 12
+    assert {name: resumed[name] for name in (ALERTS, "plain.jsonl")} == {
+        name: expected[name] for name in (ALERTS, "plain.jsonl")
     }

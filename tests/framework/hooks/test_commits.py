@@ -22,12 +22,12 @@ def record(*parts: StatePart) -> CommitRecord:
 
 def test_recorded_changes_apply_in_order():
     """A change takes effect only at apply, in the order of recording."""
-    commits, done = record(StatePart.GRADIENTS, StatePart.PARAMETERS), []
-    commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: done.append("parameters"))
-    commits.record(StatePart.GRADIENTS, "scale_gradients", lambda: done.append("gradients"))
-    assert done == []
+    commits, applied = record(StatePart.GRADIENTS, StatePart.PARAMETERS), []
+    commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: applied.append("parameters"))
+    commits.record(StatePart.GRADIENTS, "scale_gradients", lambda: applied.append("gradients"))
+    assert applied == []
     commits.apply()
-    assert done == ["parameters", "gradients"]
+    assert applied == ["parameters", "gradients"]
 
 
 def test_undeclared_change_is_refused_with_remedy():
@@ -41,13 +41,13 @@ def test_undeclared_change_is_refused_with_remedy():
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 7.0, float("inf"), float("nan")])
-def test_the_clip_factor_is_that_of_torch(norm):
+def test_clip_factor_equals_that_of_torch(norm):
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), norm)
     torch.nn.utils.clip_grad_norm_([parameter], 0.5)
-    found = torch.full((1,), norm)
-    scale([found], Clipping.of([found], 0.5).factor)
-    assert torch.equal(found.view(torch.int32), parameter.grad.view(torch.int32))
+    gradient = torch.full((1,), norm)
+    scale([gradient], Clipping.of([gradient], 0.5).factor)
+    assert torch.equal(gradient.view(torch.int32), parameter.grad.view(torch.int32))
 
 
 @pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)])
@@ -60,7 +60,7 @@ def test_scaling_multiplies_in_place_and_keeps_dtypes(factor):
 
 
 def test_each_gradient_gets_its_own_factor():
-    """Other gradients, dtypes and missing gradients stay as they are."""
+    """Other gradients, dtypes and missing gradients do not change."""
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2).bfloat16())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 4.0)
@@ -82,7 +82,7 @@ def test_invalid_factor_or_name_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_clamping_is_that_of_torch(dtype):
+def test_clamping_equals_that_of_torch(dtype):
     values = torch.tensor([0.0, 0.3, -0.3, 2.0, -2.0, torch.inf, -torch.inf, torch.nan], dtype=dtype)
     ours, theirs = (nn.Parameter(torch.zeros(8, dtype=dtype)) for _ in range(2))
     ours.grad, theirs.grad = values.clone(), values.clone()
@@ -95,10 +95,10 @@ def test_clamping_is_that_of_torch(dtype):
 def test_replacing_gradients_writes_in_place():
     """Existing gradients are overwritten in place, and missing ones are created as copies."""
     model = nn.Linear(2, 1)
-    model.weight.grad = present = torch.zeros(1, 2)
+    model.weight.grad = existing = torch.zeros(1, 2)
     values = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}
     replace_gradients(model, values)
-    assert model.weight.grad is present
+    assert model.weight.grad is existing
     assert model.bias.grad is not values["bias"]
     assert [model.weight.grad.tolist(), model.bias.grad.tolist()] == [[[1.0, 2.0]], [3.0]]
 

@@ -59,8 +59,8 @@ def test_reset_optimizer_state_affects_only_named_parameters(optimizer):
     names = [*states[0]]
     assert [*states[1]] == [*states[0]]
     assert sorted(states[2]) == sorted(names)
-    kept = states[3]["1.weight"]
-    assert states[3]["0.weight"] == states[3]["0.bias"] == (2 if kept == 4 else kept)
+    total = states[3]["1.weight"]
+    assert states[3]["0.weight"] == states[3]["0.bias"] == (2 if total == 4 else total)
 
 
 def test_wrapped_optimizers_expose_and_reset_their_state():
@@ -77,22 +77,22 @@ def test_wrapped_optimizers_expose_and_reset_their_state():
 
     forgetting = at(ActingHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, commits=BOTH, mutates=False)(forget)
     run = train(Case(), [forgetting], steps=2, introduce=introduce)
-    every = {name for name, _ in run.task.model.named_parameters()}
-    assert names[:5] == [set(), set(), every, every - {"0.weight", "0.bias"}, every]
+    all_names = {name for name, _ in run.task.model.named_parameters()}
+    assert names[:5] == [set(), set(), all_names, all_names - {"0.weight", "0.bias"}, all_names]
     assert sorted({int(state["step"]) for state in run.task.optimizer.parts[1].state.values()}) == [2, 3]
 
 
 def counted(optimizer_state):
-    """Return the number of steps that an optimizer counts for each parameter, or -1 where it counts none."""
+    """Return the optimizer's step count of each parameter, or -1 if it has none."""
     return {name: int(state.get("step", -1)) for name, state in optimizer_state.items()}
 
 
-def test_unknown_parameter_is_refused_at_the_request():
+def test_commit_for_unknown_parameter_is_refused():
     """No commit is recorded."""
     ctx = context()
-    for ask in (ctx.thaw_parameters, ctx.reset_optimizer_state):
+    for commit in (ctx.thaw_parameters, ctx.reset_optimizer_state):
         with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
-            ask(["bias"])
+            commit(["bias"])
     assert ctx._commits.changes == []
 
 
@@ -108,13 +108,13 @@ def test_commits_of_one_call_are_applied_in_order(mutates):
     ctx.clamp_gradients(0.5)
     ctx.clip_gradients(0.25)
     ctx._commits.apply()
-    found, expected = copied(gradients(ctx.model)), scaled(5.0, live)
+    committed, expected = copied(gradients(ctx.model)), scaled(5.0, live)
     expected["0.bias"] = expected["0.bias"] * 3.0 - 2.0 * live["0.bias"]
     for name, parameter in trainable(ctx.model).items():
         parameter.grad = expected[name]
     torch.nn.utils.clip_grad_value_(ctx.model.parameters(), 0.5)
     torch.nn.utils.clip_grad_norm_(ctx.model.parameters(), 0.25)
-    assert_close(found, gradients(ctx.model))
+    assert_close(committed, gradients(ctx.model))
 
 
 P, Q = "0.bias", "1.bias"  # of equal shape
@@ -126,11 +126,11 @@ ALIASING = {
     ),
     "add_to_gradients": lambda ctx, g, w, see: ctx.add_to_gradients({P: see(g[Q]), Q: see(g[P])}, see(g[P])[0]),
     "scale_gradients": lambda ctx, g, w, see: ctx.scale_gradients(see(g[P])[0]),
-    "scale_gradients of each": lambda ctx, g, w, see: ctx.scale_gradients({P: see(g[P])[0], Q: see(g[P])[0]}),
+    "scale_gradients by name": lambda ctx, g, w, see: ctx.scale_gradients({P: see(g[P])[0], Q: see(g[P])[0]}),
     "blend_parameters": lambda ctx, g, w, see: ctx.blend_parameters({P: see(w[Q]), Q: see(w[P])}, 0.25),
     "twice": lambda ctx, g, w, see: (ctx.scale_gradients(2.0), ctx.replace_gradients({P: see(g[P]), Q: see(g[P])})),
 }
-SEEN_AS = {
+VIEWS = {
     "itself": lambda tensor: tensor,
     "alias": lambda tensor: tensor.detach()[1:].as_strided((8,), (1,), tensor.storage_offset()),
     "array": lambda tensor: torch.from_numpy(tensor.detach().numpy()),
@@ -139,17 +139,17 @@ SEEN_AS = {
 
 
 @pytest.mark.parametrize("mutates", [True, False])
-@pytest.mark.parametrize("kind", SEEN_AS)
+@pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("verb", ALIASING)
-def test_commit_uses_values_at_the_time_of_request(verb, kind, mutates):
+def test_commit_uses_values_at_the_time_of_call(verb, kind, mutates):
     """Live tensors that alias gradients or parameters give the same result as copies."""
-    found = []
-    for see in (SEEN_AS[kind], lambda tensor: tensor.detach().clone()):
+    results = []
+    for see in (VIEWS[kind], lambda tensor: tensor.detach().clone()):
         ctx = context(mutates=mutates)
         ALIASING[verb](ctx, gradients(ctx.model), trainable(ctx.model), see)
         ctx._commits.apply()
-        found.append({**gradients(ctx.model), **{f"{name} itself": p for name, p in ctx.model.named_parameters()}})
-    assert_equal(*found)
+        results.append({**gradients(ctx.model), **{f"{name} itself": p for name, p in ctx.model.named_parameters()}})
+    assert_equal(*results)
 
 
 def test_commit_copies_only_tensors_that_alias_the_model():
@@ -173,7 +173,7 @@ UNDECLARED = {
 
 
 @pytest.mark.parametrize("verb", UNDECLARED)
-def test_a_commit_to_an_undeclared_part_is_refused(verb):
+def test_commit_to_undeclared_part_is_refused(verb):
     declared, call = UNDECLARED[verb]
     ctx = context(commits=frozenset({declared}))
     with pytest.raises(UndeclaredCommitError, match=f"{verb} changes the .* which hook 'probe' does not declare"):
@@ -184,15 +184,15 @@ def test_a_commit_to_an_undeclared_part_is_refused(verb):
 def test_commit_of_wrong_shape_is_refused():
     """Unknown parameter names are refused as well."""
     ctx = context()
-    for ask in (ctx.replace_gradients, lambda vector: ctx.blend_parameters(vector, 0.5)):
+    for commit in (ctx.replace_gradients, lambda vector: ctx.blend_parameters(vector, 0.5)):
         with pytest.raises(LoopscopeError, match="shape"):
-            ask({"0.bias": torch.ones(3)})
+            commit({"0.bias": torch.ones(3)})
         with pytest.raises(UsageError, match="Unknown parameter"):
-            ask({"bias": torch.ones(3)})
+            commit({"bias": torch.ones(3)})
     assert ctx._commits.changes == []
 
 
-def test_invalid_factors_and_limits_are_refused_at_request():
+def test_invalid_factors_and_limits_are_refused():
     """Factors have a wrong name or shape; limits are zero, negative or NaN."""
     ctx = context()
     with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
@@ -240,15 +240,15 @@ def test_mutating_hook_commits_values_and_is_rolled_back():
     assert doubled.final == scaled_by_two.final
 
 
-def test_hook_that_raises_after_a_request_commits_nothing():
+def test_hook_that_raises_commits_nothing():
     """With on_error="skip" the run is the bare run; otherwise it ends with HookError."""
 
-    def ask_and_raise(run_ctx, ctx):
+    def commit_and_raise(run_ctx, ctx):
         ctx.scale_gradients(0.0)
         raise ValueError("half-way")
 
     case = Case()
     with pytest.warns(UserWarning, match="half-way"):
-        run = train(case, [committing(ask_and_raise, mutates=False)], on_error="skip")
+        run = train(case, [committing(commit_and_raise, mutates=False)], on_error="skip")
     assert_same_bytes(run, case)
-    assert train(case, [committing(ask_and_raise)], raises=HookError).error is not None
+    assert train(case, [committing(commit_and_raise)], raises=HookError).error is not None

@@ -1,4 +1,4 @@
-"""A model context is of use within its call alone: afterwards every verb of it is refused, and changes nothing."""
+"""A model context expires with its call: afterwards every method raises an error and changes nothing."""
 
 from functools import partial
 
@@ -45,31 +45,31 @@ LATE = {
 MADE_BEFORE = {
     "exact operator": lambda ctx: partial(ctx.hessian_operator(), VECTOR),
     "operator by differences": lambda ctx: partial(ctx.hessian_operator(method="finite_difference"), VECTOR),
-    "verb": lambda ctx: partial(ctx.take_step, BATCH),
+    "method": lambda ctx: partial(ctx.take_step, BATCH),
 }
 
 
-def test_every_verb_is_tried():
-    verbs = {name for name in dir(ModelDataContext) if not name.startswith("_")}
-    assert verbs == LATE.keys()
+def test_all_context_methods_are_covered():
+    methods = {name for name in dir(ModelDataContext) if not name.startswith("_")}
+    assert methods == LATE.keys()
 
 
 class Late:
-    """Keeps what it makes of the context of a first call, and uses that in later calls of other hooks."""
+    """Stores an object made from the context of a first call, and uses it in later calls of other hooks."""
 
     def __init__(self, make, use) -> None:
         self.make, self.use = make, use
-        self.kept: list = []
+        self.stored: list = []
         self.refused: list[str] = []
 
     def keep(self, run_ctx, model_ctx):
         model_ctx.save_checkpoint()
-        if not self.kept:
-            self.kept.append(self.make(model_ctx))
+        if not self.stored:
+            self.stored.append(self.make(model_ctx))
 
     def use_it(self, run_ctx, *rest):
         with pytest.raises(ExpiredError, match="of hook 'keeper' at PRE_STEP of step 1 was used after that call"):
-            self.use(self.kept[0])
+            self.use(self.stored[0])
         self.refused.append(run_ctx.hook_point.name)
 
 
@@ -97,7 +97,7 @@ def test_late_use_error_names_the_using_hook():
     """The error is raised for the hook that uses the context and also names the hook that kept it."""
     late = Late(lambda ctx: ctx, LATE["take_step"])
     hooks = [at(ActingHook, HookPoint.PRE_STEP, name="keeper")(late.keep),
-             at(SpyHook, HookPoint.POST_STEP)(lambda ctx: late.use(late.kept[0]))]  # fmt: skip
+             at(SpyHook, HookPoint.POST_STEP)(lambda ctx: late.use(late.stored[0]))]  # fmt: skip
     run = train(Case(), hooks, raises=HookError)
     assert "Hook 'spy' raised at POST_STEP of step 1: ExpiredError: The model context of hook 'keeper'" in str(
         run.error

@@ -1,4 +1,4 @@
-"""Hook points, epoch windows and step schedules: the documented loop is the loop, and the rules hold everywhere."""
+"""Hook points, epoch windows and step schedules: the documented loop matches the actual loop in all cases."""
 
 import inspect
 
@@ -21,7 +21,7 @@ from tests.support import Case, SpyHook, at, train
 
 
 def documented_events(*, batches: int, epochs: int) -> list[str]:
-    """Unroll the loop that the docstring of HookPoint shows."""
+    """Return the events of the loop in the docstring of HookPoint, unrolled."""
     block = inspect.cleandoc(HookPoint.__doc__).partition("::")[2]
     lines = [line for line in block.splitlines() if line.strip()]
     margin = min(len(line) - len(line.lstrip()) for line in lines)
@@ -38,17 +38,17 @@ def events(lines: list[str]) -> list[str]:
 
 
 class Log(Transient):
-    """What optimizer, scheduler, hooks and sinks all write to, and nobody's training depends on."""
+    """A log for optimizer, scheduler, hooks and sinks, which does not affect training."""
 
     def __init__(self):
-        self.said = []
+        self.events = []
 
-    def append(self, word):
-        self.said.append(word)
+    def append(self, event):
+        self.events.append(event)
 
 
 class LoggingSGD(torch.optim.SGD):
-    """Says when it clears gradients and when it steps."""
+    """Logs zero_grad and step."""
 
     def __init__(self, parameters, log):
         super().__init__(parameters, lr=0.1)
@@ -64,18 +64,18 @@ class LoggingSGD(torch.optim.SGD):
 
 
 class LoggingScheduler(LambdaLR):
-    """Says when it steps, once it is told under which name."""
+    """Logs its steps as ``label``, if that is set."""
 
-    says = None
+    label = None
 
     def step(self, epoch=None):
-        if self.says:
-            self.optimizer.log(self.says)
+        if self.label:
+            self.optimizer.log(self.label)
         super().step(epoch)
 
 
 class FlushLog(MetricSink):
-    """Says when step metrics arrive."""
+    """Logs the arrival of step metrics."""
 
     def __init__(self, log):
         self.log = log
@@ -86,13 +86,13 @@ class FlushLog(MetricSink):
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_the_docstring_of_hook_point_is_the_loop(interval):
+def test_docstring_of_hook_point_matches_the_loop(interval):
     log = Log()
     model = nn.Linear(1, 1, bias=False)
     model.weight.register_hook(lambda gradient: log.append("backward"))
     optimizer = LoggingSGD(model.parameters(), log.append)
     scheduler = LoggingScheduler(optimizer, lambda epoch: 1.0)
-    scheduler.says = f"per-{interval} scheduler"
+    scheduler.label = f"per-{interval} scheduler"
     task = TrainingTask(
         model,
         optimizer,
@@ -105,14 +105,14 @@ def test_the_docstring_of_hook_point_is_the_loop(interval):
         snapshot_every=1,
     )
 
-    def say(ctx):
+    def log_point(ctx):
         log.append(ctx.hook_point.name)
         return {"one": 1.0} if ctx.hook_point is HookPoint.PRE_STEP else {}
 
     state = TrainingState(model, optimizer, RandomStreams(0), scheduler=scheduler)
-    epoch_loop(task, HookManager([SpyHook(say)], task, state, sinks=[FlushLog(log)]))
-    other = {"step": "per-epoch scheduler", "epoch": "per-step scheduler"}[interval]
-    assert log.said == [event for event in documented_events(batches=2, epochs=2) if event != other]
+    epoch_loop(task, HookManager([SpyHook(log_point)], task, state, sinks=[FlushLog(log)]))
+    missing = {"step": "per-epoch scheduler", "epoch": "per-step scheduler"}[interval]
+    assert log.events == [event for event in documented_events(batches=2, epochs=2) if event != missing]
 
 
 def test_docstring_lists_points_in_enum_order():
@@ -162,7 +162,7 @@ def test_loop_points_take_precedence():
 
 @settings(max_examples=15)
 @given(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.booleans())
-def test_a_window_includes_both_of_its_bounds(first, extra, open_start, open_end):
+def test_window_includes_both_bounds(first, extra, open_start, open_end):
     window = (None if open_start else first, None if open_end else first + extra)
     epochs = [epoch for epoch in range(10) if in_window(window, epoch)]
     assert epochs == list(range(0 if open_start else first, 10 if open_end else first + extra + 1))
@@ -198,25 +198,25 @@ def test_manager_refuses_unknown_hook_point(point, sentence):
 
 
 @pytest.mark.parametrize("window", [(3, 2), (-1, None), (None, -1)])
-def test_a_window_that_never_opens_is_refused(window):
+def test_window_without_epochs_is_refused(window):
     with pytest.raises(UsageError, match="contains no epoch"):
         windows_for(set(), {"epoch": {HookPoint.POST_EPOCH: window}}, "epoch")
 
 
-everies = st.integers(1, 12)
+intervals = st.integers(1, 12)
 warmups = st.integers(0, 20)
 
 
 @st.composite
 def schedules(draw):
-    every = draw(everies)
+    every = draw(intervals)
     mode = draw(st.sampled_from(["continual", "stride", "burst"]))
     length = draw(st.integers(1, every))
     return StepSchedule(mode=mode, every_n_steps=every, burst_length=length, warmup=draw(warmups))
 
 
 def steps_by_definition(schedule: StepSchedule, last: int) -> list[int]:
-    """Walk through warm-up, then period by period."""
+    """Return the due steps by a loop over the periods after the warm-up."""
     every = 1 if schedule.mode == "continual" else schedule.every_n_steps
     length = schedule.burst_length if schedule.mode == "burst" else 1
     starts = range(schedule.warmup + 1, last + 1, every)
@@ -238,7 +238,7 @@ def test_whole_periods_have_equally_many_due_steps(schedule, periods):
 
 
 @given(schedules(), st.integers(1, 60))
-def test_a_schedule_repeats_after_the_warm_up(schedule, step):
+def test_schedule_repeats_after_the_warmup(schedule, step):
     later = step + schedule.warmup
     assert schedule.is_due(later) == schedule.is_due(later + schedule.every_n_steps)
 
@@ -250,7 +250,7 @@ def test_first_step_after_warmup_is_due(schedule):
     assert not any(map(schedule.is_due, range(1, schedule.warmup + 1)))
 
 
-@given(everies, warmups)
+@given(intervals, warmups)
 def test_extreme_bursts_match_continual_and_stride(every, warmup):
     """A burst as long as its period equals continual mode, and a burst of one step equals stride mode."""
 
@@ -272,7 +272,7 @@ def test_extreme_bursts_match_continual_and_stride(every, warmup):
         ({"warmup": -1}, "warmup is -1"),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused(options, sentence):
+def test_invalid_schedule_is_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
         StepSchedule(**options)
 
@@ -287,7 +287,7 @@ def test_bursts_are_aligned_at_all_four_points(loop):
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_schedule_thins_out_step_points_only(loop):
+def test_schedule_applies_only_to_step_points(loop):
     spy = at(SpyHook, HookPoint.SNAPSHOT, step_schedule=StepSchedule(mode="stride", every_n_steps=100, warmup=50))()
     train(Case(loop=loop), [spy], snapshot_every=1)
     assert spy.seen

@@ -1,4 +1,4 @@
-"""Loss and gradient norm of every row alone: against autograd row by row, a closed form, and the bytes of the run."""
+"""Loss and gradient norm of single rows, compared with functional autograd and a closed form."""
 
 import pytest
 import torch
@@ -12,25 +12,25 @@ from torch.nn import functional
 from tests.framework.hooks.context_call import context, mean_loss, noisy_model, plain_model
 
 
-def one_by_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Measure every row by functional autograd, all of them in one pass."""
+def per_row_reference(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient norm of every row by functional autograd, in one pass."""
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
 
     parameters = {name: leaf.detach() for name, leaf in model.named_parameters()}
     gradients, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(parameters, *batch)
-    return losses, sum(each.flatten(1).square().sum(1) for each in gradients.values()).sqrt()
+    return losses, sum(gradient.flatten(1).square().sum(1) for gradient in gradients.values()).sqrt()
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_every_row_is_measured_as_functional_autograd_does(pieces: int) -> None:
+def test_row_measurements_match_functional_autograd(pieces: int) -> None:
     ctx = context(plain_model().double(), accumulation_steps=pieces)
-    for found, expected in zip(ctx.measure_rows(), one_by_one(ctx.model, ctx._state.loop.batch), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    for measured, expected in zip(ctx.measure_rows(), per_row_reference(ctx.model, ctx._state.loop.batch), strict=True):
+        torch.testing.assert_close(measured, expected, rtol=1e-12, atol=0)
 
 
-def test_the_gradient_of_a_linear_regression_is_known() -> None:
+def test_linear_regression_matches_closed_form() -> None:
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     model = nn.Linear(4, 3, bias=False).double()
     ctx = context(model)
@@ -46,10 +46,10 @@ def test_equal_rows_measure_equally_and_leave_no_trace() -> None:
     ctx = context(noisy_model().double())
     before = ctx._state.digest()
     row = tuple(part[2:3] for part in ctx._state.loop.batch)
-    found = ctx.measure_rows(tuple(torch.cat([part] * 5) for part in row))
-    for each in found:
-        assert each.dtype is torch.float64
-        assert each.tolist() == [each[0].item()] * 5
+    measured = ctx.measure_rows(tuple(torch.cat([part] * 5) for part in row))
+    for values in measured:
+        assert values.dtype is torch.float64
+        assert values.tolist() == [values[0].item()] * 5
     assert differing(before, ctx._state.digest()) == []
     assert all(module.training for module in ctx.model.modules())
 
@@ -57,10 +57,10 @@ def test_equal_rows_measure_equally_and_leave_no_trace() -> None:
 def test_micro_batch_rows_keep_their_order() -> None:
     """A custom training loop gives the batch as micro-batches."""
     ctx = context(plain_model().double())
-    whole = ctx._state.loop.batch
-    parts = MicroBatches(tuple(part[place] for part in whole) for place in (slice(0, 3), slice(3, None)))
-    for found, expected in zip(ctx.measure_rows(parts), ctx.measure_rows(whole), strict=True):
-        assert torch.equal(found, expected)
+    batch = ctx._state.loop.batch
+    parts = MicroBatches(tuple(part[rows] for part in batch) for rows in (slice(0, 3), slice(3, None)))
+    for split, expected in zip(ctx.measure_rows(parts), ctx.measure_rows(batch), strict=True):
+        assert torch.equal(split, expected)
 
 
 def test_loss_without_gradient_has_zero_norm() -> None:
@@ -73,5 +73,5 @@ def test_loss_without_gradient_has_zero_norm() -> None:
 def test_several_processes_are_refused() -> None:
     ctx = context(plain_model())
     ctx._probe._task.ranks.are_many, ctx._probe._task.ranks.members = True, (0, 1)
-    with pytest.raises(LoopscopeError, match="2 processes train together, and rows are measured by one"):
+    with pytest.raises(LoopscopeError, match="2 processes train together, but single rows can only be measured in one"):
         ctx.measure_rows()

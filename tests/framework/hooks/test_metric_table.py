@@ -1,4 +1,4 @@
-"""Metrics described as rows of a text."""
+"""Metric descriptions as rows of a table."""
 
 import pytest
 from loopscope.errors import UsageError

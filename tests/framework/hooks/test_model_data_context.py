@@ -68,7 +68,7 @@ def test_discarded_or_unknown_checkpoint_is_refused():
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_a_branch_is_undone_whatever_happens_in_it(full):
+def test_branch_is_undone_after_an_error(full):
     ctx = context()
     before = copied(trainable(ctx.model))
     with pytest.raises(UsageError, match="Unknown parameter"), ctx.branch(full=full):
@@ -85,8 +85,8 @@ def test_restored_pre_epoch_state_replays_the_epoch_exactly():
         after = copied(trainable(ctx.model))
         for _ in range(2):
             ctx.restore_pre_epoch()
-            found = ctx.run_training_epoch(ctx.loader)
-            assert_equal(found, dict(run_ctx.accumulated_grads))
+            gradients_of_epoch = ctx.run_training_epoch(ctx.loader)
+            assert_equal(gradients_of_epoch, dict(run_ctx.accumulated_grads))
             assert_equal(copied(trainable(ctx.model)), after)
             replayed.append(True)
 
@@ -106,10 +106,10 @@ def test_batch_gradients_match_autograd_during_accumulation():
     """The loss of the current or a given batch is exact too."""
     ctx = context(plain_model())
     batch = ctx._state.loop.batch
-    found = ctx.compute_batch_gradients()
+    measured = ctx.compute_batch_gradients()
     parameters = trainable(ctx.model)
     expected = torch.autograd.grad(mean_loss(ctx.model, batch), list(parameters.values()))
-    assert_equal(found, dict(zip(parameters, expected, strict=True)))
+    assert_equal(measured, dict(zip(parameters, expected, strict=True)))
     assert ctx.compute_batch_loss() == mean_loss(ctx.model, batch)
     other = tuple(tensor[5:8] for tensor in ctx.loader._tensors)
     assert ctx.compute_batch_loss(other) == mean_loss(ctx.model, other)
@@ -121,15 +121,15 @@ def test_measurement_leaves_state_and_gradients_in_place(verb, training):
     """Digest, gradient tensors and buffer addresses stay the same in both modes."""
     ctx = context()
     ctx.model.train(training)
-    before, held = ctx._state.digest(), gradients(ctx.model)
+    before, live = ctx._state.digest(), gradients(ctx.model)
     buffers = [buffer.data_ptr() for buffer in ctx.model.buffers()]
     getattr(ctx, verb)()
     assert differing(before, ctx._state.digest()) == []
-    assert all(gradient is held[name] for name, gradient in gradients(ctx.model).items())
+    assert all(gradient is live[name] for name, gradient in gradients(ctx.model).items())
     assert [buffer.data_ptr() for buffer in ctx.model.buffers()] == buffers
 
 
-def test_measurements_of_one_call_see_one_dropout_mask():
+def test_measurements_of_one_call_share_a_dropout_mask():
     ctx = context()
     assert_equal(ctx.compute_batch_gradients(), ctx.compute_batch_gradients())
     assert ctx.compute_batch_loss() == ctx.compute_batch_loss()
@@ -142,25 +142,23 @@ def test_measurements_of_one_call_see_one_dropout_mask():
 
 def test_gradients_outlive_the_measurement():
     ctx = context()
-    found = ctx.compute_batch_gradients()
-    kept = copied(found)
+    measured = ctx.compute_batch_gradients()
+    copy = copied(measured)
     ctx.run_training_epoch(ctx.loader)
-    assert_equal(found, kept)
+    assert_equal(measured, copy)
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_full_gradient_weights_batches_by_rows(accumulation_steps):
     """The gradient matches that of all rows, though the last batch is smaller, with and without accumulation."""
     ctx = context(plain_model().double(), accumulation_steps=accumulation_steps)
-    everything = ctx.loader._tensors
+    all_rows = ctx.loader._tensors
     parameters = trainable(ctx.model)
-    expected = torch.autograd.grad(mean_loss(ctx.model, everything), list(parameters.values()))
+    expected = torch.autograd.grad(mean_loss(ctx.model, all_rows), list(parameters.values()))
     expected = dict(zip(parameters, expected, strict=True))
-    for found in (ctx.compute_gradients(), ctx.compute_batch_gradients(everything)):
-        assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    assert ctx.compute_batch_loss(everything).item() == pytest.approx(
-        mean_loss(ctx.model, everything).item(), rel=1e-12
-    )
+    for measured in (ctx.compute_gradients(), ctx.compute_batch_gradients(all_rows)):
+        assert_close(measured, expected, rtol=1e-12, atol=1e-14)
+    assert ctx.compute_batch_loss(all_rows).item() == pytest.approx(mean_loss(ctx.model, all_rows).item(), rel=1e-12)
 
 
 def test_unoptimized_parameter_does_not_accumulate_gradients():
@@ -181,17 +179,17 @@ def test_missing_batch_is_refused():
 
 
 def hand_written_epoch(ctx: ModelDataContext, *, per_step: bool) -> dict[str, Tensor]:
-    """Train one epoch in the plainest way and return the mean of its gradients."""
-    optimizer, found = ctx._task.optimizer, []
+    """Train one epoch with a minimal loop and return the mean of its gradients."""
+    optimizer, step_gradients = ctx._task.optimizer, []
     inputs, targets = ctx.loader._tensors
     for start in range(0, ROWS, 4):
         optimizer.zero_grad()
         functional.cross_entropy(ctx.model(inputs[start : start + 4]), targets[start : start + 4]).backward()
-        found.append(copied(gradients(ctx.model)))
+        step_gradients.append(copied(gradients(ctx.model)))
         optimizer.step()
         if per_step:
             ctx._task.scheduler.step()
-    return {name: torch.stack([each[name] for each in found]).mean(dim=0) for name in found[0]}
+    return {name: torch.stack([step[name] for step in step_gradients]).mean(dim=0) for name in step_gradients[0]}
 
 
 @pytest.mark.parametrize(("loop", "interval"), [("epoch", "epoch"), ("epoch", "step"), ("step", "epoch")])
@@ -199,10 +197,10 @@ def test_training_epoch_matches_handwritten_loop(loop, interval):
     """Mean gradients and state match, with the scheduler stepped per epoch or per step."""
     ctx, other = context(loop=loop, scheduler_interval=interval), context()
     seed_everything(5)
-    found = ctx.run_training_epoch(ctx.loader)
+    mean_gradient = ctx.run_training_epoch(ctx.loader)
     seed_everything(5)
     expected = hand_written_epoch(other, per_step="step" in (loop, interval))
-    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert_close(mean_gradient, expected, rtol=1e-5, atol=1e-7)
     changed = differing(other._state.digest(), ctx._state.digest())
     assert {name.split("/")[0] for name in changed} == {"gradients"}
     assert all(parameter.grad is not None for parameter in ctx.model.parameters())
@@ -212,11 +210,12 @@ def test_epoch_without_steps_only_averages_batch_gradients():
     """With step=False, the digest of the state stays the same."""
     ctx = context(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     before = ctx._state.digest()
-    found = ctx.run_training_epoch(ctx.loader, step=False)
+    mean_gradient = ctx.run_training_epoch(ctx.loader, step=False)
     assert differing(before, ctx._state.digest()) == []
-    each = [ctx.compute_batch_gradients(batch) for batch in ctx.loader.batches(0)]
-    expected = {name: torch.stack([gradient[name] for gradient in each]).mean(dim=0) for name in each[0]}
-    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    batch_gradients = [ctx.compute_batch_gradients(batch) for batch in ctx.loader.batches(0)]
+    names = batch_gradients[0].keys()
+    expected = {name: torch.stack([gradient[name] for gradient in batch_gradients]).mean(dim=0) for name in names}
+    assert_close(mean_gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("loop", "interval"), [("epoch", "epoch"), ("epoch", "step"), ("step", "epoch")])
@@ -240,11 +239,11 @@ def test_step_learning_rates_apply_to_that_step_only(tensor):
     ctx, other = context(loop="step"), context(loop="step")
     if tensor:
         ctx._task.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
-    held, scheduler = ctx._task.optimizer.param_groups[0]["lr"], ctx._task.scheduler.state_dict()
+    learning_rate, scheduler = ctx._task.optimizer.param_groups[0]["lr"], ctx._task.scheduler.state_dict()
     with ctx._state.streams.isolated():
         ctx.take_step(learning_rates=[0.3])
-    assert ctx._task.optimizer.param_groups[0]["lr"] is held
-    assert held == 0.05
+    assert ctx._task.optimizer.param_groups[0]["lr"] is learning_rate
+    assert learning_rate == 0.05
     assert ctx._task.scheduler.state_dict() == scheduler
     other._task.optimizer.param_groups[0]["lr"] = 0.3
     other.take_step()
@@ -254,7 +253,7 @@ def test_step_learning_rates_apply_to_that_step_only(tensor):
 def test_failed_step_restores_learning_rates_and_gradients():
     """A wrong number of learning rates is refused."""
     ctx = context()
-    held = gradients(ctx.model)
+    live = gradients(ctx.model)
 
     def failing(model, batch):
         raise ValueError("no loss")
@@ -263,18 +262,18 @@ def test_failed_step_restores_learning_rates_and_gradients():
     with pytest.raises(ValueError, match="no loss"):
         ctx.take_step(learning_rates=[0.3])
     assert ctx._task.optimizer.param_groups[0]["lr"] == 0.05
-    assert all(gradient is held[name] for name, gradient in gradients(ctx.model).items())
+    assert all(gradient is live[name] for name, gradient in gradients(ctx.model).items())
     with pytest.raises(LoopscopeError, match="given 2 learning rates, but the optimizer has 1 parameter groups"):
         ctx.take_step(learning_rates=[0.3, 0.3])
 
 
-def test_an_empty_loader_is_refused():
+def test_empty_loader_is_refused():
     ctx = context()
     empty = TensorLoader(ctx.loader._tensors, 4, lambda epoch: torch.arange(0))
     empty.batches = lambda epoch, start=0: iter(())
     with pytest.raises(LoopscopeError, match="could be taken: it has no batches"):
         ctx.run_training_epoch(empty)
-    with pytest.raises(LoopscopeError, match="no batches, so there is nothing to take the mean of"):
+    with pytest.raises(LoopscopeError, match="no batches, so no mean over batches can be computed"):
         ctx.hessian_vector_product(trainable(ctx.model), loader=empty)
 
 
@@ -284,14 +283,14 @@ def order(ctx: ModelDataContext) -> list[float]:
 
 def test_shuffled_order_depends_only_on_call_stream():
     """Draws in a branch do not matter; another hook, point or step gives another order."""
-    ctx, again = context(), context()
+    ctx, same = context(), context()
     first, second = order(ctx), order(ctx)
     assert sorted(first) == sorted(second) == sorted(ctx.loader._tensors[0][:, 0].tolist())
     assert first != second
-    with again.branch():
+    with same.branch():
         torch.rand(5)
-        assert order(again) == first
-    assert order(again) == second
+        assert order(same) == first
+    assert order(same) == second
     for stream in (("other", "PRE_STEP", 1), ("probe", "POST_STEP", 1), ("probe", "PRE_STEP", 2)):
         assert order(context(stream=stream)) not in (first, second)
 
@@ -311,11 +310,11 @@ def test_optimizer_state_is_read_only_by_parameter_name():
     ctx = context()
     assert ctx.optimizer_state == {}
     ctx.run_training_epoch(ctx.loader)
-    shown = ctx.optimizer_state
-    assert shown.keys() == trainable(ctx.model).keys()
-    assert shown["0.weight"]["exp_avg"] is ctx._task.optimizer.state[ctx.model[0].weight]["exp_avg"]
+    optimizer_state = ctx.optimizer_state
+    assert optimizer_state.keys() == trainable(ctx.model).keys()
+    assert optimizer_state["0.weight"]["exp_avg"] is ctx._task.optimizer.state[ctx.model[0].weight]["exp_avg"]
     with pytest.raises(TypeError):
-        shown["0.weight"]["exp_avg"] = None
+        optimizer_state["0.weight"]["exp_avg"] = None
     assert ctx.device == torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Registries: what is refused and in which words, what installed packages add, what a selection expands to."""
+"""Registries: checks of classes, hooks of installed packages, and selections."""
 
 import signal
 import subprocess
@@ -27,7 +27,7 @@ HookRegistry.discover()  # before any test puts a package on the path, since dis
 
 
 class Watcher(TrainingHook):
-    """An observer that is fit to be registered."""
+    """A valid observer."""
 
     name = "watcher"
     hook_points = frozenset({HookPoint.POST_EPOCH})
@@ -40,7 +40,7 @@ class Watcher(TrainingHook):
 
 
 class Meddler(InterventionHook):
-    """An intervention that is fit to be registered."""
+    """A valid intervention."""
 
     name = "meddler"
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
@@ -90,12 +90,12 @@ def test_duplicate_class_name_is_refused():
     assert hooks.get("watcher") is Watcher
 
 
-def test_registering_the_same_class_twice_is_no_conflict():
+def test_same_class_can_be_registered_twice():
     hooks = registry()
     assert hooks.register(hooks.register(Watcher)) is Watcher
 
 
-def test_an_unregistered_class_is_forgotten():
+def test_unregistered_class_is_removed():
     hooks = registry()
     hooks.register(Watcher)
     hooks.unregister("watcher")
@@ -103,7 +103,7 @@ def test_an_unregistered_class_is_forgotten():
 
 
 def init(signature: str):
-    """Make a constructor with the given parameters."""
+    """Return a constructor with these parameters."""
     scope: dict = {}
     exec(f"def __init__(self, {signature}): pass", scope)
     return scope["__init__"]
@@ -308,7 +308,7 @@ def test_every_hook_has_one_kind():
 
 @pytest.mark.usefixtures("four_kinds")
 @pytest.mark.parametrize("keyword", ["all", "full", "observers", "interventions"])
-def test_bulk_selections_never_contain_debug_or_committing_hooks(keyword):
+def test_bulk_selections_exclude_debug_and_committing_hooks(keyword):
     kinds = {hook_kind(HookRegistry.get(name)) for name in bulk_hooks(keyword)}
     expected = {"observers": {"observer"}, "interventions": {"intervention"}}
     assert kinds == expected.get(keyword, {"observer", "intervention"})
@@ -327,9 +327,9 @@ def test_selection_keywords_expand_in_place():
 @pytest.mark.usefixtures("four_kinds")
 def test_with_debug_adds_observers_and_debug_hooks():
     """The keyword with_debug selects no committing hook."""
-    chosen = select_hooks(None, ["with_debug"], {}, "any")
-    assert {"training_metrics", "debugger"} <= set(chosen)
-    assert {hook_kind(HookRegistry.get(name)) for name in chosen} == {"observer", "debug"}
+    selected = select_hooks(None, ["with_debug"], {}, "any")
+    assert {"training_metrics", "debugger"} <= set(selected)
+    assert {hook_kind(HookRegistry.get(name)) for name in selected} == {"observer", "debug"}
 
 
 @pytest.mark.usefixtures("four_kinds")
@@ -382,7 +382,7 @@ from loopscope import HookPoint, HookRegistry, TrainingHook
 class Again(TrainingHook):
     name = "again"
     hook_points = {{HookPoint.POST_STEP}}
-    metrics = "value | {value} | [0, 1] | As told."
+    metrics = "value | {value} | [0, 1] | A constant."
 
     def compute(self, ctx):
         return {{"value": {value}}}
@@ -396,5 +396,5 @@ def test_rerun_cell_replaces_its_hook(tmp_path):
     twice = CELL.format(value=1) + CELL.format(value=2) + last
     assert subprocess.run([sys.executable, "-c", twice], check=False).returncode == 0
     (tmp_path / "script.py").write_text(twice)
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], check=False, capture_output=True, text=True)
-    assert "Two hooks are named 'again'" in done.stderr
+    process = subprocess.run([sys.executable, str(tmp_path / "script.py")], check=False, capture_output=True, text=True)
+    assert "Two hooks are named 'again'" in process.stderr

@@ -1,4 +1,4 @@
-"""Memory declared attribute by attribute: what is saved, what comes back, what a reset leaves."""
+"""Remembered attributes: saved state, loaded state and reset."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from loopscope.hooks import Remembered, Remembering, TrainingHook
 
 
 class Window(Remembering):
-    """A helper with a memory and an option."""
+    """A helper with remembered values and an option."""
 
     size = 2
     values = Remembered(list[float])
@@ -60,9 +60,9 @@ def test_loaded_hooks_share_no_values_with_state():
     hook.load_state_dict(state)
     hook._names["a"].append("y")
     hook._window.values.append(8.0)
-    again = Watch()
-    again.load_state_dict(state)
-    assert (again.best, again._names, again._window.values) == (0.5, {"a": ["x"]}, [7.0])
+    second = Watch()
+    second.load_state_dict(state)
+    assert (second.best, second._names, second._window.values) == (0.5, {"a": ["x"]}, [7.0])
     assert (hook._names, hook._window.values) == ({"a": ["x", "y"]}, [7.0, 8.0])
 
 
@@ -95,9 +95,9 @@ def test_merged_entries_join_the_other_entries():
     merging = Merging()
     merging.window.add(1.0)
     assert merging.state_dict() == {"count": 0, "values": [1.0]}
-    again = Merging()
-    again.load_state_dict(merging.state_dict())
-    assert again.window.values == [1.0]
+    loaded = Merging()
+    loaded.load_state_dict(merging.state_dict())
+    assert loaded.window.values == [1.0]
 
 
 def test_subclass_extends_and_overrides_remembered_attributes():

@@ -1,4 +1,4 @@
-"""Taps see exactly the gradients that flow, replace them only where declared, and leave nothing behind."""
+"""Taps: they read exact gradients, replace them only if declared, and have no other effects."""
 
 import random
 import warnings
@@ -75,7 +75,7 @@ class Replacer(Tapper, InterventionHook):
 
 
 class TapLog:
-    """Keeps the gradients that its taps see."""
+    """Records the gradients that its taps receive."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -85,7 +85,7 @@ class TapLog:
 
 
 def gradients_of(name: str, seen: list[Tensor]) -> TrainingHook:
-    """Make a spy that keeps a parameter's gradient as POST_BACKWARD sees it."""
+    """Return a spy that records a parameter's gradient at POST_BACKWARD."""
     return at(SpyHook, HookPoint.POST_BACKWARD)(
         lambda ctx: seen.append(ctx.model.get_parameter(name).grad.clone()) or {}
     )
@@ -98,14 +98,14 @@ def attached(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(("model", "name"), [("batchnorm_mlp", "0.weight"), ("tied", "embedding.weight")])
-def test_a_parameter_tap_sees_exactly_the_parameters_gradient(model, name):
+def test_parameter_tap_receives_the_exact_gradient(model, name):
     log, gradients = TapLog(), []
     train(Case(model), [Tapper(log.tap(name, "parameter")), gradients_of(name, gradients)])
     assert len(log.seen) == 3
     assert all(torch.equal(seen, gradient) for seen, gradient in zip(log.seen, gradients, strict=True))
 
 
-def test_parameter_tap_sees_each_micro_batch():
+def test_parameter_tap_is_called_per_micro_batch():
     """The gradients of the micro-batches add up to the gradient of the step."""
     log, gradients = TapLog(), []
     hooks = [Tapper(log.tap("mix.weight", "parameter")), gradients_of("mix.weight", gradients)]
@@ -114,7 +114,7 @@ def test_parameter_tap_sees_each_micro_batch():
     assert torch.equal(log.seen[0] + log.seen[1], gradients[0])
 
 
-def test_an_output_tap_sees_exactly_what_autograd_retains():
+def test_output_tap_receives_the_retained_gradient():
     log, retained = TapLog(), []
 
     def loss_that_retains(model, batch):
@@ -162,7 +162,7 @@ def attach(model: nn.Module, *taps: GradientTap, may_replace: bool = False) -> T
     return tap_set
 
 
-def test_tap_sees_every_use_of_a_module():
+def test_tap_is_called_for_every_module_use():
     """The module is called twice in one forward pass."""
     log, model = TapLog(), Twice()
     attach(model, log.tap("inner", "output"))
@@ -179,10 +179,10 @@ def test_taps_ignore_forward_passes_without_gradients():
 
 
 def assert_same_run(run: Run, case: Case) -> None:
-    """Fail unless the run had the bytes of the bare one after every step, and in the end not even taps beside them."""
+    """Assert that the run equals the bare run after every step, except for taps, and at the end without exception."""
     digests, final = bare_run(case)
-    for expected, found in zip(digests, run.digests, strict=True):
-        different = differences(expected, found)
+    for expected, digest in zip(digests, run.digests, strict=True):
+        different = differences(expected, digest)
         assert [name for name in different if not name.startswith(("gradient hooks/", "module hooks/"))] == []
     assert not differences(final, run.final)
 
@@ -266,14 +266,14 @@ def test_invalid_tap_is_refused_before_the_run(taps, sentence):
     assert attached(task.model) == 0
 
 
-def test_a_frozen_parameter_cannot_be_tapped():
+def test_tap_on_frozen_parameter_is_refused():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     with pytest.raises(UsageError, match="taps 'bias', which has no gradient because it is frozen"):
         attach(model, GradientTap("bias", "parameter", lambda gradient: None))
 
 
-def test_a_replaced_gradient_is_what_the_optimizer_uses():
+def test_optimizer_uses_the_replaced_gradient():
     gradients: list[Tensor] = []
     halve = GradientTap("0.weight", "parameter", lambda gradient: gradient / 2, replaces=True)
     log = TapLog()
@@ -333,13 +333,13 @@ def test_undeclared_gradient_change_by_tap_is_caught(kind, mutation, on_error):
     assert run.state.loop.step == 1
 
 
-def write_unseen(gradient: Tensor) -> None:
+def write_through_data(gradient: Tensor) -> None:
     gradient.data.mul_(2)
 
 
 def test_audit_catches_writes_without_version_bump():
     """A tap changes a gradient without increasing the version counter of the tensor."""
-    run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", write_unseen))], raises=StateMutationError)
+    run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", write_through_data))], raises=StateMutationError)
     assert "on '0.weight' changed a gradient" in str(run.error)
 
 
@@ -377,11 +377,11 @@ def test_taps_are_inactive_during_intervention_backward():
     assert count_calls(at(ActingHook, HookPoint.PRE_STEP)(act)) == 6
 
 
-def test_taps_are_silent_while_an_observer_differentiates():
+def test_taps_are_inactive_during_observer_backward():
     assert count_calls(at(SpyHook, HookPoint.PRE_STEP)(grads_by_hand)) == 6
 
 
-def test_taps_are_silent_while_the_run_is_evaluated():
+def test_taps_are_inactive_during_evaluation():
     def evaluate(model):
         with torch.enable_grad():
             output = model[0](torch.ones(2, 4))
@@ -393,9 +393,9 @@ def test_taps_are_silent_while_the_run_is_evaluated():
 
 def test_taps_resume_after_a_failed_intervention():
     """The intervention raises and is skipped."""
-    clumsy = at(ActingHook, HookPoint.PRE_STEP)(raising)
+    failing = at(ActingHook, HookPoint.PRE_STEP)(raising)
     with pytest.warns(UserWarning, match="The run continues without this hook"):
-        assert count_calls(clumsy, on_error="skip") == 6
+        assert count_calls(failing, on_error="skip") == 6
 
 
 def tap_steps(**attributes) -> list[int]:
@@ -418,10 +418,10 @@ def test_taps_follow_the_hooks_schedule_windows_and_loops():
 
 def test_module_hooks_exist_only_at_due_steps():
     """The taps of the hook have a stride of two steps."""
-    tapper, found = Tapper(GradientTap("0", "output", lambda gradient: None)), []
+    tapper, counts = Tapper(GradientTap("0", "output", lambda gradient: None)), []
     tapper.step_schedule = StepSchedule(mode="stride", every_n_steps=2)
-    train(Case(), [tapper, at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: found.append(attached(ctx.model)))])
-    assert found == [1, 0, 1]
+    train(Case(), [tapper, at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: counts.append(attached(ctx.model)))])
+    assert counts == [1, 0, 1]
 
 
 def test_raising_tap_ends_the_run_with_details():
@@ -452,7 +452,7 @@ class Failing(nn.Linear):
 
 
 def tapped(model: nn.Module, *targets: str, function: Callable = lambda gradient: None) -> TapSet:
-    """Tap weights of a model outside of any run."""
+    """Return taps on weights of a model without a run."""
     taps = TapSet(model)
     owner = TapOwner("any", lambda: True, lambda target, function: function(), may_replace=True)
     taps.attach(owner, [GradientTap(target, "weight", function, replaces=True) for target in targets])
@@ -472,7 +472,7 @@ def test_weight_tap_works_after_a_failed_forward():
 
 
 class Heads(nn.Module):
-    """Two heads that share a matrix, used in parts, by a function and with a cast of its own."""
+    """Two heads that share a matrix, which is also used by a function and after a separate cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,25 +499,25 @@ def test_weight_tap_separates_uses_of_shared_weight(dtype):
         loss.backward()
         return model.first.weight.grad.clone()
 
-    unheard = gradient()
+    untapped = gradient()
     taps = tapped(model, "first", function=lambda gradient: seen.append(gradient.clone()))
-    assert torch.equal(gradient(), unheard)
+    assert torch.equal(gradient(), untapped)
     assert len(seen) == 3
     assert {part.dtype for part in seen} == {torch.float32}
     taps.remove()
-    silent = tapped(model, "first", function=torch.zeros_like)
-    without = gradient()
-    silent.remove()
-    torch.testing.assert_close(without + sum(seen), unheard, rtol=0.05, atol=0.01)
-    assert not torch.equal(without, unheard)
+    zeroing = tapped(model, "first", function=torch.zeros_like)
+    remainder = gradient()
+    zeroing.remove()
+    torch.testing.assert_close(remainder + sum(seen), untapped, rtol=0.05, atol=0.01)
+    assert not torch.equal(remainder, untapped)
 
 
 def test_weight_taps_of_all_uses_sum_to_gradient():
     """Embedding and decoder of the tied model share a weight."""
     parts = TapLog()
-    whole = gradients_of("embedding.weight", seen := [])
+    total_gradient = gradients_of("embedding.weight", seen := [])
     tapper = Tapper(parts.tap("decoder", "weight"), parts.tap("embedding", "weight"))
-    train(Case("tied"), [tapper, whole])
+    train(Case("tied"), [tapper, total_gradient])
     assert len(parts.seen) == 2 * len(seen) == 6
     for g_out, g_in, total in zip(parts.seen[::2], parts.seen[1::2], seen, strict=True):
         assert torch.equal(g_out + g_in, total)
