@@ -1,4 +1,4 @@
-"""Copies of the weights beside the run."""
+"""Hooks that keep copies of the weights: smoothing and averages."""
 
 from .smoothing import ModelSmoother, ModelSmoothing, SmoothingConfig
 from .weight_average import WeightAverage

@@ -1,7 +1,7 @@
-"""Copies of a model's tensors that live beside it: sharded as they are, remembered by name, fitted to it again.
+"""Copies of a model's tensors, with the sharding of their originals, saved by name and restored to the model.
 
-Also the one place that knows of XLA: steps of its lazy graph, and copies that are sharded as their originals. Nothing
-here imports ``torch_xla`` before a tensor lies on an XLA device. docs/smoothing.md says what of it has been run.
+This module also contains all XLA-specific code: step markers of the lazy graph, and sharding annotations of copies. It
+imports ``torch_xla`` only if a tensor is on an XLA device. docs/smoothing.md lists the tested parts.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,15 +20,15 @@ from ..measures import sharded_like
 
 
 def on_xla(tensors: Iterable[Tensor]) -> bool:
-    """Return whether any of the tensors lies on an XLA device."""
+    """Return whether any of the tensors is on an XLA device."""
     return any(tensor.device.type == "xla" for tensor in tensors)
 
 
 @contextmanager
 def step_markers(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Cut the lazy graph before and after the body, so that what it does is compiled by itself, once.
+    """Cut the lazy graph before and after the body, so that the body is compiled separately, once.
 
-    The training step then compiles to one graph, whether or not the body ran after it.
+    The training step then compiles to the same graph whether or not the body runs after it.
     """
     sync: Any = import_module("torch_xla").sync if on_xla(tensors) else lambda: None
     sync()
@@ -37,24 +37,25 @@ def step_markers(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def shard_alike(copy: Tensor, original: Tensor) -> None:
-    """Give a copy on an XLA device the sharding annotation (SPMD) of its original, if that has one."""
+    """Give a copy on an XLA device the sharding annotation (SPMD) of its original, if any."""
     if on_xla([original]):
+        # Uses the private bindings ``_XLAC`` to copy the annotation of one tensor to another.
         bindings: Any = import_module("torch_xla")._XLAC
         if sharding := bindings._get_xla_op_sharding(original):
             bindings._xla_mark_sharding(copy, sharding)
 
 
-def refuse_factors(hook: str, does: str, model: nn.Module) -> None:
-    """Raise :class:`UnsuitableError` if a Metis split, which may change from step to step, stands for weights."""
-    if apart := layers_with_factors(model):
+def refuse_factors(hook: str, verb: str, model: nn.Module) -> None:
+    """Raise :class:`UnsuitableError` if layers have a Metis split, which may change from step to step."""
+    if split_layers := layers_with_factors(model):
         raise UnsuitableError(
-            f"Hook {hook!r} {does} weights of different steps, but a Metis split makes other quantities of those of "
-            f"{listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
+            f"Hook {hook!r} {verb} weights of different steps, but a Metis split changes the meaning of the weights of "
+            f"{listed(split_layers, 3)}; omit the hook, or choose a recipe whose metis has forward=False."
         )
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of floating-point numbers, each shared one once."""
+    """Return the floating-point buffers, shared ones once."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
@@ -63,14 +64,14 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ShadowCopies(Remembering):
-    """One copy of some of a model's tensors, by name, in their layout."""
+    """Copies of some of a model's tensors, by name, with their layout."""
 
     copies = Remembered(dict[str, Tensor])
     _others = Remembered(list[str])
-    """The parameters and buffers of floating-point numbers that have no copy."""
+    """The names of parameters and floating-point buffers without a copy."""
 
     def take(self, model: nn.Module, tensors: Mapping[str, Tensor], *, widen: bool = False) -> None:
-        """Copy tensors of the model; with ``widen`` in float32 or wider."""
+        """Copy tensors of the model, in float32 or wider if ``widen``."""
         self.copies = {}
         for name, tensor in tensors.items():
             (shard,) = local_shards([tensor.detach()])
@@ -83,24 +84,25 @@ class ShadowCopies(Remembering):
         return {name: self.copies[name] for name in names}
 
     def fit(self, model: nn.Module, *, widen: bool = False) -> None:
-        """Move loaded copies to the devices of the model's tensors, in the dtypes that :meth:`take` would give them.
+        """Move loaded copies to the devices of the model's tensors, with the dtypes of :meth:`take`.
 
-        Raises ``ValueError`` with the names of those that the model lacks, has beside them, or has in another shape.
+        Raises:
+            ValueError: if names are missing in the model or in the state, or if shapes differ.
         """
-        live, known = _tensors(model), {*self.copies, *self._others}
+        live, saved_names = _tensors(model), {*self.copies, *self._others}
         _refuse("which the model does not have", [name for name in [*self.copies, *self._others] if name not in live])
-        _refuse("which the state lacks", [name for name in live if name not in known])
-        here, there = local_shards(self.copies.values()), local_shards(live[name] for name in self.copies)
-        pairs = dict(zip(self.copies, zip(here, there, strict=True), strict=True))
-        shapes = [name for name, (shard, other) in pairs.items() if shard.shape != other.shape]
-        _refuse("which have another shape in the model (or on this rank)", shapes)
+        _refuse("which the state lacks", [name for name in live if name not in saved_names])
+        copy_shards, live_shards = local_shards(self.copies.values()), local_shards(live[name] for name in self.copies)
+        pairs = dict(zip(self.copies, zip(copy_shards, live_shards, strict=True), strict=True))
+        mismatched = [name for name, (copy, original) in pairs.items() if copy.shape != original.shape]
+        _refuse("which have another shape in the model (or on this rank)", mismatched)
         self.copies = {
-            name: sharded_like(shard.to(other.device, _dtype(other, widen)), live[name])
-            for name, (shard, other) in pairs.items()
+            name: sharded_like(copy.to(original.device, _dtype(original, widen)), live[name])
+            for name, (copy, original) in pairs.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy what :meth:`state_dict` returned; :meth:`fit` refuses copies of another model."""
+        """Copy the tensors of :meth:`state_dict`; :meth:`fit` rejects copies of another model."""
         super().load_state_dict(state)
         self.copies = {name: tensor.clone() for name, tensor in self.copies.items()}
 
@@ -109,6 +111,6 @@ def _dtype(shard: Tensor, widen: bool) -> torch.dtype:
     return torch.promote_types(shard.dtype, torch.float32) if widen else shard.dtype
 
 
-def _refuse(what: str, names: Sequence[str]) -> None:
+def _refuse(problem: str, names: Sequence[str]) -> None:
     if names:
-        raise ValueError(f"The state is of another model: it is about {listed(names, 5)}, {what}.")
+        raise ValueError(f"The state belongs to another model: it concerns {listed(names, 5)}, {problem}.")

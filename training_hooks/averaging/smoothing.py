@@ -1,4 +1,4 @@
-"""Smoothing of the weights: every so many steps, back towards where the last smoothing left them."""
+"""Periodic smoothing of the weights towards their values after the previous smoothing."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,15 +16,15 @@ from ..measures import stacked
 from .shadow_copies import ShadowCopies, refuse_factors, step_markers
 
 BLOCK = 2**18
-"""Elements for each thread: one block of weights and one of the buffers, 2 MB in float32, which stay in the caches."""
+"""Elements per thread: a block of weights and one of buffers take 2 MB in float32 and fit in the caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothingConfig:
-    """How often weights are smoothed, and how far.
+    """Interval and strength of the smoothing.
 
     Args:
-        update_interval: steps from one smoothing to the next.
+        update_interval: steps between two smoothings.
         alpha: the weight of the buffer, in (0, 1].
     """
 
@@ -32,25 +32,25 @@ class SmoothingConfig:
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for an interval or a weight that is none."""
+        """Raise ``ValueError`` for an invalid interval or weight."""
         if isinstance(self.update_interval, bool) or not isinstance(self.update_interval, int):
             raise ValueError(f"update_interval is {self.update_interval!r}; it must be a whole number of steps.")
         if self.update_interval < 1:
             raise ValueError(f"update_interval is {self.update_interval}; it must be at least 1.")
         if not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; it must lie in (0, 1].")
+            raise ValueError(f"alpha is {self.alpha}; it must be in (0, 1].")
 
 
 @torch.no_grad()
 def blend_buffers(live: Vector, buffers: Vector, alpha: float, *, write_back: bool) -> None:
-    """Move each buffer b to (1 − α)·θ + α·b, computed as ``b.lerp_(θ, 1 − α)``; with ``write_back`` θ becomes b.
+    """Move each buffer b to (1 − α)·θ + α·b, computed as ``b.lerp_(θ, 1 − α)``; with ``write_back`` set θ to b.
 
-    On a CPU it goes block by block, so that what is written back comes from the cache. DTensors are blended shard by
-    shard: both have the same layout.
+    On a CPU it works block by block, so that the values to write back are in the cache. DTensors are blended shard by
+    shard, since both have the same layout.
     """
-    ours, theirs = local_shards(live.values()), local_shards(buffers.values())
-    with step_markers(ours):
-        for parameters, copies in _blocks(ours, theirs):
+    live_shards, buffer_shards = local_shards(live.values()), local_shards(buffers.values())
+    with step_markers(live_shards):
+        for parameters, copies in _blocks(live_shards, buffer_shards):
             torch._foreach_lerp_(copies, parameters, 1 - alpha)
             if write_back:
                 torch._foreach_copy_(parameters, copies)
@@ -59,32 +59,32 @@ def blend_buffers(live: Vector, buffers: Vector, alpha: float, *, write_back: bo
 def distance(a: Vector, b: Vector) -> Tensor:
     """Return ‖a − b‖₂ of two vectors with the same names, reduced in float32 or wider; zero-dimensional.
 
-    Takes the memory of one block at a time, for DTensors that of one parameter.
+    Uses the memory of one block at a time; for DTensors, of one parameter.
     """
     parts = list(norms(a[name] - b[name] for name in a if is_sharded(a[name])))
     plain = [name for name in a if not is_sharded(a[name])]
-    for ours, theirs in _blocks([a[name] for name in plain], [b[name] for name in plain]):
-        wide = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in ours]
-        parts.append(joint_norm([one - other for one, other in zip(wide, theirs, strict=True)]))
+    for a_block, b_block in _blocks([a[name] for name in plain], [b[name] for name in plain]):
+        wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in a_block]
+        parts.append(joint_norm([tensor - other for tensor, other in zip(wide, b_block, strict=True)]))
     total: Tensor = torch.linalg.vector_norm(stacked(parts))
     return total
 
 
-def _blocks(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Group two lists of tensors, alike in pairs, into lists of about a block of elements, cutting larger tensors.
+def _blocks(a: list[Tensor], b: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Group pairs of equally shaped tensors into blocks of about equal size, cutting larger tensors.
 
-    Only on a CPU: what lies elsewhere is one group.
+    Tensors that are not on a CPU count as empty, so they form one group.
     """
     size = BLOCK * torch.get_num_threads()
     group: tuple[list[Tensor], list[Tensor]] = ([], [])
     elements = 0
-    for one, other in zip(ours, theirs, strict=True):
-        count = one.numel() if one.is_cpu else 0
-        if count > size and one.is_contiguous() and other.is_contiguous():
-            cut = [torch.split(each.detach().view(-1), size) for each in (one, other)]
-            yield from (([piece], [its_pair]) for piece, its_pair in zip(*cut, strict=True))
+    for tensor, other in zip(a, b, strict=True):
+        count = tensor.numel() if tensor.is_cpu else 0
+        if count > size and tensor.is_contiguous() and other.is_contiguous():
+            pieces = [torch.split(whole.detach().view(-1), size) for whole in (tensor, other)]
+            yield from (([piece], [other_piece]) for piece, other_piece in zip(*pieces, strict=True))
             continue
-        group[0].append(one)
+        group[0].append(tensor)
         group[1].append(other)
         elements += count
         if elements >= size:
@@ -97,10 +97,10 @@ def _blocks(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[tuple[list[Ten
 class ModelSmoother:
     """Smooths the weights of any model in any loop; call :meth:`maybe_smooth` after every optimizer step.
 
-    At a smoothing, live ← (1 − α)·live + α·buffer, then buffer ← live; the buffer begins as the weights that the model
-    has now. One copy of the parameters that are trained now, in their dtype, on their device, in their layout and
-    sharding; nothing else is kept. A shared parameter is one. A parameter that is frozen now is never smoothed, one
-    that is frozen later is left alone as long as it is, its buffer as well.
+    A smoothing sets live ← (1 − α)·live + α·buffer, then buffer ← live. The buffer starts as a copy of the model's
+    current trained parameters, with their dtype, device, layout and sharding; shared parameters have one copy.
+    Parameters that are frozen at construction are never smoothed. If a parameter is frozen later, it and its buffer
+    stay unchanged while it is frozen.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(model.weight)
@@ -122,26 +122,26 @@ class ModelSmoother:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers by parameter name, DTensors where the parameters are."""
+        """The buffers by parameter name, as DTensors for sharded parameters."""
         return self._copies.of(self._live)
 
     def maybe_smooth(self, step: int) -> bool:
-        """Smooth if ``step`` is a multiple of the interval (0 is none), and return whether it was."""
+        """Smooth if ``step`` is a positive multiple of the interval, and return whether it is."""
         if due := step > 0 and step % self.config.update_interval == 0:
             self.smooth()
         return due
 
     def smooth(self) -> None:
-        """Blend buffers and weights now, whatever the step."""
+        """Blend buffers and weights now."""
         live = {name: parameter for name, parameter in self._live.items() if parameter.requires_grad}
         blend_buffers(live, self._copies.of(live), self.config.alpha, write_back=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffers, DTensors where the parameters are; they change with the next smoothing."""
+        """Return the buffers, as DTensors for sharded parameters; the next smoothing changes them."""
         return self._copies.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the buffers of a checkpoint; raises ``ValueError`` if they are of another model."""
+        """Resume with the buffers of a checkpoint; raises ``ValueError`` if they belong to another model."""
         loaded = ShadowCopies()
         loaded.load_state_dict(state)
         loaded.fit(self._model)
@@ -152,18 +152,18 @@ class ModelSmoother:
 
 @HookRegistry.register
 class ModelSmoothing(InterventionHook):
-    """Blend the weights with those of the last smoothing, every ``update_interval`` steps, and train on from there.
+    """Blend the weights with those of the previous smoothing every ``update_interval`` steps, and continue from there.
 
-    After an optimizer step whose number is a multiple of the interval: live ← (1 − α)·live + α·buffer, then buffer ←
-    live. The buffer begins as the starting weights. The optimizer's moments stay as they were. The arithmetic is that
-    of ``loopscope.training_hooks.ModelSmoother``, with which a loop of one's own makes the same run bit for bit.
+    After every optimizer step whose number is a multiple of the interval: live ← (1 − α)·live + α·buffer, then buffer
+    ← live. The buffer starts as the initial weights. The optimizer's moments stay unchanged. The arithmetic is that of
+    ``loopscope.training_hooks.ModelSmoother``; a custom training loop with it gives bitwise the same run.
 
-    Assumes a run of many intervals: a short one, or fine-tuning, is pulled back to where it began. Keeps one copy of
-    the parameters that are trained when the run starts, each shared one once; one that is frozen later is left alone,
-    one that is thawed later is not smoothed. A smoothing whose step is skipped (float16) is left out.
+    Assumes a run of many intervals, since smoothing pulls a short run, or fine-tuning, back to its start. Keeps one
+    copy of the parameters that are trained when the run starts, shared ones once. Parameters that are frozen or thawed
+    later are not smoothed. If float16 skips the step, it also skips the smoothing.
 
     Args:
-        update_interval: steps from one smoothing to the next.
+        update_interval: steps between two smoothings.
         alpha: α, the weight of the buffer, in (0, 1]; at 1 the weights return to the start every time.
     """
 
@@ -176,14 +176,14 @@ class ModelSmoothing(InterventionHook):
     _thawed = Remembered(list[str], saved=False)
     _warned = Remembered(bool, saved=False)
     metrics = """
-        distance | ‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the one before it, at
-            first those of the start | [0, ∞)
-            | How far training went in an interval. Steady: each interval repeats what smoothing takes back, or the
-            weights wander; falling: they settle.
+        distance | ‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the previous smoothing,
+            at first the initial weights | [0, ∞)
+            | The distance that training covered in an interval. Constant: each interval repeats what smoothing takes
+            back, or the weights wander. Falling: the weights converge.
         relative_jump | α·‖θ − b‖₂ / ‖θ‖₂ | [0, ∞]
-            | How far the smoothing moves the weights, relative to them. Above about 0.1 expect a spike of the loss and
-            moments of the optimizer that belong to other weights: smooth more often, or with a smaller α.
-        smoothings | number of smoothings so far, this one included | 1, 2, 3, … | Counts them.
+            | The relative change of the weights by the smoothing. Above about 0.1: expect a spike of the loss, and
+            optimizer moments that no longer fit the weights; smooth more often, or with a smaller α.
+        smoothings | number of smoothings so far, including this one | 1, 2, 3, … | The smoothing's number.
     """
 
     def __init__(self, *, update_interval: int = 1000, alpha: float = 0.5) -> None:
@@ -194,7 +194,7 @@ class ModelSmoothing(InterventionHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=update_interval, warmup=update_interval - 1)
 
     def start(self, run: RunInfo) -> None:
-        """Copy the weights that the strategy begins with, unless it goes on from a checkpoint."""
+        """Copy the initial weights; in a resumed run, check the loaded copies."""
         refuse_factors(self.name, "blends", run.model)
         if not self._copies.copies:
             self._copies.take(run.model, trainable(run.model))
@@ -202,29 +202,29 @@ class ModelSmoothing(InterventionHook):
         try:
             self._copies.fit(run.model)
         except ValueError as error:
-            raise UsageError(f"Hook 'model_smoothing' cannot go on from its checkpoint. {error}") from error
+            raise UsageError(f"Hook 'model_smoothing' cannot resume from its checkpoint. {error}") from error
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
-        """Blend the buffer with the weights, ask for the weights to become it, and return how far they jump."""
+        """Blend the buffer with the weights, request that the weights become the buffer, and return the jump."""
         live = trainable(run_ctx.model)
         smoothed = {name: live[name] for name in self._copies.copies if name in live}
         self._thawed = [name for name in live if name not in smoothed]
         if not smoothed:
             return {}
         buffers = self._copies.of(smoothed)
-        before = distance(smoothed, buffers)
+        travelled = distance(smoothed, buffers)
         blend_buffers(smoothed, buffers, self.config.alpha, write_back=False)
         model_ctx.blend_parameters(buffers, 1.0)
         self._smoothings += 1
-        jump = self.config.alpha * before / norm(smoothed)
-        return {"distance": before, "relative_jump": jump, "smoothings": self._smoothings}
+        jump = self.config.alpha * travelled / norm(smoothed)
+        return {"distance": travelled, "relative_jump": jump, "smoothings": self._smoothings}
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn, once, of parameters that are trained but were frozen when the buffer was made."""
+        """Warn once about parameters that are trained now but had no buffer because they were frozen at the start."""
         if self._thawed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"model_smoothing leaves {listed(self._thawed, 3)} alone at step {step}: frozen when the run started, "
-                "and so without a buffer.",
+                f"model_smoothing does not smooth {listed(self._thawed, 3)} at step {step}: these parameters were "
+                "frozen when the run started, so they have no buffer.",
                 stacklevel=2,
             )

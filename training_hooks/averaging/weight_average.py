@@ -1,4 +1,4 @@
-"""Averages of the weights beside the run: exponential (EMA) and equal over its last part (SWA)."""
+"""Averages of the weights: exponential (EMA), and equal over the last part of the run (SWA)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from .smoothing import distance
 
 
 class Average(Remembering):
-    """The average of all weights seen so far, those of step i with the weight dᵗ⁻ⁱ, t the last step seen.
+    """The average of the sampled weights, step i with the factor dᵗ⁻ⁱ, t the last sampled step.
 
-    d = 1 is the equal average of SWA (arXiv 1803.05407), d < 1 an exponential moving average with its bias corrected
-    as Adam's moments are: no weight is on the initial values, and the first average is the first sample. The decay is
-    per step, whatever the distance of the samples.
+    d = 1 is the equal average of SWA (arXiv 1803.05407). d < 1 is an exponential moving average with bias correction,
+    like Adam's moments: the initial values have no weight, and the first average is the first sample. The decay is per
+    step, for any distance of the samples.
 
-    Averaged are the parameters that are trained at the first sample and all floating-point buffers, such as the
-    statistics of batch normalisation, in float32 or wider: at d = 0.999 a bfloat16 average would not move. Of a
-    DTensor it is this rank's shard.
+    The average covers the parameters that are trained at the first sample, and all floating-point buffers, such as
+    the statistics of batch normalisation. It is in float32 or wider, since a bfloat16 average would not move at d =
+    0.999. For a DTensor it is this rank's shard.
     """
 
     samples = Remembered(int)
@@ -42,6 +42,7 @@ class Average(Remembering):
     @torch.no_grad()
     def sample(self, model: nn.Module, step: int) -> None:
         """Include the weights after ``step`` in the average."""
+        # With W_t = Σ dᵗ⁻ⁱ over the samples, θ̄ ← θ̄ + (θ − θ̄) / W_t.
         buffers = floating_buffers(model)
         self._total = self._total * self.decay ** (step - self.last_step) + 1
         self.samples, self.last_step = self.samples + 1, step
@@ -58,17 +59,17 @@ class Average(Remembering):
                 _move_buffer(copies, name, buffer, 1 / self._total)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the averages by name, DTensors where the model's tensors are; they change with the next sample."""
+        """Return the averages by name, as DTensors for sharded tensors; the next sample changes them."""
         live = {**dict(model.named_parameters()), **floating_buffers(model)}
         return self._copies.of(name for name in self._copies.copies if name in live)
 
     def fit(self, model: nn.Module) -> None:
-        """Move loaded averages to the model's devices; raises ``ValueError`` if they are of another model."""
+        """Move loaded averages to the model's devices; raises ``ValueError`` if they belong to another model."""
         if self.samples:
             self._copies.fit(model, widen=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the averages of :meth:`state_dict`; :meth:`fit` refuses those of another model."""
+        """Resume with the averages of :meth:`state_dict`; :meth:`fit` rejects averages of another model."""
         super().load_state_dict(state)
         self._parameters = {}
 
@@ -85,9 +86,9 @@ def _move(averages: list[Tensor], live: list[Tensor], weight: float) -> None:
 
 
 def _move_buffer(averages: dict[str, Tensor], name: str, buffer: Tensor, weight: float) -> None:
-    """Move the average of a buffer; what never changes stays as it is, be it the −∞ of a mask.
+    """Move the average of a buffer; constant elements stay exact, even the −∞ of a mask.
 
-    One that is new, or has another shape than before, is taken as it is.
+    A new buffer, or one that has changed its shape, starts a new average.
     """
     average, live = local_shards([averages.get(name, buffer), buffer])
     wide = live.to(torch.promote_types(live.dtype, torch.float32))
@@ -98,9 +99,10 @@ def _move_buffer(averages: dict[str, Tensor], name: str, buffer: Tensor, weight:
 
 
 def averaged_state_dict(model: nn.Module, averages: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the model's state dict with averages in the place of its tensors, in its dtypes, under its names.
+    """Return the model's state dict with averages in place of its tensors, with its names and dtypes.
 
-    What has no average (frozen parameters, counters) is as it is now. Sharded tensors are gathered, by all ranks.
+    Tensors without an average (frozen parameters, counters) have their current values. All ranks gather sharded
+    tensors.
     """
     live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = {id(tensor): name for name, tensor in live.items()}
@@ -114,43 +116,43 @@ def averaged_state_dict(model: nn.Module, averages: Mapping[str, Tensor]) -> dic
 
 KINDS = {"ema": "the exponential moving average", "swa": "the equal average (SWA)"}
 AVERAGE = """
-    {kind} | the numbers of the experiment's evaluation, by name, with {label} in the place of the weights
-        | those of the evaluation | Compare with the evaluation of the same step. Better: the run oscillates around a
-        better point than it is at; worse early on: the average lags behind.
+    {kind} | the results of the experiment's evaluation, by name, with {label} in place of the weights
+        | the range of the evaluation | Compare with the evaluation of the same step. Better: the run oscillates around
+        a better point than its current one. Worse early in the run: the average lags behind.
     {kind}_distance | ‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update | [0, ∞)
-        | How far the average lies from the live weights: lag plus oscillation. Shrinks as the learning rate does.
+        | Distance of the average from the live weights: lag plus oscillation. Shrinks with the learning rate.
     {kind}_relative_distance | ‖θ̄ − θ‖₂ / ‖θ‖₂ | [0, ∞]
-        | Near 0: the average is the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.
-    {kind}_samples | number of updates that are in {label} | 1, 2, 3, … | Few: hardly an average.
+        | Near 0: the average equals the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.
+    {kind}_samples | number of updates in {label} | 1, 2, 3, … | Few: hardly an average.
 """
-"""What is told of one average θ̄; θ are the live weights at SNAPSHOT."""
+"""The metrics of one average θ̄; θ are the live weights at SNAPSHOT."""
 
 
 @HookRegistry.register
 @dataclass(kw_only=True, eq=False)
 class WeightAverage(TrainingHook):
-    """Average the weights over the steps, exponentially (EMA) and over the last part of the run (SWA), beside the run.
+    """Average the weights over the steps, exponentially (EMA) and equally over the last part of the run (SWA).
 
-    The live weights are never touched. At SNAPSHOT the experiment's evaluation is made with each average, on the same
-    random stream as that of the live weights; at the end the averages are written to STRATEGY_ema.pt and
-    STRATEGY_swa.pt in the run's folder, as state dicts of the model in its own dtypes.
+    The live weights are never changed. At SNAPSHOT the experiment's evaluation runs with each average, on the same
+    random stream as for the live weights. The end of the run writes the averages to STRATEGY_ema.pt and
+    STRATEGY_swa.pt in its folder, as state dicts of the model with its dtypes.
 
-    EMA: θ̄ = Σ dᵗ⁻ⁱθᵢ / Σ dᵗ⁻ⁱ over the updates i so far, with the decay d per step however far apart they are, and no
-    weight on the initial values. SWA: the mean of the weights from `swa_start` on. Floating-point buffers, such as the
-    statistics of batch normalisation, are averaged likewise; counters are those of the live model.
+    EMA: θ̄ = Σ dᵗ⁻ⁱθᵢ / Σ dᵗ⁻ⁱ over the updates i so far. The decay d is per step, for any distance of the updates, and
+    the initial values have no weight. SWA: the mean of the weights from `swa_start` on. Floating-point buffers, such
+    as the statistics of batch normalisation, are averaged in the same way; counters have the values of the live model.
 
-    Assumes that the parameters that are trained at the first update are those of interest: one that is thawed later
-    has no average. Each average takes one copy of them in float32 or wider. Under FSDP2 there is no evaluation, since
-    the wrappers hold on to their parameters.
+    Assumes that the parameters that are trained at the first update are those of interest: parameters that are thawed
+    later have no average. Each average needs a copy of them in float32 or wider. Under FSDP2 there is no evaluation,
+    since its wrappers keep references to their parameters.
 
     Args:
         decay: d, per step, in (0, 1).
-        interval: steps from one update to the next, of either average.
-        swa_start: the step from which SWA averages, or below 1 a share of the planned steps.
-        swa_interval: steps from one sample of SWA to the next; rounded up to a multiple of ``interval``.
-        averages: which are kept, ``ema``, ``swa`` or ``both``.
-        evaluate: whether to evaluate them.
-        evaluate_every: SNAPSHOTs from one evaluation to the next; the last one of the run has one, too.
+        interval: steps between two updates, of either average.
+        swa_start: the first step of SWA, or, below 1, a share of the planned steps.
+        swa_interval: steps between two samples of SWA; rounded up to a multiple of ``interval``.
+        averages: the averages to keep: ``ema``, ``swa`` or ``both``.
+        evaluate: whether to evaluate the averages.
+        evaluate_every: SNAPSHOTs between two evaluations; the last SNAPSHOT of the run is always evaluated.
     """
 
     name = "weight_average"
@@ -170,7 +172,7 @@ class WeightAverage(TrainingHook):
 
     def __post_init__(self) -> None:
         interval, start, every = self.interval, self.swa_start, self.evaluate_every
-        require(0 < self.decay < 1, f"weight_average.decay is {self.decay}; it must lie between 0 and 1.")
+        require(0 < self.decay < 1, f"weight_average.decay is {self.decay}; it must be between 0 and 1.")
         for option, value in {"interval": interval, "swa_interval": self.swa_interval}.items():
             require(value >= 1, f"weight_average.{option} is {value}; it must be at least 1 step.")
         require(every >= 1, f"weight_average.evaluate_every is {every}; it must be at least 1.")
@@ -184,7 +186,7 @@ class WeightAverage(TrainingHook):
         self._run: RunInfo | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Refuse a model without trained parameters, and averages of a checkpoint of another one."""
+        """Reject a model without trained parameters, and averages from another model's checkpoint."""
         if not trainable(run.model):
             raise UnsuitableError("Hook 'weight_average' needs trained parameters; the model has none.")
         refuse_factors(self.name, "averages", run.model)
@@ -194,19 +196,19 @@ class WeightAverage(TrainingHook):
             for average in self._averages.values():
                 average.fit(run.model)
         except ValueError as error:
-            raise UsageError(f"Hook 'weight_average' cannot go on from its checkpoint. {error}") from error
+            raise UsageError(f"Hook 'weight_average' cannot resume from its checkpoint. {error}") from error
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Include the weights after a step; at SNAPSHOT compare the averages with the live weights."""
         if ctx.hook_point is HookPoint.SNAPSHOT:
-            return self._compared(ctx)
+            return self._compare(ctx)
         for kind, average in self._averages.items():
-            rested = not average.samples or ctx.step - average.last_step >= self.swa_interval
-            if kind == "ema" or (ctx.step >= self._swa_from and rested):
+            is_due = not average.samples or ctx.step - average.last_step >= self.swa_interval
+            if kind == "ema" or (ctx.step >= self._swa_from and is_due):
                 average.sample(ctx.model, ctx.step)
         return {}
 
-    def _compared(self, ctx: RunDataContext) -> Metrics:
+    def _compare(self, ctx: RunDataContext) -> Metrics:
         metrics: dict[str, Any] = {}
         live = dict(ctx.model.named_parameters())
         self._snapshots += 1
@@ -216,27 +218,27 @@ class WeightAverage(TrainingHook):
         for kind, average in self._averages.items():
             if average.samples:
                 weights = average.weights(ctx.model)
-                own = {name: live[name] for name in weights if name in live}
-                far = distance(own, weights)
-                metrics |= {f"{kind}_distance": far, f"{kind}_relative_distance": far / norm(own)}
+                averaged = {name: live[name] for name in weights if name in live}
+                gap = distance(averaged, weights)
+                metrics |= {f"{kind}_distance": gap, f"{kind}_relative_distance": gap / norm(averaged)}
                 metrics[f"{kind}_samples"] = average.samples
-                numbers = ctx.evaluate(weights) if can_evaluate else {}
-                metrics |= {kind: numbers} if numbers else {}
+                results = ctx.evaluate(weights) if can_evaluate else {}
+                metrics |= {kind: results} if results else {}
         return metrics
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
-        """Name the files of both averages."""
+        """Return the file names of both averages."""
         return [average_name(strategy, kind) for kind in KINDS]
 
     def end(self, status: str) -> None:
-        """Write the averages to the run's folder, if it has one; of a sharded model by rank 0 of a completed run."""
+        """Write the averages to the run's folder, if any; for a sharded model on rank 0 and only of a completed run."""
         run = self._run
         if run is None or not run.output_dir.is_dir():
             return
         sharded = any(map(is_sharded, run.model.parameters()))
         if sharded and status != "completed":
-            return  # gathering would wait for ranks that may not come
+            return  # gathering shards would wait for ranks that may have failed
         for kind, average in self._averages.items():
             if average.samples:
                 state = averaged_state_dict(run.model, average.weights(run.model))
@@ -244,11 +246,11 @@ class WeightAverage(TrainingHook):
                     save_tensors(state, run.output_dir / average_name(run.strategy, kind))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and how many SNAPSHOTs there were."""
+        """Return the averages and the number of SNAPSHOTs so far."""
         return super().state_dict() | {kind: each.state_dict() for kind, each in self._averages.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with those averages of :meth:`state_dict` that this hook keeps."""
+        """Resume from :meth:`state_dict`, with the averages that this hook keeps."""
         self.reset()
         super().load_state_dict({"snapshots": 0, **state})
         for kind, average in self._averages.items():
@@ -256,10 +258,10 @@ class WeightAverage(TrainingHook):
                 average.load_state_dict(state[kind])
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe what is compared for each average."""
+        """Describe the metrics of each average."""
         return metric_table("".join(AVERAGE.format(kind=kind, label=KINDS[kind]) for kind in self.decays))
 
 
 def average_name(strategy: str, kind: str) -> str:
-    """Return the name of the file of a strategy's averaged weights."""
+    """Return the file name of a strategy's averaged weights."""
     return f"{strategy}_{kind}.pt"

@@ -1,4 +1,4 @@
-"""Changes of gradients, and the tied matrix."""
+"""Hooks that clip gradients, and hooks about tied embeddings."""
 
 from .embedding_provenance import EmbeddingProvenance
 from .grad_clip import GradClip

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class ZClipStep(NamedTuple):
-    """What ZClip makes of one step; zero-dimensional, float64.
+    """The result of ZClip for one step; zero-dimensional, float64.
 
-    ``mean`` and ``std`` are those of the history before the step, ``z`` the step's distance from the mean in standard
-    deviations, ``threshold`` the norm above which it is a spike; all four are NaN during warm-up.
+    ``mean`` and ``std`` describe the history before the step, ``z`` is the step's distance from the mean in standard
+    deviations, ``threshold`` the norm above which it is a spike. All four are NaN during warm-up.
     """
 
     factor: Tensor
@@ -22,19 +22,19 @@ class ZClipStep(NamedTuple):
     z: Tensor
     threshold: Tensor
     history: Tensor
-    """Shape (3,): the steps taken in, mean and population variance of their norms; zeros before the first."""
+    """Shape (3,): number of included steps, mean and population variance of their norms; zeros before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZClip:
     """The update rule of ZClip (arXiv 2504.02507) with reciprocal clipping.
 
-    With z = (‖g‖ − μ)/σ a norm of z > z_thres is brought down to μ + (z_thres²/z)·σ. What is left of it enters
-    μ ← α·μ + (1 − α)·‖g‖ and then σ² ← α·σ² + (1 − α)·(‖g‖ − μ)². Both begin as mean and population variance of the
+    With z = (‖g‖ − μ)/σ, a norm with z > z_thres is reduced to μ + (z_thres²/z)·σ. The clipped norm enters
+    μ ← α·μ + (1 − α)·‖g‖ and then σ² ← α·σ² + (1 − α)·(‖g‖ − μ)². Both start as mean and population variance of the
     first ``warmup`` norms, which are not clipped.
 
-    That is the paper. The code published with it differs: it adds 1e-6 to σ, where σ = 0 here means that any larger
-    norm is brought down to μ, and it can cap the norm besides (``max_grad_norm``), in the warm-up as well.
+    This follows the paper. The published code differs: it adds 1e-6 to σ, whereas with σ = 0 this class reduces any
+    larger norm to μ; and it can also cap the norm (``max_grad_norm``), even during the warm-up.
     """
 
     alpha: float
@@ -42,13 +42,13 @@ class ZClip:
     warmup: int
 
     def __call__(self, history: Tensor, norm: Tensor) -> ZClipStep:
-        """Judge a step by the norm of its gradient; one that is not finite is neither clipped nor taken in."""
+        """Return the result for a step's gradient norm; a norm that is not finite is neither clipped nor included."""
         norm, (count, mean, variance) = norm.double(), history.unbind()
         warm, std, above = count < self.warmup, variance.sqrt(), norm - mean
         spike = ~warm & (above > self.z_threshold * std) & norm.isfinite()
         kept = torch.where(spike, mean + self.z_threshold**2 * variance / above, norm)
         share = torch.where(warm, 1 / (count + 1), 1 - self.alpha)
-        # In the warm-up the recurrence of Welford: mean and variance of all norms so far.
+        # During the warm-up this is Welford's recurrence for mean and variance of all norms so far.
         scatter = (kept - mean).square() * torch.where(warm, 1 - share, (1 - share) ** 2)
         new = torch.stack([count + 1, mean + share * (kept - mean), (1 - share) * variance + share * scatter])
         judged = torch.stack([mean, std, above / std, mean + self.z_threshold * std])
@@ -58,7 +58,7 @@ class ZClip:
 
 
 class AdaGCStep(NamedTuple):
-    """What AdaGC makes of one step, for each of n parameters; float64."""
+    """The result of AdaGC for one step, for each of n parameters; float64."""
 
     factors: Tensor
     """Shape (n,)."""
@@ -67,20 +67,20 @@ class AdaGCStep(NamedTuple):
     gammas: Tensor
     """Shape (n,); infinite for a parameter without history."""
     taken: Tensor
-    """The steps taken in, zero-dimensional."""
+    """Number of included steps, zero-dimensional."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGC:
     """The update rule of AdaGC (arXiv 2502.11034).
 
-    Each parameter's norm is brought down to λ_rel·γ_p, and what is left of it enters γ_p ← β·γ_p + (1 − β)·‖g_p‖. In
-    the first ``warmup`` steps the joint norm is brought down to λ_abs instead, and γ_p is the smallest norm so far.
+    Each parameter's norm is reduced to λ_rel·γ_p, and the clipped norm enters γ_p ← β·γ_p + (1 − β)·‖g_p‖. In the first
+    ``warmup`` steps the joint norm is reduced to λ_abs instead, and γ_p is the smallest norm so far.
 
-    Of the paper's λ_rel = 1.05 and β = 0.98 the code published with it makes 1.04 and 0.99; it warms up for 100 steps,
-    as here, the paper's pseudo-code for 99, and it adds 1e-6 to the norms that it divides by. It differs from both that
-    a norm of exactly zero is not taken in: γ_p would then be zero, or fall towards it, and clip the parameter's
-    gradients to nothing for good. A parameter whose first gradient comes after the warm-up begins with that one's norm.
+    The paper has λ_rel = 1.05 and β = 0.98, the published code 1.04 and 0.99. That code warms up for 100 steps, like
+    this class; the paper's pseudo-code for 99. The code also adds 1e-6 to its denominators. Unlike both, this class
+    does not include a norm of exactly zero: γ_p would become zero, or fall towards it, and clip the parameter's
+    gradients to nothing forever. A parameter whose first gradient arrives after the warm-up starts with its norm.
     """
 
     beta: float
@@ -89,7 +89,7 @@ class AdaGC:
     warmup: int
 
     def __call__(self, gammas: Tensor, taken: Tensor, norms: Tensor) -> AdaGCStep:
-        """Judge a step by the norms of its gradients; where one is not finite nothing is clipped or taken in."""
+        """Return the result for a step's gradient norms; if one is not finite, nothing is clipped or included."""
         norms = norms.double()
         joint = torch.linalg.vector_norm(norms)
         usable, warm, limits = joint.isfinite(), taken < self.warmup, self.lambda_rel * gammas
@@ -108,23 +108,23 @@ class AdaGC:
 
 
 class Gammas(Remembering):
-    """The history of AdaGC: γ of every parameter that has had a gradient, and the steps taken in."""
+    """The history of AdaGC: γ of every parameter that has had a gradient, and the number of included steps."""
 
     names = Remembered(list[str])
     values = Remembered(lambda: torch.zeros(0, dtype=torch.float64))
     taken = Remembered(lambda: torch.zeros((), dtype=torch.int64))
 
     def take(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """Return γ of these parameters, infinite for new ones, and keep everything on ``device``."""
+        """Return γ of these parameters, infinite for new ones, and move the history to ``device``."""
         self.values, self.taken = self.values.to(device), self.taken.to(device)
-        known = set(self.names)
-        if new := [name for name in names if name not in known]:
+        existing = set(self.names)
+        if new := [name for name in names if name not in existing]:
             self.names += new
             self.values = torch.cat([self.values, self.values.new_full((len(new),), torch.inf)])
         return self.values[self._places(names)]
 
     def put(self, names: Sequence[str], step: AdaGCStep) -> None:
-        """Keep what a step made of the γ of these parameters, which :meth:`take` returned."""
+        """Store the new γ of the parameters that were passed to :meth:`take`."""
         self.taken, self.values = step.taken, self.values.clone()
         self.values[self._places(names)] = step.gammas
 

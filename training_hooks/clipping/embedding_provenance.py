@@ -1,4 +1,4 @@
-"""The two gradients that meet in a tied embedding matrix: through the input embedding, and through the output."""
+"""The two gradients of a tied embedding matrix: through the input embedding, and through the output projection."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,42 +11,42 @@ from torch import Tensor, nn
 
 from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, TiedGradients, all_sums, pair_of
 
-INTERVAL_APART = 100
-"""Steps between measurements of two matrices, whose gradients any norm shows."""
+UNTIED_INTERVAL = 100
+"""Steps between two measurements of separate matrices, whose gradients other hooks show as well."""
 PATH = """
     {prefix}_l2_norm | ‖{symbol}‖₂ | [0, ∞) | Size of the gradient {way}.
     {prefix}_mean | mean of the elements of {symbol} | (−∞, ∞) | Far from 0: a common drift.
     {prefix}_mean_abs | mean of |{symbol}| over all elements | [0, ∞)
-        | Beside the norm it tells a gradient in few rows (small) from one in all of them.
+        | Together with the norm it separates a gradient in few rows (small) from one in all rows.
 """
 BOTH_PATHS = """
     output_to_embedding_ratio | ‖g_out‖₂ / ‖g_in‖₂ | [0, ∞)
-        | Above 1 the output projection decides what becomes of the tied matrix; NaN or ∞: g_in is zero.
+        | Above 1: the output projection dominates the tied matrix. NaN or ∞: g_in is zero.
     cosine | ⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂) | [-1, 1]
-        | Below 0 the two uses pull the matrix in opposite directions. Tied weights only; NaN: one is zero.
+        | Below 0: the two uses pull the matrix in opposite directions. Tied weights only. NaN: one gradient is zero.
 """
 
 
 @HookRegistry.register
 @dataclass(kw_only=True, eq=False)
 class EmbeddingProvenance(TrainingHook):
-    """Measure the gradient through the input embedding and the one through the output projection, apart.
+    """Measure separately the gradients through the input embedding and through the output projection.
 
-    With tied weights both end in one matrix, g = g_in + g_out. What each use of the matrix gives it is read while it
-    flows: no product is computed twice, no activation kept. Without tying they are the gradients of two matrices.
-    Gradients are those of POST_BACKWARD: of all micro-batches, before any clipping.
+    With tied weights their sum is the gradient of one matrix, g = g_in + g_out. The hook reads both contributions
+    during the backward pass, without a second product and without keeping activations. Without tying they are the
+    gradients of two matrices. The gradients are those at POST_BACKWARD: of all micro-batches, before any clipping.
 
-    The pair is found, and verified, in one forward pass of the first batch: the output projection is what makes the
-    model's output, be it a module or a functional head (``F.linear(h, wte.weight)``). A line at the start says which.
+    A forward pass on the first batch finds and verifies the pair: the output projection produces the model's output,
+    as a module or as a functional head (``F.linear(h, wte.weight)``). A notice at the start names the pair.
 
-    Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded
-    weights (no FSDP2, and under tensor parallelism neither in the plan). With micro-batches, or over several processes,
-    g_in is right to float32, also for weights below it, whose two gradients are summed in float32.
+    Assumes one embedding and one output projection with a row for each token, dense gradients, and unsharded weights
+    (no FSDP2; under tensor parallelism neither is in the plan). With micro-batches or several processes g_in is exact
+    to float32, even for weights of lower precision, whose two gradients are summed in float32.
 
     Args:
-        interval: measure every so many steps; by default every step of a tied matrix, every 100th of two matrices.
-        embedding: the name of the embedding in the model; by default it is found.
-        projection: the name of the output projection; by default it is found. A functional head has none.
+        interval: steps between two measurements; by default 1 for a tied matrix, 100 for two matrices.
+        embedding: the name of the embedding in the model; found automatically by default.
+        projection: the name of the output projection; found automatically by default. A functional head has none.
     """
 
     name = "embedding_provenance"
@@ -96,15 +96,15 @@ class EmbeddingProvenance(TrainingHook):
         self._pair: EmbeddingPair | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Find the two modules; refuse a model without them."""
+        """Find the two modules; raises :class:`UnsuitableError` for a model without them."""
         self._pair = pair_of(run, self.name, self.embedding, self.projection)
         self._gradients.forget()
         if self.interval is None:
-            every = 1 if self._pair.tied else INTERVAL_APART
+            every = 1 if self._pair.tied else UNTIED_INTERVAL
             self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
-        """Watch both uses of a tied matrix; two matrices have gradients of their own."""
+        """Tap both uses of a tied matrix; two matrices have separate gradients, so they need no taps."""
         if self._pair is None or not self._pair.tied:
             return []
         return self._pair.taps(self._gradients)
@@ -118,15 +118,15 @@ class EmbeddingProvenance(TrainingHook):
         if self._pair.tied:
             sums = self._gradients.measure(weight.grad, scale, ctx.ranks)
             self._gradients.forget()
-            return {} if sums is None else named(sums, weight.numel(), scale, tied=True)
+            return {} if sums is None else metrics_of(sums, weight.numel(), scale, tied=True)
         other = ctx.model.get_parameter(f"{self._pair.projection}.weight")
         if weight.grad is None or other.grad is None:
             return {}
-        return named(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
+        return metrics_of(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
 
 
-def named(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:
-    """Name what follows from :func:`all_sums` of gradients of ``count`` elements, scaled by ``scale``."""
+def metrics_of(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:
+    """Return the metrics from :func:`all_sums` of gradients with ``count`` elements, multiplied by ``scale``."""
     norms, means = sums[:2].sqrt(), sums[3:] / (count * scale)
     values = {
         "embedding_grad_l2_norm": norms[0] / scale,

@@ -1,4 +1,4 @@
-"""Clipping of the gradients by one of six rules, as a declared change of the run."""
+"""Gradient clipping by one of six rules, as a declared intervention."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ OPTIONS: Mapping[Rule, Sequence[str]] = {
     "zclip": ["alpha", "z_threshold", "warmup"],
     "adagc": ["beta", "lambda_rel", "lambda_abs", "warmup"],
 }
-"""The options of every rule."""
+"""The options of each rule."""
 PUBLISHED_WARMUP: Mapping[Rule, int] = {"zclip": 25, "adagc": 100}
 
 
-def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
-    """Return the share of a vector's elements whose magnitude is above ``max_value``, and its norm once clamped.
+def clamp_statistics(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
+    """Return the share of a vector's elements with a magnitude above ``max_value``, and its norm after clamping.
 
-    One tensor after another, so that never more than one of them is copied.
+    Processes one tensor at a time, so that at most one of them is copied.
     """
     counts: list[Tensor] = []
 
@@ -49,7 +49,7 @@ def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
 @HookRegistry.register
 @dataclass(kw_only=True, eq=False)
 class GradClip(InterventionHook):
-    """Clip the gradients of every step: by their joint norm, by value, per parameter, or by what was usual so far.
+    """Clip the gradients of every step: by their joint norm, by value, per parameter, or relative to past norms.
 
     ``norm`` scales all gradients so that their joint norm is at most ``max_norm``, ``value`` clamps every element into
     [−max_value, max_value], ``parameter`` scales each parameter's gradient so that its own norm is at most
@@ -57,33 +57,33 @@ class GradClip(InterventionHook):
     and ``clip_grad_value_``: with float32 and float64 gradients the run is bit for bit the one that calls them between
     backward and update. Lower precisions are reduced in float32.
 
-    ``zclip`` (arXiv 2504.02507) brings a joint norm that lies z > ``z_threshold`` standard deviations above the moving
-    average μ of those before it down to μ + (z_threshold²/z)·σ. ``adagc`` (arXiv 2502.11034) brings each parameter's
-    norm down to ``lambda_rel`` times the moving average γ of its own. Both histories hold the norms as clipped. Where
-    the published programs differ from the papers the papers hold: no constant is added to σ or to a norm, ``zclip``
-    clips nothing in its warm-up, β is 0.98 and λ_rel 1.05. In one thing ``adagc`` differs from both: a norm of exactly
-    zero does not enter its history, where γ = 0 would clip a parameter to nothing for good.
+    ``zclip`` (arXiv 2504.02507) clips a joint norm that is z > ``z_threshold`` standard deviations above the moving
+    average μ of the earlier norms, and reduces it to μ + (z_threshold²/z)·σ. ``adagc`` (arXiv 2502.11034) reduces each
+    parameter's norm to ``lambda_rel`` times its moving average γ. Both histories contain the clipped norms. If the
+    published programs differ from the papers, the hook follows the papers: no constant is added to σ or to a norm,
+    ``zclip`` clips nothing during its warm-up, β is 0.98 and λ_rel 1.05. Unlike both, ``adagc`` does not include a norm
+    of exactly zero in its history, since γ = 0 would clip a parameter to nothing forever.
 
-    ``norm_sum`` is that of the published Metis code (arXiv 2509.00404): the parameters' norms are added up, and all
-    gradients are scaled so that the sum is at most ``max_norm``. The sum is up to √P times the joint norm of P
-    parameters, so that it clips harder than ``norm`` does.
+    ``norm_sum`` follows the published Metis code (arXiv 2509.00404): all gradients are scaled so that the sum of the
+    parameters' norms is at most ``max_norm``. The sum is up to √P times the joint norm of P parameters, so this rule
+    clips harder than ``norm``.
 
-    A gradient that is infinite or NaN is not mended: ``norm``, ``parameter`` and ``norm_sum`` make more NaN of it, as
-    torch's functions do, ``value`` bounds infinities and keeps NaN. ``zclip`` and ``adagc`` leave all gradients of such
-    a step as they are and their history and warm-up as they were, so that a step that float16 skips changes nothing.
+    Infinite or NaN gradients are not repaired: ``norm``, ``parameter`` and ``norm_sum`` spread the NaN, as torch's
+    functions do, ``value`` bounds infinities and keeps NaN. ``zclip`` and ``adagc`` leave all gradients, the history
+    and the warm-up of such a step unchanged, so that a step that float16 skips has no effect.
 
-    Assumes gradients that are unscaled already; ``zclip`` and ``adagc`` norms that change slowly, but for spikes.
+    Assumes unscaled gradients; ``zclip`` and ``adagc`` also assume norms that change slowly except for spikes.
 
     Args:
         method: the rule.
-        max_norm: the largest Euclidean norm of all gradients together, with ``parameter`` of each, with ``norm_sum``
-            the largest sum of their norms.
+        max_norm: the largest Euclidean norm, of all gradients together, with ``parameter`` of each gradient; with
+            ``norm_sum`` the largest sum of their norms.
         max_value: the largest magnitude of an element, for ``value``.
-        alpha: share of the past in the moving averages of ``zclip``.
-        z_threshold: standard deviations above the mean from which on a norm is a spike, for ``zclip``.
-        warmup: steps that only begin the history; 0: as published, 25 for ``zclip`` and 100 for ``adagc``.
-        beta: share of the past in the moving averages of ``adagc``.
-        lambda_rel: how far a parameter's norm may exceed its moving average, for ``adagc``.
+        alpha: weight of the past in the moving averages of ``zclip``.
+        z_threshold: number of standard deviations above the mean at which a norm becomes a spike, for ``zclip``.
+        warmup: steps that only build the history; 0: as published, 25 for ``zclip`` and 100 for ``adagc``.
+        beta: weight of the past in the moving averages of ``adagc``.
+        lambda_rel: largest ratio of a parameter's norm to its moving average, for ``adagc``.
         lambda_abs: the largest joint norm during the warm-up of ``adagc``.
     """
 
@@ -96,10 +96,10 @@ class GradClip(InterventionHook):
     _gammas = Remembered(Gammas, saved=False)
     metrics = """
         norm_before | ‖g‖₂ of all gradients together, before clipping | [0, ∞)
-            | Its trend shows whether max_norm fits; a spike far above max_norm is a bad batch or a beginning
-            divergence. Infinite or NaN: the gradients held such values, and clipping does not mend them.
+            | Its trend shows whether max_norm fits. A spike far above max_norm: a bad batch, or the start of a
+            divergence. Infinite or NaN: the gradients contain such values, and clipping does not repair them.
         norm_after | ‖g'‖₂ of all gradients together, g' as clipped: c·‖g‖₂ with one coefficient c, √Σ_p (c_p·‖g_p‖₂)²
-            with one for each parameter | [0, ∞); method norm: [0, max_norm] | What the optimizer is given.
+            with one for each parameter | [0, ∞); method norm: [0, max_norm] | The norm that the optimizer receives.
         coefficient | norm: c = min(1, max_norm / (‖g‖₂ + 1e-6)); parameter: min over p of c_p = min(1, max_norm /
             (‖g_p‖₂ + 1e-6)); norm_sum: c = min(1, max_norm / Σ_p ‖g_p‖₂);
             zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for z > z_threshold, else 1; adagc: min over p
@@ -107,20 +107,21 @@ class GradClip(InterventionHook):
             | The factor on every gradient, or the smallest one. Far below 1 throughout: clipping normalises the
             gradient.
         clipped | 1 if a coefficient is < 1 (method value: an element is clamped), else 0 | {0, 1}
-            | Its mean is the share of clipped steps; above about one half (method norm) the learning rate is set by
-            max_norm. zclip: more than a few in a hundred, and the norms do not change slowly.
+            | Its mean is the share of clipped steps. Above about one half (method norm): max_norm sets the effective
+            learning rate. zclip: above a few per cent, the norms do not change slowly.
         clipped_fraction | value: elements with |gᵢ| > max_value / all elements; parameter and adagc: parameters with
             c_p < 1 / all that have a gradient | [0, 1]
-            | How local clipping is. Near 1 throughout: the limit is too tight and takes the gradient's shape away.
+            | The share that clipping changes. Near 1 throughout: the limit is too tight and destroys the gradient's
+            shape.
         mean | zclip: μ of the history before this step, after the warm-up | [0, ∞)
-            | The usual norm. NaN: the warm-up lasts, since norms were not finite.
-        std | zclip: σ of the history before this step | [0, ∞) | How far norms usually scatter.
+            | The usual norm. NaN: the warm-up is not finished, since norms were not finite.
+        std | zclip: σ of the history before this step | [0, ∞) | The usual spread of the norms.
         z | zclip: z = (‖g‖₂ − μ) / σ | (−∞, ∞)
-            | Above z_threshold: a spike, and clipped. Mostly positive: the norm is rising faster than the average.
+            | Above z_threshold: a spike, which is clipped. Mostly positive: the norm rises faster than the average.
         threshold | zclip: μ + z_threshold·σ | [0, ∞)
             | The norm above which a step is clipped (to less than this: the larger the spike, the nearer to μ).
         gamma_ratio | adagc: max over p of ‖g_p‖₂ / γ_p, γ_p of the history before this step | [0, ∞)
-            | How far the most unusual parameter is from its own past; above lambda_rel it is clipped (after the
+            | The ratio of the most unusual parameter to its past norms; above lambda_rel it is clipped (after the
             warm-up).
     """
 
@@ -152,7 +153,7 @@ class GradClip(InterventionHook):
         }
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
-        """Ask for the clipped gradients and return what that does to them; nothing where there is no gradient."""
+        """Request the clipped gradients and return the metrics; nothing if there is no gradient."""
         if self.method == "norm":
             return _scaled(*model_ctx.clip_gradients(self.max_norm))
         live = gradients(model_ctx.model)
@@ -160,23 +161,23 @@ class GradClip(InterventionHook):
 
     def _by_value(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         model_ctx.clamp_gradients(self.max_value)
-        share, after = beyond(live, self.max_value)
+        share, after = clamp_statistics(live, self.max_value)
         clipped = (share > 0).to(share.dtype)
         before = joint_norm(list(live.values()))
         return {"norm_before": before, "norm_after": after, "clipped": clipped, "clipped_fraction": share}
 
     def _by_parameter(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        each = stacked(norm_of_each(live).values())
-        factors = torch.clamp(self.max_norm / (each + 1e-6), max=1.0)  # as ``clip_grad_norm_`` of each one alone
+        norms = stacked(norm_of_each(live).values())
+        factors = torch.clamp(self.max_norm / (norms + 1e-6), max=1.0)  # the formula of ``clip_grad_norm_``
         model_ctx.scale_gradients(dict(zip(live, factors.unbind(), strict=True)))
-        return _scaled_each(each, factors)
+        return _scaled_each(norms, factors)
 
     def _by_norm_sum(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        each = stacked(norm_of_each(live).values())
-        total = each.sum()
+        norms = stacked(norm_of_each(live).values())
+        total = norms.sum()
         factor = torch.where(total < self.max_norm, 1.0, self.max_norm / total)
         model_ctx.scale_gradients(factor)
-        return _scaled(torch.linalg.vector_norm(each), factor)
+        return _scaled(torch.linalg.vector_norm(norms), factor)
 
     def _by_zclip(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norm = joint_norm(list(live.values()))
@@ -191,19 +192,19 @@ class GradClip(InterventionHook):
         return metrics
 
     def _by_adagc(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        each, names, begins = stacked(norm_of_each(live).values()), list(live), not self._gammas.names
-        step = self._adagc(self._gammas.take(names, each.device), self._gammas.taken, each)
-        factors = step.factors.to(each.dtype)
+        norms, names, is_first = stacked(norm_of_each(live).values()), list(live), not self._gammas.names
+        step = self._adagc(self._gammas.take(names, norms.device), self._gammas.taken, norms)
+        factors = step.factors.to(norms.dtype)
         model_ctx.scale_gradients(dict(zip(names, factors.unbind(), strict=True)))
         self._gammas.put(names, step)
-        metrics = _scaled_each(each, factors)
-        if begins:
+        metrics = _scaled_each(norms, factors)
+        if is_first:
             return metrics
-        largest = torch.where(step.ratios.isnan(), -torch.inf, step.ratios).max()  # of those that are known
+        largest = torch.where(step.ratios.isnan(), -torch.inf, step.ratios).max()  # NaN: no history yet
         return metrics | {"gamma_ratio": torch.where(largest == -torch.inf, torch.nan, largest)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history of the rule, and which one that is."""
+        """Return the name of the rule and its history."""
         if self.method == "zclip":
             return {"method": self.method, "history": self._history, "calls": self._calls}
         if self.method == "adagc":
@@ -211,7 +212,7 @@ class GradClip(InterventionHook):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the history of :meth:`state_dict`, unless it is that of another rule."""
+        """Resume with the history of :meth:`state_dict`, unless it belongs to another rule."""
         self.reset()
         if state.get("method") != self.method:
             return
@@ -225,7 +226,7 @@ def _check_ranges(options: Mapping[str, float]) -> None:
     for name in ("max_norm", "max_value", "z_threshold", "lambda_abs"):
         require(0 < options[name] < math.inf, f"grad_clip.{name} is {options[name]}; it must be a positive number.")
     for name in ("alpha", "beta"):
-        require(0 <= options[name] < 1, f"grad_clip.{name} is {options[name]}; a share of the past lies in [0, 1).")
+        require(0 <= options[name] < 1, f"grad_clip.{name} is {options[name]}; it must be in [0, 1).")
     if not 1 <= options["lambda_rel"] < math.inf:
         raise UsageError(
             f"grad_clip.lambda_rel is {options['lambda_rel']}; it must be a number of at least 1, or every step would "
@@ -239,22 +240,22 @@ def _check_ranges(options: Mapping[str, float]) -> None:
 def _refuse_options_of_other_rules(method: Rule, options: Mapping[str, float]) -> None:
     for name, value in options.items():
         if value != vars(GradClip)[name] and name not in OPTIONS[method]:
-            owners = " and ".join(f"'{rule}'" for rule, own in OPTIONS.items() if name in own)
-            known = ", ".join(OPTIONS[method])
+            owners = " and ".join(f"'{rule}'" for rule, rule_options in OPTIONS.items() if name in rule_options)
+            accepted = ", ".join(OPTIONS[method])
             raise UsageError(
                 f"grad_clip.{name} is {value}, but method {method!r} has no such option: it belongs to {owners}, and "
-                f"{method!r} takes {known}."
+                f"{method!r} takes {accepted}."
             )
 
 
 def _scaled(norm: Tensor, factor: Tensor) -> dict[str, Tensor]:
-    """Describe gradients that are all scaled by one factor."""
+    """Return the metrics of gradients that are all scaled by one factor."""
     clipped = (factor < 1).to(norm.dtype)
     return {"norm_before": norm, "norm_after": norm * factor, "coefficient": factor, "clipped": clipped}
 
 
 def _scaled_each(norms: Tensor, factors: Tensor) -> dict[str, Tensor]:
-    """Describe gradients with these norms that are scaled each by its own factor."""
+    """Return the metrics of gradients with these norms, each scaled by its factor."""
     clipped = (factors < 1).to(norms.dtype)
     return {
         "norm_before": torch.linalg.vector_norm(norms),

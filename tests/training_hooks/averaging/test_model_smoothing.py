@@ -164,12 +164,12 @@ def test_loaded_buffer_takes_the_model_dtype():
 
 
 MISFITS = {
-    "shape": (nn.Linear(3, 2), r"about weight, which have another shape"),
-    "name": (nn.Sequential(nn.Linear(2, 2)), r"about weight, bias, which the model does not have"),
-    "count": (nn.Linear(2, 2, bias=False), r"about bias, which the model does not have"),
+    "shape": (nn.Linear(3, 2), r"concerns weight, which have another shape"),
+    "name": (nn.Sequential(nn.Linear(2, 2)), r"concerns weight, bias, which the model does not have"),
+    "count": (nn.Linear(2, 2, bias=False), r"concerns bias, which the model does not have"),
     "more": (
         nn.ParameterDict({name: torch.ones(2, 2) for name in ("weight", "bias", "gain")}),
-        "about gain, which the state lacks",
+        "concerns gain, which the state lacks",
     ),
 }
 
@@ -284,7 +284,9 @@ def test_initially_frozen_parameters_are_named_once():
     task.model[0].bias.requires_grad_(False)
     hook = ModelSmoothing(update_interval=1)
     hook.start(run_info(task, HookManager([hook], task, state), "epoch"))
-    with pytest.warns(UserWarning, match="leaves 0.bias alone at step 1: frozen when the run started") as caught:
+    with pytest.warns(
+        UserWarning, match="does not smooth 0.bias at step 1: these parameters were frozen when the run started"
+    ) as caught:
         train(Case(), [hook])
     assert len(caught) == 1
 

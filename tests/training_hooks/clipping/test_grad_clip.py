@@ -10,7 +10,7 @@ from loopscope.state import TrainingState, trainable
 from loopscope.training import Precision, TrainingTask, forward_backward, update
 from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.clipping.adaptive_clipping import AdaGC, Gammas, ZClip
-from loopscope.training_hooks.clipping.grad_clip import beyond
+from loopscope.training_hooks.clipping.grad_clip import clamp_statistics
 from torch import nn
 
 from tests.framework.hooks.context_call import context
@@ -133,10 +133,10 @@ def test_the_metrics_describe_what_happened_to_the_norm():
 def test_clipped_share_and_norm_are_exact():
     """The share of elements beyond the limit and the norm after clamping match a manual calculation."""
     vector = {"a": torch.tensor([3.0, -4.0, 0.5]), "b": torch.tensor([[1.0, -1.0]])}
-    share, norm = beyond(vector, 1.0)
+    share, norm = clamp_statistics(vector, 1.0)
     assert share == pytest.approx(2 / 5)
     assert norm == pytest.approx(math.sqrt(4.25))
-    assert beyond({"a": torch.tensor([math.nan, 2.0])}, 1.0)[0] == 0.5
+    assert clamp_statistics({"a": torch.tensor([math.nan, 2.0])}, 1.0)[0] == 0.5
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1e9}, {"method": "value", "max_value": 1e9}, {"method": "zclip"}])
@@ -310,7 +310,7 @@ def test_invalid_max_norm_is_refused(max_norm):
     [
         ({"method": "zklip"}, "Unknown grad_clip.method 'zklip'. Did you mean 'zclip'"),
         ({"method": "value", "max_value": 0.0}, "grad_clip.max_value is 0.0; it must be a positive number"),
-        ({"method": "zclip", "alpha": 1.0}, r"grad_clip.alpha is 1.0; a share of the past lies in \[0, 1\)"),
+        ({"method": "zclip", "alpha": 1.0}, r"grad_clip.alpha is 1.0; it must be in \[0, 1\)"),
         ({"method": "zclip", "z_threshold": -2.0}, "grad_clip.z_threshold is -2.0; it must be a positive"),
         ({"method": "zclip", "warmup": 1}, "grad_clip.warmup is 1; it must be at least 2 steps, or 0"),
         ({"method": "adagc", "beta": -0.1}, "grad_clip.beta is -0.1; a share of the past"),

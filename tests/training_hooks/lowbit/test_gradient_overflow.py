@@ -624,7 +624,7 @@ def test_default_formats_cause_no_warnings():
         ({"rules": "nvfp"}, "gradient_overflow.rules: Unknown scaling rule 'nvfp'. Did you mean 'nvfp4'"),
         ({"rules": " , "}, "gradient_overflow.rules is empty; choose from: block, "),
         ({"of": "gradient"}, "gradient_overflow.of: Unknown subject 'gradient'. Did you mean 'gradients'"),
-        ({"overflow_threshold": 0.0}, "gradient_overflow.overflow_threshold is 0.0; it is a share above 0"),
+        ({"overflow_threshold": 0.0}, "gradient_overflow.overflow_threshold is 0.0; it must be a share in"),
         ({"noise_threshold": math.nan}, "gradient_overflow.noise_threshold is nan"),
     ],
 )

@@ -250,7 +250,7 @@ def made(name: str) -> TrainingHook:
 @pytest.mark.parametrize("name", ["model_smoothing", "weight_average"])
 def test_weight_mixing_hooks_refuse_split_models(name):
     """The error of model_smoothing and weight_average names the split layers."""
-    with pytest.raises(UnsuitableError, match=f"'{name}' .* a Metis split makes other quantities of those of 0, 4"):
+    with pytest.raises(UnsuitableError, match=f"'{name}' .* a Metis split changes the meaning of the weights of 0, 4"):
         train(Case("lowbit_mlp"), [MetisSplit(), made(name)])
 
 
