@@ -74,7 +74,7 @@ def _bytes(part: Tensor | np.ndarray) -> Buffer:
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
 
 
-def data_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def data_changed(previous: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether data differ from an earlier fingerprint; ``False`` if that has no digest."""
     names = ("rows", "covers", "xxh3_128")
-    return "xxh3_128" in before and any(before.get(name) != now.get(name) for name in names)
+    return "xxh3_128" in previous and any(previous.get(name) != now.get(name) for name in names)

@@ -54,25 +54,25 @@ def sums(
     plain = plain if plain.device.type in ("cpu", "cuda") else plain.cpu()
     total = torch.zeros(2, dtype=torch.int64, device=plain.device)
     at_once = at_once or (1 if plain.device.type == "cpu" else 64)
-    whole = tuple(plain.shape if shape is None else shape)
-    for start, run in _runs(plain, offsets or [0] * plain.dim(), whole):
+    full_shape = tuple(plain.shape if shape is None else shape)
+    for start, run in _runs(plain, offsets or [0] * plain.dim(), full_shape):
         for first, blocks in _blocks(run, start, at_once):
             total += _weighted(blocks, first)
     return total
 
 
-def _runs(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def _runs(part: Tensor, offsets: Sequence[int], full_shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Yield runs of bytes that are contiguous in the full tensor, each with the position of its first byte."""
     if not part.numel():
         return
-    row = prod(whole[1:])
-    start = offsets[0] * row * part.itemsize if whole else 0
-    if tuple(part.shape[1:]) == tuple(whole[1:]):
+    row = prod(full_shape[1:])
+    start = offsets[0] * row * part.itemsize if full_shape else 0
+    if tuple(part.shape[1:]) == tuple(full_shape[1:]):
         yield start, in_bytes(part, torch.int8)
         return
     inside = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
     for rows in torch.split(part, max(1, _SLAB_BYTES // (row * part.itemsize))):
-        slab = part.new_zeros((len(rows), *whole[1:]))
+        slab = part.new_zeros((len(rows), *full_shape[1:]))
         slab[(slice(None), *inside)] = rows
         yield start, slab.reshape(-1).view(torch.int8)
         start += slab.nbytes

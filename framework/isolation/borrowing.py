@@ -48,10 +48,10 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
                             module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
             yield
         finally:
-            for table, before in zip(tables, contents, strict=True):
-                if len(table) != len(before) or any(map(is_not, table.values(), before.values())):
+            for table, previous in zip(tables, contents, strict=True):
+                if len(table) != len(previous) or any(map(is_not, table.values(), previous.values())):
                     table.clear()
-                    table.update(before)
+                    table.update(previous)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
     if not any(states.values()):
         yield
         return
-    before, tensors = state.digest([EXTRAS]), [leaf for _, leaf in nested("", states) if isinstance(leaf, Tensor)]
+    previous, tensors = state.digest([EXTRAS]), [leaf for _, leaf in nested("", states) if isinstance(leaf, Tensor)]
     copies = [tensor.detach().clone() for tensor in tensors]
     # Tensors are not copied here: load_state_dict may keep a reference to the very tensors.
     kept = deepcopy(states, {id(tensor): tensor for tensor in tensors})
@@ -139,7 +139,7 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
         try:
             yield
         finally:
-            if state.digest([EXTRAS]) != before:
+            if state.digest([EXTRAS]) != previous:
                 copy_each(tensors, copies)
                 for name, extra in state.extras.items():
                     extra.load_state_dict(kept[name])
@@ -160,15 +160,15 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
             f"take_step was given {len(rates)} learning rates, but the optimizer has {len(groups)} parameter groups; "
             "pass one for each group."
         )
-    before = [group["lr"] for group in groups]
+    previous = [group["lr"] for group in groups]
     try:
-        for group, held, rate in zip(groups, before, rates, strict=True):
+        for group, group_rate, rate in zip(groups, previous, rates, strict=True):
             # A capturable or compiled optimizer keeps its learning rate in a tensor.
-            group["lr"] = torch.full_like(held, rate) if isinstance(held, torch.Tensor) else rate
+            group["lr"] = torch.full_like(group_rate, rate) if isinstance(group_rate, torch.Tensor) else rate
         yield
     finally:
-        for group, held in zip(groups, before, strict=True):
-            group["lr"] = held
+        for group, group_rate in zip(groups, previous, strict=True):
+            group["lr"] = group_rate
 
 
 @contextmanager
@@ -199,13 +199,13 @@ def borrowed_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterato
     tables: list[Any] = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     contents = [(table, table.copy()) for table in tables]
     try:
-        for table, before in contents:
-            table.update({key: replacements[id(live)] for key, live in before.items() if id(live) in replacements})
+        for table, previous in contents:
+            table.update({key: replacements[id(live)] for key, live in previous.items() if id(live) in replacements})
         yield
     finally:
-        for table, before in contents:
+        for table, previous in contents:
             table.clear()
-            table.update(before)
+            table.update(previous)
 
 
 def _replacements(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, Any]:

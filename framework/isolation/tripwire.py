@@ -186,38 +186,38 @@ class Tripwire:
 
     def _changes(self, now: Sweep) -> list[str]:
         """Name the differences between a quick sweep and the baseline."""
-        before, watch = self._quick, self.watch
+        previous, watch = self._quick, self.watch
         names = self._state.names()
-        tables = zip((watch.pure, watch.mixed), before, now, strict=False)
+        tables = zip((watch.pure, watch.mixed), previous, now, strict=False)
         changes = [watch.place(containers, old, names) for containers, old, new in tables if not same_values(old, new)]
-        frequent = zip(watch.tensor_parts, before[2:], now[2:], strict=False)
+        frequent = zip(watch.tensor_parts, previous[2:], now[2:], strict=False)
         changes += [part.label for part, old, new in frequent if not same_values(old, new)]
-        if changes or len(before[-1]) != len(now[-1]):
+        if changes or len(previous[-1]) != len(now[-1]):
             return changes
-        return self._differing_tensors(before[-1], now[-1])
+        return self._differing_tensors(previous[-1], now[-1])
 
     def _changes_of_rest(self, now: Sweep) -> list[str]:
         """Name the differences between the rest of a complete sweep and the baseline."""
-        before, watch = self._rest, self.watch
+        previous, watch = self._rest, self.watch
         changes: list[str] = []
-        if not same_values(before[0], now[0]):
-            changes.append(watch.attribute(before[0], now[0], self._state.names()))
-        for part, old, new in zip(watch.value_parts, before[1:], now[1:], strict=False):
+        if not same_values(previous[0], now[0]):
+            changes.append(watch.attribute(previous[0], now[0], self._state.names()))
+        for part, old, new in zip(watch.value_parts, previous[1:], now[1:], strict=False):
             if not same_values(old, new):
                 changes += part.differences(old) if part.differences is not None else [part.label]
         attribute_tensors = watch.tensors_of(now[0])
-        changes += self._differing_tensors(before[-1], now[-1], attribute_tensors)
-        changes += [] if changes else self._named(zip(attribute_tensors, before[-2], now[-2], strict=False))
+        changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
+        changes += [] if changes else self._named(zip(attribute_tensors, previous[-2], now[-2], strict=False))
         return changes + [watch.place([container], (), self._state.names()) for container in watch.empty if container]
 
     def _differing_tensors(
-        self, before: tuple[int, ...], now: tuple[int, ...], attribute_tensors: Sequence[Tensor] = ()
+        self, previous: tuple[int, ...], now: tuple[int, ...], attribute_tensors: Sequence[Tensor] = ()
     ) -> list[str]:
         """Name the tensors whose number differs: the tensors of a quick sweep, then those on attributes."""
         return (
             []
-            if before == now
-            else self._named(zip([*self._sweep()[1], *attribute_tensors], before, now, strict=False))
+            if previous == now
+            else self._named(zip([*self._sweep()[1], *attribute_tensors], previous, now, strict=False))
         )
 
     def _named(self, triples: Iterable[tuple[Tensor, int, int]]) -> list[str]:
@@ -252,10 +252,10 @@ def _number(read: Callable[[Tensor], int], tensor: Tensor) -> int:
         return -1
 
 
-def _equal(before: Sweep, now: Sweep) -> bool:
+def _equal(previous: Sweep, now: Sweep) -> bool:
     """Compare two sweeps; a comparison that raises, as that of two different tensors may, counts as unequal."""
     try:
-        return bool(before == now)
+        return bool(previous == now)
     except Exception:
         return False
 

@@ -74,7 +74,7 @@ class WatchList:
         """Return whether a sweep's results are of this list's containers; plain values and tensors may change."""
         if any(self.empty) or not self.holds(tensors, others):
             return False
-        if any([tuple(read()) != before for read, before in self._deciding_values]):
+        if any([tuple(read()) != previous for read, previous in self._deciding_values]):
             return False
         # Plain values are new objects at most steps, so different addresses do not yet require a new list.
         now = self.attribute_addresses  # the addresses of ``attributes``: tensors_of() was just called with them
@@ -91,10 +91,10 @@ class WatchList:
         # checked again, since another object may have reused an address
         return [item for place in self._positions if isinstance(item := attributes[place], Tensor)]
 
-    def restore_attributes(self, before: tuple[Any, ...]) -> None:
+    def restore_attributes(self, previous: tuple[Any, ...]) -> None:
         """Restore the named attributes of objects, such as modes, from the result of :meth:`read_attributes`."""
         start = len(self._spaces)
-        values = before[start : start + len(self._attribute_keys)]
+        values = previous[start : start + len(self._attribute_keys)]
         for (space, key), value in zip(self._attribute_keys, values, strict=True):
             space[key] = value
 
@@ -102,26 +102,26 @@ class WatchList:
         """Return the name of a container: of the object that it belongs to, otherwise of its part."""
         return names.get(id(container), self._owners[id(container)])
 
-    def attribute(self, before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
+    def attribute(self, previous: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
         """Name the first attribute or item that differs between two results of :meth:`read_attributes`."""
         start = len(self._spaces)
-        index = _first_difference(before, now)
+        index = _first_difference(previous, now)
         if index < start:
             return f"the attributes of {self.name(self._spaces[index], names)}"
         if index < start + len(self._attribute_keys):
             space, key = self._attribute_keys[index - start]
             return f"{self.name(space, names)}.{key}"
         start += len(self._attribute_keys)
-        return self.place(self.attributes, before[start:], names)
+        return self.place(self.attributes, previous[start:], names)
 
-    def place(self, containers: list[Any], before: tuple[Any, ...], names: dict[int, str]) -> str:
+    def place(self, containers: list[Any], previous: tuple[Any, ...], names: dict[int, str]) -> str:
         """Name the first item at which containers differ from their former values, given as one flat tuple."""
         sizes = [len(self._keys[id(container)]) for container in containers]
-        if sum(sizes) != len(before):  # containers of plain values may have grown since this list was built
+        if sum(sizes) != len(previous):  # containers of plain values may have grown since this list was built
             sizes = [*map(len, containers)]
         position = 0
         for container, size in zip(containers, sizes, strict=True):
-            former, position = before[position : position + size], position + size
+            former, position = previous[position : position + size], position + size
             keys = self._keys[id(container)]
             if not isinstance(container, dict):
                 if not same_values(former, (*container,)):
@@ -145,16 +145,16 @@ def _key_name(key: Any, names: dict[int, str]) -> str:
     return names.get(id(key), "a parameter") if isinstance(key, Tensor) else str(key)
 
 
-def _changed_key(before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+def _changed_key(previous: dict[Any, Any], now: dict[Any, Any]) -> Any:
     """Return the first key that only one of two dicts has, or whose values differ."""
     return next(
-        (key for key in {**before, **now} if not same_value(before.get(key, _MISSING), now.get(key, _MISSING))), ""
+        (key for key in {**previous, **now} if not same_value(previous.get(key, _MISSING), now.get(key, _MISSING))), ""
     )
 
 
-def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
-    pairs = enumerate(zip(before, now, strict=False))
-    return next((i for i, (old, new) in pairs if not same_value(old, new)), min(len(before), len(now)))
+def _first_difference(previous: tuple[Any, ...], now: tuple[Any, ...]) -> int:
+    pairs = enumerate(zip(previous, now, strict=False))
+    return next((i for i, (old, new) in pairs if not same_value(old, new)), min(len(previous), len(now)))
 
 
 def _value_views(containers: list[Any]) -> list[Any]:
@@ -169,34 +169,34 @@ def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([value for value in values if type(value) not in _NOT_CONTAINERS])
 
 
-def same_values(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+def same_values(previous: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     """Compare two tuples item by item, first by identity."""
-    if len(before) != len(now):
+    if len(previous) != len(now):
         return False
     # One comparison of memory first; item by item only if objects differ, as recomputed numbers do.
-    return addresses(before) == addresses(now) or all(map(same_value, before, now))
+    return addresses(previous) == addresses(now) or all(map(same_value, previous, now))
 
 
-def same_value(before: Any, now: Any) -> bool:
+def same_value(previous: Any, now: Any) -> bool:
     """Return whether two objects are the same or equal plain values of the same type.
 
     A tensor is never equal to another object: comparing it by value would take ``tensor(1.0)`` for the number 1.0.
     """
-    if before is now:
+    if previous is now:
         return True
-    if type(before) is not type(now) or isinstance(before, Tensor):
+    if type(previous) is not type(now) or isinstance(previous, Tensor):
         return False
     try:
-        if bool(before != now):
+        if bool(previous != now):
             return False
     except Exception:  # arrays, and objects with custom comparisons
         return False
-    return not isinstance(before, (tuple, list)) or _same_items(before, now)
+    return not isinstance(previous, (tuple, list)) or _same_items(previous, now)
 
 
-def _same_items(before: Sequence[Any], now: Sequence[Any]) -> bool:
+def _same_items(previous: Sequence[Any], now: Sequence[Any]) -> bool:
     """Return whether equal sequences have items of the same types, and no tensor in them is another object."""
-    kinds = [*map(type, before)]
+    kinds = [*map(type, previous)]
     if kinds != [*map(type, now)]:
         return False
-    return not any([issubclass(kind, Tensor) for kind in {*kinds}]) or addresses((*before,)) == addresses((*now,))
+    return not any([issubclass(kind, Tensor) for kind in {*kinds}]) or addresses((*previous,)) == addresses((*now,))

@@ -164,8 +164,8 @@ class FromPlainForms:
         if kind == "numpy":
             return np.dtype(content).type(form["value"])
         if kind == "parameter":
-            found = self._tensor(content, present)
-            return found if isinstance(found, nn.Parameter) else nn.Parameter(found, content.requires_grad)
+            tensor = self._tensor(content, present)
+            return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, content.requires_grad)
         if kind == "enum":
             return type(_of_kind(present, content))[form["member"]]
         if kind in ("object", "native"):
@@ -174,45 +174,45 @@ class FromPlainForms:
 
     def _tensor(self, form: Tensor, present: Any) -> Tensor:
         number = next(self._numbers)
-        found: Tensor
+        tensor: Tensor
         fits = isinstance(present, Tensor) and (present.shape, present.dtype) == (form.shape, form.dtype)
         if fits and id(present) not in self._filled:
             with torch.no_grad():
-                found = present.copy_(form)
+                tensor = present.copy_(form)
         else:
-            found = form.detach().clone().to(self._device)
-        self._filled.add(id(found))
-        self._objects[number] = found
-        return found
+            tensor = form.detach().clone().to(self._device)
+        self._filled.add(id(tensor))
+        self._objects[number] = tensor
+        return tensor
 
     def _object(self, kind: str, form: Mapping[str, Any], present: Any) -> Any:
         number = next(self._numbers)
-        found = self._objects[number] = _of_kind(present, kind)
+        target = self._objects[number] = _of_kind(present, kind)
         if "native" in form:
-            write_native(found, form["state"])
-            return found
+            write_native(target, form["state"])
+            return target
         table = form["attributes"]
-        if is_frozen(found):
-            found = self._objects[number] = self._frozen(table, found)
-            return found
-        space = attributes_of(found)
-        space = vars(found) if space is None else space
-        self.fill(space, table, [*_object_attributes(found)])
-        write_attributes(found, space)
-        return found
+        if is_frozen(target):
+            target = self._objects[number] = self._frozen(table, target)
+            return target
+        space = attributes_of(target)
+        space = vars(target) if space is None else space
+        self.fill(space, table, [*_object_attributes(target)])
+        write_attributes(target, space)
+        return target
 
     def _frozen(self, table: Mapping[str, Any], present: Any) -> Any:
         """Return the present object if it is equal, otherwise a new one: the present one may be shared."""
-        before = {name: getattr(present, name) for name in table}
-        found = {
-            name: self.of(form, None if isinstance(before[name], _MUTABLE) else before[name])
+        previous = {name: getattr(present, name) for name in table}
+        restored = {
+            name: self.of(form, None if isinstance(previous[name], _MUTABLE) else previous[name])
             for name, form in table.items()
         }
-        if described(found) == described(before):
+        if described(restored) == described(previous):
             return present
         # Without __init__, which may have side effects, and without setattr, which a frozen dataclass rejects.
         made = object.__new__(type(present))
-        for name, value in found.items():
+        for name, value in restored.items():
             object.__setattr__(made, name, value)
         return made
 
@@ -233,11 +233,11 @@ class FromPlainForms:
         self._objects[number] = present
         self._filled.add(id(present))
         if isinstance(present, dict):
-            before = {**present}
+            previous = {**present}
             code = {described(key): key for key in present if is_code(key)}
             keys = [self.of(key, code.get(key["code"]) if _is_form_of_code(key) else ABSENT) for key, _ in content]
             pairs = zip(keys, content, strict=True)
-            refill(present, keys, [self._item(form, before.get(key)) for key, (_, form) in pairs])
+            refill(present, keys, [self._item(form, previous.get(key)) for key, (_, form) in pairs])
         else:
             refill(present, (), self.items(content, present))
         if "attributes" in form:

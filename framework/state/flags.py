@@ -65,11 +65,11 @@ def entered_modes() -> tuple[int, int]:
     return _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
 
 
-def leave_modes(before: tuple[int, int]) -> None:
-    """Leave the modes entered since ``entered_modes`` returned ``before``; they could intercept any check."""
-    if before != (_C._len_torch_function_stack(), _C._len_torch_dispatch_stack()):
-        _set_function_modes(_function_modes()[: before[0]])
-        _set_dispatch_modes(_dispatch_modes()[: before[1]])
+def leave_modes(previous: tuple[int, int]) -> None:
+    """Leave the modes entered since ``entered_modes`` returned ``previous``; they could intercept any check."""
+    if previous != (_C._len_torch_function_stack(), _C._len_torch_dispatch_stack()):
+        _set_function_modes(_function_modes()[: previous[0]])
+        _set_dispatch_modes(_dispatch_modes()[: previous[1]])
 
 
 # torch has no public functions to read or set the two stacks of modes. Its own context managers use these private ones
@@ -326,31 +326,33 @@ class GlobalFlags:
         """Return every setting, in the order of ``names``."""
         return (*map(call, self._getters),)
 
-    def restore_quick(self, quick: tuple[Any, ...], known: tuple[Any, ...]) -> None:
-        """Restore the result of ``read``, unless a slow setting differs from ``known``, a result of ``read_all``.
+    def restore_quick(self, quick: tuple[Any, ...], all_settings: tuple[Any, ...]) -> None:
+        """Restore the result of ``read``, unless a slow setting differs from ``all_settings`` (of ``read_all``).
 
         In that case nothing is restored, so that a check reports the difference. A slow setting that follows a changed
-        quick one is restored too if the quick settings of ``known`` equal ``quick``.
+        quick one is restored too if the quick settings of ``all_settings`` equal ``quick``.
         """
         changed = {*self.differences(quick)}
-        changed_slow = {*self.differences(known)}.difference(self.names[: len(quick)])
-        if known[: len(quick)] == quick:
+        changed_slow = {*self.differences(all_settings)}.difference(self.names[: len(quick)])
+        if all_settings[: len(quick)] == quick:
             changed_slow -= {follower for name, follower in _FOLLOWS.items() if name in changed}
         if not changed_slow:
-            self.restore((*quick, *known[len(quick) :]))
+            self.restore((*quick, *all_settings[len(quick) :]))
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Restore the settings that differ from ``saved`` (a result of ``read`` or ``read_all``), modes first."""
         getters = self._getters[: len(saved)]
         if tuple([get() for get in getters]) != saved:
-            for put, get, before in zip(self._setters, getters, saved, strict=False):
-                if get() != before:
-                    put(before)
+            for put, get, previous in zip(self._setters, getters, saved, strict=False):
+                if get() != previous:
+                    put(previous)
         torch.clear_autocast_cache()  # the cache may contain casts of parameters that are rolled back
 
     def differences(self, saved: tuple[Any, ...]) -> list[str]:
         """Return the names of settings that differ from ``saved`` (a result of ``read`` or ``read_all``)."""
-        return [name for name, get, before in zip(self.names, self._getters, saved, strict=False) if get() != before]
+        return [
+            name for name, get, previous in zip(self.names, self._getters, saved, strict=False) if get() != previous
+        ]
 
 
 class NotDeterministicError(LoopscopeError):

@@ -95,8 +95,8 @@ def _restore_gradients(owners: list[Tensor], saved: tuple[Tensor | None, ...]) -
 def _watch_parameters(state: StateObjects) -> Watched:
     parameters = [*state.model.parameters()]
 
-    def restore(before: tuple[bool, ...]) -> None:
-        for parameter, required in zip(parameters, before, strict=True):
+    def restore(previous: tuple[bool, ...]) -> None:
+        for parameter, required in zip(parameters, previous, strict=True):
             parameter.requires_grad_(required)
 
     read_values = partial(map, _requires_grad, parameters)
@@ -108,7 +108,7 @@ def _watch_gradients(state: StateObjects) -> Watched:
     return Watched(
         read_tensors=partial(map, _grad, parameters),
         label="a gradient was replaced",
-        restore=lambda before: _restore_gradients(parameters, before),
+        restore=lambda previous: _restore_gradients(parameters, previous),
     )
 
 

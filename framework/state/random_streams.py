@@ -62,11 +62,13 @@ def _place_in_numpy() -> Place:
     twin: Any = np.random.RandomState(1)
     twin.standard_normal()  # the polar method draws two numbers and caches the second for the next call
     gaussian = twin.get_state(legacy=False)["gauss"]
-    before = bytes_at(id(twin), type(twin).__basicsize__)
-    place = Place(before.find(struct.pack("d", gaussian)) - 8, 16)
+    earlier_bytes = bytes_at(id(twin), type(twin).__basicsize__)
+    place = Place(earlier_bytes.find(struct.pack("d", gaussian)) - 8, 16)
     twin.standard_normal()
-    after = bytes_at(id(twin), type(twin).__basicsize__)
-    flags = [struct.unpack_from("i", memory, place.offset)[0] for memory in (before, after) if place.offset > 0]
+    later_bytes = bytes_at(id(twin), type(twin).__basicsize__)
+    flags = [
+        struct.unpack_from("i", memory, place.offset)[0] for memory in (earlier_bytes, later_bytes) if place.offset > 0
+    ]
     return place if flags == [1, 0] else NOWHERE
 
 

@@ -109,9 +109,9 @@ class FullSharding:
         for space, key in self._under_way:
             space[key].clear()
 
-    def restore_settings(self, before: tuple[Any, ...]) -> None:
+    def restore_settings(self, previous: tuple[Any, ...]) -> None:
         """Restore the result of :meth:`read`, except gradients and hooks of gathered parameters."""
-        pairs = zip(self._plain, before, strict=False)
+        pairs = zip(self._plain, previous, strict=False)
         changed = [(space, key, value) for (space, key), value in pairs if space.get(key) is not value]
         if any(
             isinstance(value, Enum) for *_, value in changed
@@ -131,8 +131,8 @@ class FullSharding:
     def restore(self, saved: ShardingState) -> None:
         """Restore the contents of all objects; FSDP2 recreates gathered parameters without a gradient when needed."""
         self.scatter()
-        for space, before in zip(self._spaces, saved.spaces, strict=True):
-            refill(space, before.keys(), before.values())
+        for space, previous in zip(self._spaces, saved.spaces, strict=True):
+            refill(space, previous.keys(), previous.values())
         for container, keys, values in saved.containers:
             refill(container, keys, values)
         for space, gradient in zip(self._parameters, saved.gradients, strict=True):

@@ -209,19 +209,19 @@ class TensorIdentities:
     def _changes(self) -> Iterator[tuple[int, Mark, Mark]]:
         """Yield the index of every tensor whose mark differs, with its former and its current mark."""
         old, new = zip(*self._marks, strict=True), zip(*self._read_marks(), strict=True)
-        for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            if before != after:
-                yield index, Mark(*before), Mark(*after)
+        for index, (previous, after) in enumerate(zip(old, new, strict=True)):
+            if previous != after:
+                yield index, Mark(*previous), Mark(*after)
 
     def restore(self) -> None:
         """Restore the identity of every tensor, but not its bytes."""
         if self.is_current():
             return
         owners = set(map(id, self.owners))
-        for index, before, _ in self._changes():
+        for index, previous, _ in self._changes():
             tensor = self._tensors[index]
-            leaf = not before.requires_grad or id(tensor) in owners
-            _restore_tensor(tensor, self._aliases[index], before, leaf=leaf)
+            leaf = not previous.requires_grad or id(tensor) in owners
+            _restore_tensor(tensor, self._aliases[index], previous, leaf=leaf)
         attachments = iter(self._attachments)
         for name in ATTACHED:
             for owner, table in zip(self.owners, attachments, strict=False):
@@ -304,21 +304,21 @@ def _no_stride(tensor: Tensor) -> tuple[int, ...]:
     return () if tensor.layout in _COMPRESSED else tensor.stride()
 
 
-def _restore_tensor(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
+def _restore_tensor(tensor: Any, alias: Tensor, previous: Mark, *, leaf: bool) -> None:
     """Restore kind of device, class, storage, layout and requires_grad of a tensor."""
     if tensor.device.type != alias.device.type and not is_wrapper(alias):  # ``.data`` rejects another kind of device
         torch.utils.swap_tensors(tensor, alias.detach())  # type: ignore[no-untyped-call]
-    if type(tensor) is not before.kind:
-        tensor.__class__ = before.kind
+    if type(tensor) is not previous.kind:
+        tensor.__class__ = previous.kind
     if leaf and tensor.grad_fn is not None:  # an in-place write under a graph has made it a non-leaf
         tensor.detach_()
     if not is_wrapper(alias):
-        if alias.layout is torch.strided and alias.data_ptr() != before.pointer:
+        if alias.layout is torch.strided and alias.data_ptr() != previous.pointer:
             _regrow(alias)
         tensor.data = alias
-    if tensor.requires_grad != before.requires_grad:
+    if tensor.requires_grad != previous.requires_grad:
         # Last, since non-leaf and integer tensors reject it.
-        tensor.requires_grad_(before.requires_grad)
+        tensor.requires_grad_(previous.requires_grad)
 
 
 def _drop_accumulator(owner: Any) -> None:

@@ -33,9 +33,11 @@ Item = TypeVar("Item")
 
 def _watch_flags(state: StateObjects) -> Watched:
     flags = state.flags
-    known = flags.read_all()
+    all_flags = flags.read_all()
     return Watched(
-        read_values=flags.read, differences=flags.differences, restore=lambda saved: flags.restore_quick(saved, known)
+        read_values=flags.read,
+        differences=flags.differences,
+        restore=lambda saved: flags.restore_quick(saved, all_flags),
     )
 
 
@@ -86,9 +88,9 @@ def _extra_leaves(state: StateObjects) -> Leaves:
 def _watch_extras(state: StateObjects) -> Watched:
     if not any(_extra_states(state).values()):
         return Watched()
-    twice = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
+    ids_of_two_calls = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
     are_copies = (
-        twice[0] != twice[1]
+        ids_of_two_calls[0] != ids_of_two_calls[1]
     )  # state_dict() returns new tensors at each call; only the audit compares their bytes
 
     def read_values() -> tuple[Any, ...]:
@@ -307,9 +309,9 @@ def _nested_items(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
         yield from _nested_items(f"{name}/{index}", item)
 
 
-def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+def differing(previous: Mapping[str, int], current: Mapping[str, int]) -> list[str]:
     """Return the names of entries whose digests differ, or that only one side has."""
-    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [name for name in {**previous, **current} if previous.get(name) != current.get(name)]
 
 
 ON_DEMAND = (

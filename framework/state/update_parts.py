@@ -29,8 +29,8 @@ def _optimizer_leaves(state: StateObjects) -> Leaves:
         return
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
     forms = plain_forms(state)
-    for parameter, held in state.optimizer.state.items():
-        yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", _with_forms_of_objects(held, forms))
+    for parameter, moments in state.optimizer.state.items():
+        yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", _with_forms_of_objects(moments, forms))
     for index, group in enumerate(state.optimizer.param_groups):
         yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
         for key, option in group.items():
@@ -38,11 +38,11 @@ def _optimizer_leaves(state: StateObjects) -> Leaves:
                 yield from nested(f"optimizer/group {index}/{key}", option)
 
 
-def _with_forms_of_objects(held: Any, forms: Any) -> Any:
+def _with_forms_of_objects(moments: Any, forms: Any) -> Any:
     """Return an optimizer's state of one parameter, with plain forms for objects."""
-    if not isinstance(held, Mapping):
-        return held
-    return {key: forms.of(value) if _is_object(value) else value for key, value in held.items()}
+    if not isinstance(moments, Mapping):
+        return moments
+    return {key: forms.of(value) if _is_object(value) else value for key, value in moments.items()}
 
 
 def _is_object(value: Any) -> bool:
@@ -54,19 +54,19 @@ def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
 
     A wrapper often shares the groups of the optimizers it wraps, and its ``load_state_dict`` would separate them.
     """
-    held = without_hooks(attributes_of(optimizer) or {})
-    left_out = {key: value for key, value in held.items() if key not in ("state", "param_groups")}
+    attributes = without_hooks(attributes_of(optimizer) or {})
+    left_out = {key: value for key, value in attributes.items() if key not in ("state", "param_groups")}
     stands_alone = is_torch_optimizer(optimizer) and not Structure([left_out], excluded={id(optimizer)}).of_kind(
         Optimizer
     )
-    return left_out if stands_alone else held
+    return left_out if stands_alone else attributes
 
 
 def _names_of(state: StateObjects) -> list[str]:
     """Return the names of the optimizer's parameters, in the order in which its state dict numbers them."""
     names = {id(parameter): name for name, parameter in state.model.named_parameters()}
-    held = [item for group in state.optimizer.param_groups for item in group["params"]]
-    return [names.get(id(item), f"of the optimizer alone {index}") for index, item in enumerate(held)]
+    parameters = [item for group in state.optimizer.param_groups for item in group["params"]]
+    return [names.get(id(item), f"of the optimizer alone {index}") for index, item in enumerate(parameters)]
 
 
 def _origins(optimizer: Any) -> list[int]:
@@ -80,13 +80,13 @@ def _optimizer_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
     optimizer = state.optimizer
     if not is_torch_optimizer(optimizer) or "state" in _optimizer_attributes(optimizer):
         return {}
-    held, names, groups = optimizer.state_dict(), dict(enumerate(_names_of(state))), dict[int, dict[str, Any]]()
-    for origin, group in zip(_origins(optimizer), held["param_groups"], strict=True):
-        known = groups.setdefault(origin, {**group, "params": []})
-        known.pop(SPLIT_FROM, None)
-        known["params"] += [names[index] for index in group["params"]]
-    by_name = {names.get(index, index): value for index, value in held["state"].items()}
-    return {**held, "state": by_name, "param_groups": [*groups.values()]}
+    content, names, groups = optimizer.state_dict(), dict(enumerate(_names_of(state))), dict[int, dict[str, Any]]()
+    for origin, group in zip(_origins(optimizer), content["param_groups"], strict=True):
+        combined = groups.setdefault(origin, {**group, "params": []})
+        combined.pop(SPLIT_FROM, None)
+        combined["params"] += [names[index] for index in group["params"]]
+    by_name = {names.get(index, index): value for index, value in content["state"].items()}
+    return {**content, "state": by_name, "param_groups": [*groups.values()]}
 
 
 def _load_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> None:
@@ -105,8 +105,8 @@ def _load_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> None:
 def _misfit_of_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> str:
     if not stored:  # a wrapper around optimizers, whose states are attributes
         return ""
-    have = [sorted(group["params"]) for group in _optimizer_state(state)["param_groups"]]
-    if have != [sorted(group["params"]) for group in stored["param_groups"]]:
+    present = [sorted(group["params"]) for group in _optimizer_state(state)["param_groups"]]
+    if present != [sorted(group["params"]) for group in stored["param_groups"]]:
         return "was written for another optimizer: the parameters of its groups differ"
     return _misfit_of_fused(state, stored)
 
@@ -117,24 +117,24 @@ def _regroup(form: Any, count: int, places: Sequence[int]) -> Any:
         return [_regroup(item, count, places) for item in form]
     if not isinstance(form, Mapping):
         return form
-    found = {key: _regroup(item, count, places) for key, item in form.items()}
-    for key in BY_GROUP & found.keys():
+    regrouped = {key: _regroup(item, count, places) for key, item in form.items()}
+    for key in BY_GROUP & regrouped.keys():
         if isinstance(form[key], Mapping) and len(items := form[key].get("list", ())) == count:
-            found[key] = {"list": [items[place] for place in places]}
-    return found
+            regrouped[key] = {"list": [items[place] for place in places]}
+    return regrouped
 
 
 def _watch_optimizer(state: StateObjects) -> Watched:
     optimizers = optimizers_of(state)
 
     def options() -> list[Any]:
-        found: list[Any] = []
+        hyper_parameters: list[Any] = []
         for optimizer in optimizers:
-            found += [optimizer.state, optimizer.param_groups]
+            hyper_parameters += [optimizer.state, optimizer.param_groups]
             for group in optimizer.param_groups:
-                found += with_types(group.values())
-                found += group["params"]
-        return found
+                hyper_parameters += with_types(group.values())
+                hyper_parameters += group["params"]
+        return hyper_parameters
 
     tables = [table for optimizer in optimizers for table in (optimizer.state, *optimizer.state.values())]
     return Watched(
@@ -222,7 +222,7 @@ def _forms_of_hooks(state: StateObjects) -> dict[str, list[Any]]:
 
 def _hook_forms(state: StateObjects, _: Any = None) -> dict[str, list[Any]]:
     """Return the forms of the hooks that have a state; building the model recreates the others."""
-    return {name: held for name, held in _forms_of_hooks(state).items() if any(map(_has_state, held))}
+    return {name: forms for name, forms in _forms_of_hooks(state).items() if any(map(_has_state, forms))}
 
 
 def _has_state(form: Any) -> bool:
@@ -232,8 +232,8 @@ def _has_state(form: Any) -> bool:
 
 def _load_hook_forms(state: StateObjects, stored: Mapping[str, list[Any]]) -> None:
     present, forms = dict(_hooks(state)), from_plain_forms(state)
-    for name, held in stored.items():
-        forms.items(held, present.get(name, []))
+    for name, stored_forms in stored.items():
+        forms.items(stored_forms, present.get(name, []))
 
 
 def reachable_from_modules(
@@ -307,8 +307,8 @@ def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
 
 def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
     # torch's fused kernels do not compare sizes of moments and parameters: they write past the end of small moments.
-    held = [item for group in state.optimizer.param_groups for item in group["params"]]
-    parameters = dict(zip(_names_of(state), held, strict=True))
+    tensors = [item for group in state.optimizer.param_groups for item in group["params"]]
+    parameters = dict(zip(_names_of(state), tensors, strict=True))
     fused = [name for group in stored["param_groups"] if group.get("fused") for name in group["params"]]
     for parameter in fused:
         for name, value in stored["state"].get(parameter, {}).items():
