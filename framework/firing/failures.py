@@ -70,7 +70,7 @@ class HookFailures:
     """Maps a hook's name to the names of the hook points at which it has reported."""
     reloaded: Mapping[str, int] = field(default_factory=dict)
     """Last step of the first epoch after resuming, by the names of the hooks whose state was restored."""
-    before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
+    earlier: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
     """For a resumed run: errors, and dropped hooks with reasons, from before the interruption."""
 
     def handle(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> Failure:
