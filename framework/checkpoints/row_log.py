@@ -27,7 +27,7 @@ ENTRY = "rows"
 
 def rows_entry(manager: HookManager, numbers: RowNumbers, since: int, step: int) -> dict[str, str]:
     """Return the digest of the rows of the steps after ``since`` up to ``step``; empty if the rows are unknown."""
-    with manager.state.streams.isolated():
+    with manager.state.streams.preserved():
         rows = numbers.of_steps(since, step)
     return {} if rows is None else {ENTRY: xxhash.xxh3_128_hexdigest(rows.numpy().data)}
 
@@ -56,7 +56,7 @@ class RowLog:
         if not (self._is_on and step_ended and loop.epoch != self._epoch):
             return
         self._epoch, start = loop.epoch, loop.step - 1 - loop.epoch * len(self._loader)
-        with self._streams.isolated():
+        with self._streams.preserved():
             batches = [*(self._loader.row_indices(loop.epoch, start) or ())]
         self._numbers.cache_rows(loop.epoch, start, batches)  # so that the sampler is not asked again
         sizes = [[size, len([*group])] for size, group in groupby(map(len, batches))]

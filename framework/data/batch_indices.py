@@ -119,12 +119,12 @@ def on_streams(
     samplers that have ``set_epoch`` is set.
     """
     generators = dataset_generators(*samplers, *others)
-    with streams.isolated(), undisturbed(generators):
+    with streams.preserved(), undisturbed(generators):
         start_epoch(streams, epoch, samplers, generators)
         remaining = make_iterator()
         position, restore = streams.save(), restorer(generators)
     while True:
-        with streams.isolated(), undisturbed(generators):
+        with streams.preserved(), undisturbed(generators):
             position.restore()
             restore()
             try:

@@ -66,9 +66,8 @@ def with_copied_batches(loader: Loader) -> Loader:
 def preserved_loader(loader: Loader) -> Iterator[None]:
     """Restore the state of a loader after the body: a loader may count the batches it has yielded."""
     structure = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
-    structure.natives = [
-        native for native in structure.natives if not isinstance(native, np.ndarray)
-    ]  # arrays are data, not a position
+    # Arrays are data, not a position.
+    structure.natives = [native for native in structure.natives if not isinstance(native, np.ndarray)]
     states = structure.read_natives()
     try:
         yield

@@ -61,7 +61,7 @@ def draw_all_rows(
     """Return the rows of at most ``most`` batches by iterating over the samplers; ``None`` unless all are integers."""
     samplers = samplers_of(dataloader)
     generators = dataset_generators(*samplers)
-    with streams.isolated(), undisturbed(generators):
+    with streams.preserved(), undisturbed(generators):
         start_epoch(streams, epoch, samplers, generators)
         batches = [*islice(batch_indices(dataloader, start, draw), max(0, most))]
     if not all(isinstance(batch, Sized) for batch in batches):

@@ -82,7 +82,8 @@ def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     info = data.get_worker_info()
     assert info is not None
     assert isinstance(info.dataset, SeededBatches)
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
+    # torch's WorkerInfo is read-only and refuses plain assignment.
+    object.__setattr__(info, "dataset", info.dataset.dataset)
     if init is not None:
         init(worker)
 
@@ -101,9 +102,8 @@ def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         elif isinstance(sampler, (RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)):
             sampler = copy(sampler)
             sampler.generator = None
-        elif isinstance(
-            sampler, EpochSampler
-        ):  # set_epoch() is called on the copy, since the original may be at another epoch
+        elif isinstance(sampler, EpochSampler):
+            # set_epoch() is called on the copy, since the original may be at another epoch.
             sampler = copy(sampler)
         return sampler
 
@@ -150,7 +150,7 @@ class TorchLoader(Loader):
             yield from islice(replayed, start, None)
             return
         batched = source.batch_sampler is not None
-        with self._streams.isolated():
+        with self._streams.preserved():
             self._streams.derive("loader", "workers", epoch)
             dataloader: DataLoader[Any] = DataLoader(
                 SeededBatches(source.dataset, source.collate_fn, self._streams, epoch, batched=batched),
@@ -162,7 +162,7 @@ class TorchLoader(Loader):
             )
             iterator = iter(dataloader)
         while True:
-            with self._streams.isolated():
+            with self._streams.preserved():
                 try:
                     batch = next(iterator)
                 except StopIteration:

@@ -205,7 +205,7 @@ class HookCalls:
         model = self._task.model
         with (
             torch.no_grad(),
-            self._state.streams.isolated(),
+            self._state.streams.preserved(),
             borrowed_for_evaluation(model),
             borrowed_weights(model, weights),
         ):
@@ -239,7 +239,7 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(state.streams.isolated())
+        stack.enter_context(state.streams.preserved())
         stack.enter_context(borrowed_buffers(model))
         stack.enter_context(borrowed_modes(model, train=train))
         stack.enter_context(resharded_afterwards(model))

@@ -274,7 +274,7 @@ class HookManager:
             ) from error
 
     def _rows_of(self, step: int) -> torch.Tensor | None:
-        with self.state.streams.isolated():
+        with self.state.streams.preserved():
             return self._numbers.of_step(step)
 
     def _attach_taps(self) -> None:

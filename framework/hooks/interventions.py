@@ -77,7 +77,7 @@ class Interventions(Measurements):
                 "No pre-epoch state is saved here; it exists at POST_EPOCH and SNAPSHOT of the epoch loop, for a hook "
                 "whose class sets needs_pre_epoch_state = True."
             )
-        with self._state.streams.isolated():
+        with self._state.streams.preserved():
             self._state.loop.pre_epoch.restore(self._state)
 
     def run_training_epoch(self, loader: Loader, *, step: bool = True) -> dict[str, Tensor]:

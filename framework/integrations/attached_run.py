@@ -299,7 +299,7 @@ class AttachedRun:
                 stack.enter_context(self.manager.between_steps())
                 self.manager.state.streams.derive("evaluation", "the trainer", self.driver.loop.step)
             else:
-                stack.enter_context(RandomStreams(self.options.seed).isolated())
+                stack.enter_context(RandomStreams(self.options.seed).preserved())
             stack.enter_context(borrowed_modes(model, train=None))
             stack.enter_context(resharded_afterwards(model))
             stack.enter_context(unchanged_replica(self.driver.task.replica if self.is_built else None))

@@ -156,7 +156,7 @@ class Isolation:
         is_full = self._needs_full_check(all_taps, tripwire)
         audit.take_baseline()
         try:
-            with self._streams.isolated():
+            with self._streams.preserved():
                 self._streams.derive(call.name, call.where, call.step)
                 try:
                     return function()

@@ -147,7 +147,7 @@ class StrategyRun:
     def record_rows(self) -> RunRecord:
         """Add the description of the data's rows to the record, and return the record."""
         loader = global_batches(self.task.loader)
-        with self.state.streams.isolated():
+        with self.state.streams.preserved():
             rows = fingerprint(loader, partial(self._first_batch, loader)) if isinstance(loader, Loader) else {}
         self.record = replace(self.record, rows=rows)
         return self.record

@@ -278,7 +278,7 @@ class RandomStreams:
             generator.manual_seed(seed)
 
     @contextmanager
-    def isolated(self) -> Iterator[StreamState]:
+    def preserved(self) -> Iterator[StreamState]:
         """Run the body, then restore every generator, also after an error."""
         state = self.save()
         try:

@@ -1,6 +1,6 @@
-"""Loss, gradient and curvature of a task at its present parameters; what a measurement borrows is put back.
+"""Loss, gradient and curvature of a task at the current parameters; every measurement restores the state it changes.
 
-Hessian-vector products are exact by reverse over reverse, or central differences of the gradient.
+Hessian-vector products are exact (reverse over reverse) or central differences of the gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,13 +40,13 @@ METHODS: tuple[str, ...] = get_args(Method)
 
 
 class ExactHessian:
-    """The Hessian of a loss at the present parameters: reverse over reverse through the kept graph of the gradient.
+    """The Hessian of a loss at the current parameters: reverse over reverse through the retained gradient graph.
 
-    Attention runs by its MATH kernel, the only one with a second derivative.
+    Attention uses its MATH kernel, the only one with a second derivative.
 
     Args:
-        compute_loss: returns the loss, zero-dimensional.
-        parameters: what to differentiate for.
+        compute_loss: returns the zero-dimensional loss.
+        parameters: the parameters to differentiate with respect to, by name.
     """
 
     def __init__(self, compute_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -57,11 +57,12 @@ class ExactHessian:
             )
 
     def times(self, vector: Vector, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return H v by differentiating ⟨∇L, v⟩; names that ``vector`` lacks are zeros.
+        """Return H v by differentiating ⟨∇L, v⟩; missing names of ``vector`` count as zeros.
 
-        Parameters on which the loss does not depend, or only linearly, have zeros. Without ``keep`` the graph is
-        freed, and this was the last product.
+        The product is zero for parameters on which the loss depends linearly or not at all. Without ``keep`` the graph
+        is freed, so that no further product is possible.
         """
+        # H v = ∇⟨∇L, v⟩ for constant v; all tensors have the shapes of their parameters.
         pairs = [
             (gradient, vector[name].to(gradient.dtype))
             for name, gradient in zip(self._parameters, self._gradients, strict=True)
@@ -69,7 +70,7 @@ class ExactHessian:
         ]
         if not pairs:
             return {name: torch.zeros_like(leaf) for name, leaf in self._parameters.items()}
-        second = torch.autograd.grad(
+        products = torch.autograd.grad(
             [gradient for gradient, _ in pairs],
             list(self._parameters.values()),
             grad_outputs=[direction for _, direction in pairs],
@@ -77,7 +78,7 @@ class ExactHessian:
             allow_unused=True,
             materialize_grads=True,
         )
-        return dict(zip(self._parameters, second, strict=True))
+        return dict(zip(self._parameters, products, strict=True))
 
 
 def central_difference(
@@ -85,28 +86,28 @@ def central_difference(
 ) -> dict[str, Tensor]:
     """Return (g(θ + hu) − g(θ − hu))·‖v‖/2h with u = v/‖v‖ and h = ``epsilon``: H v up to O(h²), zeros for v = 0.
 
-    The parameters are moved in place and put back by copying, so they end with the bytes they began with.
+    The parameters are moved in place and restored from a copy, so that their bytes are the same afterwards.
     """
     length = norm(vector)
-    before = copied({name: parameters[name] for name in vector})
-    sides = []
+    start = copied({name: parameters[name] for name in vector})
+    gradients_at_sides = []
     try:
-        for side in (epsilon, -epsilon):
-            step = torch.where(length > 0, side / length, 0.0)
-            overwrite(parameters, axpy(step, vector, before))
-            sides.append(gradient())
+        for offset in (epsilon, -epsilon):
+            step = torch.where(length > 0, offset / length, 0.0)
+            overwrite(parameters, axpy(step, vector, start))
+            gradients_at_sides.append(gradient())
     finally:
-        overwrite(parameters, before)
-    found = scaled(length / (2 * epsilon), minus(sides[0], sides[1]))
-    return {name: found.get(name, torch.zeros_like(leaf)) for name, leaf in parameters.items()}
+        overwrite(parameters, start)
+    product = scaled(length / (2 * epsilon), minus(gradients_at_sides[0], gradients_at_sides[1]))
+    return {name: product.get(name, torch.zeros_like(leaf)) for name, leaf in parameters.items()}
 
 
 class LossProbe:
-    """Measures the mean loss of batches in the model's present modes.
+    """Measures the mean loss of batches in the current modes of the model.
 
-    Buffers, modes, gradients, random streams and what modules, hooks on them and the experiment keep beside are
-    borrowed, so that two measurements see one dropout mask and leave nothing behind. A batch is split into the task's
-    micro-batches, as in training.
+    Every measurement restores buffers, modes, gradients, random streams and the extra state of modules, module hooks
+    and the experiment. Two measurements therefore see the same dropout mask and have no side effects. A batch is split
+    into the task's micro-batches, as in training.
     """
 
     def __init__(self, task: TrainingTask, state: TrainingState, profiler: Profiler) -> None:
@@ -116,35 +117,35 @@ class LossProbe:
         self._profiler = profiler
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss, zero-dimensional."""
+        """Return the mean loss of a batch as a zero-dimensional tensor."""
         self._profiler.count_samples("forward", batch)
         self._task.ranks.join()
-        with self._borrowed(), torch.no_grad():
+        with self._borrowed_state(), torch.no_grad():
             parts = self._task.micro_batches(batch)
             losses = [self._task.compute_loss(self._model, part) * weight for part, weight in parts]
             return self._task.ranks.mean(torch.stack(losses).sum())
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the gradient of the mean loss, without the parameters that have none."""
-        with self._borrowed():
+        """Return the gradient of the mean loss of a batch by parameter name, without parameters that have none."""
+        with self._borrowed_state():
             return self._gradient(batch)
 
-    def of_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of every row alone, and the norm of its gradient; float64, shape (rows,) each.
+    def measure_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each single row, and the norm of its gradient; float64 of shape (rows,) each.
 
-        All rows see one dropout mask. Batch normalisation with tracked statistics uses these, as in eval mode, since
-        one row has none of its own. Raises :class:`LoopscopeError` in several processes.
+        All rows see the same dropout mask. Batch normalisation with tracked statistics uses these statistics, as in
+        eval mode, since a single row has no batch statistics. Raises :class:`LoopscopeError` in several processes.
         """
         if self._task.ranks.are_many:
             raise LoopscopeError(
-                f"{self._task.ranks.place[1]} processes train together, and rows are measured by one process alone; "
-                "train again in one, or look at whole batches."
+                f"{self._task.ranks.place[1]} processes train together, but single rows can only be measured in one "
+                "process; train in one process, or measure whole batches."
             )
         losses: list[Tensor] = []
         norms: list[Tensor] = []
-        wholes = batch if isinstance(batch, MicroBatches) else [batch]
-        for row in chain.from_iterable(micro_batches(whole, rows(whole)) for whole in wholes):
-            with self._borrowed():
+        parts = batch if isinstance(batch, MicroBatches) else [batch]
+        for row in chain.from_iterable(micro_batches(part, rows(part)) for part in parts):
+            with self._borrowed_state():
                 for module in self._model.modules():
                     if isinstance(module, _NormBase) and module.running_mean is not None:
                         module.training = False
@@ -153,27 +154,27 @@ class LossProbe:
         return torch.stack(losses).double(), torch.stack(norms).double()
 
     def run_once(self, batch: Batch) -> None:
-        """Run forward and backward for taps to listen; the loss has the run's scale, the gradients may be infinite."""
-        with self._borrowed():
+        """Run one forward and backward pass, for taps; the loss has the run's scale, and gradients may overflow."""
+        with self._borrowed_state():
             self._gradient(batch, forward_backward)
 
     def loss_with_graph(self, batch: Batch) -> Tensor:
-        """Return the loss of the first micro-batch, whose graph shows what it is made of."""
+        """Return the loss of the first micro-batch with its graph, from which hooks read the structure of the model."""
         self._profiler.count_samples("forward", batch)
-        with self._borrowed():
+        with self._borrowed_state():
             return self._task.compute_loss(self._model, self._task.micro_batches(batch)[0][0])
 
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""
-        with self._borrowed():
+        with self._borrowed_state():
             return self._mean_over_rows(self._gradient, batches)
 
     def hessian_product(
         self, vector: Vector, batches: Callable[[], Iterable[Batch]], method: Method, epsilon: float
     ) -> dict[str, Tensor]:
-        """Return H v for the mean loss over all rows of the batches; ``batches`` starts on them anew.
+        """Return H v for the mean loss over all rows of the batches; each call of ``batches`` starts a new iteration.
 
-        Finite differences move the parameters and put them back.
+        Finite differences move the parameters and restore them.
         """
         parameters = trainable(self._model)
         direction = {name: value for name, value in vector.items() if name in parameters}
@@ -188,18 +189,18 @@ class LossProbe:
                 direction, keep=False
             )
 
-        def of_batch(batch: Batch) -> Vector:
-            return _weighted((product(part), weight) for part, weight in self._task.micro_batches(batch))
+        def batch_product(batch: Batch) -> Vector:
+            return _weighted_sum((product(part), weight) for part, weight in self._task.micro_batches(batch))
 
-        with self._borrowed():
-            return self._over_ranks(self._mean_over_rows(of_batch, batches()))
+        with self._borrowed_state():
+            return self._mean_over_ranks(self._mean_over_rows(batch_product, batches()))
 
     def hessian(self, batch: Batch) -> Callable[[Vector], dict[str, Tensor]]:
-        """Return v ↦ H v for the mean loss of a batch; the graph of the gradient lives as long as the function."""
+        """Return v ↦ H v for the mean loss of a batch; the function retains the graph of the gradient."""
         self._refuse_sharded()
         parameters = trainable(self._model)
         hessians = []
-        with self._borrowed():
+        with self._borrowed_state():
             for part, weight in self._task.micro_batches(batch):
                 self._profiler.count_samples("forward_backward", part)
                 exact = ExactHessian(partial(self._task.compute_loss, self._model, part), parameters)
@@ -208,11 +209,11 @@ class LossProbe:
         def product(vector: Vector) -> dict[str, Tensor]:
             for part, _, _ in hessians:
                 self._profiler.count_samples("second_backward", part)
-            return self._over_ranks(_weighted((exact.times(vector), weight) for _, exact, weight in hessians))
+            return self._mean_over_ranks(_weighted_sum((exact.times(vector), weight) for _, exact, weight in hessians))
 
         return product
 
-    def _over_ranks(self, product: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _mean_over_ranks(self, product: dict[str, Tensor]) -> dict[str, Tensor]:
         ranks = self._task.ranks
         ranks.join()
         return dict(zip(product, ranks.means([*product.values()]), strict=True)) if ranks.averages else product
@@ -221,34 +222,36 @@ class LossProbe:
         if self._task.ranks.shards:
             raise LoopscopeError(
                 "An exact Hessian-vector product differentiates twice, which FSDP2 does not support and tensor "
-                "parallelism does wrongly; use method='finite_difference'."
+                "parallelism computes incorrectly; use method='finite_difference'."
             )
 
     def _mean_over_rows(self, measure: Callable[[Batch], Vector], batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the mean of a vector over batches, weighted by their rows on all ranks, in float32 or wider."""
         remaining = iter(batches)
-        ahead = list(islice(remaining, 2))
-        if not ahead:
-            raise LoopscopeError("The loader has no batches, so there is nothing to take the mean of.")
-        if len(ahead) == 1:
-            return widened(measure(ahead[0]))
+        first_two = list(islice(remaining, 2))
+        if not first_two:
+            raise LoopscopeError("The loader has no batches, so no mean over batches can be computed.")
+        if len(first_two) == 1:
+            return widened(measure(first_two[0]))
         total: dict[str, Tensor] = {}
         count = 0
-        for batch in chain(ahead, remaining):
-            together = self._task.ranks.rows(rows(batch))
-            total = accumulate(total, measure(batch), together)
-            count += together
+        for batch in chain(first_two, remaining):
+            batch_rows = self._task.ranks.rows(rows(batch))
+            total = accumulate(total, measure(batch), batch_rows)
+            count += batch_rows
         return scaled(1 / count, total)
 
     @contextmanager
-    def _borrowed(self) -> Iterator[None]:
+    def _borrowed_state(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self._state.streams.isolated())
+            stack.enter_context(self._state.streams.preserved())
             stack.enter_context(borrowed_extras(self._state))
             stack.enter_context(borrowed_buffers(self._model))
             stack.enter_context(borrowed_modes(self._model, train=None))
-            groups = self._task.optimizer.param_groups  # whose parameters need not be the model's
-            stack.enter_context(borrowed_gradients(self._model, [each for group in groups for each in group["params"]]))
+            groups = self._task.optimizer.param_groups  # these may contain parameters outside of the model
+            stack.enter_context(
+                borrowed_gradients(self._model, [parameter for group in groups for parameter in group["params"]])
+            )
             stack.enter_context(borrowed_scaler(self._task))
             stack.enter_context(resharded_afterwards(self._model))
             stack.enter_context(torch.enable_grad())
@@ -258,19 +261,19 @@ class LossProbe:
         self, batch: Batch, compute: Callable[[TrainingTask, Batch], object] = measure_gradients
     ) -> dict[str, Tensor]:
         for parameter in self._model.parameters():
-            parameter.grad = None  # not zeros: a parameter that the loss does not depend on shall have no gradient
+            parameter.grad = None  # not zeros, so that parameters without influence on the loss have no gradient
         self._profiler.count_samples("forward_backward", batch)
         compute(self._task, batch)
         return gradients(self._model)
 
 
-def _weighted(found: Iterable[tuple[Vector, float]]) -> dict[str, Tensor]:
-    """Return the sum of vectors by their weights, in float32 or wider; of a single one, whose weight is 1, itself."""
-    remaining = iter(found)
-    ahead = list(islice(remaining, 2))
-    if len(ahead) == 1 and ahead[0][1] == 1:
-        return widened(ahead[0][0])
+def _weighted_sum(pairs: Iterable[tuple[Vector, float]]) -> dict[str, Tensor]:
+    """Return Σ weight·vector in float32 or wider; a single vector with weight 1 is returned without arithmetic."""
+    remaining = iter(pairs)
+    first_two = list(islice(remaining, 2))
+    if len(first_two) == 1 and first_two[0][1] == 1:
+        return widened(first_two[0][0])
     total: dict[str, Tensor] = {}
-    for vector, weight in chain(ahead, remaining):
+    for vector, weight in chain(first_two, remaining):
         total = accumulate(total, vector, weight)
     return total

@@ -1,4 +1,4 @@
-"""Faults that change the bytes of tensors, and how often several kinds of sums miss them."""
+"""Faults that change the bytes of tensors, and the count of those that each checksum misses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,13 @@ from torch import Tensor
 SIZE = 12
 
 
-def flip(tensor: Tensor, *places: int, bit: int) -> Tensor:
+def flip(tensor: Tensor, *positions: int, bit: int) -> Tensor:
     bits = tensor.clone().view(torch.int32).view(-1)
-    bits[list(places)] ^= -(2**31) if bit == 31 else 1 << bit
+    bits[list(positions)] ^= -(2**31) if bit == 31 else 1 << bit
     return bits.view(torch.float32).view_as(tensor)
 
 
-def two(count: int) -> list[int]:
+def two_positions(count: int) -> list[int]:
     return torch.randperm(count)[:2].tolist()
 
 
@@ -25,21 +25,21 @@ def any_bit() -> int:
 
 
 def one_bit(tensor: Tensor) -> Tensor:
-    return flip(tensor, two(tensor.numel())[0], bit=any_bit())
+    return flip(tensor, two_positions(tensor.numel())[0], bit=any_bit())
 
 
 def one_bit_twice(tensor: Tensor) -> Tensor:
-    return flip(tensor, *two(tensor.numel()), bit=any_bit())
+    return flip(tensor, *two_positions(tensor.numel()), bit=any_bit())
 
 
 def two_bits(tensor: Tensor) -> Tensor:
-    first, second = two(tensor.numel())
+    first, second = two_positions(tensor.numel())
     return flip(flip(tensor, first, bit=any_bit()), second, bit=any_bit())
 
 
 def swapped(tensor: Tensor) -> Tensor:
-    other, places = tensor.clone(), two(tensor.numel())
-    other.view(-1)[places] = tensor.view(-1)[places[::-1]]
+    other, positions = tensor.clone(), two_positions(tensor.numel())
+    other.view(-1)[positions] = tensor.view(-1)[positions[::-1]]
     return other
 
 
@@ -57,15 +57,15 @@ def swapped_shards(tensor: Tensor) -> Tensor:
 
 
 def sign_pair(tensor: Tensor) -> Tensor:
-    """Exchange the signs of two numbers that are equal but for them."""
-    first, second = two(tensor.numel())
+    """Make two elements differ only in sign, and exchange their signs."""
+    first, second = two_positions(tensor.numel())
     tensor.view(-1)[second] = -tensor.view(-1)[first]
     return flip(tensor, first, second, bit=31)
 
 
 def rows_overwritten(tensor: Tensor) -> Tensor:
-    """Write the same into two rows that were alike, as rows of an embedding that is not trained are."""
-    rows = two(len(tensor))
+    """Overwrite two equal rows with the same values; untrained rows of an embedding can be equal."""
+    rows = two_positions(len(tensor))
     tensor[rows] = 0
     other = tensor.clone()
     other[rows] = torch.randn(SIZE)
@@ -93,11 +93,12 @@ MEASURES: dict[str, Callable[[Tensor], Any]] = {
 
 def missed(corruption: str, trials: int) -> dict[str, int]:
     """Return how often each measure is the same before and after a corruption of a random tensor."""
-    found = dict.fromkeys(MEASURES, 0)
+    counts = dict.fromkeys(MEASURES, 0)
     for _ in range(trials):
         tensor = torch.randn(SIZE, SIZE)
-        other = CORRUPTIONS[corruption](tensor)  # which may prepare the tensor
+        other = CORRUPTIONS[corruption](tensor)  # may change the tensor first
         for name, measure in MEASURES.items():
-            before, after = measure(tensor), measure(other)
-            found[name] += before == after or (before != before and after != after)
-    return found
+            original, corrupted = measure(tensor), measure(other)
+            both_nan = original != original and corrupted != corrupted
+            counts[name] += original == corrupted or both_nan
+    return counts

@@ -17,30 +17,30 @@ from tests.support.ranks import on_ranks
 def test_digests_match_builds_and_detect_training():
     """Equal builds have equal digests, and a step changes the digest of every trained parameter."""
     (task, state), (_, again) = build(Case()), build(Case())
-    before = state_digests(state)
-    assert before == state_digests(again)
-    assert before.keys() == without_on_demand(state.digest()).keys()
-    assert {len(value) for value in before.values()} == {32}
+    initial = state_digests(state)
+    assert initial == state_digests(again)
+    assert initial.keys() == without_on_demand(state.digest()).keys()
+    assert {len(value) for value in initial.values()} == {32}
     train_one_step(Scene(task, state))
-    changed = differences(before, state_digests(state))
+    changed = differences(initial, state_digests(state))
     assert {f"parameters/{name}" for name, _ in task.model.named_parameters()} <= set(changed)
 
 
 def test_gradients_kept_for_hooks_are_not_digested():
     """Gradients that the loop keeps for hooks are excluded, while the step counter is included."""
     _, state = build(Case())
-    before = state_digests(state)
+    original = state_digests(state)
     state.loop.current_grads = state.loop.accumulated_grads = {"0.weight": torch.ones(2)}
-    assert differences(before, state_digests(state)) == []
+    assert differences(original, state_digests(state)) == []
     state.loop.step += 1
-    assert differences(before, state_digests(state)) == ["loop/step"]
+    assert differences(original, state_digests(state)) == ["loop/step"]
 
 
 def test_digest_leaves_training_state_unchanged():
     _, state = build(Case())
-    before = state.digest()
+    original = state.digest()
     state_digests(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
 def test_different_values_have_different_digests():
@@ -69,45 +69,47 @@ def test_chain_link_depends_on_all_earlier_links():
 
 def plain_tensors() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    shapes = {"rows": (7, 5), "columns": (4, 11), "few": (2, 3), "whole": (6,), "sum": (3, 4), "plain": (5,)}
+    shapes = {"rows": (7, 5), "columns": (4, 11), "few": (2, 3), "replicated": (6,), "sum": (3, 4), "plain": (5,)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     return tensors | {"long": torch.randn(1500, 700), "half": torch.randn(9, 3).bfloat16()}
 
 
-def of_three() -> list[dict[str, str]]:
-    """Return the digests of tensors as they lie on three ranks, of a sharded state, and of one changed on one rank."""
+def digests_on_three_ranks() -> list[dict[str, str]]:
+    """Return the digests of distributed tensors, of the same with a change on rank 1, and of a sharded state."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
     mesh, tensors = init_device_mesh("cpu", (3,)), plain_tensors()
-    ways = {"rows": 0, "columns": 1, "few": 0, "long": 1, "half": 0}
-    laid_out = tensors | {name: distribute_tensor(tensors[name], mesh, [Shard(way)]) for name, way in ways.items()}
-    laid_out["whole"] = distribute_tensor(tensors["whole"], mesh, [Replicate()])
+    shard_dims = {"rows": 0, "columns": 1, "few": 0, "long": 1, "half": 0}
+    laid_out = tensors | {
+        name: distribute_tensor(tensors[name], mesh, [Shard(dim)]) for name, dim in shard_dims.items()
+    }
+    laid_out["replicated"] = distribute_tensor(tensors["replicated"], mesh, [Replicate()])
     laid_out["sum"] = DTensor.from_local(tensors["sum"] / 4 * (1 + (mesh.get_rank() == 0)), mesh, [Partial()])
-    found = [digests(laid_out)]
+    unchanged = digests(laid_out)
     if mesh.get_rank() == 1:
         laid_out["rows"].to_local()[1, 2] += 1
     task, state = build(Case())
     fully_shard(task.model)
-    return [*found, digests(laid_out), state_digests(state)]
+    return [unchanged, digests(laid_out), state_digests(state)]
 
 
-def of_four() -> list[dict[str, str]]:
-    """Return the digests of a layer that FSDP2 has cut up over tensor parallelism, and of its columns on a mesh."""
+def digests_on_four_ranks() -> list[dict[str, str]]:
+    """Return the digests of a layer under FSDP2 and tensor parallelism and of a tensor on a mesh, each also in full."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
     layer = nn.Linear(5, 8)
-    whole = {"weight": torch.arange(40.0).view(8, 5), "bias": torch.arange(8.0)}
-    layer.load_state_dict(whole)
+    full_tensors = {"weight": torch.arange(40.0).view(8, 5), "bias": torch.arange(8.0)}
+    layer.load_state_dict(full_tensors)
     parallelize_module(layer, mesh["layers"], ColwiseParallel())
     fully_shard(layer, mesh=mesh["data"])
     tensor = distribute_tensor(torch.arange(77.0).view(7, 11), mesh, [Shard(1), Shard(0)])
     return [
         digests(dict(layer.named_parameters())),
-        digests(whole),
+        digests(full_tensors),
         digests({"a": tensor}),
         digests({"a": tensor.full_tensor()}),
     ]
@@ -119,7 +121,7 @@ def test_tensor_digest_is_independent_of_sharding(tmp_path):
     """Three ranks compute the digest of the unsharded tensor for every layout."""
     tensors = plain_tensors()
     _, state = build(Case())
-    for laid_out, changed, sharded in on_ranks(of_three, tmp_path, 3):
+    for laid_out, changed, sharded in on_ranks(digests_on_three_ranks, tmp_path, 3):
         assert laid_out == digests(tensors)
         assert differences(laid_out, changed) == ["rows"]
         expected = state_digests(state)
@@ -132,6 +134,6 @@ def test_tensor_digest_is_independent_of_sharding(tmp_path):
 @pytest.mark.slow
 def test_tensor_digest_is_independent_of_mesh(tmp_path):
     """Four ranks on a mesh of two dimensions compute the digests of the unsharded tensors."""
-    for layer, whole, tensor, full in on_ranks(of_four, tmp_path, 4):
-        assert layer == whole
-        assert tensor == full
+    for layer, full_layer, tensor, full_tensor in on_ranks(digests_on_four_ranks, tmp_path, 4):
+        assert layer == full_layer
+        assert tensor == full_tensor

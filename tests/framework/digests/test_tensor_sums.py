@@ -24,38 +24,39 @@ shapes = st.lists(st.integers(0, 9), max_size=4)
 
 @st.composite
 def tensors(draw) -> Tensor:
-    """Draw a tensor of any bytes, of any dtype and shape, its dimensions in any order in memory."""
+    """Draw a tensor of any bytes, dtype and shape, with its dimensions in any memory order."""
     shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
     content = draw(st.randoms(use_true_random=False)).randbytes(prod(shape) * dtype.itemsize)
     order = draw(st.permutations(range(len(shape))))
     flat = torch.frombuffer(bytearray(content) or bytearray(16), dtype=torch.uint8)[: len(content)].clone()
     flat = flat % 2 if dtype == torch.bool else flat
-    laid_out = flat.view(dtype).view([shape[place] for place in order])
-    return laid_out.permute([order.index(place) for place in range(len(shape))])
+    laid_out = flat.view(dtype).view([shape[dim] for dim in order])
+    return laid_out.permute([order.index(dim) for dim in range(len(shape))])
 
 
 def bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def by_hand(content: bytes, start: int = 0) -> list[int]:
-    """Return both sums by the formula of the module, in Python's integers."""
+def sums_by_formula(content: bytes, start: int = 0) -> list[int]:
+    """Compute both sums by the formula in the module's docstring, with Python integers."""
     projection, weights = (table.tolist() for table in tensor_sums._constants(torch.device("cpu")))
-    found = [0, 0]
-    for place, byte in enumerate(content, start):
-        block, inside = divmod(place, 1024)
+    # S[i] = sum over bytes and columns j of x * R[k, j] * P[i, b, j] * Q[i, c], modulo 2**64
+    totals = [0, 0]
+    for position, byte in enumerate(content, start):
+        block, inside = divmod(position, 1024)
         chunk, block = divmod(block, 2048)
         factors = tensor_sums._of_chunk(chunk, torch.device("cpu")).tolist()
         signed = byte - 256 if byte > 127 else byte
         for i in range(2):
             columns = zip(projection[inside], weights[i][16 * block : 16 * block + 16], strict=True)
-            found[i] += signed * factors[i] * sum(r * p for r, p in columns)
-    return [(total + 2**63) % 2**64 - 2**63 for total in found]
+            totals[i] += signed * factors[i] * sum(r * p for r, p in columns)
+    return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
 @given(tensors())
-def test_sums_are_those_of_the_formula(tensor):
-    assert sums(tensor).tolist() == by_hand(bytes_of(tensor))
+def test_sums_match_the_formula(tensor):
+    assert sums(tensor).tolist() == sums_by_formula(bytes_of(tensor))
 
 
 def test_digest_constants_match_existing_records():
@@ -84,7 +85,7 @@ def test_digest_depends_on_name_dtype_shape_and_bytes(tensor, data):
 
 
 @given(tensors(), st.data())
-def test_parts_add_up_to_the_whole(tensor, data):
+def test_sums_of_parts_add_up(tensor, data):
     parts = [((0,) * tensor.dim(), tensor)]
     for dimension, size in enumerate(tensor.shape):
         cut = data.draw(st.integers(0, size))
@@ -108,9 +109,9 @@ def test_one_element_may_have_any_stride():
 def test_chunked_tensor_parts_add_up(cut):
     """The sums do not depend on the split of a large tensor."""
     tensor = torch.randint(256, (2**22 + 2**21 + 3000,), dtype=torch.uint8)
-    whole = sums(tensor)
-    assert torch.equal(whole, sums(tensor[:cut]) + sums(tensor[cut:], [cut], tensor.shape))
-    assert torch.equal(whole, sums(tensor, at_once=64))
+    total = sums(tensor)
+    assert torch.equal(total, sums(tensor[:cut]) + sums(tensor[cut:], [cut], tensor.shape))
+    assert torch.equal(total, sums(tensor, at_once=64))
 
 
 def test_scattered_parts_of_large_tensor_add_up():
@@ -122,20 +123,21 @@ def test_scattered_parts_of_large_tensor_add_up():
 
 def test_chunks_and_blocks_have_different_weights():
     tensor = torch.zeros(2**22 + 2000, dtype=torch.uint8)
-    places = [0, 1, 1024, 1025, 2**21, 2**21 + 1, 2**22, 2**22 + 1024]
-    assert by_hand(b"\7", places[-1]) == sums(tensor[:1] + 7, [places[-1]], tensor.shape).tolist()
-    found = {tuple(sums(tensor.index_fill(0, torch.tensor(place), 7)).tolist()) for place in places}
-    assert len(found) == len(places)
+    positions = [0, 1, 1024, 1025, 2**21, 2**21 + 1, 2**22, 2**22 + 1024]
+    assert sums_by_formula(b"\7", positions[-1]) == sums(tensor[:1] + 7, [positions[-1]], tensor.shape).tolist()
+    distinct_sums = {tuple(sums(tensor.index_fill(0, torch.tensor(index), 7)).tolist()) for index in positions}
+    assert len(distinct_sums) == len(positions)
 
 
-def test_processors_without_products_of_bytes_find_the_same(monkeypatch):
+def test_sums_do_not_depend_on_vnni_support(monkeypatch):
+    """Both ways of the matrix product, in bytes and in float32, give the same sums, also under autocast."""
     tensor = torch.full((300, 1024), -128, dtype=torch.int8)
     tensor[100:] = torch.randint(-128, 128, (200, 1024))
-    before = sums(tensor)
-    for known in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda known=known: known)
+    expected = sums(tensor)
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda supported=supported: supported)
         with torch.autocast("cpu"):
-            assert torch.equal(sums(tensor), before)
+            assert torch.equal(sums(tensor), expected)
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
@@ -143,9 +145,9 @@ def test_processors_without_products_of_bytes_find_the_same(monkeypatch):
 def test_every_corruption_is_detected(corruption, trials):
     """The documented rates of other checksums that miss a corruption are confirmed."""
     torch.manual_seed(trials)
-    found = missed(corruption, trials)
-    assert found["loopscope-1"] == 0
+    counts = missed(corruption, trials)
+    assert counts["loopscope-1"] == 0
     (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {corruption} |")]
     for name, cell in zip(MEASURES, row.split("|")[2:], strict=False):
-        told = 0 if cell.strip() == "none" else int(cell.removesuffix(" % "))
-        assert found[name] == 0 if told == 0 else abs(100 * found[name] / trials - told) < 10
+        documented = 0 if cell.strip() == "none" else int(cell.removesuffix(" % "))
+        assert counts[name] == 0 if documented == 0 else abs(100 * counts[name] / trials - documented) < 10

@@ -240,7 +240,7 @@ def test_step_learning_rates_apply_to_that_step_only(tensor):
     if tensor:
         ctx._task.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
     learning_rate, scheduler = ctx._task.optimizer.param_groups[0]["lr"], ctx._task.scheduler.state_dict()
-    with ctx._state.streams.isolated():
+    with ctx._state.streams.preserved():
         ctx.take_step(learning_rates=[0.3])
     assert ctx._task.optimizer.param_groups[0]["lr"] is learning_rate
     assert learning_rate == 0.05

@@ -53,7 +53,7 @@ def test_what_is_drawn_in_isolation_never_shows_outside(before, inside, after):
     expected = draw(before + after)
     seed_everything(5)
     found = draw(before)
-    with streams.isolated():
+    with streams.preserved():
         streams.derive("hook", "POST_STEP", 3)
         draw(inside)
     assert found + draw(after) == expected
@@ -80,7 +80,7 @@ def test_the_cached_second_gaussian_is_kept(gaussians):
     expected = draw(names)
     seed_everything(2)
     draw(names * gaussians)
-    with RandomStreams(1).isolated():
+    with RandomStreams(1).preserved():
         draw(names * 2)
         np.random.seed(0)
         random.seed(0)
@@ -91,7 +91,7 @@ def test_the_body_is_undone_when_it_raises():
     seed_everything(3)
     expected = draw(DRAWS)
     seed_everything(3)
-    with suppress(KeyError), RandomStreams(1).isolated():
+    with suppress(KeyError), RandomStreams(1).preserved():
         draw(DRAWS)
         raise KeyError
     assert draw(DRAWS) == expected
@@ -99,7 +99,7 @@ def test_the_body_is_undone_when_it_raises():
 
 def test_the_bit_generator_of_numpy_is_restored():
     own = np.random.get_bit_generator()
-    with RandomStreams(1).isolated():
+    with RandomStreams(1).preserved():
         np.random.set_bit_generator(np.random.PCG64(3))
         np.random.rand()
     assert np.random.get_bit_generator() is own
@@ -119,7 +119,7 @@ def test_foreign_bit_generator_is_refused():
 def derived(seed, name, point, step, past=()):
     owned = torch.Generator()
     streams = RandomStreams(seed, owned=[owned])
-    with streams.isolated():
+    with streams.preserved():
         draw(past)
         torch.rand(len(past), generator=owned)
         streams.derive(name, point, step)
