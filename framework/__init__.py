@@ -1,4 +1,4 @@
-"""loopscope: look into, and experiment on, neural-network training while it runs, without changing a bit of it."""
+"""loopscope: observe neural-network training, and experiment on it, while it runs, without changing a bit of it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .report import plot, read_run
     from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
 
-_ROOMS = {
+_NAMES_OF = {
     "data": ("Loader", "TensorLoader", "fixed_order", "random_order"),
     "errors": ("HookError", "LoopscopeError", "StateMutationError", "UsageError"),
     "hooks": (
@@ -28,8 +28,8 @@ _ROOMS = {
     "report": ("plot", "read_run"),
     "runs": ("ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
 }
-"""Public names by room: torch takes seconds to import, so a room is imported when a name of it is first used."""
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+"""Public names by package. A package is imported when one of its names is first used, since torch takes seconds."""
+_PACKAGE_OF = {name: package for package, names in _NAMES_OF.items() for name in names}
 __all__ = [
     "DebugInterventionHook", "ExperimentConfig", "ExperimentRegistry", "ExperimentRunner", "GrokkingConfig",
     "GrokkingRunner", "HookError", "HookPoint", "HookRegistry", "InterventionHook", "Loader", "LoopscopeError",
@@ -40,14 +40,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+    if name not in _PACKAGE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with preserved_streams():
-        if _ROOM_OF[name] == "report":
-            import_module(f"{__name__}.sinks")  # fills the registry of the sinks that can read a record
-        found = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
-    globals()[name] = found
-    return found
+        if _PACKAGE_OF[name] == "report":
+            import_module(f"{__name__}.sinks")  # registers the sinks that can read a record
+        value = getattr(import_module(f"{__name__}.{_PACKAGE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

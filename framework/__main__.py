@@ -1,4 +1,4 @@
-"""The command ``loopscope``: fills the registries of hooks, sinks and experiments, then hands over."""
+"""Entry point of the command ``loopscope``: fills the registries of hooks, sinks and experiments, then runs the CLI."""
 
 import signal
 import sys
@@ -10,10 +10,10 @@ PACKAGES = ("loopscope.experiments", "loopscope.sinks", "loopscope.training_hook
 
 
 def main() -> int:
-    """Run the command line and return its exit status, whatever becomes of standard output and error meanwhile."""
+    """Run the command line and return its exit status; a broken pipe never crashes a run."""
     sys.stdout, sys.stderr = outlast_readers(STDOUT, sys.stdout), outlast_readers(STDERR, sys.stderr)
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        # Asked for before there is anything to save, a checkpoint is no reason to die, as the default has it.
+        # By default SIGUSR1 ends a process, but a checkpoint request before the start of a run must not.
         signal.signal(signal.SIGUSR1, lambda number, frame: None)
     status = cli.main(packages=PACKAGES)
     if reason := lost_output(sys.stdout):

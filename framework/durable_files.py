@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and JSON files that are read or refused in a sentence."""
+"""Atomic writes of files, and reading of JSON files with one-sentence errors."""
 
 import json
 import math
@@ -16,17 +16,17 @@ from torch import Tensor
 from .errors import LoopscopeError, UsageError, library_warnings_ignored, require
 
 LARGEST = 10**4000
-"""Of more digits Python makes no text (``sys.get_int_max_str_digits``)."""
+"""Larger integers cannot be converted to text by default (``sys.get_int_max_str_digits`` is 4300)."""
 MAX_JSON_DEPTH = 100
-"""How deep a JSON file may be nested: far deeper than any of ours, and what recursive readers can follow."""
+"""Maximum nesting of JSON files: far more than loopscope writes, and safe for recursive readers."""
 MAX_JSON_BYTES = 2**26
-"""How large a JSON file may be that is read whole."""
+"""Maximum size of a JSON file that is read into memory."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write under a temporary name, flush to the disk, then rename over ``path``; folders are made as needed.
+    """Write a temporary file, flush it to the disk, then rename it to ``path``; missing folders are created.
 
-    Raises :class:`LoopscopeError` where the file system refuses.
+    Raises :class:`LoopscopeError` if the file system reports an error.
     """
     partial = path.with_name(path.name + ".partial")
     with translated_disk_errors(path):
@@ -43,21 +43,21 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def save_tensors(content: Any, path: Path) -> None:
-    """Write tensors and plain values with ``torch.save``, whole or not at all."""
+    """Write tensors and plain values with ``torch.save``, atomically."""
     write_atomically(path, lambda file: write_tensors(content, file))
 
 
 def write_tensors(content: Any, file: Any) -> None:
-    """Write tensors and plain values to an open file, which needs ``write`` and ``flush``, with ``torch.save``."""
+    """Write tensors and plain values with ``torch.save`` to an open file, which needs ``write`` and ``flush``."""
     with library_warnings_ignored():
         torch.save(content, file)
 
 
 def read_tensors(source: Path | BinaryIO, *, mapped: bool = False) -> Any:
-    """Read onto the CPU what ``torch.save`` wrote; executes no code from it, and raises whatever torch raises.
+    """Read a file of ``torch.save`` onto the CPU without executing code from it; raises the errors of torch.
 
-    Whether it raises depends on the bytes alone, never on Python's warning filters. Tensors that are ``mapped`` are
-    read from the disk when they are used.
+    Warnings are ignored, so that errors depend only on the bytes and not on Python's warning filters. ``mapped``
+    tensors are read from the disk when they are used.
     """
     with library_warnings_ignored():
         return torch.load(source, weights_only=True, map_location="cpu", mmap=mapped)
@@ -65,14 +65,15 @@ def read_tensors(source: Path | BinaryIO, *, mapped: bool = False) -> Any:
 
 @contextmanager
 def translated_disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the file system raises in the body into a :class:`LoopscopeError` that names ``path``."""
+    """Translate file-system errors of the body into a :class:`LoopscopeError` that names ``path``."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        refusal = error if isinstance(error, OSError) else error.__context__  # torch.save hides it behind its own
-        if not isinstance(refusal, OSError):
+        # torch.save raises a RuntimeError, whose context is the OSError.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
             raise
-        raise LoopscopeError(f"{path} could not be written: {refusal.strerror or refusal}.") from error
+        raise LoopscopeError(f"{path} could not be written: {cause.strerror or cause}.") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -82,7 +83,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Make a value JSON: keys and whatever has no form of its own become text."""
+    """Convert a value to JSON types; keys, and values of other types, become text."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,7 +96,7 @@ def plain_json(value: Any) -> Any:
 
 
 def path_exists(path: Path) -> bool:
-    """Return whether anything lies at ``path``; raises :class:`UsageError` where the file system does not tell."""
+    """Return whether ``path`` exists; raises :class:`UsageError` if the file system reports an error."""
     try:
         return path.exists()
     except OSError as error:
@@ -103,33 +104,34 @@ def path_exists(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object; raises :class:`UsageError` that names the file and what is wrong with it.
+    """Read a JSON object from a file that may be damaged, or written by a user or another program.
 
-    Anything may lie under the name: what a user put there, what a disk damaged, what another program wrote.
+    Raises:
+        UsageError: for a missing, too large, too deeply nested or invalid file, with its path and the reason.
     """
     try:
-        is_file = path.is_file() or path.is_dir() or not path.exists()  # no pipe, to which nobody may ever write
-        require(is_file, f"{path} cannot be read: it is no file.")
+        is_file = path.is_file() or path.is_dir() or not path.exists()  # reading a pipe could block forever
+        require(is_file, f"{path} cannot be read: it is not a regular file.")
         with path.open("rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)
-        require(len(text) <= MAX_JSON_BYTES, f"{path} is not read: it has more than {MAX_JSON_BYTES:,} bytes.")
+        require(len(text) <= MAX_JSON_BYTES, f"{path} cannot be read: it has more than {MAX_JSON_BYTES:,} bytes.")
         content = json.loads(text.decode())
-        if isinstance(content, dict) and not _is_deep(content):
+        if isinstance(content, dict) and not _is_too_deep(content):
             return content
-        reason = "it is nested too deep" if isinstance(content, dict) else "it is JSON, but no object"
+        reason = "it is nested too deeply" if isinstance(content, dict) else "it is JSON, but not an object"
     except OSError as error:
         reason = str(error.strerror)
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is not UTF-8"
     except RecursionError:
-        reason = "it is nested too deep"
+        reason = "it is nested too deeply"
     except ValueError as error:
         reason = f"it is not JSON: {error}"
     raise UsageError(f"{path} cannot be read: {reason}.")
 
 
-def _is_deep(content: Any) -> bool:
-    """Return whether a value from a JSON file has more than ``MOST_LEVELS`` levels; does not recurse itself."""
+def _is_too_deep(content: Any) -> bool:
+    """Return whether a JSON value has more than ``MAX_JSON_DEPTH`` levels, without recursion."""
     level = [content]
     for _ in range(MAX_JSON_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]

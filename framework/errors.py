@@ -1,4 +1,4 @@
-"""The errors and notices of loopscope, what their sentences are made of, and how warnings of libraries are ignored."""
+"""Errors and notices of loopscope, helpers for their messages, and suppression of library warnings."""
 
 import difflib
 import inspect
@@ -19,31 +19,31 @@ from typing import Any
 
 
 class LoopscopeError(Exception):
-    """Base of every error that loopscope raises on purpose; its text is one or more whole sentences."""
+    """Base class of all errors that loopscope raises; the text consists of complete sentences."""
 
 
 class UsageError(LoopscopeError):
-    """Bad input, found before the run starts: the command line prints the sentence and exits with status 2."""
+    """Bad input, detected before the run starts; the command line prints the message and exits with status 2."""
 
 
 class InvalidExperimentError(UsageError):
-    """An experiment, or what it is made of, is not what it must be; of a run that has just begun nothing is kept."""
+    """An experiment, or a part of it, is invalid; the folder of a run that has just started is removed."""
 
 
 class UnsuitableError(UsageError):
-    """A hook does not suit the run, says its ``start`` (or a later call): left out, unless it was asked for by name."""
+    """Raised by a hook that does not support the run; the hook is left out, unless it is required."""
 
 
 class RunNotice(UserWarning):
-    """A warning about what a run does without or measures against, where going on is what was asked for."""
+    """A warning about a run that continues as requested, for example without a hook."""
 
 
 class HookError(LoopscopeError):
-    """A hook raised; the run was put back to the state before the hook and ends with a checkpoint."""
+    """A hook raised; the state before its call was restored, and the run ends with a checkpoint."""
 
 
 class RankError(HookError):
-    """A hook raised on another rank: ``failure`` is what that rank tells of it."""
+    """A hook raised on another rank, which sent the ``failure``."""
 
     def __init__(self, rank: int, failure: Any) -> None:
         super().__init__(f"{failure} (on rank {rank})")
@@ -51,78 +51,79 @@ class RankError(HookError):
 
 
 class RankLostError(LoopscopeError):
-    """Another rank is gone, or did not answer within the timeout of its process group."""
+    """Another rank has ended, or did not answer within the timeout of the process group."""
 
 
 class ReloadedHookError(HookError):
-    """A hook raised in the first epoch with a state from a checkpoint, which may not be what was written."""
+    """A hook with a state from a checkpoint raised in the first epoch; the checkpoint may be damaged."""
 
 
 class StateMutationError(LoopscopeError):
-    """Something that may only read changed the training state; fatal, since the change cannot be undone."""
+    """Read-only code changed the training state; fatal, since the change cannot be undone."""
 
 
-_NOT_THE_USERS = {"loopscope", "torch", "numpy", *sys.stdlib_module_names}
+_LIBRARY_MODULES = {"loopscope", "torch", "numpy", *sys.stdlib_module_names}
 MOST_LINES = 4
 LONGEST_LINE = 60
 LONGEST_TEXT = 400
-_INSTALLED = f"site-packages{os.sep}"
+_SITE_PACKAGES = f"site-packages{os.sep}"
 
 
 def raised_in_user_code(error: BaseException) -> bool:
-    """Return whether code that is neither loopscope's nor torch's, NumPy's or Python's own was running at an error."""
+    """Return whether an error passed through code outside of loopscope, torch, NumPy and the standard library."""
     return bool(user_code_lines(error))
 
 
 def user_code_lines(error: BaseException) -> str:
-    """Return the lines of the user's own code that were running at an error, outermost first, without installed code.
+    """Return the lines of user code in the traceback of an error, outermost first.
 
-    Such as ``spread.py:17 in compute: return {"std": ctx.batch_dta[0].std()}``, of many lines the first and the last.
+    An example of a line is ``spread.py:17 in compute: return {"std": ctx.batch_dta[0].std()}``. Installed packages are
+    included only if there is no other user code; of many lines the first and the last are returned.
     """
-    found = walk_tb(error.__traceback__)
-    theirs = [pair for pair in found if str(pair[0].f_globals.get("__name__")).split(".")[0] not in _NOT_THE_USERS]
-    own = [pair for pair in theirs if _INSTALLED not in pair[0].f_code.co_filename] or theirs
-    lines = [_line(frame, number) for frame, number in own] or [*_lines_of_a_worker(text_of(error))]
+    frames = walk_tb(error.__traceback__)
+    user = [pair for pair in frames if str(pair[0].f_globals.get("__name__")).split(".")[0] not in _LIBRARY_MODULES]
+    own_files = [pair for pair in user if _SITE_PACKAGES not in pair[0].f_code.co_filename] or user
+    lines = [_describe_frame(frame, number) for frame, number in own_files] or [*_worker_lines(text_of(error))]
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
         lines[half:-half] = [f"{len(lines) - MOST_LINES:,} more lines"]
     return "; ".join(lines)
 
 
-def _lines_of_a_worker(text: str) -> Iterator[str]:
-    """Yield the user's lines of the traceback that the text of an error from a worker process of torch contains."""
-    others = (_INSTALLED, os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep)
+def _worker_lines(text: str) -> Iterator[str]:
+    """Yield the lines of user code in the error text of a DataLoader worker, which contains its traceback."""
+    library_folders = (_SITE_PACKAGES, os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep)
     for path, number, name, code in re.findall(r'File "(.+)", line (\d+), in (\S+)\n\s+(.+)', text):
-        if not any(other in path for other in others):
-            yield f"{_short(path)}:{number} in {name}: {shortened(code, LONGEST_LINE)}"
+        if not any(folder in path for folder in library_folders):
+            yield f"{_short_path(path)}:{number} in {name}: {shortened(code, LONGEST_LINE)}"
 
 
-def _line(frame: FrameType, number: int) -> str:
+def _describe_frame(frame: FrameType, number: int) -> str:
     code = " ".join(linecache.getline(frame.f_code.co_filename, number, frame.f_globals).split())
-    where = f"{_short(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
-    return f"{where}: {shortened(code, LONGEST_LINE)}" if code else where
+    location = f"{_short_path(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
+    return f"{location}: {shortened(code, LONGEST_LINE)}" if code else location
 
 
 def source_location(function: Callable[..., Any]) -> str:
-    """Return where a function or class is written, such as ``spread.py:16 in compute``; empty where nobody knows."""
+    """Return the location of a function or class, such as ``spread.py:16 in compute``; empty if it is unknown."""
     try:
-        written = inspect.unwrap(function)
-        path, (_, number) = inspect.getsourcefile(written), inspect.getsourcelines(written)
-    except (OSError, TypeError, ValueError, SyntaxError):  # made by a program, or written in C
+        original = inspect.unwrap(function)
+        path, (_, number) = inspect.getsourcefile(original), inspect.getsourcelines(original)
+    except (OSError, TypeError, ValueError, SyntaxError):  # generated code, or written in C
         return ""
-    return f"{_short(path or '')}:{number} in {written.__name__}"
+    return f"{_short_path(path or '')}:{number} in {original.__name__}"
 
 
-def _short(path: str) -> str:
-    """Return a path from the present folder on; of what lies elsewhere the name."""
+def _short_path(path: str) -> str:
+    """Return a path relative to the current folder, or the file name if it is outside."""
     try:
         return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
-    except OSError:  # the present folder was removed
+    except OSError:  # the current folder was removed
         return os.path.basename(path)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's type and text in one line; of a long text the beginning and the end, where errors say most."""
+    """Return an error's type and text in one line; of a long text the beginning and the end."""
     text = " ".join(text_of(error).split())
     if len(text) > LONGEST_TEXT and not isinstance(error, LoopscopeError):
         text = f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}"
@@ -130,7 +131,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an error says, whatever its ``__str__`` does."""
+    """Return the text of an error, even if its ``__str__`` raises."""
     try:
         return str(error)
     except Exception:
@@ -138,31 +139,31 @@ def text_of(error: BaseException) -> str:
 
 
 def with_lines(error: BaseException, place: str = "") -> str:
-    """Return an error in one line with the user's own lines; where none of these was running, with a ``place``."""
-    where = user_code_lines(error) or place
-    return f"{describe_error(error)} [{where}]" if where else describe_error(error)
+    """Return an error in one line with the lines of user code, or with ``place`` if there are none."""
+    lines = user_code_lines(error) or place
+    return f"{describe_error(error)} [{lines}]" if lines else describe_error(error)
 
 
 def this_command(*words: str) -> str:
-    """Return what to type in a shell to call the command again as it was: ``python spread.py`` for a script, and words.
+    """Return the shell command of this process, such as ``python spread.py``, with ``words`` appended.
 
-    Another program that calls the command is none, so there the command's own name stands.
+    If another program called loopscope, the command is ``loopscope``.
     """
     program, module = sys.argv[0], getattr(sys.modules["__main__"], "__spec__", None)
-    is_first = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
-    start = ["python" if is_first else sys.executable, *([program] if module is None else ["-m", module.name])]
+    is_on_path = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
+    start = ["python" if is_on_path else sys.executable, *([program] if module is None else ["-m", module.name])]
     if sys.argv[1:2] not in (["run"], ["resume"]) or shutil.which("loopscope") == os.path.abspath(program):
         start = ["loopscope"]
     elif module is None and os.path.basename(program) == "loopscope":
         start = [program]
-    return " ".join(_in_shell(word.removesuffix(".__main__")) for word in (*start, *words))
+    return " ".join(_shell_word(word.removesuffix(".__main__")) for word in (*start, *words))
 
 
-def _in_shell(text: str) -> str:
-    """Return a text as a word of a shell; what a line of output would not keep, such as two spaces, in octal."""
+def _shell_word(text: str) -> str:
+    """Return a text as one shell word; characters that output would change, such as double spaces, become octal."""
     if text.isprintable() and text == " ".join(text.split()):
         return shlex.quote(text)
-    octal = re.sub(rb"[^\w/.-]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(text)).decode()
+    octal = re.sub(rb"[^\w/.-]", lambda match: b"\\%03o" % ord(match[0]), os.fsencode(text)).decode()
     return f"\"$(printf '{octal}')\""
 
 
@@ -173,31 +174,31 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def notice(sentence: str) -> None:
-    """Warn with a :class:`RunNotice`, as from where the caller was called."""
+    """Issue a :class:`RunNotice` at the location of the caller's caller."""
     warnings.warn(sentence, RunNotice, stacklevel=3)
 
 
 class _AnyTextInThread:
-    """The message pattern of a warning filter: matches every text in the thread that made it, until it is disabled."""
+    """A message pattern for warning filters that matches every text in its own thread until it is disabled."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self.enabled = True
 
     def match(self, text: str) -> bool:
-        """Return whether a warning with this text is raised where the pattern applies."""
+        """Return whether the pattern is enabled and the warning comes from its thread."""
         return self.enabled and threading.get_ident() == self._thread
 
 
 @contextmanager
 def library_warnings_ignored() -> Iterator[None]:
-    """Ignore every warning that the body raises in this thread, whatever Python's warning filters are.
+    """Ignore all warnings of the body in this thread, independently of Python's warning filters.
 
-    For calls of libraries whose failure is a verdict, such as "this file is damaged": where filters turn warnings into
-    errors, a warning would be taken for the failure.
+    For library calls whose errors have a meaning, such as "this file is damaged": with filters that turn warnings into
+    errors, a warning would look like such an error.
     """
-    # Not catch_warnings: up to Python 3.13 it replaces the filters of all threads, and bodies that overlap (checkpoints
-    # are written in a thread) restore them in the wrong order. It also makes every module forget what it has warned of.
+    # Not catch_warnings: up to Python 3.13 it replaces the filters of all threads, and overlapping bodies (checkpoints
+    # are written in a thread) restore them in the wrong order. It also resets which warnings every module has shown.
     pattern = _AnyTextInThread()
     entry = ("ignore", pattern, Warning, None, 0)
     warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
@@ -210,18 +211,18 @@ def library_warnings_ignored() -> Iterator[None]:
 
 
 def unknown(kind: str, value: str, choices: Iterable[str]) -> UsageError:
-    """Make the error for a name that does not exist: the value, the nearest name, all names.
+    """Return the error for a name that does not exist, with the value, the nearest name and all names.
 
     >>> str(unknown("hook", "norm", ["norms", "fourier"]))
     "Unknown hook 'norm'. Did you mean 'norms'? Known: fourier, norms."
     """
-    known = sorted(choices)
+    names = sorted(choices)
     value = shortened(value)
-    return UsageError(f"Unknown {kind} {value!r}.{nearest(value, known)} Known: {', '.join(known) or 'none'}.")
+    return UsageError(f"Unknown {kind} {value!r}.{nearest(value, names)} Known: {', '.join(names) or 'none'}.")
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Return the beginning of a text that is too long for a sentence; another program's file may be one.
+    """Return a text, cut after ``most`` characters; error messages may contain a whole file.
 
     >>> shortened("abc"), shortened("abcdef", 4)
     ('abc', 'abcd...')
@@ -230,17 +231,17 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """Return the words that suggest the choice nearest to ``value``, or none if nothing is near.
+    """Return the sentence "Did you mean ...?" for the choice nearest to ``value``, or an empty text.
 
     >>> nearest("norm", ["norms", "fourier"]), nearest("xyz", ["norms", "fourier"])
     (" Did you mean 'norms'?", '')
     """
-    near = difflib.get_close_matches(value, choices, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(value, choices, n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def listed(names: Sequence[object], most: int = 6) -> str:
-    """Join names, of many the first, and say how many more there are.
+    """Join the first names with commas, and append the number of further ones.
 
     >>> listed(["a", "b"], 3), listed([7, 9, 11, 12], 2)
     ('a, b', '7, 9 and 2 more')
@@ -250,7 +251,7 @@ def listed(names: Sequence[object], most: int = 6) -> str:
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:
-    """Return a number with the name of what it counts, whose plural is made with an s unless it is given.
+    """Return a count with its noun in singular or plural; the default plural has an s.
 
     >>> counted(1, "epoch"), counted(1200, "step"), counted(2, "batch", "batches")
     ('1 epoch', '1,200 steps', '2 batches')
@@ -259,12 +260,12 @@ def counted(count: int, singular: str, plural: str = "") -> str:
 
 
 def require_package(package: str, needed_by: str, extra: str) -> None:
-    """Raise :class:`UsageError` that says how to get ``package`` with an extra of loopscope, if it is missing.
+    """Raise :class:`UsageError` with installation advice if ``package``, part of an ``extra``, is missing.
 
-    A mere folder of that name is none: it has no origin.
+    A folder of that name (a namespace package) is not accepted; it has no origin.
     """
-    found = find_spec(package)
-    if found is None or found.origin is None:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         raise UsageError(
             f"{needed_by} needs the package {package}, which is not installed: pip install 'loopscope[{extra}]'."
         )

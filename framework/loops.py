@@ -1,4 +1,4 @@
-"""The two training loops of experiments: what lies between the transitions of a :class:`.Driver`."""
+"""The epoch loop and the step loop of experiments, between the transitions of a :class:`.Driver`."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,17 +21,17 @@ from .training import (
 
 
 class Progress(Protocol):
-    """What a loop tells the display: one call per step, and one per evaluation with its numbers."""
+    """Progress reports of a loop to the display: one call per step and one per evaluation."""
 
     def step(self, loop: LoopState) -> None:
-        """Note that a step is done."""
+        """Report the end of a step."""
 
     def evaluated(self, loop: LoopState) -> None:
-        """Note that an evaluation (in the epoch loop, an epoch) is done."""
+        """Report the end of an evaluation, or in the epoch loop of an epoch."""
 
 
 class NoProgress:
-    """Shows nothing."""
+    """A display that ignores all reports."""
 
     def step(self, loop: LoopState) -> None:
         """Ignore a step."""
@@ -41,17 +41,20 @@ class NoProgress:
 
 
 class Pauses(Protocol):
-    """What may be done where nothing is half done: a checkpoint written, the run ended."""
+    """Actions allowed only between steps: writing a checkpoint, or ending the run."""
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
-        """Called after every step, and in the epoch loop after every epoch; ``unit_ended``: what the loop counts."""
+        """Act between steps: after every step, and in the epoch loop after every epoch.
+
+        ``unit_ended`` says whether a unit of the loop (an epoch or a step) has ended.
+        """
 
 
 class NoPauses:
-    """Does nothing."""
+    """No actions between steps."""
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
-        """Go on."""
+        """Do nothing."""
 
 
 def epoch_loop(
@@ -61,17 +64,17 @@ def epoch_loop(
     progress: Progress = NoProgress(),  # noqa: B008 - it has no state
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
-    """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch and step on."""
+    """Train for ``task.length`` epochs, or until ``task.should_stop``, from the epoch and step of the loop state."""
     manager.check_loop("epoch")
-    loop, driver, again = manager.state.loop, Driver(task, manager), _again(task, manager)
+    loop, driver, extra_evaluation = manager.state.loop, Driver(task, manager), _extra_evaluations(task, manager)
     while loop.epoch < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         if first == 0:
-            # The run may end at an evaluation, and a run that ends takes a snapshot.
-            ends = (task.eval_every, task.snapshot_every)
-            driver.begin_epoch(takes_snapshot=any(_is_due(loop.epoch + 1, every, task.length) for every in ends))
+            # An evaluation may end the run, and a run ends with a snapshot.
+            intervals = (task.eval_every, task.snapshot_every)
+            driver.begin_epoch(takes_snapshot=any(_is_due(loop.epoch + 1, every, task.length) for every in intervals))
         for index, batch in enumerate(task.loader.batches(loop.epoch, first), first):
-            _training_step(driver, batch, index, again, step_scheduler=task.scheduler_interval == "step")
+            _training_step(driver, batch, index, extra_evaluation, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
             pauses.pause(loop, unit_ended=False)
             manager.raise_failures()
@@ -100,11 +103,11 @@ def step_loop(
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
     manager.check_loop("step")
-    loop, driver, again = manager.state.loop, Driver(task, manager), _again(task, manager)
+    loop, driver, extra_evaluation = manager.state.loop, Driver(task, manager), _extra_evaluations(task, manager)
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         for index, batch in enumerate(task.loader.batches(loop.epoch, first), first):
-            _training_step(driver, batch, index, again, step_scheduler=True)
+            _training_step(driver, batch, index, extra_evaluation, step_scheduler=True)
             progress.step(loop)
             _after_step(driver, progress)
             pauses.pause(loop, unit_ended=True)
@@ -119,7 +122,7 @@ def step_loop(
 
 
 def _after_step(driver: Driver, progress: Progress) -> None:
-    """Do what the step loop does between steps."""
+    """Evaluate, deliver metrics and take snapshots of the step loop as they are due."""
     task, loop = driver.task, driver.loop
     if _is_due(loop.step, task.eval_every, task.length):
         evaluate(driver)
@@ -131,15 +134,17 @@ def _after_step(driver: Driver, progress: Progress) -> None:
         driver.snapshot()
 
 
-Again = Callable[[], AbstractContextManager[None]]
+ExtraEvaluation = Callable[[], AbstractContextManager[None]]
 
 
-def _again(task: TrainingTask, manager: HookManager) -> Again | None:
-    """Return the context of a step's further evaluations, if the optimizer makes several: no tap hears them."""
+def _extra_evaluations(task: TrainingTask, manager: HookManager) -> ExtraEvaluation | None:
+    """Return a context without taps for extra loss evaluations of a step, if the optimizer takes a closure."""
     return manager.untapped_pass if takes_closure(task.optimizer) else None
 
 
-def _training_step(driver: Driver, batch: Batch, index: int, again: Again | None, *, step_scheduler: bool) -> None:
+def _training_step(
+    driver: Driver, batch: Batch, index: int, extra_evaluation: ExtraEvaluation | None, *, step_scheduler: bool
+) -> None:
     """Take one optimizer step on a batch."""
     task = driver.task
     driver.begin_step(batch, index)
@@ -148,23 +153,23 @@ def _training_step(driver: Driver, batch: Batch, index: int, again: Again | None
     driver.after_backward(loss, skipped=skipped)
     if not skipped:
         driver.before_update()
-    closure = None if again is None else make_closure(task, batch, loss, again, trains=True)
+    closure = None if extra_evaluation is None else make_closure(task, batch, loss, extra_evaluation, trains=True)
     update(task, step_scheduler=step_scheduler, skipped=skipped, closure=closure, count=driver.loop.step)
     driver.after_update(skipped=skipped)
 
 
 def _check_length(task: TrainingTask, loop: LoopState) -> None:
-    """Raise :class:`InvalidExperimentError` for a loader that yields more or fewer batches than it says."""
-    said, missing = len(task.loader), (loop.epoch + 1) * len(task.loader) - loop.step
+    """Raise :class:`InvalidExperimentError` if the loader yields more or fewer batches than its length."""
+    length, missing = len(task.loader), (loop.epoch + 1) * len(task.loader) - loop.step
     if missing:
         kind = type(task.loader).__name__
         raise InvalidExperimentError(
-            f"{kind} yielded {said - missing} batches in epoch {loop.epoch}, but its length is {said}."
+            f"{kind} yielded {length - missing} batches in epoch {loop.epoch}, but its length is {length}."
         )
 
 
 def evaluate(driver: Driver) -> None:
-    """Evaluate; step a scheduler that waits for it, and decide whether to stop."""
+    """Evaluate, step a scheduler that needs the evaluation, and decide whether to stop."""
     task, loop = driver.task, driver.loop
     driver.evaluate()
     step_by_metric(task, loop.evaluation)

@@ -1,4 +1,4 @@
-"""The caller's random streams, kept unchanged while loopscope imports packages and sets up a run."""
+"""Preservation of the caller's random streams while loopscope imports packages and sets up a run."""
 
 import random
 import sys
@@ -9,11 +9,12 @@ from typing import Any
 
 @contextmanager
 def preserved_streams() -> Iterator[None]:
-    """Restore the global generators of Python, NumPy and torch after the body, whatever it draws.
+    """Restore the global generators of Python, NumPy and torch after the body.
 
     Some packages draw random numbers when they are imported (``rich.style`` and ``lightning`` use Python's generator),
-    and plug-ins may. NumPy and torch are not imported here: a generator of a package that is not loaded yet cannot have
-    been seeded. Accelerators are left to :class:`~loopscope.state.RandomStreams`: no import draws from them.
+    and plug-ins may. NumPy and torch are not imported here, since the generator of a package that is not loaded yet
+    cannot have been seeded. Accelerators are not included, since no import draws from them;
+    :class:`~loopscope.state.RandomStreams` handles them.
     """
     numpy: Any = sys.modules.get("numpy.random")
     torch: Any = sys.modules.get("torch.random")

@@ -1,4 +1,4 @@
-"""Registries: classes by their unique name, found in installed packages through their entry points."""
+"""Registries of classes by unique name, with discovery through the entry points of installed packages."""
 
 import signal
 import sys
@@ -16,7 +16,7 @@ Entry = TypeVar("Entry", bound=type[Any])
 
 
 class NameTakenError(UsageError):
-    """Two classes claim one name, so nobody can tell which one is meant."""
+    """Two classes have the same name."""
 
 
 class Registry(Generic[Entry]):
@@ -28,20 +28,23 @@ class Registry(Generic[Entry]):
         self._kind = kind
         self._group = entry_point_group
         self._check = check
-        self.base = base  # one of its subclasses that is not registered is found by its name, too
+        self.base = base  # errors point out unregistered subclasses of it
         self._entries: dict[str, Entry] = {}
         self._broken: dict[str, str] = {}
         self._discovered = False
 
     def register(self, entry: Entry) -> Entry:
-        """Add a class (a decorator); raises :class:`UsageError` for a malformed class or a taken name.
+        """Add a class; usable as a decorator.
 
-        In a notebook, or at a prompt, a class takes the place of the one that was defined there under its full name.
+        In a notebook or at a prompt, a class that is defined again replaces the earlier one.
+
+        Raises:
+            UsageError: for an invalid class, or a name that another class has.
         """
         self._check(entry)
         present = self._entries.get(entry.name)
-        again = present is not None and is_interactive(entry) and qualified(present) == qualified(entry)
-        if present is not None and present is not entry and not again:
+        is_redefined = present is not None and is_interactive(entry) and qualified(present) == qualified(entry)
+        if present is not None and present is not entry and not is_redefined:
             raise NameTakenError(
                 f"Two {self._kind}s are named {entry.name!r}: {qualified(present)} and {qualified(entry)}; "
                 f"rename one of them ({where(present)}, {where(entry)})."
@@ -50,28 +53,28 @@ class Registry(Generic[Entry]):
         return entry
 
     def unregister(self, name: str) -> None:
-        """Forget a class again."""
+        """Remove a class, if it is registered."""
         self._entries.pop(name, None)
 
     def discover(self) -> None:
-        """Register what installed packages offer under the entry-point group; nothing is switched on by that.
+        """Register the classes of installed packages in the entry-point group, without enabling any of them.
 
-        What cannot be loaded is left out with a warning, and refused by :meth:`get`: one broken package must not
-        stop the runs that do without it.
+        A class that cannot be loaded is left out with a warning, and only :meth:`get` raises for it, since a broken
+        package must not stop runs that do not use it.
         """
         if self._discovered:
             return
         self._discovered = True
         for point in entry_points(group=self._group):
             try:
-                with _presses_told_apart():
+                with _distinguish_ctrl_c():
                     entry = point.load()
                 self.register(entry)
             except NameTakenError:
-                self._discovered = False  # so that whoever asks next is told as well
+                self._discovered = False  # so that the next caller gets the error, too
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:
-                if isinstance(error, _PressedError):
+                if isinstance(error, _CtrlCError):
                     raise
                 reason = str(error) if isinstance(error, UsageError) else f"{with_lines(error)}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
@@ -84,14 +87,15 @@ class Registry(Generic[Entry]):
             return self._entries[name]
         if name in self._broken:
             raise UsageError(self._broken[name])
-        forgotten = [entry for entry in _descendants(self.base) if vars(entry).get("name") == name]
-        if forgotten:  # the newest, since a notebook makes a class again and again
-            above = f"@{self._kind.capitalize()}Registry.register above the class {qualified(forgotten[-1])}"
-            raise UsageError(f"The {self._kind} {name!r} is not registered: put {above} ({where(forgotten[-1])}).")
+        unregistered = [entry for entry in _subclasses(self.base) if vars(entry).get("name") == name]
+        if unregistered:  # the newest one, since a notebook may define a class several times
+            newest = unregistered[-1]
+            advice = f"put @{self._kind.capitalize()}Registry.register above the class {qualified(newest)}"
+            raise UsageError(f"The {self._kind} {name!r} is not registered: {advice} ({where(newest)}).")
         raise unknown(self._kind, name, [*self._entries, *keywords])
 
     def __iter__(self) -> Iterator[Entry]:
-        """Iterate over the classes, by name."""
+        """Iterate over the classes, sorted by name."""
         self.discover()
         return iter([self._entries[name] for name in sorted(self._entries)])
 
@@ -100,43 +104,46 @@ class Registry(Generic[Entry]):
         return [entry.name for entry in self]
 
 
-class _PressedError(KeyboardInterrupt):
-    """Somebody pressed Ctrl-C; a plain KeyboardInterrupt is what a plug-in raised itself."""
+class _CtrlCError(KeyboardInterrupt):
+    """Ctrl-C of the user, as opposed to a KeyboardInterrupt that a plug-in raises."""
 
 
 @contextmanager
-def _presses_told_apart() -> Iterator[None]:
-    def pressed(number: int, frame: FrameType | None) -> None:
-        raise _PressedError
+def _distinguish_ctrl_c() -> Iterator[None]:
+    """Raise :class:`_CtrlCError` for Ctrl-C in the body; only the main thread can set signal handlers."""
+
+    def raise_ctrl_c(number: int, frame: FrameType | None) -> None:
+        raise _CtrlCError
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, pressed)
+    signal.signal(signal.SIGINT, raise_ctrl_c)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _descendants(entry: type[Any] | None) -> Iterator[type[Any]]:
-    for each in () if entry is None else type.__subclasses__(entry):
-        yield each
-        yield from _descendants(each)
+def _subclasses(entry: type[Any] | None) -> Iterator[type[Any]]:
+    """Yield all direct and indirect subclasses of a class; ``None`` has none."""
+    for subclass in () if entry is None else type.__subclasses__(entry):
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def is_interactive(entry: type) -> bool:
-    """Return whether a class was defined in a notebook or at a prompt, where running a line again is no mistake."""
+    """Return whether a class was defined in a notebook or at a prompt, where a second definition is not a mistake."""
     return entry.__module__ == "__main__" and "__file__" not in vars(sys.modules["__main__"])
 
 
 def qualified(entry: type) -> str:
-    """Return a class's full name."""
+    """Return the module and the qualified name of a class."""
     return f"{entry.__module__}.{entry.__qualname__}"
 
 
 def where(thing: Any) -> str:
-    """Return file and line of a class or function, such as ``mine.py:16``; else its module."""
+    """Return the file and line of a class or function, such as ``mine.py:16``, or its module if they are unknown."""
     thing = getattr(thing, "__func__", thing)
     return (
         source_location(thing).partition(" in ")[0] or f"module {getattr(thing, '__module__', type(thing).__module__)}"

@@ -1,4 +1,4 @@
-"""Compiled models: the training steps run compiled, everything else eagerly."""
+"""Compiled models: training steps run compiled, all other passes eagerly."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from ..errors import UsageError
 
 
 def compile_model(model: nn.Module) -> None:
-    """Compile a model in place; raises :class:`UsageError` where there is no compiler for it.
+    """Compile a model in place; raises :class:`UsageError` if no compiler is available.
 
-    Every shape has a graph of its own (``dynamic=False``): with graphs for several shapes, which of them a batch gets
-    would depend on the batches before it, and so would its last bits.
+    Every shape has a separate graph (``dynamic=False``). With dynamic shapes the graph of a batch, and with it the last
+    bits of its result, would depend on the shapes of earlier batches.
     """
     if next(model.parameters()).device.type == "cpu":
-        # The compiler would say so too, but within the first step, as an error of its own over several pages.
+        # Without this check the first step would fail with a compiler error of several pages.
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -25,10 +25,10 @@ def compile_model(model: nn.Module) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
             raise UsageError(
-                "--with-compile needs a C++ compiler on a CPU, and there is none; install g++ or clang, or set CXX to "
-                "one."
+                "--with-compile needs a C++ compiler on a CPU, but none was found; install g++ or clang, or set CXX to "
+                "its path."
             ) from error
-    torch.use_deterministic_algorithms(  # which tells the compiler as well
+    torch.use_deterministic_algorithms(  # called again, since it also sets the flag of the compiler
         torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
     )
     model.compile(dynamic=False)
@@ -36,25 +36,25 @@ def compile_model(model: nn.Module) -> None:
 
 @contextmanager
 def quiet_graph_breaks() -> Iterator[None]:
-    """Ignore in the body the warning that torch gives of itself when a compiled model has a break in its graph.
+    """Ignore a warning that torch triggers itself at a break in the graph of a compiled model.
 
-    It looks at the gradient of every tensor that enters the graph behind the break, most of which are no leaves. The
-    filter alone is taken out again, rather than all filters put back, so that such bodies may end in any order.
+    torch reads ``.grad`` of every tensor that enters the graph after the break, and most of these are not leaves. On
+    exit only this filter is removed, instead of restoring all filters, so that overlapping bodies may end in any order.
     """
-    before = [*warnings.filters]
+    earlier_filters = [*warnings.filters]
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     added = warnings.filters[0]
     try:
         yield
     finally:
-        if added not in before and added in warnings.filters:
+        if added not in earlier_filters and added in warnings.filters:
             warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a module of the model was compiled, with :meth:`torch.nn.Module.compile` or torch.compile."""
-    # The first sets an attribute and the second makes a module of another class, about neither of which torch can be
-    # asked in public; the class is known by name, since its import takes seconds.
+    # Private, since torch has no public test: Module.compile sets an attribute, and torch.compile returns a module of
+    # another class, which is identified by the name of its module because importing torch._dynamo takes seconds.
     return any(
         module._compiled_call_impl is not None or type(module).__module__ == "torch._dynamo.eval_frame"
         for module in model.modules()
@@ -63,6 +63,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Run compiled modules eagerly in the body: hooks of modules are called, and nothing is compiled for its shapes."""
+    """Run compiled modules eagerly in the body, so that module hooks are called and no new shapes are compiled."""
     with torch.compiler.set_stance("force_eager"):
         yield

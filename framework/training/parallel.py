@@ -1,4 +1,4 @@
-"""One model trained by the processes that torchrun started: replicated, fully sharded, or parallel in its tensors."""
+"""Parallel training of one model by the processes of torchrun: replicated, fully sharded, or tensor-parallel."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -17,55 +17,59 @@ from ..state import BY_GROUP, SPLIT_FROM
 
 Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
 TENSOR_RANKS = 2
-"""Ranks that hold the parts of a layer under fsdp+tp; the others see rows of their own."""
+"""Tensor-parallel ranks per layer under fsdp+tp; the other dimension of the mesh is data-parallel."""
 
 
 def torchrun_world_size() -> int:
-    """Return how many processes torchrun started, 0 where it did not."""
+    """Return the number of processes that torchrun started; 0 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 0))
 
 
 def is_restarted() -> bool:
-    """Return whether torchrun started this process in the place of one that failed (``--max-restarts``)."""
-    return _attempt() > 0
+    """Return whether torchrun started this process after a failure (``--max-restarts``)."""
+    return _restart_count() > 0
 
 
-def _attempt() -> int:
+def _restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def is_main_process() -> bool:
-    """Return whether this process is the one, of those that torchrun started, that speaks for all."""
+    """Return whether this is the main process of torchrun, or the only process."""
     return torchrun_world_size() == 0 or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def joined_process_group(kind: Parallel | None) -> Iterator[None]:
-    """Let the body train together with the other processes that torchrun started; alone where ``kind`` is ``None``.
+    """Join the process group of torchrun for the body; without effect if ``kind`` is ``None``.
 
-    A process group that is there is used. Raises :class:`UsageError` where kind and processes do not fit together.
+    An existing process group is used.
+
+    Raises:
+        UsageError: ``kind`` does not match the number of processes.
     """
-    there, count = distributed.is_available() and distributed.is_initialized(), torchrun_world_size()
+    has_group, count = distributed.is_available() and distributed.is_initialized(), torchrun_world_size()
     if kind is None:
         require(
-            there or count < 2,
-            f"torchrun started {count} processes, but nothing says how they train one model: add --parallel "
-            f"{listed([*get_args(Parallel)])}, or start one process.",
+            has_group or count < 2,
+            f"torchrun started {count} processes, but --parallel is missing, which says how they share the model; add "
+            f"--parallel {listed([*get_args(Parallel)])}, or start one process.",
         )
-    if kind is None or there:
+    if kind is None or has_group:
         yield
         return
     require(
         count > 0,
-        f"--parallel {kind} trains in several processes, which torchrun starts: torchrun --nproc-per-node 2 -m "
+        f"--parallel {kind} trains in several processes; start them with torchrun --nproc-per-node 2 -m "
         f"loopscope run EXPERIMENT --parallel {kind}.",
     )
     if kind == "fsdp+tp":
-        fits = count >= TENSOR_RANKS and count % TENSOR_RANKS == 0
-        require(fits, f"--parallel fsdp+tp needs a multiple of {TENSOR_RANKS} processes, and torchrun started {count}.")
-    # torchrun gives the processes that it starts anew the store of the ones before, with addresses that are gone.
+        is_multiple = count >= TENSOR_RANKS and count % TENSOR_RANKS == 0
+        sentence = f"--parallel fsdp+tp needs a multiple of {TENSOR_RANKS} processes, but torchrun started {count}."
+        require(is_multiple, sentence)
+    # After a restart, torchrun reuses the store, which contains addresses of the failed processes; hence a prefix.
     store, rank, count = next(rendezvous("env://"))
-    attempt = distributed.PrefixStore(f"attempt {_attempt()}", store)  # type: ignore[attr-defined]
+    attempt = distributed.PrefixStore(f"attempt {_restart_count()}", store)  # type: ignore[attr-defined]
     distributed.init_process_group(store=attempt, rank=rank, world_size=count)
     try:
         yield
@@ -74,10 +78,12 @@ def joined_process_group(kind: Parallel | None) -> Iterator[None]:
 
 
 def parallelise(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Module:
-    """Return a model as all processes train it: within a replica, or itself with its parameters in parts.
+    """Return the model for parallel training: in a replica, or with sharded parameters.
 
-    ``plan`` names the modules whose layers are cut up under tp and fsdp+tp, each with its ``ParallelStyle``. Raises
-    :class:`UsageError` where it is empty.
+    ``plan`` maps the modules whose layers are split under tp and fsdp+tp to a ``ParallelStyle``.
+
+    Raises:
+        UsageError: ``kind`` needs a plan, and ``plan`` is empty.
     """
     if kind == "ddp":
         return with_rebuilt_buckets(DistributedDataParallel(model))
@@ -91,8 +97,8 @@ def parallelise(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn
     if kind != "fsdp":
         require(
             bool(plan),
-            f"--parallel {kind} cuts layers up, and for this model the experiment does not say which; return a plan "
-            "from its method tensor_parallel_plan(model), or choose ddp or fsdp.",
+            f"--parallel {kind} splits layers, but the experiment defines no plan for this model; return a plan from "
+            "its method tensor_parallel_plan(model), or choose ddp or fsdp.",
         )
         parallelize_module(model, mesh["tensor"], dict(plan))
     if kind != "tp":
@@ -104,17 +110,17 @@ def parallelise(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn
 
 
 def with_rebuilt_buckets(replica: DistributedDataParallel) -> DistributedDataParallel:
-    """Let a replica order its gradients now, by a backward pass of zeros.
+    """Rebuild the gradient buckets of a replica now, with an empty backward pass.
 
-    torch does so after the first step, by the order in which gradients came, and with it the order of sums over three
-    ranks or more: a run that goes on would part from the one that did not stop.
+    torch rebuilds them after the first step, in the order in which gradients arrive, which changes the order of sums
+    over three or more ranks: a resumed run would diverge from an uninterrupted one.
     """
     trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
-    reducer = replica.reducer  # private: only a whole forward pass does this otherwise
+    reducer = replica.reducer  # private: publicly, only a complete training step rebuilds the buckets
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
-    nothing: Any = [parameter.flatten()[:0].sum().double() for parameter in trained]
-    torch.autograd.backward(nothing)
+    empty_sums: Any = [parameter.flatten()[:0].sum().double() for parameter in trained]
+    torch.autograd.backward(empty_sums)
     reducer._rebuild_buckets()
     for parameter in trained:
         parameter.grad = None
@@ -122,21 +128,21 @@ def with_rebuilt_buckets(replica: DistributedDataParallel) -> DistributedDataPar
 
 
 def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Give parameters of different meshes groups of their own: one fused kernel updates no two kinds of tensors.
+    """Split parameter groups by device mesh, because a fused kernel cannot update tensors of different meshes.
 
-    Each says from which group it comes, so that checkpoints know it as one. What a scheduler has for each group it has
-    for the parts from now on.
+    Each new group stores the index of its original group, so that checkpoints can merge them. Lists of a scheduler with
+    one entry per group are expanded accordingly.
     """
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     count = len(optimizer.param_groups)
     for index, group in enumerate(optimizer.param_groups):
-        kinds: dict[Any, list[Any]] = {}
+        by_mesh: dict[Any, list[Any]] = {}
         for parameter in group["params"]:
-            kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        found += [{**group, "params": parameters, SPLIT_FROM: index} for parameters in kinds.values()]
-    optimizer.param_groups[:] = found
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups += [{**group, "params": parameters, SPLIT_FROM: index} for parameters in by_mesh.values()]
+    optimizer.param_groups[:] = groups
     schedulers = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
-    for each in schedulers:
-        for name in BY_GROUP & vars(each).keys():
-            if isinstance(items := getattr(each, name), list) and len(items) == count:
-                setattr(each, name, [items[group[SPLIT_FROM]] for group in found])
+    for item in schedulers:
+        for name in BY_GROUP & vars(item).keys():
+            if isinstance(values := getattr(item, name), list) and len(values) == count:
+                setattr(item, name, [values[group[SPLIT_FROM]] for group in groups])

@@ -1,4 +1,4 @@
-"""What hooks cost: samples sent through the model always, time and memory by section with ``--profile-hooks``."""
+"""Cost of hooks: samples that they send through the model, and time and memory with ``--profile-hooks``."""
 
 import ctypes
 import resource
@@ -18,21 +18,22 @@ from ..state import reset_memory_peak
 
 Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
-"""Memory is measured at a hook's first calls and at every so many later ones: that takes longer than a small hook."""
+"""Memory is measured at a hook's first calls and at every 25th later one, because a measurement costs more than a small
+hook."""
 STATUS = Path("/proc/self/status")
 
 
 @dataclass
 class Profiler:
-    """Adds up wall-clock seconds and calls by section name; switched off it only counts what goes through the model."""
+    """Sums wall-clock seconds and calls by section name; a disabled profiler only counts samples."""
 
     enabled: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     caller: str = ""
-    """The hook whose call is under way."""
+    """Name of the hook that is being called."""
     samples: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Samples that hooks sent through the model, by hook and kind of pass."""
+    """Number of samples that hooks sent through the model, by hook and kind of pass."""
     state_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -42,15 +43,15 @@ class Profiler:
         if not self.enabled:
             yield
             return
-        begin = perf_counter()
+        start = perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
             self.calls[name] = self.calls.get(name, 0) + 1
 
     def call(self, name: str, function: Callable[[], Result], state_of: Callable[[], Mapping[str, Any]]) -> Result:
-        """Call a hook's ``function``, timed; at some calls measure its peak of memory, and what it then remembers."""
+        """Call a hook's ``function`` and time it; some calls also measure its peak memory and the size of its state."""
         calls = self.calls.get(name, 0)
         if calls >= MEASURED_FIRST and calls % MEASURED_EVERY:
             with self.section(name):
@@ -61,51 +62,51 @@ class Profiler:
                 result = function()
         finally:
             if memory is not None:
-                before, read_peak = memory
-                self.peak_bytes[name] = max(read_peak() - before, self.peak_bytes.get(name, 0))
+                bytes_before, read_peak = memory
+                self.peak_bytes[name] = max(read_peak() - bytes_before, self.peak_bytes.get(name, 0))
         tensors = [leaf for leaf in tree_leaves(state_of()) if isinstance(leaf, Tensor)]
-        kept = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in tensors}
-        self.state_bytes[name] = max(sum(kept.values()), self.state_bytes.get(name, 0))
+        bytes_by_storage = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in tensors}
+        self.state_bytes[name] = max(sum(bytes_by_storage.values()), self.state_bytes.get(name, 0))
         return result
 
     def count_samples(self, kind: str, batch: Any) -> None:
-        """Count the samples of a batch for the hook under way.
+        """Count the samples of a batch for the hook that is being called.
 
-        ``kind`` is the pass: forward, forward_backward, hessian_product, or second_backward (a Hessian-vector product
-        where the graph of the gradient was there).
+        ``kind`` is the kind of pass: forward, forward_backward, hessian_product, or second_backward (a Hessian-vector
+        product with an existing graph of the gradient).
         """
         counts = self.samples.setdefault(self.caller, {})
         counts[kind] = counts.get(kind, 0) + rows(batch)
 
     def report(self) -> dict[str, dict[str, float]]:
-        """Return calls, seconds and, for hooks, bytes by section, the dearest first.
+        """Return calls, seconds and, for hooks, bytes by section, most expensive first.
 
-        ``state_bytes`` is the most that a hook remembered between calls, ``peak_bytes`` the most by which memory grew
-        during one (see :func:`start_peak_measurement`).
+        ``state_bytes`` is the largest size of a hook's state between calls, ``peak_bytes`` the largest growth of memory
+        during a call (see :func:`start_peak_measurement`).
         """
         order = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)
         sizes = {"state_bytes": self.state_bytes, "peak_bytes": self.peak_bytes}
         return {
             name: {"seconds": self.seconds[name], "calls": self.calls[name]}
-            | {key: found[name] for key, found in sizes.items() if name in found}
+            | {key: by_name[name] for key, by_name in sizes.items() if name in by_name}
             for name in order
         }
 
 
 def start_peak_measurement() -> tuple[int, Callable[[], int]] | None:
-    """Start to measure the peak of memory again.
+    """Reset the peak of memory, and start a new measurement.
 
-    Returns the bytes in use and a function that returns the peak since, or ``None`` where it cannot be measured.
+    Returns the bytes in use and a function that returns the peak since then, or ``None`` if the platform cannot measure
+    it.
 
-    On an accelerator that counts it, that is memory allocated for tensors. On the CPU it is resident memory of the
-    process, which Linux lets a process measure again (``clear_refs``); what glibc's allocator has in reserve is given
-    back first, and with another allocator does not show, so that small needs may read as 0. Elsewhere nothing is
-    measured.
+    On an accelerator, this is the memory allocated for tensors. On a CPU, it is the resident memory of the process,
+    whose peak Linux can reset (``clear_refs``). glibc's allocator releases its reserve first; with another allocator,
+    allocations from the reserve are not visible, so small amounts can be measured as 0.
     """
     if torch.accelerator.is_available():
         return reset_memory_peak()
     try:
-        with suppress(AttributeError):  # a call that only glibc has
+        with suppress(AttributeError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), peak_resident_bytes
@@ -116,7 +117,7 @@ def start_peak_measurement() -> tuple[int, Callable[[], int]] | None:
 def peak_resident_bytes() -> int:
     """Return the largest resident memory of this process so far, in bytes.
 
-    Linux' ``ru_maxrss`` starts from that of the parent process, ``VmHWM`` does not.
+    On Linux, ``ru_maxrss`` includes the peak of the parent process, ``VmHWM`` does not.
     """
     if STATUS.exists():
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))

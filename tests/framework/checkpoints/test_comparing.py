@@ -187,7 +187,7 @@ def test_runs_without_common_content_are_refused(pair, capfd) -> None:
         (None, "b is not the folder of a run: it has no experiment_config.json"),
         ("", "b/experiment_config.json cannot be read: it is not JSON"),
         ('{"strategy": ', "b/experiment_config.json cannot be read: it is not JSON"),
-        ("[1]", "b/experiment_config.json cannot be read: it is JSON, but no object."),
+        ("[1]", "b/experiment_config.json cannot be read: it is JSON, but not an object."),
         ("{}", "b/experiment_config.json cannot be used: it has no field 'experiment'."),
     ],
 )

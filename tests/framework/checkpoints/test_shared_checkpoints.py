@@ -292,7 +292,7 @@ def test_exact_resume_rejects_another_world_size(runs, tmp_path):
 REFUSALS = {
     "one process": "was written by one process; resume it with one, without torchrun and --parallel",
     "exact": "--exact: .* processes: 3 before, 2 now",
-    "rate": "lr differs between the ranks: 0.01 on rank 0, 0.02 on rank 1; start all ranks alike",
+    "rate": "lr differs between the ranks: 0.01 on rank 0, 0.02 on rank 1; start all ranks with the same settings",
     "hooks": "hooks differs between the ranks",
     "locked": "another process|is written by process|locked",
     "unshared": "Process 1 cannot write to .*; checkpoints of several processes need an --output-dir that all of them",

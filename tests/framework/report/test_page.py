@@ -158,7 +158,7 @@ def test_oversized_files_are_not_read(tmp_path: Path, monkeypatch) -> None:
     report = reported(*folders)
     assert "it has 1,073,741,824 bytes, and the limit is 268,435,456" in report.text
     assert "it has a line of more than 67,108,864 bytes" in report.text
-    assert "summary.json cannot be read: it is no file" in report.text
+    assert "summary.json cannot be read: it is not a regular file" in report.text
 
 
 def test_lists_are_drawn_as_thinned_maps(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import loopscope.training_hooks  # noqa: F401  (fills the registries)
 import pytest
 from loopscope.cli import main
 from loopscope.durable_files import write_json
-from loopscope.explaining import Explanation, told
+from loopscope.explaining import Explanation, explanation_lines
 from loopscope.hooks import ALERTS
 from loopscope.report import find_runs, recording
 from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, Stretch
@@ -49,7 +49,7 @@ def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -
     page = reported(run)
     stretch, _, step = section(page).partition("Step 60, explained")
     assert "steps 55 to 58 again State: completed. Added hooks, or hooks with other options: variance." in stretch
-    explanation_text = " ".join(told(explanation, 10_000)).split("Written to")[0]
+    explanation_text = " ".join(explanation_lines(explanation, 10_000)).split("Written to")[0]
     assert explanation.cause == "data"
     for words in (f"Cause: data {explanation.verdict}", f"Where: {explanation.where}.", "the same step again 5 "):
         assert words in step
@@ -99,7 +99,7 @@ def test_diverged_rewind_is_reported(run: Path) -> None:
 ROW = {"index": 1, "place": 1, "loss": 1.0, "gradient_norm": 1, "stands_out": True, "description": None}
 DAMAGE: dict[str, tuple[Any, str]] = {
     "not JSON": ("{]", "it is not JSON"),
-    "no object": ("[]", "it is JSON, but no object"),
+    "no object": ("[]", "it is JSON, but not an object"),
     "without a verdict": ({"verdict": ...}, "it has no field 'verdict'"),
     "a verdict of numbers": ({"verdict": [1]}, "its field 'verdict' must be text"),
     "no step": ({"step": True}, "its field 'step' must be an integer"),
@@ -107,7 +107,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "odd rows": ({"rows": [{"place": "1"}]}, "its field 'rows' must be a list"),
     "odd branches": ({"branches": {"run": 1}}, "its field 'branches' must be a list"),
     "odd where": ({"where": {"step": 1}}, "its field 'where' must be an object"),
-    "deep": ('{"rows": ' + "[" * 5000 + "]" * 5000 + "}", "it is nested too deep"),
+    "deep": ('{"rows": ' + "[" * 5000 + "]" * 5000 + "}", "it is nested too deeply"),
 }
 
 
@@ -139,7 +139,7 @@ def test_unreadable_explanations_are_reported(run: Path) -> None:
             path.symlink_to("/dev/zero")
     (run / REWINDS / "steps_9_to_10").write_text("no folder")
     text = reported(run).text
-    for sentence in ("has more than 67,108,864 bytes", "it is no file", "No such file or directory"):
+    for sentence in ("has more than 67,108,864 bytes", "it is not a regular file", "No such file or directory"):
         assert sentence in text
     assert "steps_9_to_10 is not the folder of a run" in text
     assert "Step 60, explained" in text

@@ -129,7 +129,7 @@ def test_a_replay_that_fails_leaves_no_half_folder(recorded):
         (["nowhere", "--to", "tensorboard"], "nowhere does not exist"),
         (["a-file", "--to", "wandb"], "a-file is not a folder"),
         (["empty", "--to", "wandb"], "empty is not the folder of a run"),
-        (["broken", "--to", "wandb"], "it is JSON, but no object"),
+        (["broken", "--to", "wandb"], "it is JSON, but not an object"),
         (["bare", "--to", "wandb"], "has no s.jsonl"),
         (["bare", "--to", "wandb", "--project", "a/b"], "is not a valid W&B project"),
     ],

@@ -173,7 +173,7 @@ def test_optimizer_with_undeclared_closure_is_refused(kind):
     def introduce(task, state):
         task.optimizer = state.optimizer = kind(task.model.parameters(), lr=0.1)
 
-    sentence = rf"(?s){kind.__name__}.step\(\) failed without a closure \(.*give its parameter closure no default"
+    sentence = rf"(?s){kind.__name__}.step\(\) failed without a closure \(.*remove the default of its parameter closure"
     with pytest.raises(UsageError, match=sentence):
         train(Case(), introduce=introduce)
 
@@ -182,7 +182,7 @@ def test_optimizer_without_param_groups_is_refused():
     class Face:
         step = zero_grad = print
 
-    with pytest.raises(UsageError, match="Face has no param_groups, by which hooks and checkpoints know"):
+    with pytest.raises(UsageError, match="Face has no param_groups, which hooks and checkpoints need"):
         replace(build(Case())[0], optimizer=Face())
 
 
@@ -267,15 +267,15 @@ REFUSED = {
         lambda model, make: {"scheduler": ReduceLROnPlateau(make("sgd_momentum")), "eval_every": 0},
     ),
     "a strange scheduler": (
-        r"Strange.step\(\) must be given epoch, loss; what a scheduler can be given is",
+        r"Strange.step\(\) requires epoch, loss; supported are no argument",
         lambda model, make: {"scheduler": Strange(make("sgd_momentum"))},
     ),
     "lazy modules": (
-        r"tensors that get their shape only in its first forward pass: 0.weight, 0.bias, 1.weight and \d more. Give",
+        r"whose shapes are unknown before the first forward pass: 0.weight, 0.bias, 1.weight and \d more. Pass",
         lambda model, make: {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())},
     ),
     "scripted modules": (
-        r"scripted modules, whose state TorchScript keeps for itself: 0. Give",
+        r"TorchScript modules, whose state TorchScript keeps internally: 0. Use the original",
         lambda model, make: {"model": nn.Sequential(torch.jit.ScriptModule())},
     ),
 }
@@ -309,5 +309,5 @@ def test_evaluation_without_scheduler_metric_is_refused():
         with_plateau(task, state)
         task.scheduler_metric = "val_loss"
 
-    with pytest.raises(UsageError, match="ReduceLROnPlateau takes 'val_loss' of the evaluation, which returns val_acc"):
+    with pytest.raises(UsageError, match="ReduceLROnPlateau needs 'val_loss' of the evaluation, which returns val_acc"):
         train(Case(), introduce=introduce)

@@ -288,9 +288,11 @@ def test_ranks_started_differently_are_refused(ranks):
     """Differing hooks, options and lengths are each named with the values of the ranks."""
     sentences = {name: {result[name][0] for result in ranks} for name in ranks[0] if name.startswith("other")}
     differs = "The list of hooks differs between the ranks: none on rank 0, spy on rank 1, none on rank 2"
-    assert sentences["other hooks"] == {f"UsageError: {differs}; start all ranks alike."}
+    assert sentences["other hooks"] == {f"UsageError: {differs}; start all ranks with the same settings."}
     (options,), (length,) = sentences["other options"], sentences["other length"]
-    assert "The configuration of hook 'spy' differs between the ranks: stride=2 on rank 0, stride=3 on rank 1" in options
+    assert (
+        "The configuration of hook 'spy' differs between the ranks: stride=2 on rank 0, stride=3 on rank 1" in options
+    )
     assert "The task's length differs between the ranks: 2 on rank 0, 3 on rank 1" in length
     assert all(result["other length"][1] == 0 for result in ranks)
 

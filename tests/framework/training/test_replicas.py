@@ -94,7 +94,7 @@ def otherwise() -> list[list[bool]]:
 
 
 def refused() -> str:
-    with pytest.raises(HookError, match="leave static_graph out") as error:
+    with pytest.raises(HookError, match="remove static_graph") as error:
         neutral("static graph", 1)
     return str(error.value)
 
