@@ -9,6 +9,7 @@ from tests.support.misbehaving_hooks import MUTATIONS, Scene, train_one_step
 
 
 def audited(*, enabled: bool = True) -> tuple[Scene, Audit]:
+    """Take a training step, and return the run with an audit of its state."""
     task, state = build(Case())
     scene = Scene(task, state)
     train_one_step(scene)
@@ -17,7 +18,7 @@ def audited(*, enabled: bool = True) -> tuple[Scene, Audit]:
     return scene, audit
 
 
-def test_an_untouched_state_passes_again_and_again():
+def test_unchanged_state_passes_repeated_checks():
     _, audit = audited()
     audit.check("The caller")
     audit.check("The caller")
@@ -56,17 +57,17 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("what", REPLACED)
-def test_audit_detects_replaced_lookalike_objects(what):
+@pytest.mark.parametrize("replacement", REPLACED)
+def test_audit_detects_replaced_lookalike_objects(replacement):
     """A replaced gradient, parameter table, hook table or function is detected even if the digest is unchanged."""
     scene, _ = audited()
     scene.model[2].act = act
     audit = Audit(scene.state, enabled=True)
     audit.take_baseline()
-    before = scene.state.digest()
-    REPLACED[what](scene.model)
-    if "function" not in what:
-        assert scene.state.digest() == before
+    original = scene.state.digest()
+    REPLACED[replacement](scene.model)
+    if "function" not in replacement:
+        assert scene.state.digest() == original
     with pytest.raises(StateMutationError, match="changed the training state"):
         audit.check("The caller")
 
@@ -83,14 +84,15 @@ def test_unreadable_state_counts_as_changed():
         audit.check("The caller")
 
 
-def test_reading_the_data_is_no_change():
+def test_reading_data_changes_no_state():
     scene, audit = audited()
-    with scene.state.streams.isolated():
+    with scene.state.streams.preserved():
         MUTATIONS["exhaust_the_loader"](scene)
     audit.check("The caller")
 
 
 def test_tensors_outside_parameters_and_buffers_are_audited():
+    """The tensors are an attribute of the model, and a weight of a module in a list."""
     task, state = build(Case())
     task.model.scale = torch.ones(2)
     task.model.teacher = [nn.Linear(1, 1)]

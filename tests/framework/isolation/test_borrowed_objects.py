@@ -40,23 +40,23 @@ class Odd(nn.Sequential):
 
     def forward(self, inputs: Tensor) -> Tensor:
         mean = inputs.detach().mean(0)
-        held = [self.plain, self.listed[0], self.named["a"]["b"], self.queue[-1], self.seen.mean, self.alias[0][:4]]
+        tensors = [self.plain, self.listed[0], self.named["a"]["b"], self.queue[-1], self.seen.mean, self.alias[0][:4]]
         with torch.no_grad():
-            for place, tensor in enumerate(held):
-                tensor.mul_(0.9).add_(mean * (place + 1))
-            self.plain.data[0] += 0.5  # leaves no version behind
+            for index, tensor in enumerate(tensors):
+                tensor.mul_(0.9).add_(mean * (index + 1))
+            self.plain.data[0] += 0.5  # does not increment the version counter
         self.queue.append(mean.clone())
         self.calls += 1
         self.seen.count += 1
         self.array += mean.numpy()
         noise = torch.rand(4, generator=self.bits) + float(self.draws.random())
-        shift = sum(held) + torch.from_numpy(self.array) + noise + 0.1 * self.calls + 0.1 * self.seen.count
+        shift = sum(tensors) + torch.from_numpy(self.array) + noise + 0.1 * self.calls + 0.1 * self.seen.count
         inputs = self.aside[0](inputs) if len(inputs) > 1 else inputs
         return super().forward(inputs + 0.01 * shift + self.prompt)
 
 
 def shift() -> Any:
-    """Make a hook that keeps a number and a tensor in its closure."""
+    """Return a hook that keeps a number and a tensor in its closure."""
     calls, total = 0, torch.zeros(4)
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -69,7 +69,7 @@ def shift() -> Any:
 
 
 class Meter:
-    """The declared state of an experiment, which its loss moves."""
+    """The declared state of an experiment, which its loss changes."""
 
     def __init__(self) -> None:
         self.mean, self.count = torch.zeros(1), 0
@@ -87,10 +87,10 @@ def make_odd(task: TrainingTask, state: TrainingState) -> None:
     state.streams.owned += (task.model.bits,)
     state.extras["strategy"] = meter = Meter()
     task.optimizer.add_param_group({"params": [task.model.prompt]})
-    plain = task.compute_loss
+    compute_plain_loss = task.compute_loss
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
-        loss = plain(model, batch)
+        loss = compute_plain_loss(model, batch)
         meter.mean.add_(loss.detach())
         meter.count += 1
         return loss * (1 + 0.01 * meter.mean.item())
@@ -142,7 +142,7 @@ def test_buffer_only_model_borrows_nothing_else() -> None:
 
 
 class Renormed(nn.Module):
-    """An embedding that shortens rows of its weight in every forward pass, before a part compiled by itself."""
+    """An embedding that shortens rows of its weight in every forward pass, before a separately compiled part."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -91,14 +91,15 @@ def test_gradients_are_restored_as_the_same_tensors():
 
 
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "transformer", "tied"])
-def test_under_audit_a_borrowed_pass_is_no_change(model):
+def test_borrowed_pass_passes_the_audit(model):
+    """A forward and a backward pass with borrowed buffers, modes and gradients change no state."""
     task, state = build(Case(model))
     scene = Scene(task, state)
     train_one_step(scene)
     audit = Audit(state, enabled=True)
     audit.take_baseline()
     with (
-        state.streams.isolated(),
+        state.streams.preserved(),
         borrowed_buffers(task.model),
         borrowed_modes(task.model, train=True),
         borrowed_gradients(task.model),
@@ -130,12 +131,12 @@ def test_borrowed_weights_compute_like_loaded_weights(build_model):
     model, other, inputs = build_model(), build_model(), torch.randn(5, 4)
     for buffer in other.buffers():
         buffer.add_(1)
-    before = model.eval()(inputs)
+    original = model.eval()(inputs)
     with borrowed_for_evaluation(model), borrowed_weights(model, other.state_dict()):
         borrowed = model(inputs)
     loaded, again = other.eval()(inputs), model(inputs)
-    for expected, found in ((loaded, borrowed), (before, again)):
-        assert torch.equal(*(each[0] if isinstance(each, tuple) else each for each in (expected, found)))
+    for outputs in ((loaded, borrowed), (original, again)):
+        assert torch.equal(*(output[0] if isinstance(output, tuple) else output for output in outputs))
 
 
 def test_mismatched_weights_are_refused_before_borrowing():
@@ -150,17 +151,19 @@ def test_mismatched_weights_are_refused_before_borrowing():
 @pytest.mark.parametrize("case", [Case(model, loop=loop) for loop in LOOPS for model in MODELS], ids=str)
 def test_observer_may_evaluate_other_weights(case):
     """The evaluation of the live weights matches that of the run, and the run keeps its bytes."""
-    seen = []
+    evaluations = []
 
     def probe(ctx):
         if ctx.evaluation:
             doubled = {name: 2 * value for name, value in ctx.model.named_parameters()}
-            seen.append((ctx.evaluate({}), dict(ctx.evaluation), ctx.evaluate(doubled)))
+            evaluations.append((ctx.evaluate({}), dict(ctx.evaluation), ctx.evaluate(doubled)))
 
     run = train(case, [at(SpyHook, HookPoint.SNAPSHOT)(probe)], steps=6, evaluate=first_logit)
     assert run.digests == train(case, steps=6, evaluate=first_logit, audit=False).digests
-    assert len(seen) >= 1
-    assert all(own == of_the_run and other != own for own, of_the_run, other in seen)
+    assert len(evaluations) >= 1
+    for live, of_run, doubled in evaluations:
+        assert live == of_run
+        assert doubled != live
 
 
 def first_logit(model: nn.Module) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.support.cases import some_of
 
 ABSENT = object()
-# torch says at the first tensor of either kind that support for it is in beta or about to move
+# torch warns at the first tensor of either kind that its support is in beta or will be moved.
 pytestmark = [pytest.mark.filterwarnings("ignore:Sparse CSR"), pytest.mark.filterwarnings("ignore:.*quantiz")]
 
 
@@ -75,8 +75,8 @@ PLACES = {
 
 
 def both_ways(places, kinds, to):
-    """Return (place, kind before, kind after) for every kind, from and to others."""
-    pairs = [(before, kind) for kind in kinds for before in to if before != kind]
+    """Return (place, old kind, new kind) for every kind, from and to the kinds in ``to``."""
+    pairs = [(other, kind) for kind in kinds for other in to if other != kind]
     return [(place, *pair) for place in places for first in pairs for pair in (first, first[::-1])]
 
 
@@ -92,7 +92,7 @@ CASES = [
     *both_ways(["scheduler", "option of a group"], ["float", "none", "nested dict"], ["scalar tensor"]),
     *both_ways(["optimizer state", "attribute", "scheduler"], ["float", "bool"], ["int"]),
 ]
-# The task refuses a model that has these from the start.
+# The task refuses a model with uninitialised buffers at the start.
 CASES = [case for case in CASES if case[1] != "uninitialised"]
 
 
@@ -125,8 +125,8 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def made(place: str, before: str, loader_class=TensorLoader) -> TrainingTask:
-    """Return a task of three steps with a value of the kind ``before`` at ``place``."""
+def build_task(place: str, old_kind: str, loader_class=TensorLoader) -> TrainingTask:
+    """Return a task of three steps with a value of the kind ``old_kind`` at ``place``."""
     seed_everything(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     model[0].register_buffer("other", torch.zeros(2))
@@ -135,16 +135,16 @@ def made(place: str, before: str, loader_class=TensorLoader) -> TrainingTask:
     loader = loader_class((torch.randn(12, 4), torch.randint(3, (12,))), 4, random_order(12, seed=1))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     task = TrainingTask(model, optimizer, loader, loss, evaluate=lambda m: {}, length=1, scheduler=scheduler)
-    put(task, place, before)
+    put(task, place, old_kind)
     return task
 
 
-def in_the_epoch_loop(task, hook, audit, folder) -> None:
+def train_in_epoch_loop(task, hook, audit, folder) -> None:
     state = TrainingState(task.model, task.optimizer, RandomStreams(1), scheduler=task.scheduler)
     epoch_loop(task, HookManager([hook], task, state, audit=audit))
 
 
-def attached(task, hook, audit, folder) -> None:
+def train_attached(task, hook, audit, folder) -> None:
     scope = loopscope.attach(
         *(task.model, task.optimizer),
         **dict(hooks=[hook], loss=loss, scheduler=task.scheduler, out=folder, display="none", audit=audit),
@@ -157,7 +157,7 @@ def attached(task, hook, audit, folder) -> None:
             task.scheduler.step()
 
 
-def bare(task) -> None:
+def train_bare(task) -> None:
     for batch in task.loader:
         loss(task.model, batch).backward()
         task.optimizer.step()
@@ -165,12 +165,14 @@ def bare(task) -> None:
         task.scheduler.step()
 
 
-def described(value):
-    """Return a value with its type, tensors as lists: equal for two runs that end alike."""
+def comparable(value):
+    """Return a value with its type, and tensors as lists, so that the results of two runs can be compared."""
     if isinstance(value, dict):
-        return {"a parameter" if isinstance(key, nn.Parameter) else key: described(item) for key, item in value.items()}
+        return {
+            "a parameter" if isinstance(key, nn.Parameter) else key: comparable(item) for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [described(item) for item in value]
+        return [comparable(item) for item in value]
     if not isinstance(value, torch.Tensor):
         return type(value), value
     try:
@@ -179,67 +181,68 @@ def described(value):
         return type(value), value.dtype
 
 
-def end(task):
+def final_contents(task):
     """Describe the contents of a task after training."""
     modules = [(module._buffers, module._parameters, vars(module).get("entry", "none")) for module in task.model]
     options = [{key: value for key, value in group.items() if key != "params"} for group in task.optimizer.param_groups]
-    return described([modules, task.optimizer.state, options, vars(task.scheduler).get("entry", "none")])
+    return comparable([modules, task.optimizer.state, options, vars(task.scheduler).get("entry", "none")])
 
 
-def hook_that(act, base=TrainingHook):
-    """Return a hook that acts in its second call, after step 2."""
+def hook_calling(act, base=TrainingHook):
+    """Return a hook that calls ``act`` after step 2."""
 
-    def called(self, ctx, model_ctx=None):
+    def method(self, ctx, model_ctx=None):
         if ctx.step == 2:
             act()
         return {"seen": 1.0}
 
-    method = "compute" if base is TrainingHook else "intervene"
+    method_name = "compute" if base is TrainingHook else "intervene"
     return type(
         "Acting",
         (base,),
-        {"name": "acting", "hook_points": {HookPoint.POST_STEP}, "metrics": "seen | 1 | 1 | one", method: called},
+        {"name": "acting", "hook_points": {HookPoint.POST_STEP}, "metrics": "seen | 1 | 1 | one", method_name: method},
     )()
 
 
-LOOPS = {"epoch loop": in_the_epoch_loop, "attached": attached}
-WAYS = [(loop, audit) for loop in LOOPS for audit in (False, True)]
+LOOPS = {"epoch loop": train_in_epoch_loop, "attached": train_attached}
+LOOP_AUDIT_PAIRS = [(loop, audit) for loop in LOOPS for audit in (False, True)]
 parametrised = pytest.mark.parametrize(
     ("case", "loop", "audit"),
-    some_of((case, *WAYS[index // 2 % len(WAYS)]) for index, case in enumerate(CASES)),
+    some_of((case, *LOOP_AUDIT_PAIRS[index // 2 % len(LOOP_AUDIT_PAIRS)]) for index, case in enumerate(CASES)),
     ids=str,
 )
 
 
 @parametrised
-def test_a_run_may_change_kinds(case, loop, audit, tmp_path):
-    place, before, after = case
+def test_run_may_change_kinds(case, loop, audit, tmp_path):
+    """The optimizer's second step changes the kind, and the result equals that of a bare loop."""
+    place, old_kind, new_kind = case
     for base in (TrainingHook, InterventionHook):
-        tasks = [made(place, before) for _ in range(2)]
+        tasks = [build_task(place, old_kind) for _ in range(2)]
         for task in tasks:
-            task.optimizer.change = lambda task=task: put(task, place, after)
-        LOOPS[loop](tasks[0], hook_that(lambda: None, base), audit, tmp_path / base.__name__)
-        bare(tasks[1])
-        assert end(tasks[0]) == end(tasks[1])
+            task.optimizer.change = lambda task=task: put(task, place, new_kind)
+        LOOPS[loop](tasks[0], hook_calling(lambda: None, base), audit, tmp_path / base.__name__)
+        train_bare(tasks[1])
+        assert final_contents(tasks[0]) == final_contents(tasks[1])
 
 
 @parametrised
-def test_an_observer_may_not_change_kinds(case, loop, audit, tmp_path):
-    place, before, after = case
-    task = made(place, before)
+def test_observer_that_changes_kinds_is_caught(case, loop, audit, tmp_path):
+    place, old_kind, new_kind = case
+    task = build_task(place, old_kind)
     with pytest.raises(
         StateMutationError, match=r"Hook 'acting' at POST_STEP of step 2 .* changed the training state: "
     ):
-        LOOPS[loop](task, hook_that(lambda: put(task, place, after)), audit, tmp_path / "run")
+        LOOPS[loop](task, hook_calling(lambda: put(task, place, new_kind)), audit, tmp_path / "run")
 
 
 @parametrised
-def test_an_intervention_is_rolled_back(case, loop, audit, tmp_path):
-    place, before, after = case
-    task, other = made(place, before), made(place, before)
-    LOOPS[loop](task, hook_that(lambda: put(task, place, after), InterventionHook), audit, tmp_path / "run")
-    bare(other)
-    assert end(task) == end(other)
+def test_intervention_that_changes_kinds_is_rolled_back(case, loop, audit, tmp_path):
+    place, old_kind, new_kind = case
+    task, other = build_task(place, old_kind), build_task(place, old_kind)
+    LOOPS[loop](task, hook_calling(lambda: put(task, place, new_kind), InterventionHook), audit, tmp_path / "run")
+    train_bare(other)
+    assert final_contents(task) == final_contents(other)
 
 
 NAMES = {
@@ -258,25 +261,25 @@ NAMES = {
 
 
 @pytest.mark.parametrize("case", NAMES, ids=str)
-def test_the_changed_entry_is_named(case):
-    place, before, after = case
-    task = made(place, before)
+def test_error_names_the_changed_entry(case):
+    place, old_kind, new_kind = case
+    task = build_task(place, old_kind)
     isolation = Isolation(TrainingState(task.model, task.optimizer, RandomStreams(1), scheduler=task.scheduler))
     with pytest.raises(StateMutationError) as caught, isolation.visit():
-        isolation.observe(Call("spy", "POST_STEP", 1), lambda: put(task, place, after))
+        isolation.observe(Call("spy", "POST_STEP", 1), lambda: put(task, place, new_kind))
     assert f"changed the training state: {NAMES[case]}" in str(caught.value)
 
 
 def test_lazy_buffers_in_a_run_are_rolled_back():
     """An intervention that gives an uninitialised buffer its shape leaves it without one."""
-    task = made("buffer", "none")
+    task = build_task("buffer", "none")
     task.model[0]._buffers["entry"] = buffer = nn.parameter.UninitializedBuffer()
     state = TrainingState(task.model, task.optimizer, RandomStreams(1))
-    isolation, before = Isolation(state, audit=True), state.digest()
+    isolation, original = Isolation(state, audit=True), state.digest()
     with isolation.visit():
         isolation.intervene(Call("spy", "POST_STEP", 1), lambda: buffer.materialize((2,)), mutates=True)
     assert type(buffer) is nn.parameter.UninitializedBuffer
-    assert state.digest() == before
+    assert state.digest() == original
 
 
 class WithNone(TensorLoader):
@@ -287,10 +290,10 @@ class WithNone(TensorLoader):
             yield (*batch, None)
 
 
-@pytest.mark.parametrize(("loop", "audit"), WAYS)
-def test_a_batch_may_hold_none(loop, audit, tmp_path):
-    task = made("buffer", "none", WithNone)
-    LOOPS[loop](task, hook_that(lambda: None), audit, tmp_path / "run")
+@pytest.mark.parametrize(("loop", "audit"), LOOP_AUDIT_PAIRS)
+def test_batch_may_contain_none(loop, audit, tmp_path):
+    task = build_task("buffer", "none", WithNone)
+    LOOPS[loop](task, hook_calling(lambda: None), audit, tmp_path / "run")
     assert task.optimizer.steps == 3
 
 
@@ -305,7 +308,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("audit", [False, True])
 def test_gradients_may_change_kind_between_steps(kind, audit):
-    task = made("buffer", "none")
+    task = build_task("buffer", "none")
     weight = task.model[0].weight
     state = TrainingState(task.model, task.optimizer, RandomStreams(1))
     isolation, call = Isolation(state, audit=audit), Call("spy", "POST_STEP", 1)

@@ -19,7 +19,7 @@ CASE = Case()
 
 
 def trained(case: Case = CASE, steps: int = 1) -> tuple[Scene, TrainingState]:
-    """Build a run and take a step or more, so that gradients and optimizer state are there."""
+    """Build a run and take ``steps`` steps, so that it has gradients and optimizer state."""
     task, state = build(case)
     scene = Scene(task, state)
     for _ in range(steps):
@@ -42,25 +42,25 @@ def holder(**buffers: torch.Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.loop == "epoch"], ids=str)
-def test_restoring_undoes_training(case):
+def test_restore_undoes_training(case):
     scene, state = trained(case)
-    before = state.digest()
+    original = state.digest()
     snapshot = Snapshot(streams=True).save(state)
     for _ in range(3):
         train_one_step(scene)
-    assert differences(before, state.digest()) != []
+    assert differences(original, state.digest()) != []
     snapshot.restore(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
-def test_a_snapshot_can_be_restored_more_than_once():
+def test_snapshot_can_be_restored_repeatedly():
     scene, state = trained()
-    before = state.digest()
+    original = state.digest()
     snapshot = Snapshot(streams=True).save(state)
     for _ in range(2):
         train_one_step(scene)
         snapshot.restore(state)
-        assert differences(before, state.digest()) == []
+        assert differences(original, state.digest()) == []
 
 
 def test_restore_removes_optimizer_state_created_after_save():
@@ -73,7 +73,7 @@ def test_restore_removes_optimizer_state_created_after_save():
     assert [parameter.grad for parameter in task.model.parameters()] == [None] * 6
 
 
-def test_restoring_without_saving_is_an_error():
+def test_empty_snapshot_cannot_be_restored():
     _, state = trained()
     with pytest.raises(RuntimeError, match="the snapshot is empty"):
         Snapshot().restore(state)
@@ -171,12 +171,12 @@ def test_every_bit_of_any_dtype_is_restored(dtype):
     model = holder(buffer=noise.flip(0).view(dtype).clone())
     model.register_parameter("parameter", parameter)
     state = bare_state(model)
-    before = bytes_of(parameter), bytes_of(model.buffer)
+    original = bytes_of(parameter), bytes_of(model.buffer)
     snapshot = Snapshot(streams=True).save(state)
     parameter.data = torch.zeros(3)
     model.buffer.untyped_storage().fill_(0)
     snapshot.restore(state)
-    assert (bytes_of(parameter), bytes_of(model.buffer)) == before
+    assert (bytes_of(parameter), bytes_of(model.buffer)) == original
     assert parameter.dtype is dtype
 
 
@@ -210,14 +210,14 @@ def test_sparse_gradient_is_restored():
     model = nn.Embedding(5, 2, sparse=True)
     model(torch.tensor([1, 3])).square().sum().backward()
     state = bare_state(model)
-    gradient, before = model.weight.grad, state.digest()
+    gradient, original = model.weight.grad, state.digest()
     snapshot = Snapshot(streams=True).save(state)
     with torch.no_grad():
         gradient.mul_(2)
         gradient.zero_()
     snapshot.restore(state)
     assert model.weight.grad is gradient
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
 def test_extra_state_is_restored_and_not_shared():
@@ -237,13 +237,13 @@ def test_gradient_scaler_is_restored():
     model = nn.Linear(1, 1)
     state = bare_state(model, scaler=scaler)
     scaler.scale(model(torch.ones(1)).sum()).backward()
-    before = state.digest()
+    original = state.digest()
     snapshot = Snapshot(streams=True).save(state)
     scaler.step(state.optimizer)
     scaler.update()
     assert scaler.get_scale() == 16.0
     snapshot.restore(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
     assert scaler.get_scale() == 8.0
 
 
@@ -264,25 +264,25 @@ def test_scheduler_and_its_optimizer_settings_are_restored(index):
     scheduler = [*schedulers(optimizer)][index]
     optimizer.step()
     state = TrainingState(model, optimizer, RandomStreams(1), scheduler=scheduler)
-    before = state.digest()
+    original = state.digest()
     snapshot = Snapshot(streams=True).save(state)
     for _ in range(3):
         scheduler.step()
-    assert differences(before, state.digest()) != []
+    assert differences(original, state.digest()) != []
     snapshot.restore(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
 def test_module_generators_are_restored():
     model = nn.Linear(1, 1)
     model.rounding = torch.Generator().manual_seed(3)
     state = bare_state(model)
-    before = state.digest()
+    original = state.digest()
     snapshot = Snapshot(streams=True).save(state)
     torch.rand(2, generator=model.rounding)
-    assert differences(before, state.digest()) == ["generators/0"]
+    assert differences(original, state.digest()) == ["generators/0"]
     snapshot.restore(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
 def test_changes_by_the_run_between_saves_remain():
@@ -293,12 +293,12 @@ def test_changes_by_the_run_between_saves_remain():
     scene.model.add_module("head", nn.Linear(2, 2))
     scene.optimizer.add_param_group({"params": [*scene.model.head.parameters()]})
     scene.module.weight.data = torch.full_like(scene.module.weight, 2.0)
-    before = state.digest()
+    original = state.digest()
     snapshot.save(state)
     for name in ("write_in_place", "freeze_the_model", "remove_a_parameter_from_its_group", "delete_a_parameter"):
         MUTATIONS[name](scene)
     snapshot.restore(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
 def test_parameter_hooks_still_run_after_swapped_tensors():
@@ -358,12 +358,12 @@ def test_modules_outside_the_module_tree_are_restored():
     model = nn.Linear(1, 1)
     model.teacher = [nn.BatchNorm1d(1)]
     state = bare_state(model)
-    before = state.digest()
+    original = state.digest()
     snapshot = Snapshot(streams=True).save(state)
     model.teacher[0](torch.randn(4, 1))
-    assert differences(before, state.digest()) != []
+    assert differences(original, state.digest()) != []
     snapshot.restore(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
 def test_every_tensor_of_a_snapshot_is_digested():
@@ -383,16 +383,16 @@ class GuardianMachine(RuleBasedStateMachine):
         self.scene, self.state = trained(Case(model="tied"))
         self.snapshots = [Snapshot(streams=True), Snapshot(streams=True)]
         self.saved: list[dict[str, int] | None] = [None, None]
-        self.whole = True
+        self.intact = True
         self.emptied = False
 
-    @precondition(lambda self: self.whole)
+    @precondition(lambda self: self.intact)
     @rule(slot=st.integers(0, 1))
     def save(self, slot):
         self.snapshots[slot].save(self.state)
         self.saved[slot] = self.state.digest()
 
-    @precondition(lambda self: self.whole)
+    @precondition(lambda self: self.intact)
     @rule()
     def train(self):
         train_one_step(self.scene)
@@ -401,8 +401,8 @@ class GuardianMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(sorted(MUTATIONS.keys() - HARMLESS - {"enter_inference_mode"})))
     def damage(self, name):
         with suppress(RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-            MUTATIONS[name](self.scene)  # damage upon damage may not work
-        self.whole = False
+            MUTATIONS[name](self.scene)  # a mutation may fail after an earlier one
+        self.intact = False
         self.emptied = name in EMPTYING
 
     @precondition(lambda self: any(self.saved))
@@ -411,7 +411,7 @@ class GuardianMachine(RuleBasedStateMachine):
         if self.saved[slot] is not None:
             self.snapshots[slot].restore(self.state)
             assert differences(self.saved[slot], self.state.digest()) == []
-            self.whole, self.emptied = True, False
+            self.intact, self.emptied = True, False
 
     def teardown(self):
         for snapshot, saved in zip(self.snapshots, self.saved, strict=True):
@@ -422,10 +422,10 @@ class GuardianMachine(RuleBasedStateMachine):
 def test_swapped_meta_optimizer_tensor_is_restored():
     """The tensor was swapped with one on the meta device."""
     scene, state = trained(Case())
-    before, snapshot = state.digest(), Snapshot().save(state)
+    original, snapshot = state.digest(), Snapshot().save(state)
     torch.utils.swap_tensors(scene.moments[0], torch.empty(4, device="meta"))
     snapshot.restore(state)
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
 
 
 TestGuardian = GuardianMachine.TestCase

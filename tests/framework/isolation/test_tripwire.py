@@ -14,7 +14,7 @@ CALL = Call("spy", "POST_STEP", 1)
 
 
 def observe(state: TrainingState, mutation) -> str:
-    """Let an observer do a mutation and return the error's text, empty if nothing was noticed."""
+    """Let an observer call ``mutation``; return the error's message, empty if no change was detected."""
     isolation = Isolation(state)
     try:
         with isolation.visit():
@@ -67,7 +67,7 @@ def test_optimizer_tensors_are_named(optimizer):
     assert "optimizer/" in observe(scene.state, lambda: scene.moments[0].mul_(2))
 
 
-def test_the_batch_and_the_kept_gradients_are_watched():
+def test_batch_and_kept_gradients_are_watched():
     scene = trained()
     loop = scene.state.loop
     loop.batch, loop.prev_step_grads = (torch.ones(2), {"deep": [torch.ones(1)]}), {"0.weight": torch.ones(1)}
@@ -75,12 +75,13 @@ def test_the_batch_and_the_kept_gradients_are_watched():
     assert "loop/prev_step_grads/0.weight" in observe(scene.state, lambda: loop.prev_step_grads["0.weight"].zero_())
 
 
-def test_reading_is_not_a_change():
+def test_reading_tensors_changes_no_state():
     scene = trained()
     assert observe(scene.state, lambda: [p.norm() + p.grad.norm() for p in scene.model.parameters()]) == ""
 
 
-def test_changes_between_visits_are_the_runs_own():
+def test_changes_between_visits_are_accepted():
+    """The run may change anything outside visits."""
     scene = trained()
     isolation = Isolation(scene.state)
     for name in (
@@ -98,9 +99,9 @@ def test_changes_between_visits_are_the_runs_own():
 def test_tripwire_misses_writes_of_fused_optimizers():
     """Fused optimizers do not increase the version counters; only the audit detects them."""
     scene = trained(optimizer="adamw_fused")
-    before = scene.parameter.clone()
+    original = scene.parameter.clone()
     observe(scene.state, scene.optimizer.step)
-    assert not before.equal(scene.parameter)
+    assert not original.equal(scene.parameter)
 
 
 def test_sparse_and_inference_tensors_can_be_swept():
