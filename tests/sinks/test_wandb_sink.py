@@ -201,7 +201,7 @@ def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server)
     monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", DEFAULT_WAIT)
     monkeypatch.setattr(wandb_sink, "PATIENCE", 8.0)
     alone = min(seconds_of(tmp_path, JSONLSink()) for _ in range(3))
-    with pytest.warns(RunNotice, match=rf"still taking .*loopscope replay {tmp_path} --to wandb --project demo"):
+    with pytest.warns(RunNotice, match=rf"still sending .*loopscope replay {tmp_path} --to wandb --project demo"):
         hanging = min(seconds_of(tmp_path, WandbSink(project="demo")) for _ in range(3))
     assert DEFAULT_WAIT <= hanging < alone + 1.0
     assert wandb_sink._abandoned[-1].wait(60) == 3
@@ -227,7 +227,7 @@ def test_failing_client_reports_its_reason(tmp_path, monkeypatch):
     """The warning has the error of the client and the path of its log."""
     monkeypatch.setenv("WANDB_MODE", "online")
     sink = started(tmp_path)
-    with pytest.warns(UserWarning, match=r"client failed: .*No API key.*client\.log has more"):
+    with pytest.warns(UserWarning, match=r"client failed: .*No API key.*see .*client\.log"):
         sink.close("completed")
 
 
