@@ -178,14 +178,18 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
 
 
 def config_of(experiment: Experiment, options: Options) -> ExperimentConfig:
-    """Return the experiment's own options, of several seeds the first; :class:`UsageError` for what does not fit."""
+    """Return the config of the experiment, with the first of several seeds; all seeds are checked.
+
+    Raises:
+        UsageError: for options that the config class rejects.
+    """
     given = _chosen(options, experiment.config_class)
     configs = [experiment.config_class(**{**given, "seed": seed}) for seed in seeds_of(options) or [options["seed"]]]
     return configs[0]
 
 
 def seeds_of(options: Options) -> list[int]:
-    """Return the seeds with folders of their own, which a single one given as a number has not."""
+    """Return the seeds with separate folders; empty for a single seed given as a number."""
     return options["seed"] if isinstance(options["seed"], list) else []
 
 

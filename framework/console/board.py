@@ -43,7 +43,7 @@ class Track:
     total: float = 0.0  # sum of a series' numbers since the last table
     count: int = 0  # number of terms of the sum
     is_news: bool = True
-    told: str | None = None  # the text in the last table
+    told: str | None = None  # the text in the last table; checkpoints store this name
     epoch: int = 0
     step: int = 0
 

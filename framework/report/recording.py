@@ -63,7 +63,7 @@ class ShownRun:
 
     @property
     def treatments(self) -> str:
-        """The treatments as text; empty if there are none."""
+        """The treatments as text; empty without treatments."""
         return self.run.record.treatments_text if self.run.record and self.run.record.treatments else ""
 
     def take(self, emit: Record) -> None:
