@@ -13,7 +13,7 @@ import torch
 from ..checkpoints import checkpoints_by_moment
 from ..console import watch
 from ..errors import UsageError, listed, require
-from ..explaining import explain, rows_by_step, rows_told, told
+from ..explaining import explain, explanation_lines, row_table, rows_by_step
 from ..hooks import ALERTS
 from ..report import inspect_run
 from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, read_outcome, run_folders
@@ -89,7 +89,7 @@ def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) ->
     for step in range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1):
         if step in rows:
             write_line(f"Step {step:,}: the largest losses of {len(rows[step])} rows")
-            for line in rows_told(rows[step], line_width()):
+            for line in row_table(rows[step], line_width()):
                 write_line(line)
     write_line(f"Repeated the run from step {since:,}; metrics: {path}")
     if compared:
@@ -113,7 +113,7 @@ def _explain(
     require(last is None or step <= last, f"--step is {step:,}, but the last step of the run in {folder} is {last}.")
     treatments = [*record.treatments]
     explanation = explain(train_again, folder, step, describe_row=runner.describe_row, left_out=treatments, last=last)
-    for line in told(explanation, line_width()):
+    for line in explanation_lines(explanation, line_width()):
         write_line(line)
 
 

@@ -1,7 +1,7 @@
-"""What left its history first before a spike, what each way of taking that step shows, and the verdict on both."""
+"""Explanation of a spike: the first quantity to leave its history, branches of that step, and a verdict."""
 
 from .explanation import Explanation, explain
 from .rows import rows_by_step
-from .telling import rows_told, told
+from .explanation_text import row_table, explanation_lines
 
-__all__ = ["Explanation", "explain", "rows_by_step", "rows_told", "told"]
+__all__ = ["Explanation", "explain", "explanation_lines", "row_table", "rows_by_step"]

@@ -1,4 +1,4 @@
-"""The rows of a step's batch, as a hook measured them, with what they are."""
+"""Measured rows of a step's batch, with their descriptions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Describe = Callable[[int], Any]
-"""What an experiment says of a row of its data set, for people."""
+"""Returns an experiment's readable description of a row of its data set."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class ExplainedRow:
     """A row of the batch of the step in question."""
 
     index: int | None
-    """In the data set, where that is known."""
+    """The row's index in the data set, if known."""
     place: int
-    """In the batch."""
+    """The row's position in the batch."""
     loss: float
     gradient_norm: float
     stands_out: bool = False
@@ -25,40 +25,40 @@ class ExplainedRow:
 
     @property
     def name(self) -> str:
-        """What a sentence calls it."""
+        """The row's name in sentences."""
         return f"row {self.index:,}" if self.index is not None else f"the row at place {self.place}"
 
 
 def measured_rows(
     measured: Mapping[str, Sequence[float]], describe: Describe, standing_out: Sequence[int] = ()
 ) -> list[ExplainedRow]:
-    """Return the rows of which ``loss`` and ``gradient_norm`` were measured, in the order of the batch.
+    """Return the rows with their measured ``loss`` and ``gradient_norm``, in the order of the batch.
 
-    ``index`` may be among what was measured; ``standing_out`` are places.
+    ``measured`` may also contain ``index``; ``standing_out`` are positions in the batch.
     """
     losses, norms = measured["loss"], measured["gradient_norm"]
     indices = [int(index) for index in measured["index"]] if "index" in measured else [None] * len(losses)
-    said = [None if index is None else described(describe, index) for index in indices]
+    texts = [None if index is None else describe_safely(describe, index) for index in indices]
     return [
         ExplainedRow(index, place, loss, norm, place in standing_out, text)
-        for place, (index, loss, norm, text) in enumerate(zip(indices, losses, norms, said, strict=True))
+        for place, (index, loss, norm, text) in enumerate(zip(indices, losses, norms, texts, strict=True))
     ]
 
 
 def rows_by_step(points: Sequence[Any], hook: str, describe: Describe) -> dict[int, list[ExplainedRow]]:
     """Return the rows that ``batch_rows`` recorded, by step."""
-    found: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for _, step, _, metric, value in points:
         name = metric.removeprefix(f"{hook}/")
         if name != metric and isinstance(value, list):
-            found.setdefault(step, {})[name] = value
-    return {step: measured_rows(measured, describe) for step, measured in found.items()}
+            by_step.setdefault(step, {})[name] = value
+    return {step: measured_rows(measured, describe) for step, measured in by_step.items()}
 
 
-def described(describe: Describe, index: int) -> Any:
-    """Return what an experiment says of a row, as plain values; its own error where it cannot."""
+def describe_safely(describe: Describe, index: int) -> Any:
+    """Return an experiment's description of a row, or the error that it raised."""
     try:
-        found = describe(index)
+        description = describe(index)
     except Exception as error:
         return f"describe_row({index}) failed: {type(error).__name__}: {error}"
-    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else found
+    return f"a tensor of shape {tuple(description.shape)}" if isinstance(description, torch.Tensor) else description

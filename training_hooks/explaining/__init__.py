@@ -1,4 +1,4 @@
-"""What led to a step: the quantities of the steps before it, and the same step taken in other ways."""
+"""Hooks that explain a step: the history of its quantities, and variants of the step."""
 
 from .step_history import StepHistory
 from .what_if import WhatIf

@@ -1,4 +1,4 @@
-"""Rows of a batch that stand out: by numbers measured of each, or because they stand there several times."""
+"""Detection of outlier rows and repeated rows in a batch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from loopscope.state import in_bytes, visited
 from torch import Tensor
 
 STANDS_OUT = 6.0
-"""From how many spreads above the middle on a row stands out, if it is above all rows of fresh batches, too."""
+"""A row stands out if it is this many spreads above the median, and above all rows of fresh batches."""
 
 
 def outliers(own: Tensor, others: Tensor) -> list[int]:
-    """Return the places whose loss or gradient norm is above all others' and far above their middle.
+    """Return the positions whose loss or gradient norm is above all others and far above their median.
 
-    Shapes (2, rows) each; the spread is 1.4826 times the median distance from the median, of logarithms where all
-    values are positive. What is not finite stands out.
+    Shapes (2, rows) each. The spread is 1.4826 times the median distance from the median, of logarithms if all values
+    are positive. Rows with values that are not finite stand out.
     """
     places: set[int] = set()
     for mine, theirs in zip(own, others, strict=True):
@@ -32,31 +32,31 @@ def outliers(own: Tensor, others: Tensor) -> list[int]:
 
 
 def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
-    """Return the places of all copies of a row but the first, where no other batch has half as many of one row."""
+    """Return the positions of further copies of a row, if no other batch has half as many copies of any row."""
     most = max(map(copies, others), default=1)
-    contents = contents_of(batch)
+    contents = row_contents(batch)
     counts = Counter(contents)
     firsts = {content: place for place, content in reversed([*enumerate(contents)])}
     return [place for place, each in enumerate(contents) if place != firsts[each] and counts[each] > 2 * most]
 
 
-def contents_of(batch: Batch) -> list[bytes]:
+def row_contents(batch: Batch) -> list[bytes]:
     """Return the bytes of each row."""
     leaves = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
     plain = [in_bytes(leaf).view(len(leaf), -1).numpy() for leaf in leaves if leaf.numel()]
     return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
 
 
-def without_rows_of(batch: Batch, others: Sequence[Batch]) -> list[Batch]:
-    """Return the other batches without rows that ``batch`` has, too; those that keep less than half are left out."""
-    own, found = {*contents_of(batch)}, []
+def exclude_shared_rows(batch: Batch, others: Sequence[Batch]) -> list[Batch]:
+    """Return the other batches without rows that are also in ``batch``; omits batches that lose more than half."""
+    own, found = {*row_contents(batch)}, []
     for other in others:
-        places = [place for place, row in enumerate(contents_of(other)) if row not in own]
+        places = [place for place, row in enumerate(row_contents(other)) if row not in own]
         if 2 * len(places) >= rows(other):
             found.append(other if len(places) == rows(other) else part_of(other, places))
     return found
 
 
 def copies(batch: Batch) -> int:
-    """Return how often the row stands in a batch that stands there most often."""
-    return max(Counter(contents_of(batch)).values(), default=0)
+    """Return the number of copies of the most frequent row in a batch."""
+    return max(Counter(row_contents(batch)).values(), default=0)

@@ -1,4 +1,4 @@
-"""The size of everything that a step computes, layer by layer, so that the first to leave its history is found."""
+"""Sizes of the quantities that each step computes, layer by layer, to find the first that leaves its history."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,24 +19,24 @@ from ..curvature import coming_batches
 from .rows import copies
 
 
-def largest(tensor: Tensor) -> Tensor:
-    """Return max |x|, float32 or wider; NaN or infinite where any element is, 0 of an empty tensor."""
+def largest_magnitude(tensor: Tensor) -> Tensor:
+    """Return max |x|, float32 or wider; NaN or infinite if any element is, 0 for an empty tensor."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return tensor.detach().abs().amax().to(wide) if tensor.numel() else torch.zeros((), device=tensor.device)
 
 
 @contextmanager
-def outputs_seen(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Note max |output| of each layer, in the order of the forward pass, and of the model itself as ``logits``.
+def record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Record max |output| of each layer, in the order of the forward pass, and of the model itself as ``logits``.
 
-    A layer that is called several times in a pass counts with the largest.
+    For a layer that is called several times in a pass, the largest output counts.
     """
     found: dict[str, Tensor] = {}
 
     def note(name: str, output: Any) -> None:
         tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         for tensor in tensors[:1]:
-            size = largest(tensor)
+            size = largest_magnitude(tensor)
             found[name] = torch.maximum(found[name], size) if name in found else size
 
     with ExitStack() as stack:
@@ -49,16 +49,16 @@ def outputs_seen(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @HookRegistry.register
 class StepHistory(DebugInterventionHook):
-    """Note at every step how large everything is that the step computes: what ``loopscope rewind --explain`` reads.
+    """Record the sizes of all quantities of every step, for ``loopscope rewind --explain``.
 
-    Loss, learning rate and gradients are those of the step itself; outputs of layers are those of one more forward
-    pass on its batch, before the step, with other dropout masks. Changes of weights and the optimizer's state are told
-    at the step after, since only then nothing can happen to them any more.
+    Loss, learning rate and gradients are those of the step itself. The outputs of layers come from an extra forward
+    pass on the step's batch, before the step, with other dropout masks. Changes of the weights and of the optimizer's
+    state are reported at the following step, when they are final.
 
-    Assumes a run of one process whose next batch is known, and a model whose losses do not depend on how often it is
-    called.
+    Assumes a run of one process whose next batch is available, and a model whose losses do not depend on the number of
+    its calls.
 
-    Costs two forward passes a step, a copy of the parameters, and a batch that is loaded once more.
+    Costs two forward passes a step, a copy of the parameters, and loading each batch twice.
     """
 
     name = "step_history"
@@ -69,27 +69,27 @@ class StepHistory(DebugInterventionHook):
     needs_loader = True
     needs_next_batch = True
     metrics = """
-        copies | how often the row stands in the batch that stands there most often | 1, 2, …
+        copies | number of copies of the most frequent row in the batch | 1, 2, …
             | More than 1: repeated rows.
-        loss | the loss of the step | (−∞, ∞) | Against its own history: a spike.
-        lr | the largest learning rate of a parameter group in the step | [0, ∞) | What the schedule did.
+        loss | the loss of the step | (−∞, ∞) | Far above its history: a spike.
+        lr | the largest learning rate of a parameter group in the step | [0, ∞) | The effect of the schedule.
         output | by layer: max |output| on the step's batch, `logits`: of the model | [0, ∞), NaN
-            | The first layer that leaves its history is where a forward pass went wrong.
-        gradient | ‖g_p‖₂ at POST_BACKWARD | [0, ∞) | Before clipping.
-        loss_before | the loss at the parameters before the step, on the batch of the step after | (−∞, ∞)
-            | What the next loss would have been without this step: the difference is what the step did.
-        update | of the step before: max |θ_p − θ_p before it| | [0, ∞)
-            | Whatever changed the weights since, not the optimizer alone.
-        state | after the step before: √ mean of squares of each entry of the optimizer's state that has the
+            | The first layer that leaves its history is the origin of a fault in the forward pass.
+        gradient | ‖g_p‖₂ at POST_BACKWARD | [0, ∞) | The norm before clipping.
+        loss_before | the loss at the parameters before the step, on the batch of the next step | (−∞, ∞)
+            | The next loss without this step; its difference from the actual next loss is the step's effect.
+        update | of the previous step: max |θ_p − θ_p before it| | [0, ∞)
+            | All changes of the weights since then, not only the optimizer's.
+        state | after the previous step: √ mean of squares of each entry of the optimizer's state that has the
             shape of the parameter, by entry and parameter | [0, ∞)
-            | A second moment that falls at once makes the next steps too long.
+            | If a second moment falls suddenly, the next steps are too long.
     """
     _weights = Remembered(dict[str, Tensor])
 
     def start(self, run: RunInfo) -> None:
-        """Refuse several processes, whose tensors lie apart."""
+        """Raise :class:`UnsuitableError` for several processes, which may shard tensors."""
         if run.ranks.are_many:
-            raise UnsuitableError("Hook 'step_history' looks at whole tensors, so it needs a run of one process.")
+            raise UnsuitableError("Hook 'step_history' measures whole tensors, so it needs a run of one process.")
         self._coming: Iterator[Batch] = iter(())
         self._after = -1
 
@@ -101,8 +101,8 @@ class StepHistory(DebugInterventionHook):
         return {**found, "gradient": dict(zip(live, norms, strict=True))}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
-        """Return what is known before the step."""
-        with eagerly(), outputs_seen(model_ctx.model) as outputs:
+        """Return the quantities that are available before the step."""
+        with eagerly(), record_outputs(model_ctx.model) as outputs:
             model_ctx.compute_batch_loss()
         found: dict[str, Any] = {
             "lr": max((float(group.lr) for group in run_ctx.optimizer_groups), default=math.nan),
@@ -113,12 +113,12 @@ class StepHistory(DebugInterventionHook):
         }
         weights = {name: leaf.detach() for name, leaf in trainable(model_ctx.model).items()}
         if self._weights.keys() == weights.keys():
-            found["update"] = {name: largest(leaf - self._weights[name]) for name, leaf in weights.items()}
+            found["update"] = {name: largest_magnitude(leaf - self._weights[name]) for name, leaf in weights.items()}
         self._weights = {name: leaf.clone() for name, leaf in weights.items()}
         return found
 
     def _next_batch(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Batch:
-        """Return the batch of the step after this one, from a pass over the data that goes on from step to step."""
+        """Return the batch of the next step, from an iterator that continues from step to step."""
         if self._after != run_ctx.step - 1:
             self._coming = coming_batches(model_ctx.loader, run_ctx.step)
         self._after = run_ctx.step

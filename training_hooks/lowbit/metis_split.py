@@ -50,7 +50,7 @@ class MetisSplit(InterventionHook):
 
     def start(self, run: RunInfo) -> None:
         """Find the layers and take the schedule from their recipe."""
-        layers = splittable(run.model)
+        layers = splittable_layers(run.model)
         if not layers:
             raise UnsuitableError(
                 f"Hook {self.name!r} needs low-bit layers that can be split (recipe 'fp4_metis', or another with "
@@ -78,7 +78,7 @@ class MetisSplit(InterventionHook):
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Request the split of every layer and return its effect on the weights."""
-        layers = splittable(run_ctx.model)
+        layers = splittable_layers(run_ctx.model)
         optimized = {name for group in run_ctx.optimizer_groups for name in group.names}
         if missing := [name for name in layers if f"{name}.factors.s".lstrip(".") not in optimized]:
             raise UsageError(
@@ -109,7 +109,7 @@ class MetisSplit(InterventionHook):
         }
 
 
-def splittable(model: nn.Module) -> dict[str, BitLinear]:
+def splittable_layers(model: nn.Module) -> dict[str, BitLinear]:
     """Return the layers with factors and a trained weight, by name."""
     return {
         name: module

@@ -186,7 +186,9 @@ class WeightUpdates(TrainingHook):
         low, high = self.monitor.vanishing_grad_threshold, self.monitor.exploding_grad_threshold
         for condition, pairs, limit in (("vanishing", smallest, low), ("exploding", largest, high)):
             affected, worst = {name: f"‖g‖ = {norm:.3g}" for name, norm in pairs}, pairs[0][1] if pairs else None
-            self._conditions.update(condition, affected, step=ctx.step, checked=len(gradients), worst=worst, limit=limit)
+            self._conditions.update(
+                condition, affected, step=ctx.step, checked=len(gradients), worst=worst, limit=limit
+            )
         return self.monitor.aggregate_gradient_stats(gradients)
 
     def _update_metrics(self, updates: Mapping[str, UpdateDiagnostics], ctx: RunDataContext) -> Metrics:

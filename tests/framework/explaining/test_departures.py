@@ -111,5 +111,5 @@ def test_short_history_is_reported():
     history = {name: {step: series[step] for step in range(1, 45)} for name, series in noise(5).items()}
     found, why = first_departure(history, 44)
     assert found is None
-    assert why == "Step 44 has 43 recorded steps before it, too few to tell what is unusual: 52 are needed."
+    assert why == "Step 44 has only 43 recorded steps before it; the test needs at least 52."
     assert first_departure(history, 99)[1].startswith("Step 99 has 0 recorded steps before it")

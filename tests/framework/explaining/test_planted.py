@@ -107,7 +107,7 @@ def test_command_explains_recorded_spike(tmp_path):
         assert "Step size: the losses of the next batches rise by " in out
         assert json.loads((run / "rewinds/explained_step_131/explanation.json").read_text())["cause"] == "step size"
         quiet = printed_by("rewind", str(run), "--step", "60", "--explain")
-        assert "It cannot be told: nothing to explain was found." in quiet
+        assert "Inconclusive: found nothing to explain." in quiet
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_command_explains_recorded_spike(tmp_path):
         (["--explain"], "needs the step to go back to, --step N"),
         (["--step", "2", "--spike"], "needs the step to go back to"),
         (["--step", "2", "--until", "3", "--explain"], "--explain is about one step"),
-        (["--step", "2", "--explain"], "too few to tell what is unusual"),
+        (["--step", "2", "--explain"], "the test needs at least"),
     ],
 )
 def test_unexplainable_requests_are_reported(words, sentence, tmp_path, capfd):

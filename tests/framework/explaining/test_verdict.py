@@ -49,7 +49,7 @@ def test_cause_is_the_branch_that_removes_harm(case, cause):
     """Without such a branch the cause is None, and the sentence reports no cause."""
     found = judged(**case)
     assert found.cause == cause
-    assert found.sentence.startswith("It cannot be told:" if cause is None else cause.capitalize())
+    assert found.sentence.startswith("Inconclusive:" if cause is None else cause.capitalize())
 
 
 def test_a_sentence_has_its_numbers_and_rows():

@@ -14,7 +14,7 @@ from loopscope.report import inspect_run
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink
 from loopscope.training_hooks.explaining import WhatIf
-from loopscope.training_hooks.explaining.rows import outliers, repeated, without_rows_of
+from loopscope.training_hooks.explaining.rows import exclude_shared_rows, outliers, repeated
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.framework.explaining.planted import (
@@ -176,8 +176,8 @@ def test_rows_are_repeated_where_other_batches_have_none():
 
 def test_fresh_batches_have_no_rows_of_the_batch():
     batch, same = (torch.tensor([1.0, 2.0]),), (torch.tensor([2.0, 1.0]),)
-    assert without_rows_of(batch, [same]) == []
-    (found,) = without_rows_of(batch, [(torch.tensor([3.0, 2.0, 4.0]),)])
+    assert exclude_shared_rows(batch, [same]) == []
+    (found,) = exclude_shared_rows(batch, [(torch.tensor([3.0, 2.0, 4.0]),)])
     assert found[0].tolist() == [3.0, 4.0]
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from loopscope.training_hooks.explaining.widened import Widened, layer_widened
+from loopscope.training_hooks.explaining.wider_precision import Widened, widen_layer
 from torch import Tensor, nn
 
 
@@ -27,7 +27,7 @@ def test_autocast_in_float32_is_float32_bit_for_bit():
     expected, low = gradients(model, x, autocast=False), gradients(model, x, autocast=True)
     with (mode := Widened()):
         found = gradients(model, x, autocast=True)
-    assert mode.met
+    assert mode.converted_count
     assert all(map(torch.equal, found, expected))
     assert not any(map(torch.equal, low, expected))
 
@@ -58,11 +58,11 @@ def test_what_overflows_in_float32_does_not_in_float64(wide, is_finite):
 def test_one_layer_alone_is_widened():
     model, x = model_and_batch()
     mode = Widened()
-    with torch.autocast("cpu", torch.bfloat16), layer_widened(model[0], mode):
+    with torch.autocast("cpu", torch.bfloat16), widen_layer(model[0], mode):
         hidden = model[0](x)
         assert hidden.dtype == torch.float32
         assert model[3](hidden).dtype == torch.bfloat16
-    assert mode.met
+    assert mode.converted_count
     assert not model[0]._forward_hooks
     assert not model[0]._forward_pre_hooks
 
@@ -70,6 +70,6 @@ def test_one_layer_alone_is_widened():
 def test_a_layer_that_raises_leaves_the_mode():
     model, x = model_and_batch()
     mode = Widened()
-    with layer_widened(model[0], mode), pytest.raises(RuntimeError):
+    with widen_layer(model[0], mode), pytest.raises(RuntimeError):
         model[0](x[..., :2])
     assert (x.bfloat16() + 1).dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""An explanation in lines for people."""
+"""Text output of explanations."""
 
 import math
 import textwrap
@@ -12,8 +12,8 @@ from .rows import ExplainedRow
 MOST_ROWS = 5
 
 
-def told(explanation: Explanation, width: int) -> Iterator[str]:
-    """Yield lines: where, the branches, the rows that stand out, the verdict."""
+def explanation_lines(explanation: Explanation, width: int) -> Iterator[str]:
+    """Yield the lines of an explanation: departure, branches, rows that stand out, verdict."""
 
     def wrapped(text: str) -> list[str]:
         return textwrap.wrap(text, width, subsequent_indent="  ")
@@ -27,16 +27,16 @@ def told(explanation: Explanation, width: int) -> Iterator[str]:
         yield from in_columns([_row(branch) for branch in explanation.branches], width, ("", "removed"))
         if explanation.left_out:
             yield from wrapped(f"Not in the branches: {', '.join(explanation.left_out)}.")
-    if found := explanation.standing_out:
+    if rows := explanation.standing_out:
         yield ""
-        yield from rows_told(found, width)
+        yield from row_table(rows, width)
     yield ""
     yield from wrapped(explanation.verdict)
     if explanation.folder is not None:
         yield f"Written to {explanation.folder}"
 
 
-def rows_told(rows: Sequence[ExplainedRow], width: int) -> Iterator[str]:
+def row_table(rows: Sequence[ExplainedRow], width: int) -> Iterator[str]:
     """Yield a table of the rows with the largest losses."""
     largest = sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss) else -row.loss)
     table = [
