@@ -188,12 +188,12 @@ class Isolation:
         return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
     def _needs_full_check(self, call: Call, tripwire: Tripwire) -> bool:
-        """Return whether this call gets a complete check; remember bytes for it and for calls that rewrite bytes."""
+        """Return whether this call gets a complete check; record bytes for it and for calls that rewrite bytes."""
         key = call[:2]
         seen = self._calls[key] = self._calls.get(key, 0) + 1
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
         if is_full or key in self._rewriting_calls:
-            tripwire.remember(everywhere=self._audit.enabled)
+            tripwire.record_bytes(everywhere=self._audit.enabled)
         return is_full
 
     def _check_quickly(self, call: Call) -> None:

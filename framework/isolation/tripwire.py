@@ -28,7 +28,7 @@ _pointer = Tensor.data_ptr
 Sweep = tuple[Any, ...]
 
 
-@unaffected_by_warnings("take_baseline", "remember", "check_bytes", "check_quickly", "check_rest")
+@unaffected_by_warnings("take_baseline", "record_bytes", "check_bytes", "check_quickly", "check_rest")
 class Tripwire:
     """Sweeps the training state; each successful check becomes the baseline of the next.
 
@@ -60,8 +60,8 @@ class Tripwire:
         self._attribute_addresses = self.watch.attribute_addresses
         self._bytes = {}
 
-    def remember(self, *, everywhere: bool) -> None:
-        """Remember digests of the swept tensors, so that a check can compare bytes instead of versions.
+    def record_bytes(self, *, everywhere: bool) -> None:
+        """Record digests of the swept tensors, so that a check can compare bytes instead of versions.
 
         A write that leaves the bytes equal is allowed: ``clip_grad_norm_`` with an infinite limit, used to measure a
         norm, multiplies by 1. Unless ``everywhere``, tensors on an accelerator are left out, since digests are computed
@@ -74,7 +74,7 @@ class Tripwire:
             self._settings = self._state.flags.read_slow()
 
     def check_bytes(self, culprit: object) -> None:
-        """Raise :class:`StateMutationError` if remembered bytes or any slow setting differ."""
+        """Raise :class:`StateMutationError` if recorded bytes or any slow setting differ."""
         if not self._bytes:
             return
         try:
@@ -86,7 +86,7 @@ class Tripwire:
         if changes:
             raise mutation_error(culprit, changes)
 
-    def _holds_the_same(self, now: Sweep) -> bool:
+    def _holds_equal_bytes(self, now: Sweep) -> bool:
         """Return whether only versions differ from the baseline, and the written tensors hold equal bytes."""
         same_objects = all(map(same_values, self._quick[:-1], now[:-1]))
         if not self._bytes or not same_objects or len(self._quick[-1]) != len(now[-1]):
@@ -102,7 +102,7 @@ class Tripwire:
             self.rewritten = False
             if self._quick_is_same(quick):
                 return
-            self.rewritten = self._holds_the_same(quick)
+            self.rewritten = self._holds_equal_bytes(quick)
             changes = [] if self.rewritten else self._changes(quick) or ["the set of tensors"]
         except Exception as error:
             raise unreadable_state(culprit, error) from error
@@ -276,14 +276,14 @@ class Audit:
     def __init__(self, state: TrainingState, *, enabled: bool) -> None:
         self._state = state
         self.enabled = enabled
-        self._before: dict[str, int] = {}
+        self._digests: dict[str, int] = {}
         self._objects: Objects | None = None
         self._gradients: dict[Tensor, Tensor | None] = {}
 
     def take_baseline(self) -> None:
         """Compute the digests and record the objects to compare with."""
         if self.enabled:
-            self._before = self._state.digest()
+            self._digests = self._state.digest()
             self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
             self._objects = Objects((*self._state.roots, self._gradients), persistent=False)
 
@@ -291,7 +291,7 @@ class Audit:
         """Raise :class:`StateMutationError`, which names ``culprit`` and the differences, if the state changed."""
         if self.enabled:
             try:
-                changes = differing(self._before, self._state.digest()) or self._replaced_objects()
+                changes = differing(self._digests, self._state.digest()) or self._replaced_objects()
             except Exception as error:
                 raise unreadable_state(culprit, error) from error
             if changes:

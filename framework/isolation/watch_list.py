@@ -60,9 +60,8 @@ class WatchList:
         """Return the numbers of attributes of objects, the compared attributes, and the contents of containers."""
         try:
             attributes = [*chain.from_iterable(map(call, self._getters, self._spaces))]
-        except (
-            KeyError
-        ):  # an attribute was removed, such as the forward function with which a tap had replaced a module's
+        except KeyError:
+            # An attribute was removed, such as the forward function with which a tap had replaced a module's.
             attributes = [space.get(key, _MISSING) for space, key in self._attribute_keys]
         return (*map(len, self._spaces), *attributes, *chain.from_iterable(self._attribute_views))
 

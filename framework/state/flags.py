@@ -161,9 +161,8 @@ def _precisions(keys: list[tuple[str, str]]) -> list[str]:
 
 def _set_precisions(keys: list[tuple[str, str]], saved: list[str]) -> None:
     for key, value in zip(keys, saved, strict=True):
-        if (
-            _C._get_fp32_precision_getter(*key) != value
-        ):  # read again, since setting a generic precision changes inherited ones
+        # Read one by one, since setting a generic precision changes inherited ones.
+        if _C._get_fp32_precision_getter(*key) != value:
             _C._set_fp32_precision_setter(*key, value)
 
 

@@ -332,9 +332,8 @@ def referenced_objects(value: Any) -> tuple[Any, ...]:
         inert = isinstance(value.__self__, (ModuleType, type, type(None))) or value.__name__ in _ONLY_WRITES
         return () if inert else (value.__self__,)
     if isinstance(value, FunctionType) and not str(value.__module__).startswith(("torch.", "loopscope.")):
-        if "_torchdynamo_orig_callable" in vars(
-            value
-        ):  # a wrapper by torch.compile, although its __module__ is that of the function
+        # A wrapper by torch.compile, although its __module__ is that of the function.
+        if "_torchdynamo_orig_callable" in vars(value):
             return (vars(value)["_torchdynamo_orig_callable"],)
         references = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
         return tuple([item for item in references if item])

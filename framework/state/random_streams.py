@@ -79,10 +79,8 @@ def _place_in_torch() -> Place:
     first = struct.pack("4I", *[word & 0xFFFFFFFF for word in twin.get_state().view(torch.int64)[3:7].tolist()])
     words = bytes_at(address, 256).find(first) if address else -1  # the object is 2.6 KB large
     torch.randn(1, dtype=torch.float64, generator=twin)
-    start, end = (
-        words - 20,
-        words + WORDS * 4 + 28,
-    )  # seed, left, seeded, next; padding, a float, a double, each or none
+    # Before the words: seed, left, seeded, next; after them: padding, optional<float>, optional<double>.
+    start, end = words - 20, words + WORDS * 4 + 28
     block = bytes_at(address + start, end - start) if words >= 20 else b""
     gaussian = torch.randn(1, dtype=torch.float64, generator=twin).item()
     if block[-16:-7] != struct.pack("d?", gaussian, True):
@@ -93,10 +91,10 @@ def _place_in_torch() -> Place:
 
 
 _IN_PYTHON, _IN_NUMPY, _IN_TORCH = _place_in_python(), _place_in_numpy(), _place_in_torch()
-_FOUND = NOWHERE not in (_IN_PYTHON, _IN_NUMPY, _IN_TORCH)
+_PLACES_KNOWN = NOWHERE not in (_IN_PYTHON, _IN_NUMPY, _IN_TORCH)
 _AT_PYTHON = id(_PYTHON) + _IN_PYTHON.offset
 _AT_GAUSSIAN = id(_RANDOM_STATE) + _IN_NUMPY.offset
-_AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _FOUND else 0  # type: ignore[attr-defined]
+_AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _PLACES_KNOWN else 0  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ class StreamState:
         """Restore every generator."""
         if _NUMPY.get_bit_generator() is not self.bit_generator:
             _NUMPY.set_bit_generator(self.bit_generator)
-        if _FOUND:
+        if _PLACES_KNOWN:
             ctypes.memmove(_AT_TORCH, self.of_torch, _IN_TORCH.size)
             ctypes.memmove(_AT_PYTHON, self.of_python, TWISTER)
             ctypes.memmove(self.bit_generator.ctypes.state_address, self.of_numpy, TWISTER)
@@ -140,7 +138,7 @@ class StreamState:
     @property
     def torch_cpu(self) -> Tensor:
         """The state of torch's CPU generator, in the format of its ``get_state``."""
-        if not _FOUND:
+        if not _PLACES_KNOWN:
             return _as_tensor(self.of_torch)
         twin = torch.Generator()
         ctypes.memmove(twin._cdata + _IN_TORCH.offset, self.of_torch, _IN_TORCH.size)  # type: ignore[attr-defined]
@@ -149,7 +147,7 @@ class StreamState:
 
 def _torch_bytes(state: Tensor) -> bytes:
     """Return the bytes of torch's CPU generator in a :class:`StreamState`, given a result of ``get_state``."""
-    if not _FOUND:
+    if not _PLACES_KNOWN:
         content: bytes = state.numpy().tobytes()
         return content
     twin = torch.Generator()
@@ -260,7 +258,7 @@ class RandomStreams:
                 bytes_at(twister.ctypes.state_address, TWISTER),
                 bytes_at(_AT_GAUSSIAN, _IN_NUMPY.size),
             )
-            if _FOUND
+            if _PLACES_KNOWN
             else _global_states(twister)
         )
         devices = devices_in_use() if is_present() else ()

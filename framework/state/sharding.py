@@ -113,9 +113,8 @@ class FullSharding:
         """Restore the result of :meth:`read`, except gradients and hooks of gathered parameters."""
         pairs = zip(self._plain, previous, strict=False)
         changed = [(space, key, value) for (space, key), value in pairs if space.get(key) is not value]
-        if any(
-            isinstance(value, Enum) for *_, value in changed
-        ):  # otherwise a tap during the run's pass would cancel the pass
+        # Only for a changed phase (an enum): otherwise a tap during the run's pass would cancel the pass.
+        if any(isinstance(value, Enum) for *_, value in changed):
             self.scatter()
         for space, key, value in changed:
             space[key] = value

@@ -1,4 +1,4 @@
-"""The object structure of the training state: contents of containers and slots, remembered and restored in place."""
+"""The object structure of the training state: saved contents of containers and slots, restored in place."""
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
@@ -102,9 +102,8 @@ class Structure:
             if (slots := Slots.of(value)) is not None:
                 self._sequences.append(slots)
                 self._visit_all(slots)
-            if hasattr(value, "__dict__") and not is_frozen(
-                value
-            ):  # the __dict__ of frozen objects may get cached properties
+            # The __dict__ of a frozen object is left out, since it may get cached properties.
+            if hasattr(value, "__dict__") and not is_frozen(value):
                 self._add(self._objects, value, (vars(value),))
 
     def _add(self, objects: list[Any], value: Any, contents: Iterable[Any]) -> None:

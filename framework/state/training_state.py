@@ -89,9 +89,8 @@ def _watch_extras(state: StateObjects) -> Watched:
     if not any(_extra_states(state).values()):
         return Watched()
     ids_of_two_calls = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
-    are_copies = (
-        ids_of_two_calls[0] != ids_of_two_calls[1]
-    )  # state_dict() returns new tensors at each call; only the audit compares their bytes
+    # If state_dict() returns new tensors at each call, only the audit compares their bytes.
+    are_copies = ids_of_two_calls[0] != ids_of_two_calls[1]
 
     def read_values() -> tuple[Any, ...]:
         leaves = [leaf for _, leaf in _extra_leaves(state)]
@@ -125,10 +124,8 @@ def _load_loop(state: StateObjects, stored: Any) -> None:
 
 def _generator_leaves(state: StateObjects) -> Leaves:
     streams = state.streams.save()
-    yield (
-        "generators/torch",
-        (streams.torch_cpu,),
-    )  # in a tuple, like the others: it is a copy, not a tensor of the state
+    # In a tuple, like the others: it is a copy, not a tensor of the state.
+    yield "generators/torch", (streams.torch_cpu,)
     yield "generators/python", (streams.of_python, streams.python_gaussian)
     yield "generators/numpy", (streams.of_numpy, streams.second_gaussian)
     for index, (_, generator_state) in enumerate((*streams.accelerators, *streams.owned)):

@@ -297,9 +297,8 @@ def _is_number(value: Any) -> bool:
 
 def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
     now = _stored_scheduler(state)
-    shared = [
-        key for key, form in now.items() if isinstance(form, dict) and "again" in form
-    ]  # such as the reference to the optimizer
+    # References to objects that are stored elsewhere, such as the optimizer.
+    shared = [key for key, form in now.items() if isinstance(form, dict) and "again" in form]
     if missing := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
         return f"does not fit this run: its scheduler lacks {missing[0]}"
     return numbers_missing("scheduler", now, stored)

@@ -221,9 +221,8 @@ def _part(tensor: Any, position: int, groups: Groups, like: Any = None) -> Tenso
     # Partial sums are completed before they are multiplied: a product of sums is not the sum of products.
     placements = _completed_placements(like)
     for dimension, placement in enumerate(placements):
-        if (
-            not placement.is_replicate()
-        ):  # not is_shard(), which is false for the strided shards of FSDP2 with tensor parallelism
+        # is_shard() would be false for the strided shards of FSDP2 with tensor parallelism.
+        if not placement.is_replicate():
             groups.setdefault(like.device_mesh.get_group(dimension), []).append(position)
     return tensor.redistribute(like.device_mesh, placements).to_local()  # type: ignore[no-any-return]
 

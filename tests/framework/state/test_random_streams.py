@@ -28,9 +28,10 @@ DRAWS = {
 
 @pytest.fixture(scope="module", params=[True, False], ids=["as bytes", "the documented ways"], autouse=True)
 def _found(request):
-    found, random_streams._FOUND = random_streams._FOUND, random_streams._FOUND and request.param
+    original = random_streams._PLACES_KNOWN
+    random_streams._PLACES_KNOWN = original and request.param
     yield
-    random_streams._FOUND = found
+    random_streams._PLACES_KNOWN = original
 
 
 def test_generator_states_are_located_in_memory():
