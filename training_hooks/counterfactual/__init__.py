@@ -1,4 +1,4 @@
-"""The same epoch in another order."""
+"""Hooks that retrain an epoch in other data orders."""
 
 from .counterfactual import Counterfactual
 from .counterfactual_validator import CounterfactualValidator

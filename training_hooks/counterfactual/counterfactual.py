@@ -1,4 +1,4 @@
-"""What the order of the data did to an epoch: its gradient against those of the same epoch in shuffled orders."""
+"""Effect of the data order on an epoch: its gradient compared with those of the same epoch in shuffled orders."""
 
 from collections.abc import Iterator, Sequence
 
@@ -200,7 +200,7 @@ class Counterfactual(InterventionHook):
         self.k = k
 
     def start(self, run: RunInfo) -> None:
-        """Say what the errors would need if there are too few shuffles for them."""
+        """Issue a notice if there are too few shuffles for errors."""
         if self.k < FEWEST:
             notice(
                 f"counterfactual.k is {self.k}: fractions and excess come without errors, which need at least {FEWEST} "

@@ -1,4 +1,4 @@
-"""Whether a few shuffles are enough for the counterfactual split: its estimates and their errors by their number."""
+"""Estimates and errors of the counterfactual split by number of shuffles, to check whether a few are enough."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""The split of epochs into content and ordering, many at once, and its errors, from inner products alone."""
+"""Batched split of epochs into content and ordering, with errors, from inner products."""
 
 from itertools import combinations
 from typing import NamedTuple

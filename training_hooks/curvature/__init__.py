@@ -1,4 +1,4 @@
-"""Second derivatives and step sizes."""
+"""Hooks about curvature and step sizes."""
 
 from .hessian import Hessian
 from .lr_probe import LrProbe, coming_batches

@@ -1,4 +1,4 @@
-"""How one step changes the gradient of the next batch, and of its own: entanglement and curvature along updates."""
+"""Entanglement of consecutive batches and curvature along updates."""
 
 import math
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ def preconditioned_curvature(direction: Vector, product: Vector, preconditioner:
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a step set out from: its number, the parameters before it, the learning rate of each of them.
+    """The start of a step: its number, the parameters before it, and the learning rate of each parameter.
 
-    ``threshold`` is the curvature that the optimizer bears at these learning rates, if it is known.
+    ``threshold`` is the optimizer's stability threshold at these learning rates, if known.
     """
 
     step: int
@@ -42,15 +42,15 @@ class Departure:
 
 @dataclass
 class Trail:
-    """The entanglements of the burst under way: the last one, their sum, and the sum of their norms."""
+    """The entanglements of the current burst: the last one, their sum, and the sum of their norms."""
 
     last: Mapping[str, Tensor] = field(default_factory=dict)
     total: Mapping[str, Tensor] = field(default_factory=dict)
     length: Tensor | None = None
 
     def add(self, change: Vector) -> dict[str, Tensor]:
-        """Record an entanglement; from the second on, return how it agrees with those before."""
-        last, total = placed_like(change, self.last), placed_like(change, self.total)
+        """Record an entanglement; from the second on, return its coherence with the earlier ones."""
+        last, total = moved_like(change, self.last), moved_like(change, self.total)
         length = norm(change)
         self.last, self.total = change, accumulate(total, change)
         if self.length is None:
@@ -60,8 +60,8 @@ class Trail:
         return {"coherence": cosine(change, last), "burst_coherence": norm(self.total) / self.length}
 
 
-def placed_like(live: Vector, values: Vector) -> dict[str, Tensor]:
-    """Move values, which may come from a checkpoint, to the devices of the live tensors of their names."""
+def moved_like(live: Vector, values: Vector) -> dict[str, Tensor]:
+    """Move values, which may come from a checkpoint, to the devices of the live tensors with the same names."""
     return {name: values[name].to(tensor.device) for name, tensor in live.items() if name in values}
 
 
@@ -184,13 +184,13 @@ class Hessian(InterventionHook):
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
-        """Learn which optimizer trains; raises :class:`UnsuitableError` where shards forbid exact products."""
+        """Store the optimizer's class; raises :class:`UnsuitableError` if shards rule out exact products."""
         if self.method == "exact":
             refuse_exact_on_shards(self.name, run.model)
         self._optimizer_class = run.optimizer_class
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
-        """Return the entanglement with the previous batch (PRE_STEP), the step's effect on its own (POST_STEP)."""
+        """Return the entanglement with the previous batch (PRE_STEP), or the step's effect on its own (POST_STEP)."""
         if run_ctx.hook_point is HookPoint.PRE_STEP:
             groups = run_ctx.optimizer_groups
             rates = {name: group.lr for group in groups for name in group.names}
@@ -211,7 +211,7 @@ class Hessian(InterventionHook):
         gradient = ctx.prev_step_grads or {}
         live = trainable(model_ctx.model)
         after = model_ctx.compute_batch_gradients()
-        start = placed_like(live, previous.parameters)
+        start = moved_like(live, previous.parameters)
         update = minus(live, start)
         overwrite(live, start)
         before = model_ctx.compute_batch_gradients()
@@ -243,7 +243,7 @@ class Hessian(InterventionHook):
         if previous.threshold is not None:
             metrics["stability_ratio"] = curvature / previous.threshold
         if ctx.reference_weights is not None:
-            solution = minus(placed_like(live, ctx.reference_weights), start)
+            solution = minus(moved_like(live, ctx.reference_weights), start)
             metrics |= {
                 "update_solution_cosine": cosine(update, solution),
                 "entanglement_solution_cosine": -cosine(change, solution),
@@ -253,7 +253,7 @@ class Hessian(InterventionHook):
         return metrics | self._trail.add({name: laid_out_like(value, live[name]) for name, value in change.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the rest of a burst needs; empty between bursts."""
+        """Return the state of the current burst; empty between bursts."""
         return {} if self._departure is None else {**vars(self._departure), "trail": dict(vars(self._trail))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,9 +264,9 @@ class Hessian(InterventionHook):
 
 
 def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
-    """Return what an update did to the batch that it was made from: to its gradient and its loss."""
+    """Return the effect of an update on the gradient and loss of its own batch."""
     live = trainable(model_ctx.model)
-    start = placed_like(live, departure.parameters)
+    start = moved_like(live, departure.parameters)
     update = minus(live, start)
     loss_after, after = model_ctx.compute_batch_loss(), model_ctx.compute_batch_gradients()
     overwrite(live, start)

@@ -1,4 +1,4 @@
-"""Spectra of symmetric operators known by their products alone: Lanczos, Hutchinson, stochastic Lanczos quadrature."""
+"""Spectra of symmetric operators from matrix-vector products: Lanczos, Hutchinson, stochastic Lanczos quadrature."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -80,9 +80,9 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
             candidates = candidates - (candidates @ earlier.T) @ earlier
         lengths = torch.linalg.vector_norm(candidates, dim=1)
         scale = torch.maximum(scale, diagonal[index].abs() + lengths[0])
-        goes_on = lengths[0] > torch.finfo(start.dtype).eps * scale
-        off_diagonal[index] = torch.where(goes_on, lengths[0], 0.0)
-        basis[index + 1] = torch.where(goes_on, candidates[0] / lengths[0], candidates[1] / lengths[1])
+        is_independent = lengths[0] > torch.finfo(start.dtype).eps * scale
+        off_diagonal[index] = torch.where(is_independent, lengths[0], 0.0)
+        basis[index + 1] = torch.where(is_independent, candidates[0] / lengths[0], candidates[1] / lengths[1])
     return Tridiagonal(diagonal, off_diagonal, basis)
 
 

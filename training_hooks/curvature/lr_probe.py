@@ -1,4 +1,4 @@
-"""A learning-rate range test from the present state, which the run then never had."""
+"""A learning-rate range test from the current state, rolled back afterwards."""
 
 import math
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def coming_batches(loader: Loader, step: int) -> Iterator[Batch]:
 @HookRegistry.register
 @dataclass(kw_only=True, eq=False)
 class LrProbe(InterventionHook):
-    """Test a range of learning rates: train on with a growing one, read off the losses, and undo it all.
+    """Test a range of learning rates: train with a growing learning rate, record the losses, and roll back.
 
     The range test of Smith (arXiv 1506.01186) with exponential growth: from the present parameters, optimizer state and
     all, ``steps`` training steps on the batches that come next, with a learning rate that grows from ``lr_min`` to
@@ -79,7 +79,7 @@ class LrProbe(InterventionHook):
     smoothed loss lags by smoothing/(1 − smoothing) steps, and its first 1/(1 − smoothing) steps, rounded up, are not
     read. Schedulers stand still, and commits of other hooks (clipping) are not made.
 
-    The run itself goes on as if nothing had happened: the hook is rolled back, and costs ``steps`` training steps.
+    The test is rolled back, so it does not change the run; it costs ``steps`` training steps.
 
     Assumes that one batch's loss can be compared with the next one's: in a sorted order a change of data looks like an
     effect of the learning rate.

@@ -1,4 +1,4 @@
-"""The training loss on a few of the run's batches: its derivatives, and how far it falls along a direction."""
+"""The training loss on a few of the run's batches: its derivatives, and critical steps along a direction."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from ..measures import FlatSpace
 from .lanczos import Product
 
 Rise = Callable[[Tensor], Tensor]
-"""How much the loss rises over a step of that multiple of a direction; zero-dimensional tensors."""
+"""Maps the multiple of a direction to the rise of the loss; both are zero-dimensional tensors."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class MeasuredLoss:
 
     @contextmanager
     def along(self, direction: Vector) -> Iterator[Rise]:
-        """Give the body c ↦ L(θ + c·direction) − L(θ), which moves the parameters; they are put back in the end."""
+        """Yield c ↦ L(θ + c·direction) − L(θ), which moves the parameters; restore them at the end."""
         live = trainable(self.model_ctx.model)
         start = copied(live)
         before = self.value()
@@ -101,7 +101,7 @@ def gradient_metrics(loss: MeasuredLoss, preconditioner: Tensor | None, first: f
     flat = {"critical_sharpness": downhill}
     if preconditioner is not None:
         flat["preconditioned_critical_sharpness"] = downhill / preconditioner
-    return {name: 2 / critical_along(loss, loss.space.vector(each), first, passes) for name, each in flat.items()}
+    return {name: 2 / critical_multiple(loss, loss.space.vector(each), first, passes) for name, each in flat.items()}
 
 
 def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes: int) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes:
         model_ctx.take_step(batch)
         update = minus(live, start)
     uphill = dot(model_ctx.compute_batch_gradients(batch), update) > 0
-    multiple = torch.where(uphill, 0.0, critical_along(own, update, 1.0, passes))
+    multiple = torch.where(uphill, 0.0, critical_multiple(own, update, 1.0, passes))
     found = {"update_critical_ratio": 1 / multiple}
     rates = {group.lr for group in groups}
     if len(rates) == 1:
@@ -123,7 +123,7 @@ def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes:
     return found
 
 
-def critical_along(loss: MeasuredLoss, direction: Vector, first: float, passes: int) -> Tensor:
+def critical_multiple(loss: MeasuredLoss, direction: Vector, first: float, passes: int) -> Tensor:
     """Return the multiple of ``direction`` at which the loss is back where it was, see :func:`critical_step`."""
     with loss.along(direction) as rise:
         return critical_step(rise, torch.tensor(first, device=loss.model_ctx.device), passes)

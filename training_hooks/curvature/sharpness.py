@@ -21,7 +21,7 @@ from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, Part, gradient_metr
 from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
 LEAST = dict(batches=1, critical_passes=0, density_points=9, density_probes=0, iterations=0, k=1, probes=1)
-"""The least value of each number that is an option."""
+"""The minimum of each numeric option."""
 
 
 def top_metrics(product: Product, run: Tridiagonal, count: int) -> dict[str, MetricValue]:
@@ -217,18 +217,18 @@ class Sharpness(InterventionHook):
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
-        """Learn which optimizer trains; raises :class:`UnsuitableError` where shards forbid exact products."""
+        """Store the optimizer's class; raises :class:`UnsuitableError` if shards rule out exact products."""
         if self.method == "exact" and self.iterations:
             refuse_exact_on_shards(self.name, run.model)
         self._optimizer_class = run.optimizer_class
-        said = [
+        sentences = [
             f"sharpness/{metric} has no error: that needs sharpness.{option} to be at least 2, and it is 1."
             for metric, option in {"trace": "probes", "density": "density_probes", "sharpness": "batches"}.items()
             if vars(self)[option] == 1
         ]
         if self.batches > 1 and run.steps_per_epoch == 1:
-            said.append("sharpness/sharpness has no error: that needs 2 batches, and the data are one.")
-        for sentence in said if self.iterations else ():
+            sentences.append("sharpness/sharpness has no error: that needs 2 batches, and the data are one.")
+        for sentence in sentences if self.iterations else ():
             notice(sentence)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -1,4 +1,4 @@
-"""How much curvature an optimizer bears, and Adam's preconditioner; where products with the Hessian are not exact."""
+"""Stability thresholds of optimizers, Adam's preconditioner, and a check for exact Hessian-vector products."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ def stability_threshold(
     Gradient descent: 2/η. SGD with momentum μ and dampening τ: (2+2μ)/((1−τ)η), with Nesterov momentum
     (2+2μ)/((1+2μ)η) (Cohen et al., arXiv 2103.00065); weight decay λ adds to the curvature, and is subtracted from each
     of these. Adam, for the Hessian preconditioned by √v̂ + ε, which is taken as constant: (1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)
-    after t ``steps``, in the end 38/η at β₁ = 0.9 (arXiv 2207.14484; their P holds the first factor). Adam's weight
-    decay is left out. Unknown for other optimizers, for parameter groups that differ in these numbers, at η = 0, and
-    where weight decay alone diverges.
+    after t ``steps``, in the limit 38/η at β₁ = 0.9 (arXiv 2207.14484; their P contains the first factor). Adam's
+    weight decay is ignored. Unknown for other optimizers, for parameter groups with different settings, at η = 0, and
+    if weight decay alone diverges.
     """
     if not issubclass(optimizer_class, (SGD, Adam)):
         return None
     thresholds = {_threshold_of(group, steps, adam=issubclass(optimizer_class, Adam)) for group in groups}
-    found = thresholds.pop() if len(thresholds) == 1 else math.inf
-    return found if 0 < found < math.inf else None
+    threshold = thresholds.pop() if len(thresholds) == 1 else math.inf
+    return threshold if 0 < threshold < math.inf else None
 
 
 def _threshold_of(group: OptimizerGroup, steps: float, *, adam: bool) -> float:
@@ -47,7 +47,7 @@ def _threshold_of(group: OptimizerGroup, steps: float, *, adam: bool) -> float:
 
 
 def steps_taken(states: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return t of Adam's bias correction: the steps of the parameter with the most, 0 before the first."""
+    """Return t of Adam's bias correction: the largest step count of any parameter, 0 before the first step."""
     counts = [torch.as_tensor(state["step"]) for state in states.values() if "step" in state]
     return float(stacked(counts).max()) if counts else 0.0
 
@@ -70,10 +70,10 @@ def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequenc
 
 
 def refuse_exact_on_shards(hook: str, model: nn.Module) -> None:
-    """Raise :class:`UnsuitableError` if parameters are sharded, through which torch does not differentiate twice.
+    """Raise :class:`UnsuitableError` if parameters are sharded, since torch cannot differentiate twice through shards.
 
-    Under FSDP2 it finds the shards unused. Under tensor parallelism it leaves out what flows through the collectives of
-    the first backward pass, so that only the products of a model's first sharded layers would be right.
+    Under FSDP2 torch reports the shards as unused. Under tensor parallelism it omits the contributions through the
+    collectives of the first backward pass, so that only the products of the first sharded layers would be correct.
     """
     if any(map(is_sharded, model.parameters())):
         kind = "modules under fully_shard" if fully_sharded_modules(model) else "layers under tensor parallelism"
