@@ -19,10 +19,10 @@ def draw(block: int) -> torch.Generator:
 @settings(deadline=None)
 def test_random_order_is_same_from_any_row(rows, total, start, replacement):
     """Reading from a later row gives the rest of the whole order, with and without replacement."""
-    whole = list(random_rows(rows, total, 0, draw, replacement=replacement))
-    assert list(random_rows(rows, total, start, draw, replacement=replacement)) == whole[start:]
-    assert len(whole) == total
-    assert set(whole) <= set(range(rows))
+    full_order = list(random_rows(rows, total, 0, draw, replacement=replacement))
+    assert list(random_rows(rows, total, start, draw, replacement=replacement)) == full_order[start:]
+    assert len(full_order) == total
+    assert set(full_order) <= set(range(rows))
 
 
 @given(rows=st.integers(1, 30), total=st.integers(0, 100))
@@ -36,20 +36,20 @@ def test_blocks_of_long_order_join_seamlessly():
     """Reading may start just before, at or after a block boundary."""
     for replacement in (False, True):
         rows, total = 2 * BLOCK + 5, 2 * BLOCK + 3
-        whole = list(random_rows(rows, total, 0, draw, replacement=replacement))
+        full_order = list(random_rows(rows, total, 0, draw, replacement=replacement))
         for start in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK):
-            assert list(random_rows(rows, total, start, draw, replacement=replacement)) == whole[start:]
-        assert len(set(whole)) == total or replacement
+            assert list(random_rows(rows, total, start, draw, replacement=replacement)) == full_order[start:]
+        assert len(set(full_order)) == total or replacement
 
 
 def test_draws_with_replacement_differ_from_block_to_block():
-    whole = list(random_rows(1000, 2 * BLOCK, 0, draw, replacement=True))
-    assert whole[:BLOCK] != whole[BLOCK:]
-    assert sum(whole) / len(whole) == pytest.approx(499.5, abs=4)  # five standard errors
+    full_order = list(random_rows(1000, 2 * BLOCK, 0, draw, replacement=True))
+    assert full_order[:BLOCK] != full_order[BLOCK:]
+    assert sum(full_order) / len(full_order) == pytest.approx(499.5, abs=4)  # five standard errors
 
 
 @given(rows=st.integers(0, 30), batch_size=st.integers(1, 8), drop_last=st.booleans(), start=st.integers(0, 31))
-def test_batches_are_those_of_torch(rows, batch_size, drop_last, start):
+def test_batches_equal_those_of_torch(rows, batch_size, drop_last, start):
     sampler = BatchSampler(SequentialSampler(range(rows)), batch_size, drop_last)
     dataloader = DataLoader(range(rows), batch_sampler=sampler)
     assert list(batch_indices(dataloader, start, draw)) == list(sampler)[start:]
@@ -80,6 +80,6 @@ def test_long_order_is_not_stored_as_list():
         tracemalloc.stop()
 
 
-def test_a_sequence_is_read_from_any_row_on():
+def test_sequence_starts_at_any_row():
     rows = rows_from(SequentialSampler(range(10**12)), 10**11, draw)
     assert [next(rows), next(rows)] == [10**11, 10**11 + 1]

@@ -61,10 +61,10 @@ def test_the_rows_of_all_tensors_stay_together():
 def test_later_start_yields_rest_of_epoch(batch_size, epoch, start):
     """The property holds for any batch size, epoch and first batch."""
     loader = tensor_loader(batch_size)
-    whole = column(loader.batches(epoch))
-    assert column(loader.batches(epoch, start)) == whole[start:]
-    assert sorted(chain(*whole)) == list(range(10))
-    assert len(whole) == len(loader)
+    full_epoch = column(loader.batches(epoch))
+    assert column(loader.batches(epoch, start)) == full_epoch[start:]
+    assert sorted(chain(*full_epoch)) == list(range(10))
+    assert len(full_epoch) == len(loader)
 
 
 def test_random_order_depends_only_on_seed_and_epoch():
@@ -75,11 +75,11 @@ def test_random_order_depends_only_on_seed_and_epoch():
     assert not torch.equal(random_order(10, 4)(2), first)
 
 
-def test_loader_does_not_use_the_runs_streams():
-    before = torch.get_rng_state()
+def test_loader_does_not_use_global_streams():
+    original = torch.get_rng_state()
     list(tensor_loader().batches(0))
     list(tensor_loader().shuffled(5).batches(0))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), original)
 
 
 def test_two_iterators_do_not_interfere():
@@ -196,12 +196,12 @@ def test_dataloader_leaves_global_random_streams_unchanged(make):
     """The test compares all streams after every batch, including NumPy's cached Gaussian."""
     np.random.standard_normal()  # leaves a cached Gaussian behind, which is part of the state
     streams = RandomStreams(0)
-    before = streams.save()
+    original = streams.save()
     for _ in TorchLoader(make(), 3).batches(0):
         now = streams.save()
-        assert torch.equal(now.torch_cpu, before.torch_cpu)
+        assert torch.equal(now.torch_cpu, original.torch_cpu)
         assert (now.of_python, now.of_numpy, now.second_gaussian) == (
-            before.of_python, before.of_numpy, before.second_gaussian
+            original.of_python, original.of_numpy, original.second_gaussian
         )  # fmt: skip
 
 
@@ -215,12 +215,12 @@ def test_simultaneous_dataloader_readers_get_equal_batches(make):
 
 def test_drawing_between_batches_changes_no_batch():
     loader = TorchLoader(LOADERS["shuffle"](), 3)
-    expected, found = drawn(loader, 0), []
+    expected, batch_lists = drawn(loader, 0), []
     for batch in loader.batches(0):
-        found.append(batch.tolist())
+        batch_lists.append(batch.tolist())
         torch.rand(5)
         random.random()
-    assert found == expected
+    assert batch_lists == expected
 
 
 @pytest.mark.slow
@@ -231,9 +231,9 @@ def test_worker_processes_depend_on_seed_and_epoch():
         workers = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="spawn")
         return TorchLoader(workers, 3)
 
-    before = torch.get_rng_state()
+    original = torch.get_rng_state()
     first = drawn(make(), 1)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), original)
     torch.manual_seed(5)
     assert drawn(make(), 1) == first
 
@@ -268,11 +268,11 @@ def test_drawn_batches_depend_on_rows_not_order(drop_last):
     ]
     if not drop_last:
         loaders.append(DataLoader(TensorDataset(NUMBERS), batch_sampler=batches))
-    found = [column(TorchLoader(loader, seed).drawn(5).batches(0)) for seed, loader in enumerate(loaders)]
-    assert all(each == found[0] for each in found)
-    assert sorted(chain(*found[0])) != list(chain(*found[0]))
+    batch_lists = [column(TorchLoader(loader, seed).drawn(5).batches(0)) for seed, loader in enumerate(loaders)]
+    assert all(batches == batch_lists[0] for batches in batch_lists)
+    assert sorted(chain(*batch_lists[0])) != list(chain(*batch_lists[0]))
     assert column(tensor_loader().drawn(5)) == column(tensor_loader(order=fixed_order(NUMBERS)).drawn(5))
-    assert column(with_copied_batches(TorchLoader(loaders[2], 1)).drawn(5)) == found[0]
+    assert column(with_copied_batches(TorchLoader(loaders[2], 1)).drawn(5)) == batch_lists[0]
 
 
 def test_only_rows_that_the_sampler_visits_are_drawn():
@@ -372,7 +372,7 @@ def test_micro_batches_keep_structure_and_join(structure, pieces):
     assert {type(part) for part in parts} == {expected}
 
 
-def test_what_has_no_rows_belongs_to_every_part():
+def test_values_without_rows_are_in_every_part():
     for part in micro_batches(STRUCTURES["with constants"](NUMBERS), 3):
         assert (part["scale"], part["mask"], part["name"], part["weight"].item()) == (2.0, None, "text", 3.0)
 

@@ -10,11 +10,14 @@ from loopscope.data.generators import dataset_generators, restorer, seed, undist
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 KINDS = {
-    "torch": (lambda: torch.Generator().manual_seed(1), lambda held: torch.randn(3, generator=held).tolist()),
-    "python": (lambda: random.Random(1), lambda held: [held.gauss(0, 1) for _ in range(3)]),
-    "numpy": (lambda: np.random.default_rng(1), lambda held: held.standard_normal(3).tolist()),
-    "another bit generator": (lambda: np.random.Generator(np.random.MT19937(1)), lambda held: held.random(3).tolist()),
-    "numpy, legacy": (lambda: np.random.RandomState(1), lambda held: held.standard_normal(3).tolist()),
+    "torch": (lambda: torch.Generator().manual_seed(1), lambda generator: torch.randn(3, generator=generator).tolist()),
+    "python": (lambda: random.Random(1), lambda generator: [generator.gauss(0, 1) for _ in range(3)]),
+    "numpy": (lambda: np.random.default_rng(1), lambda generator: generator.standard_normal(3).tolist()),
+    "another bit generator": (
+        lambda: np.random.Generator(np.random.MT19937(1)),
+        lambda generator: generator.random(3).tolist(),
+    ),
+    "numpy, legacy": (lambda: np.random.RandomState(1), lambda generator: generator.standard_normal(3).tolist()),
 }
 
 
@@ -34,22 +37,22 @@ def test_seeding_is_independent_of_earlier_draws(make, draw, number):
 @pytest.mark.parametrize(("make", "draw"), KINDS.values(), ids=KINDS)
 def test_generator_is_restored_after_an_error(make, draw):
     """A seeded generator continues where it was, including a cached Gaussian draw."""
-    held = make()
-    draw(held)  # an odd number of Gaussians leaves one cached
-    restore = restorer([held])
-    expected = draw(held)
+    generator = make()
+    draw(generator)  # an odd number of Gaussians leaves one cached
+    restore = restorer([generator])
+    expected = draw(generator)
     restore()
-    with suppress(KeyError), undisturbed([held]):
-        seed(held, 3)
+    with suppress(KeyError), undisturbed([generator]):
+        seed(generator, 3)
         raise KeyError
-    assert draw(held) == expected
+    assert draw(generator) == expected
 
 
 class Holder(Dataset):
     """An object with the given attributes."""
 
-    def __init__(self, **held):
-        self.__dict__.update(held)
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
 
     def __len__(self):
         return 2
@@ -67,6 +70,6 @@ def test_generators_in_wrapped_datasets_are_found_once():
     inner = Holder(rng=one, again=one, name="x", rows=[1, 2], system=random.SystemRandom())
     inner.loop = Holder(up=inner)
     wrapped = ConcatDataset([Subset(inner, [0]), Holder(rng=two)])
-    found = dataset_generators(wrapped, inner, Holder(rng=three), [3, 4], Slots())
-    assert {id(generator) for generator in found} == {id(one), id(two), id(three)}
-    assert len(found) == 3
+    generators = dataset_generators(wrapped, inner, Holder(rng=three), [3, 4], Slots())
+    assert {id(generator) for generator in generators} == {id(one), id(two), id(three)}
+    assert len(generators) == 3

@@ -176,12 +176,12 @@ def test_epoch_resumes_at_any_batch(make):
     """The remaining batches are the same, also for a new loader and after random draws."""
     loader = TorchLoader(make(), 3)
     for epoch in (0, 2):
-        whole = drawn(loader, epoch)
-        assert len(whole) == len(loader)
-        for start in (0, 1, len(whole) - 1, len(whole), len(whole) + 3):
+        full_epoch = drawn(loader, epoch)
+        assert len(full_epoch) == len(loader)
+        for start in (0, 1, len(full_epoch) - 1, len(full_epoch), len(full_epoch) + 3):
             torch.rand(random.randrange(4))
-            assert drawn(TorchLoader(make(), 3), epoch, start) == whole[start:]
-            assert drawn(loader, epoch, start) == whole[start:]
+            assert drawn(TorchLoader(make(), 3), epoch, start) == full_epoch[start:]
+            assert drawn(loader, epoch, start) == full_epoch[start:]
 
 
 @pytest.mark.process
@@ -213,10 +213,10 @@ def test_batch_depends_only_on_seed_epoch_and_index(rows, batch_size, epoch, sta
         options = {"batch_size": batch_size, "shuffle": True, "drop_last": drop, "num_workers": workers}
         return TorchLoader(DataLoader(Noisy(rows), **options), seed)
 
-    whole = drawn(make(0), epoch)
+    full_epoch = drawn(make(0), epoch)
     torch.rand(3)
-    assert drawn(make(workers), epoch, start) == whole[start:]
-    seen = [row[0] for batch in whole for row in batch]
+    assert drawn(make(workers), epoch, start) == full_epoch[start:]
+    seen = [row[0] for batch in full_epoch for row in batch]
     assert len(set(seen)) == len(seen) == (rows // batch_size * batch_size if drop else rows)
 
 
@@ -309,9 +309,9 @@ class Doubled(DataLoader):
 
 def test_custom_dataloader_iteration_is_preserved():
     """A subclass of DataLoader that overrides __iter__ is iterated unchanged."""
-    whole = drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0)
-    assert sorted(chain(*whole)) == [2 * row for row in range(8)]
-    assert drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0, start=3) == whole[3:]
+    full_epoch = drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0)
+    assert sorted(chain(*full_epoch)) == [2 * row for row in range(8)]
+    assert drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0, start=3) == full_epoch[3:]
 
 
 class Opened(Dataset):
@@ -337,19 +337,19 @@ def test_worker_init_fn_receives_the_original_dataset():
 
 
 @pytest.mark.process
-def test_an_error_of_the_dataset_reaches_the_reader():
+def test_dataset_error_is_raised_to_the_caller():
     for workers in (0, 1):
         loader = TorchLoader(DataLoader(Noisy(3), batch_size=2, sampler=[0, 1, 7], num_workers=workers), 3)
         with pytest.raises(IndexError, match="7"):
             list(islice(loader.batches(0), 5))
 
 
-def test_workers_that_yield_in_any_order_are_refused():
+def test_out_of_order_workers_are_refused():
     with pytest.raises(UsageError, match="yields batches in the order in which workers finish; set it to True"):
         TorchLoader(DataLoader(Rows(4), num_workers=1, in_order=False), 3)
 
 
 @pytest.mark.slow
-def test_workers_that_are_spawned_yield_the_same_batches():
+def test_spawned_workers_yield_the_same_batches():
     spawned = DataLoader(Noisy(), batch_size=4, num_workers=2, multiprocessing_context="spawn", shuffle=True)
     assert drawn(TorchLoader(spawned, 3), 1, 1) == drawn(TorchLoader(MADE["shuffled"](), 3), 1, 1)

@@ -97,13 +97,13 @@ def loader(kind: str, rows: int, size: int, *, drop_last: bool = False) -> tuple
 def test_row_indices_match_the_batches(kind, rows, size, epoch, start, drop_last):
     """They select the rows of each batch for every sampler, epoch and start, without random draws."""
     made, data = loader(kind, rows, size, drop_last=drop_last)
-    before = torch.get_rng_state()
-    for each in (made, with_copied_batches(made)):
-        found = each.row_indices(epoch, start)
-        for (batch,), index in zip_longest(each.batches(epoch, start), found):
+    original = torch.get_rng_state()
+    for source in (made, with_copied_batches(made)):
+        indices = source.row_indices(epoch, start)
+        for (batch,), index in zip_longest(source.batches(epoch, start), indices):
             assert index.dtype is torch.int64
             assert torch.equal(data[index], batch)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), original)
 
 
 @given(rows=st.integers(6, 40), count=st.integers(1, 3))
@@ -115,11 +115,11 @@ def test_rows_of_all_ranks_form_the_full_batch(rows, count):
         return
     shares = [RowsOfRank(made, rank, count) for rank in range(count)]
     parts = [[*share.row_indices(1)] for share in shares]
-    assert [torch.cat(each).tolist() for each in zip(*parts, strict=True)] == [
-        each.tolist() for each in made.row_indices(1)
+    assert [torch.cat(batch).tolist() for batch in zip(*parts, strict=True)] == [
+        batch.tolist() for batch in made.row_indices(1)
     ]
-    for share, found in zip(shares, parts, strict=True):
-        assert all(torch.equal(data[index], batch) for (batch,), index in zip(share.batches(1), found, strict=True))
+    for share, indices in zip(shares, parts, strict=True):
+        assert all(torch.equal(data[index], batch) for (batch,), index in zip(share.batches(1), indices, strict=True))
 
 
 def test_token_windows_are_numbered_by_their_offset():
@@ -175,7 +175,7 @@ def test_rows_without_numbers_are_unknown(made):
 
 def test_sampler_inside_batch_sampler_is_read():
     made = TorchLoader(DataLoader(range(7), batch_sampler=BatchSampler(SequentialSampler(range(7)), 3, False)), 1)
-    assert [each.tolist() for each in made.row_indices(0, 1)] == [[3, 4, 5], [6]]
+    assert [batch.tolist() for batch in made.row_indices(0, 1)] == [[3, 4, 5], [6]]
 
 
 @given(asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12))
@@ -185,12 +185,12 @@ def test_row_numbers_can_be_requested_in_any_order(asked):
     made, _ = loader("reshuffled", 19, 4)
     numbers = RowNumbers(made)
     for epoch, batch in asked:
-        found = numbers.of(epoch, batch)
-        assert torch.equal(found, next(made.row_indices(epoch, batch)))
-        found.zero_()  # the result belongs to the caller
+        rows = numbers.of(epoch, batch)
+        assert torch.equal(rows, next(made.row_indices(epoch, batch)))
+        rows.zero_()  # the result belongs to the caller
 
 
-def test_what_is_given_out_may_be_written_to():
+def test_writes_to_row_indices_leave_the_order():
     permutation = torch.arange(6)
     made = TensorLoader([permutation * 7], 3, fixed_order(permutation))
     for index in made.row_indices(0):
@@ -221,7 +221,7 @@ def test_batch_rows_are_selected_by_position():
     """Nested tensors and arrays are indexed; other values are kept."""
     batch = {"x": torch.arange(4), "y": [torch.arange(8).reshape(4, 2).numpy()], "z": 3}
     for places in ([3, 1], torch.tensor([3, 1])):
-        found = part_of(batch, places)
-        assert found["x"].tolist() == [3, 1]
-        assert found["y"][0].tolist() == [[6, 7], [2, 3]]
-        assert found["z"] == 3
+        part = part_of(batch, places)
+        assert part["x"].tolist() == [3, 1]
+        assert part["y"][0].tolist() == [[6, 7], [2, 3]]
+        assert part["z"] == 3

@@ -58,22 +58,22 @@ def install(monkeypatch):
 def test_streams_are_isolated_without_optional_functions(install, missing):
     """`torch.mps` has neither of them."""
     generator = install(*missing)
-    before = generator.get_state()
+    original = generator.get_state()
     with RandomStreams(1).preserved():
         seed_everything(7)
         assert generator.initial_seed() == 7
         torch.rand(3, generator=generator)
-    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(generator.get_state(), original)
 
 
 @pytest.mark.parametrize("missing", [*[(name,) for name in GENERATOR], GENERATOR], ids=str)
 def test_unreadable_generator_is_left_out(install, missing):
     generator = install(*missing)
-    before = generator.get_state()
+    original = generator.get_state()
     with RandomStreams(1).preserved() as saved:
         seed_everything(7)
     assert saved.accelerators == ()
-    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(generator.get_state(), original)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError])

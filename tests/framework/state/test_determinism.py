@@ -74,20 +74,20 @@ EVERYTHING = {"deterministic_algorithms": True, "cudnn_deterministic": True, "cu
 
 
 def test_settings_are_active_only_during_run(tmp_path: Path) -> None:
-    before = settings()
-    assert not before["deterministic_algorithms"]
+    original = settings()
+    assert not original["deterministic_algorithms"]
     session(tmp_path, Looking, strategies=["plain"]).run()
     assert SEEN
     for seen in SEEN:
         assert {**seen, **EVERYTHING, "cublas_workspace": ":4096:8"} == dict(seen)
-    assert settings() == before
+    assert settings() == original
 
 
 def test_no_determinism_leaves_settings(tmp_path: Path) -> None:
-    before = settings()
+    original = settings()
     session(tmp_path, Looking, strategies=["plain"], no_determinism=True).run()
     assert SEEN
-    assert all(seen == before for seen in SEEN)
+    assert all(seen == original for seen in SEEN)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -96,10 +96,10 @@ def test_settings_are_restored_after_an_error(earlier: bool, monkeypatch: pytest
     monkeypatch.setenv(CUBLAS, ":16:8") if earlier else monkeypatch.delenv(CUBLAS, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", earlier)
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    before = settings()
+    original = settings()
     with pytest.raises(ZeroDivisionError), deterministic(on=True):
         raise_after(torch.are_deterministic_algorithms_enabled(), os.environ[CUBLAS] == ":16:8", earlier)
-    assert settings() == before
+    assert settings() == original
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
 
 

@@ -16,7 +16,7 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.flo
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_order_of_elements_counts(dtype):
+def test_digest_depends_on_element_order(dtype):
     tensor = torch.tensor([1.0, 2.0, 4.0]).to(dtype)
     assert digest(tensor) == digest(tensor.clone())
     orders = [torch.tensor([1.0, 2.0, 4.0])[list(order)].to(dtype) for order in itertools.permutations(range(3))]
@@ -28,7 +28,7 @@ def test_zeros_and_ones_of_any_length_differ():
     assert len(set(map(digest, tensors))) == len(tensors)
 
 
-def test_shape_and_dtype_count():
+def test_digest_depends_on_shape_and_dtype():
     bits = torch.arange(12, dtype=torch.int32)
     variants = [bits, bits.view(3, 4), bits.view(4, 3), bits.view(torch.float32), bits.view(torch.int8), bits[None]]
     assert len(set(map(digest, variants))) == len(variants)
@@ -37,33 +37,33 @@ def test_shape_and_dtype_count():
 @pytest.mark.parametrize("tensor", [torch.ones(3, 4), torch.ones(3, 4).t(), torch.ones(9)[2:7]])
 def test_tensor_with_shrunk_storage_has_own_digest(tensor):
     """The digest does not read the missing storage."""
-    before = digest(tensor)
+    original = digest(tensor)
     tensor.untyped_storage().resize_(0)
-    assert digest(tensor) not in (before, digest(torch.empty(0)))
+    assert digest(tensor) not in (original, digest(torch.empty(0)))
 
 
-def test_the_layout_in_memory_does_not_count():
+def test_digest_does_not_depend_on_memory_layout():
     tensor = torch.arange(6.0).view(2, 3)
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
     assert digest(torch.ones(1).expand(5)) == digest(torch.ones(5))
 
 
-def test_signs_of_zero_and_payloads_of_nan_count():
+def test_digest_depends_on_zero_sign_and_nan_payload():
     patterns = torch.tensor([0, -(2**31), 0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert len({digest(value) for value in patterns}) == 4
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_writes_that_torch_does_not_notice_show(dtype):
+def test_digest_detects_writes_without_version_change(dtype):
     tensor = torch.zeros(300).to(dtype)
-    before, version = digest(tensor), tensor._version
+    original, version = digest(tensor), tensor._version
     tensor.data.view(torch.uint8)[7] = 1
     assert tensor._version == version
-    assert digest(tensor) != before
+    assert digest(tensor) != original
 
 
 @given(st.binary(min_size=1, max_size=64), st.integers(0, 2**31))
-def test_every_bit_counts(content, bit):
+def test_digest_depends_on_every_bit(content, bit):
     tensor = torch.tensor(list(content), dtype=torch.uint8)
     other = tensor.clone()
     bit %= 8 * len(content)
@@ -71,7 +71,7 @@ def test_every_bit_counts(content, bit):
     assert digest(tensor) != digest(other)
 
 
-def test_complex_views_are_read_as_what_they_show():
+def test_complex_views_are_digested_by_their_values():
     tensor = torch.tensor([1 + 2j])
     assert digest(tensor.conj()) == digest(tensor.conj().resolve_conj()) != digest(tensor)
 
@@ -106,36 +106,36 @@ def test_descriptions_are_exact_and_without_addresses(value, text):
     assert described(value) == text
 
 
-def test_one_and_true_and_one_point_zero_differ():
+def test_equal_values_of_different_types_differ():
     assert len({described(value) for value in (1, True, 1.0, "1")}) == 4
 
 
 def test_digest_is_reproducible_and_detects_a_step():
     """Two builds have equal digests, and a step changes that of every trained parameter."""
     (task, state), (_, again) = build(Case()), build(Case())
-    before = state.digest()
-    assert before == again.digest()
+    original = state.digest()
+    assert original == again.digest()
     train_one_step(Scene(task, state))
-    changed = differing(before, state.digest())
+    changed = differing(original, state.digest())
     assert {f"parameters/{name}" for name, _ in task.model.named_parameters()} <= set(changed)
 
 
 def test_gradients_kept_for_hooks_are_not_digested():
     """The step counter is."""
     _, state = build(Case())
-    before = without_on_demand(state.digest())
+    original = without_on_demand(state.digest())
     state.loop.current_grads = state.loop.accumulated_grads = {"0.weight": torch.ones(2)}
-    assert differences(before, without_on_demand(state.digest())) == []
+    assert differences(original, without_on_demand(state.digest())) == []
     state.loop.step += 1
-    assert differences(before, without_on_demand(state.digest())) == ["loop/step"]
+    assert differences(original, without_on_demand(state.digest())) == ["loop/step"]
 
 
 def test_digest_covers_hooks_except_framework_taps():
     """Hooks on modules count by their code."""
     _, state = build(Case())
-    before = state.digest()
+    original = state.digest()
 
     state.model[0].register_forward_hook(InternalFunction(lambda module, inputs, output: None))
-    assert differences(before, state.digest()) == []
+    assert differences(original, state.digest()) == []
     state.model[0].register_forward_hook(lambda module, inputs, output: None)
-    assert differences(before, state.digest()) == ["module hooks/0._forward_hooks/0/code"]
+    assert differences(original, state.digest()) == ["module hooks/0._forward_hooks/0/code"]

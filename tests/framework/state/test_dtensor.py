@@ -174,5 +174,5 @@ def test_observer_writing_to_shards_is_caught_everywhere(ranks):
             assert "Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state" in text
 
 
-def test_the_ranks_hold_different_shards(ranks):
+def test_ranks_have_different_shards(ranks):
     assert ranks[0]["bare"][-1]["parameters/0.weight"] != ranks[1]["bare"][-1]["parameters/0.weight"]

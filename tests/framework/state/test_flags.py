@@ -73,28 +73,28 @@ KEPT = []
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_setting_is_named_and_restored(name):
     flags = GlobalFlags()
-    before = flags.read_all()
+    original = flags.read_all()
     CHANGES[name]()
-    differing = flags.differences(before)
-    flags.restore(before)
+    differing = flags.differences(original)
+    flags.restore(original)
     assert name in differing
-    assert flags.differences(before) == []
+    assert flags.differences(original) == []
 
 
 def test_default_device_is_cpu_after_restore():
     """torch.get_default_device() is correct after another default device was set and the flags were restored."""
     flags = GlobalFlags()
-    before = flags.read_all()
+    original = flags.read_all()
     torch.set_default_device("meta")
-    flags.restore(before)
+    flags.restore(original)
     assert torch.get_default_device() == torch.device("cpu")
 
 
-def test_torch_knows_that_a_dispatch_mode_was_left():
+def test_left_dispatch_mode_clears_variables_of_torch():
     flags = GlobalFlags()
-    before = flags.read_all()
+    original = flags.read_all()
     Refusing().__enter__()
-    flags.restore(before)
+    flags.restore(original)
     assert not is_in_torch_dispatch_mode(include_infra_modes=True)
     assert not is_in_torch_dispatch_mode(include_infra_modes=False)
     assert not is_in_any_mode_without_ignore_compile_internals()
@@ -120,13 +120,13 @@ def test_cuda_matmul_settings_are_read_and_restored(name):
     if name.startswith("preferred") and torch.version.cuda is None:
         pytest.skip("torch refuses to set it in a build without CUDA")
     choice = _choice(_CUDA_CHOICES[name])
-    before = choice.get()
+    original = choice.get()
     try:
         CHOSEN[name]()
-        assert choice.get() != before
+        assert choice.get() != original
     finally:
-        choice.put(before)
-    assert choice.get() == before
+        choice.put(original)
+    assert choice.get() == original
 
 
 def test_every_setting_is_tried():
@@ -137,11 +137,11 @@ def test_every_setting_is_tried():
 
 def test_all_changes_at_once_are_restored():
     flags = GlobalFlags()
-    before = flags.read_all()
+    original = flags.read_all()
     for change in CHANGES.values():
         change()
-    flags.restore(before)
-    assert flags.differences(before) == []
+    flags.restore(original)
+    assert flags.differences(original) == []
     assert torch.is_grad_enabled()
     assert (torch.ones(2, requires_grad=True) * 2).requires_grad
 
@@ -154,23 +154,23 @@ def test_the_quick_settings_are_the_first_of_all():
 def test_mixed_fp32_precision_settings_are_restored():
     """The run may set fp32_precision for all backends and then for one of them."""
     flags = GlobalFlags()
-    before = flags.read_all()
+    original = flags.read_all()
     set_all_backends()
     mixed = flags.read_all()
     torch.backends.mkldnn.conv.fp32_precision = "bf16"
     flags.restore(mixed)
-    assert flags.read_all() == mixed != before
-    flags.restore(before)
-    assert flags.read_all() == before
+    assert flags.read_all() == mixed != original
+    flags.restore(original)
+    assert flags.read_all() == original
 
 
 def test_cached_casts_of_autocast_are_dropped():
     flags = GlobalFlags()
-    before = flags.read_all()
+    original = flags.read_all()
     model = nn.Linear(2, 2)
     torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
     stale = model(torch.ones(2))
-    flags.restore(before)
+    flags.restore(original)
     with torch.no_grad():
         model.weight.zero_()
         model.bias.zero_()
@@ -188,13 +188,13 @@ class PassiveDispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_only_the_modes_entered_since_are_left():
-    with Passive() as own, PassiveDispatch(), torch.device("cpu"):
+def test_only_newer_modes_are_left():
+    with Passive() as function_mode, PassiveDispatch(), torch.device("cpu"):
         modes = entered_modes()
         Spoiling().__enter__()
         Refusing().__enter__()
         leave_modes(modes)
         assert entered_modes() == modes
         assert torch.ones(2).tolist() == [1, 1]
-        assert own in [torch._C._get_function_stack_at(index) for index in range(modes[0])]
+        assert function_mode in [torch._C._get_function_stack_at(index) for index in range(modes[0])]
     assert entered_modes() == (0, 0)

@@ -91,13 +91,13 @@ def test_observer_writing_to_sparse_buffer_is_caught(layout: str) -> None:
 def test_complex_gradients_have_correct_means_and_norms() -> None:
     """The full gradient is the weighted mean of batches, and norms and products match a real view."""
     ctx = context(nn.Sequential(Waves()))
-    found = ctx.compute_gradients()
+    gradients = ctx.compute_gradients()
     batches = list(ctx.loader.batches(0))
     parts = [ctx.compute_batch_gradients(batch) for batch in batches]
     weights = [len(batch[0]) / sum(len(batch[0]) for batch in batches) for batch in batches]
-    mean = {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in found}
-    assert found["0.layer.weight"].is_complex()
-    assert_close(found, mean)
-    flat = torch.cat([torch.view_as_real(g.to(torch.complex64)).flatten() for g in found.values()])
-    assert torch.allclose(joint_norm(list(found.values())), flat.norm())
-    assert torch.allclose(dot(found, found), flat @ flat)
+    mean = {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in gradients}
+    assert gradients["0.layer.weight"].is_complex()
+    assert_close(gradients, mean)
+    flat = torch.cat([torch.view_as_real(g.to(torch.complex64)).flatten() for g in gradients.values()])
+    assert torch.allclose(joint_norm(list(gradients.values())), flat.norm())
+    assert torch.allclose(dot(gradients, gradients), flat @ flat)

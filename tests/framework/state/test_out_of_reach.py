@@ -44,7 +44,7 @@ OUT_OF_REACH: dict[str, tuple[str, Callable[[TrainingState], Any]]] = {
     ),
     "generator of an optimizer": (
         "optimizer/order is a .*generator",
-        lambda s: setattr(s.optimizer, "order", (each for each in [1])),
+        lambda s: setattr(s.optimizer, "order", (item for item in [1])),
     ),
     "stream in a hook": (
         r"module hooks/\S* is a .*Opaque",
@@ -110,10 +110,10 @@ def test_data_reached_by_closures_are_not_copied(make: Callable[[], Any]) -> Non
     model.kept = [data]
     assert state.out_of_reach() == ""
     assert max(copy.numel() for copy in Snapshot().save(state).tensors.values()) == 4
-    before, isolation = state.digest(), Isolation(state, audit=True)
+    original, isolation = state.digest(), Isolation(state, audit=True)
     with isolation.visit():
         isolation.observe(CALL, lambda: setattr(data, "seen", 2))
-    assert differing(before, state.digest()) == []
+    assert differing(original, state.digest()) == []
 
 
 class Lightningish(nn.Module):
@@ -182,15 +182,15 @@ def test_common_models_and_schedulers_are_fully_restored(name: str, tmp_path: Pa
 
     state = made()
     assert state.out_of_reach() == ""
-    before, snapshot, isolation = state.digest(), Snapshot().save(state), Isolation(state, audit=True)
+    original, snapshot, isolation = state.digest(), Snapshot().save(state), Isolation(state, audit=True)
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()
     state.scheduler.step(1.0)
     snapshot.restore(state)
-    assert differing(before, state.digest()) == []
+    assert differing(original, state.digest()) == []
     with isolation.visit():
         isolation.observe(CALL, lambda: None)
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
     load_checkpoint(tmp_path / "a", fresh := made())
-    assert differing(before, fresh.digest()) == []
+    assert differing(original, fresh.digest()) == []

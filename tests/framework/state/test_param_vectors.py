@@ -41,9 +41,9 @@ def test_vector_operations_match_flat_vectors(dtype):
             flat(a).abs().max(),
         ]
     )
-    found = torch.stack([dot(a, b), norm(a), cosine(a, b), max_abs(a)])
-    assert found.dtype in (torch.float32, torch.float64)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-5)
+    actual = torch.stack([dot(a, b), norm(a), cosine(a, b), max_abs(a)])
+    assert actual.dtype in (torch.float32, torch.float64)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=1e-5)
 
 
 def test_missing_name_counts_as_zeros():
@@ -85,7 +85,7 @@ def test_large_vector_has_unit_cosine_with_itself():
     assert cosine(large, large).item() == pytest.approx(1.0, abs=3e-7)
 
 
-def test_the_cosine_with_a_zero_vector_is_undefined():
+def test_cosine_with_zero_vector_is_nan():
     a = drawn(1)
     assert cosine(a, scaled(0.0, a)).isnan()
 
@@ -100,16 +100,21 @@ def test_results_from_parameters_are_detached():
     model = nn.Linear(3, 2)
     live = trainable(model)
     vectors = [axpy(1.0, live, live), scaled(2.0, live), copied(live), accumulate(None, live), minus(live, {})]
-    results = [dot(live, live), norm(live), cosine(live, live), *(value for each in vectors for value in each.values())]
+    results = [
+        dot(live, live),
+        norm(live),
+        cosine(live, live),
+        *(value for vector in vectors for value in vector.values()),
+    ]
     assert not any(result.requires_grad for result in results)
 
 
 def test_results_share_no_memory_with_inputs():
     a, b = drawn(1), drawn(2)
-    before = copied(a)
+    original = copied(a)
     for result in (axpy(0.0, {}, a), scaled(1.0, a), copied(a), accumulate(None, a), minus(a, {}), axpy(1.0, a, {})):
         overwrite(result, b)
-        assert all(torch.equal(a[name], before[name]) for name in a)
+        assert all(torch.equal(a[name], original[name]) for name in a)
 
 
 def test_accumulation_is_weighted_and_in_place():

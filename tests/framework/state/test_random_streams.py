@@ -26,8 +26,8 @@ DRAWS = {
 }
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["as bytes", "the documented ways"], autouse=True)
-def _found(request):
+@pytest.fixture(scope="module", params=[True, False], ids=["as bytes", "by public functions"], autouse=True)
+def _state_access(request):
     original = random_streams._PLACES_KNOWN
     random_streams._PLACES_KNOWN = original and request.param
     yield
@@ -48,33 +48,33 @@ def draw(names):
 
 @settings(deadline=None)
 @given(sequences, sequences, sequences)
-def test_what_is_drawn_in_isolation_never_shows_outside(before, inside, after):
+def test_isolated_draws_do_not_affect_the_run(earlier, inside, later):
     streams = RandomStreams(1)
     seed_everything(5)
-    expected = draw(before + after)
+    expected = draw(earlier + later)
     seed_everything(5)
-    found = draw(before)
+    numbers = draw(earlier)
     with streams.preserved():
         streams.derive("hook", "POST_STEP", 3)
         draw(inside)
-    assert found + draw(after) == expected
+    assert numbers + draw(later) == expected
 
 
 @settings(deadline=None)
 @given(sequences, sequences)
-def test_saving_changes_nothing_and_restoring_repeats_the_draws(before, after):
+def test_restored_streams_repeat_the_draws(earlier, later):
     seed_everything(7)
-    draw(before)
+    draw(earlier)
     state = RandomStreams(1).save()
-    drawn = draw(after)
+    drawn = draw(later)
     state.restore()
-    assert draw(after) == drawn
+    assert draw(later) == drawn
     state.restore()
-    assert draw(after) == drawn
+    assert draw(later) == drawn
 
 
 @pytest.mark.parametrize("gaussians", [0, 1, 2, 3])
-def test_the_cached_second_gaussian_is_kept(gaussians):
+def test_cached_second_gaussian_is_restored(gaussians):
     names = ["numpy Gaussian", "python Gaussian"]
     seed_everything(2)
     draw(names * gaussians)
@@ -88,7 +88,7 @@ def test_the_cached_second_gaussian_is_kept(gaussians):
     assert draw(names) == expected
 
 
-def test_the_body_is_undone_when_it_raises():
+def test_streams_are_restored_after_an_error():
     seed_everything(3)
     expected = draw(DRAWS)
     seed_everything(3)
@@ -98,23 +98,23 @@ def test_the_body_is_undone_when_it_raises():
     assert draw(DRAWS) == expected
 
 
-def test_the_bit_generator_of_numpy_is_restored():
-    own = np.random.get_bit_generator()
+def test_numpy_bit_generator_is_restored():
+    bit_generator = np.random.get_bit_generator()
     with RandomStreams(1).preserved():
         np.random.set_bit_generator(np.random.PCG64(3))
         np.random.rand()
-    assert np.random.get_bit_generator() is own
+    assert np.random.get_bit_generator() is bit_generator
 
 
-def test_foreign_bit_generator_is_refused():
+def test_other_numpy_bit_generator_is_refused():
     """The error names NumPy's PCG64 before the run starts."""
-    own = np.random.get_bit_generator()
+    bit_generator = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
         with pytest.raises(UsageError, match="PCG64"):
             RandomStreams(1)
     finally:
-        np.random.set_bit_generator(own)
+        np.random.set_bit_generator(bit_generator)
 
 
 def derived(seed, name, point, step, past=()):

@@ -89,25 +89,27 @@ def gathered(vector: dict[str, Tensor]) -> Tensor:
 
 def context_results(ctx: ModelDataContext) -> Results:
     """Call every verb that touches parameters or gradients."""
-    direction, found = copied(trainable(ctx.model)), {}
-    found["loss"] = ctx.compute_batch_loss().reshape(1)
-    found["batch gradient"] = gathered(ctx.compute_batch_gradients())
-    found["full gradient"] = gathered(ctx.compute_gradients())
-    found["curvature"] = gathered(ctx.hessian_vector_product(direction, method="finite_difference"))
+    direction, results = copied(trainable(ctx.model)), {}
+    results["loss"] = ctx.compute_batch_loss().reshape(1)
+    results["batch gradient"] = gathered(ctx.compute_batch_gradients())
+    results["full gradient"] = gathered(ctx.compute_gradients())
+    results["curvature"] = gathered(ctx.hessian_vector_product(direction, method="finite_difference"))
     for full in (False, True):
         with ctx.branch(full=full):
-            found["epoch"] = gathered(ctx.run_training_epoch(ctx.get_shuffled_loader()))
-        found[f"after branch, full={full}"] = gathered(trainable(ctx.model))
+            results["epoch"] = gathered(ctx.run_training_epoch(ctx.get_shuffled_loader()))
+        results[f"after branch, full={full}"] = gathered(trainable(ctx.model))
     ctx.apply_perturbation(direction, 0.1)
     ctx.compute_batch_loss()
     forward_pass(ctx._state, ctx._state.loop.batch[0], (), train=True)
-    found["perturbed"] = gathered(trainable(ctx.model))
+    results["perturbed"] = gathered(trainable(ctx.model))
     ctx.blend_parameters(direction, 0.5)
     ctx.clip_gradients(0.01)
     ctx._commits.apply()
-    found["blended"] = gathered(trainable(ctx.model))
-    found["clipped"] = gathered({str(index): each.grad for index, each in enumerate(ctx.model.parameters())})
-    return found
+    results["blended"] = gathered(trainable(ctx.model))
+    results["clipped"] = gathered(
+        {str(index): parameter.grad for index, parameter in enumerate(ctx.model.parameters())}
+    )
+    return results
 
 
 def refusal(ctx: ModelDataContext) -> str:

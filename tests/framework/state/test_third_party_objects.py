@@ -104,7 +104,7 @@ PLACES = {
     "bytes": on_model(lambda: bytearray(3), lambda kept: kept.append(1)),
     "forward hook that counts": Place(lambda state: state.model.register_forward_hook(counting_hook()), call_hooks),
     "optimizer state": Place(
-        remember, lambda state: [held["preconditioner"](torch.ones(1)) for held in state.optimizer.state.values()]
+        remember, lambda state: [moments["preconditioner"](torch.ones(1)) for moments in state.optimizer.state.values()]
     ),
     "average by a method": on_optimizer(lambda average: average.update),
     "average by a closure": on_optimizer(lambda average: lambda *_: average.update()),
@@ -137,13 +137,13 @@ def place(request: Any) -> Place:
 def test_intervention_changes_are_digested_and_reverted(place: Place) -> None:
     """The digest detects repeated changes at each unusual place, and a snapshot reverts them."""
     state = made(place)
-    before, snapshot = state.digest(), Snapshot().save(state)
+    original, snapshot = state.digest(), Snapshot().save(state)
     for _ in range(2):
         place.change(state)
         place.change(state)
-        assert differing(before, state.digest()) != []
+        assert differing(original, state.digest()) != []
         snapshot.restore(state)
-        assert differing(before, state.digest()) == []
+        assert differing(original, state.digest()) == []
 
 
 def test_observer_changes_are_caught(place: Place) -> None:
@@ -167,11 +167,11 @@ def test_checkpoints_restore_the_changed_place(place: Place, tmp_path: Path) -> 
         with pytest.raises(UsageError, match=r"preconditioner is a \S*Preconditioner, which a checkpoint cannot store"):
             save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
         return
-    before = state.digest()
+    original = state.digest()
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
     fresh = made(place)
     load_checkpoint(tmp_path / "a", fresh)
-    assert differing(before, fresh.digest()) == []
+    assert differing(original, fresh.digest()) == []
     groups = [
         optimizer.param_groups for optimizer in (fresh.optimizer, getattr(fresh.optimizer, "base", fresh.optimizer))
     ]
