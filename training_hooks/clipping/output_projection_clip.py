@@ -23,10 +23,10 @@ Decision = tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions:
-    """How far the output projection's gradient is let go.
+    """Options of the output projection's clipping.
 
     Args:
-        window_size: the steps whose embedding-gradient norms are averaged.
+        window_size: number of steps whose embedding-gradient norms are averaged.
         scale_factor: the threshold is this times their mean.
         scope: ``weight`` clips only the output projection's share of the tied gradient, once per optimizer step;
             ``logits`` clips d loss/d logits, and with it all that flows from it, in every backward pass.
@@ -73,7 +73,7 @@ class NormHistory(Remembering):
 
 
 class OutputProjectionClipper:
-    """Decides, once per optimizer step, how far the gradient through the output projection is scaled down.
+    """Computes, once per optimizer step, the scale factor of the gradient through the output projection.
 
     The threshold is ``scale_factor`` times the mean of the last ``window_size`` norms of the gradient through the
     embedding; before there is one, nothing is clipped. Under the scope ``logits`` those norms are themselves of scaled
@@ -103,7 +103,7 @@ class OutputProjectionClipper:
         return watched
 
     def forget(self) -> None:
-        """Forget the gradients of the last step."""
+        """Discard the gradients of the last step."""
         self._gradients.forget()
         self._logits = []
 
@@ -231,7 +231,7 @@ class OutputProjectionClip(InterventionHook):
         self.options = ClipOptions(window_size=self.window_size, scale_factor=self.scale_factor, scope=self.scope)
 
     def start(self, run: RunInfo) -> None:
-        """Find the tied modules; refuse a model without them."""
+        """Find the tied modules; raises :class:`UnsuitableError` for a model without them."""
         if self.scope == "logits" and run.ranks.data:
             raise UnsuitableError(
                 f"{NAME}.scope is 'logits', which scales within every backward pass, when ranks under data parallelism "
@@ -245,7 +245,7 @@ class OutputProjectionClip(InterventionHook):
         return [] if self._clipper is None else self._clipper.taps()
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
-        """Ask for the scaled share, and return the norms and the threshold."""
+        """Request the scaled gradient, and return the norms and the threshold."""
         if self._clipper is None:
             return {}
         name = f"{self._clipper.pair.embedding}.weight"
@@ -267,7 +267,7 @@ class OutputProjectionClip(InterventionHook):
 
 
 class TiedGradientClipping:
-    """Clips the gradient through a tied output projection in a training loop of your own; can be switched on and off.
+    """Clips the gradient through a tied output projection in a custom training loop; can be enabled and disabled.
 
     The first forward pass that it sees must show that the pair makes the model's output; else
     :class:`UnsuitableError` is raised from it.
@@ -306,7 +306,7 @@ class TiedGradientClipping:
             raise UnsuitableError(f"{NAME} was to clip {self.clipper.pair}; the model's output shows {found}.")
 
     def disable(self) -> None:
-        """Leave the gradients alone; the history is kept."""
+        """Stop clipping, but keep the history."""
         self._taps.remove()
         self._watch.close()
         self.clipper.forget()

@@ -1,4 +1,4 @@
-"""An input embedding and the output projection that may share its matrix: found, and their gradients told apart."""
+"""Search for an input embedding and its output projection, and separation of their gradients if they are tied."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,43 +16,43 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 ROWS_TOGETHER = 512
-"""Rows of a difference that are held in memory at once."""
+"""Number of rows of a difference in memory at once."""
 ELEMENTS_TOGETHER = 2**20
-"""Elements whose sizes are held in memory at once."""
+"""Number of elements whose magnitudes are in memory at once."""
 PICTURE = "provenance"
 NORMS = {
     "embedding_grad_l2_norm": "through the input embedding (g_in)",
     "output_proj_grad_l2_norm": "through the output projection (g_out)",
 }
-"""The picture that the hooks about the two gradients share, and how it calls their norms."""
+"""The picture that the hooks about the two gradients share, and its labels of their norms."""
 
 PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "Convolution")
-"""How the names of the graph's nodes begin that multiply by a matrix."""
+"""Prefixes of the names of autograd nodes that multiply by a matrix."""
 LOOK_UPS = ("Embedding", "Index", "Gather")
 
 
 @dataclass
 class Pass:
-    """What a forward pass has shown: the modules that were called, and the matrices that made output and loss."""
+    """Record of a forward pass: the called modules, and the matrices that produced output and loss."""
 
     called: set[str] = field(default_factory=set)
     of_output: list[Tensor] = field(default_factory=list)
     of_loss: list[Tensor] = field(default_factory=list)
 
     def made_by(self, weight: Tensor | None) -> bool:
-        """Return whether the output, or a loss that goes on from it, was made by a product with this parameter."""
+        """Return whether a product with this parameter produced the output, or a loss computed from it."""
         return any(matrix is weight for matrix in (*self.of_output, *self.of_loss))
 
 
-def watch(model: nn.Module, seen: Pass, tell: Callable[[], None] = lambda: None) -> ExitStack:
-    """Note what a model does until what is returned is closed; ``tell`` of every output that has a graph."""
+def watch(model: nn.Module, seen: Pass, on_output: Callable[[], None] = lambda: None) -> ExitStack:
+    """Record a model's passes until the returned stack is closed; call ``on_output`` for outputs with a graph."""
     stack = ExitStack()
 
     def after(name: str, module: nn.Module, inputs: object, output: object) -> None:
         seen.called.add(name)
         if not name and (matrices := output_matrices(output)):
             seen.of_output += matrices
-            tell()
+            on_output()
 
     for name, module in model.named_modules():
         stack.callback(module.register_forward_hook(InternalFunction(partial(after, name))).remove)
@@ -60,12 +60,12 @@ def watch(model: nn.Module, seen: Pass, tell: Callable[[], None] = lambda: None)
 
 
 def output_matrices(output: object) -> list[Tensor]:
-    """Return the parameters of the matrix products nearest to an output: from it back, none lies behind another."""
+    """Return the parameters of the last matrix products before an output, found by walking its graph backwards."""
     nodes: list[Any] = [leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
     seen, found = set(nodes), list[Tensor]()
-    for node in nodes:  # which grows
+    for node in nodes:  # the loop appends to this list
         sources = [source for source, _ in node.next_functions if source is not None]
-        # functions of one's own have names without a number
+        # Custom autograd functions have names without a number.
         multiplies = node.name().startswith(PRODUCTS) or not node.name()[-1].isdigit()
         matrices = [matrix for source in sources if (matrix := _matrix(source)) is not None] if multiplies else []
         found += matrices
@@ -75,7 +75,7 @@ def output_matrices(output: object) -> list[Tensor]:
 
 
 def _matrix(node: Any) -> Tensor | None:
-    """Return the parameter of two dimensions or more that a node is, or is a view, cast or multiple of."""
+    """Return the matrix parameter of which a node is a view, cast or multiple, or ``None``."""
     while not hasattr(node, "variable"):
         sources = [source for source, _ in node.next_functions if source is not None]
         if len(sources) != 1 or node.name().startswith((*PRODUCTS, *LOOK_UPS)):
@@ -86,9 +86,9 @@ def _matrix(node: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class EmbeddingPair:
-    """The names of an embedding and of an output projection, modules of a model, and whether their weight is one.
+    """The module names of an embedding and its output projection, and whether they share their weight.
 
-    Without a name the projection is a functional head: the embedding's own weight, used by the model itself.
+    A projection without a name is a functional head: the model itself multiplies by the embedding's weight.
     """
 
     embedding: str
@@ -99,12 +99,14 @@ class EmbeddingPair:
     def of(
         cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None, seen: Pass | None = None
     ) -> "EmbeddingPair":
-        """Find the pair, or take the modules that are named; ``seen``, a pass, verifies what makes the output.
+        """Find the pair, or use the named modules; ``seen`` is a pass that verifies the output projection.
 
         The projection of an ``nn.Embedding`` is a module that shares its weight, or a functional head with it; without
-        either, the ``nn.Linear`` with a row for each token. Raises :class:`UnsuitableError` for a model without such a
-        pair or with several, and for named modules that do not make the output, :class:`UsageError` for names that are
-        none or the same; ``hook`` is who asks.
+        either, the ``nn.Linear`` with a row for each token. ``hook`` is the name of the calling hook.
+
+        Raises:
+            UnsuitableError: if the model has no such pair or several, or if named modules do not produce the output.
+            UsageError: if the names are equal, or no modules with a weight.
         """
         if embedding is not None and embedding == projection:
             raise UsageError(
@@ -128,7 +130,7 @@ class EmbeddingPair:
 
     @classmethod
     def tied_in(cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None) -> "EmbeddingPair":
-        """Find a pair before any pass: modules that share a weight, else a functional head on the only embedding."""
+        """Find a pair without a pass: modules that share a weight, else a functional head on the only embedding."""
         modules = dict(model.named_modules())
         tables = [name for name, each in modules.items() if isinstance(each, nn.Embedding)]
         tables = [name for name in tables if modules[name]._parameters.get("weight") is not None]
@@ -142,13 +144,13 @@ class EmbeddingPair:
 
     @classmethod
     def _candidates(cls, modules: Mapping[str, nn.Module], seen: Pass | None) -> list["EmbeddingPair"]:
-        """Return the pairs of a model: the tied ones, without any the others."""
+        """Return the tied pairs of a model; if there are none, the untied pairs."""
         live = {name: module for name, module in modules.items() if seen is None or name in seen.called}
         makes_output: Callable[[Tensor | None], bool] = lambda weight: seen is None or seen.made_by(weight)
         tied, untied = list[EmbeddingPair](), list[EmbeddingPair]()
         for name, table in live.items():
-            # not ``table.weight``: a parametrised module computes another tensor at every access, and spectral_norm
-            # moves its buffers by that
+            # Avoid ``table.weight``: a parametrised module computes a new tensor at every access, and spectral_norm
+            # then updates its buffers.
             matrix = table._parameters.get("weight")
             if not isinstance(table, nn.Embedding) or matrix is None:
                 continue
@@ -174,18 +176,18 @@ class EmbeddingPair:
         weight = modules[projection]._parameters["weight"]
         if seen is not None and not (seen.made_by(weight) and {embedding, projection} <= seen.called):
             raise UnsuitableError(
-                f"{hook}.projection is {projection!r}, but the model's output is not made by it from {embedding!r}; "
-                "leave both names out to have the pair found."
+                f"{hook}.projection is {projection!r}, but it does not produce the model's output from "
+                f"{embedding!r}; omit both names to find the pair automatically."
             )
         return cls(embedding, projection, tied=modules[embedding]._parameters["weight"] is weight)
 
     def __str__(self) -> str:
-        """Name both, and say how they are tied."""
+        """Return the names of both, and whether they are tied."""
         head = f"output projection {self.projection!r}" if self.projection else "a functional head"
         return f"embedding {self.embedding!r} and {head}, {'one matrix' if self.tied else 'a matrix each'}"
 
     def taps(self, gradients: "TiedGradients", *, replaces: bool = False) -> list[GradientTap]:
-        """Return the taps that hear the gradients through the output projection and through the embedding."""
+        """Return the taps of the gradients through the output projection and through the embedding."""
         use: Literal["weight", "elsewhere"] = "weight" if self.projection else "elsewhere"
         return [
             GradientTap(self.projection or self.embedding, use, gradients.see_output, replaces=replaces),
@@ -201,7 +203,7 @@ class EmbeddingPair:
             )
 
     def check(self, model: nn.Module, hook: str) -> None:
-        """Raise :class:`UnsuitableError` for weights whose gradients cannot be told apart here."""
+        """Raise :class:`UnsuitableError` for weights whose gradients cannot be separated."""
         for name in filter(None, (self.embedding, self.projection)):
             module = model.get_submodule(name)
             weight = module.get_parameter("weight")
@@ -217,7 +219,7 @@ class EmbeddingPair:
 
 
 def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | None) -> EmbeddingPair:
-    """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and say which it is."""
+    """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and issue a notice with its names."""
     if fully_sharded_modules(run.model):
         raise UnsuitableError(
             f"Hook {hook!r} tells two gradients of one whole matrix apart, and FSDP2 (fully_shard) never has it whole "
@@ -228,7 +230,7 @@ def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | No
         try:
             with watch(run.model, seen := Pass()):
                 seen.of_loss += output_matrices(run.first_pass())
-        except Exception as error:  # the run's own, which it meets at its first step and tells of there
+        except Exception as error:  # the run raises the same error at its first step
             said = f"{hook} takes the pair by its names and shapes: the loss of the first batch cannot be computed"
             warnings.warn(f"{said} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
             seen = None
