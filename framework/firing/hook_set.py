@@ -175,7 +175,7 @@ class HookSet:
             return
         while hook := self.rolled_back_hook:
             error = UsageError(
-                f"Hook {hook!r} is rolled back within a step, but the batch, a {type(batch).__name__}, contains no "
+                f"Hook {hook!r} is rolled back within a step, but the batch ({type(batch).__name__}) contains no "
                 "tensor that could be restored; use batches of tensors, arrays, or containers or plain objects of "
                 "them, or remove the hook."
             )

@@ -236,7 +236,10 @@ def test_new_pre_epoch_hook_starts_at_next_epoch(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "killed")[0] == 4 > STEPS_PER_EPOCH
     (folder_of(tmp_path / "killed") / "plain.csv").unlink()  # its columns depend on the hooks
     said = resume(tmp_path / "killed", hooks=["norms", "counterfactual"], hook_options={}, sinks=False)
-    assert "Hook 'counterfactual' has needs_pre_epoch_state, but epoch 1 started without that state; its first epoch is 2." in said
+    assert (
+        "Hook 'counterfactual' has needs_pre_epoch_state, but epoch 1 started without that state; its first epoch is 2."
+        in said
+    )
     assert read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_samples"].keys() == {"counterfactual"}
     weights = [folder_of(tmp_path / folder) / "plain_final.pt" for folder in ("killed", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -345,7 +348,7 @@ def test_foreign_sink_files_are_refused(name, place, killed: Path) -> None:
         path.write_bytes(path.read_bytes()[:20])
     else:
         change_file(path, flipped(place))
-    with pytest.raises(UsageError, match=r"put that file back, or start the run anew with --overwrite"):
+    with pytest.raises(UsageError, match="restore that file, or restart the run with --overwrite"):
         resume(killed)
 
 

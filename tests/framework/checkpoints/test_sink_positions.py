@@ -130,14 +130,14 @@ def test_unopenable_file_is_refused_on_resume(sink, isolation, tmp_path):
     """The error names the file and the reason, here a folder in its place."""
     (tmp_path / f"only.{sink.name}").mkdir()
     position = {"size": 0, **sink.notation}
-    with pytest.raises(UsageError, match=rf"only\.{sink.name} cannot be opened to go on in it: Is a directory; put"):
+    with pytest.raises(UsageError, match=rf"only\.{sink.name} cannot be opened for appending: Is a directory; restore"):
         started(isolation, {sink.name: position}, sink(), folder=tmp_path)
 
 
 @pytest.mark.parametrize("size", [None, -1, "x", 1.5, [], True])
 def test_a_position_without_a_size_is_refused(size, isolation, tmp_path):
     (tmp_path / "only.jsonl").write_text("")
-    with pytest.raises(UsageError, match="does not say how many bytes"):
+    with pytest.raises(UsageError, match="has no valid size of a file"):
         started(isolation, {"jsonl": {"size": size}}, JSONLSink(), folder=tmp_path)
 
 

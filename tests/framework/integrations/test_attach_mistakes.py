@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "an unknown hook": (lambda parts: {"hooks": ["norm"]}, "Did you mean 'norms'"),
     "a hook twice": (lambda parts: {"hooks": ["norms", norms()]}, "'norms' is given by name, and as .* leave one"),
     "two objects": (lambda parts: {"hooks": [norms(), norms()]}, "Two hooks are named 'norms'"),
-    "idle options": (lambda parts: {"hook_options": {"hessian": {}}}, "not on; add .*hooks=\\['hessian'\\]"),
+    "idle options": (lambda parts: {"hook_options": {"hessian": {}}}, "is not enabled; add .*hooks=\\['hessian'\\]"),
     "late options": (lambda parts: {"hooks": [norms()], "hook_options": {"norms": {}}}, "pass them to its class"),
     "an unknown option": (lambda parts: {"hook_options": {"norms": {"x": 1}}}, "Unknown option of hook 'norms': 'x'"),
     "a number of ranks": (lambda parts: {"ranks": 3}, "ranks is a int; give loopscope.training.Ranks"),
@@ -244,9 +244,7 @@ def test_unservable_hook_is_refused_before_first_update(tmp_path, hooks):
     """The message suggests scope.batches(loader); no parameter changes and no folder is written."""
     parts = Parts(Loop())
     before = parts.digest()
-    refused = (
-        rf"Hook '{'norms' if 'norms' in hooks else 'misbehaving_hook'}' cannot run.*scope\.batches\(loader\)"
-    )
+    refused = rf"Hook '{'norms' if 'norms' in hooks else 'misbehaving_hook'}' cannot run.*scope\.batches\(loader\)"
     with parts.attach(tmp_path / "run", hooks), pytest.raises(UsageError, match=refused):
         train(parts)
     assert [name for name, value in parts.digest().items() if name[:2] == "pa" and value != before[name]] == []
