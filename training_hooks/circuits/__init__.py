@@ -1,4 +1,4 @@
-"""What the weights have learnt: frequencies, heads, token directions."""
+"""Hooks for learned structure: Fourier frequencies, attention heads, token gradients."""
 
 from .attention import Attention
 from .fourier import Fourier

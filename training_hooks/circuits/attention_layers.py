@@ -1,4 +1,4 @@
-"""The attention layers of a model: which modules they are, and the weights of their projections."""
+"""The attention layers of a model, and the weights of their projections by head."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from loopscope.state import unsharded
 from torch import Tensor, nn
 
 FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn", "query_key_value")
-"""Names of a projection to queries, keys and values at once."""
+"""Names of a fused projection to queries, keys and values."""
 GROUPED = ("query_key_value",)
-"""Those whose rows are, for each head of keys, its queries' heads, its keys, its values (GPT-NeoX, BLOOM, Falcon).
+"""Names of fused projections with rows grouped by key head: its queries, keys, values (GPT-NeoX, BLOOM, Falcon).
 
-The rows of the others are all queries, then all keys, then all values."""
+The rows of other fused projections are all queries, then all keys, then all values."""
 PAIRED = (("q_attn", "c_attn"), ("q_proj", "kv_proj"), ("to_q", "to_kv"), ("wq", "wkv"), ("q", "kv"))
-"""Names of a projection to queries, and one to all keys, then all values."""
+"""Names of a projection to queries, and of one to all keys, then all values."""
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -34,22 +34,23 @@ OUTPUT = (
 
 
 def matrix(projection: nn.Module) -> Tensor:
-    """Return the weight of a linear layer, (out, in), whole; ``Conv1D`` of Hugging Face holds its transpose."""
+    """Return the unsharded weight of a linear layer, shape (out, in); ``Conv1D`` of Hugging Face has its transpose."""
     weight = unsharded(projection.get_parameter("weight"))
     return weight if isinstance(projection, nn.Linear) else weight.T
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Tell whether a module is linear: an ``nn.Linear``, or a ``Conv1D`` of Hugging Face, known by its name."""
+    """Return whether a module is an ``nn.Linear`` or a ``Conv1D`` of Hugging Face."""
+    # Compared by class name, so that transformers need not be installed.
     return isinstance(module, nn.Linear) or any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
 def fused_rows(total: int, queries: int, heads: int, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return which of the ``total`` rows of a fused projection are queries, keys and values, head after head.
+    """Return the indices of queries, keys and values among the ``total`` rows of a fused projection, head by head.
 
-    ``None`` if they do not divide into ``heads`` of ``queries`` rows in all, and fewer or equally many of keys.
+    ``None`` if ``queries`` rows do not divide into ``heads``, or the others into key heads that ``heads`` can share.
     """
-    head_dim, others = queries // heads, (total - queries) // 2
+    head_dim, others = queries // heads, (total - queries) // 2  # ``others`` are the rows of keys, and of values
     if head_dim * heads != queries or queries + 2 * others != total or others < head_dim or others % head_dim:
         return None
     shared, rows = others // head_dim, torch.arange(total)
@@ -63,34 +64,34 @@ def fused_rows(total: int, queries: int, heads: int, *, grouped: bool) -> tuple[
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The projections of one layer by head; rows of queries, keys and values, columns of outputs belong to a head."""
+    """The projections of one layer by head: rows of query, key and value weights, columns of output weights."""
 
     query: Tensor  # (heads, head_dim, width of the queries' input)
-    key: Tensor  # (heads, head_dim, width of the keys' input); a head that shares its keys has a copy
+    key: Tensor  # (heads, head_dim, width of the keys' input); shared keys are repeated per head
     value: Tensor  # (heads, value_dim, width of the values' input)
     output: Tensor  # (heads, width of the output, value_dim)
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One module that attends: an ``nn.MultiheadAttention``, or one with linear projections."""
+    """One attention module: an ``nn.MultiheadAttention``, or a module with linear projections."""
 
     module: nn.Module
     projections: tuple[nn.Module, ...] = ()
-    """Queries, keys, values and output, or some of the three fused, and output; none for ``nn.MultiheadAttention``."""
-    grouped: bool = False  # whether the name of a fused projection stands for rows by heads of keys
+    """Queries, keys, values and output; the first three may be fused. Empty for ``nn.MultiheadAttention``."""
+    grouped: bool = False  # whether the name of a fused projection implies rows grouped by key head
 
     @property
     def fused(self) -> nn.Module | None:
-        """The projection to queries, keys and values at once."""
+        """The fused projection to queries, keys and values."""
         return self.projections[0] if len(self.projections) == 2 else None
 
     def weights(self, heads: int, output: Tensor | None = None, value: Tensor | None = None) -> HeadWeights | None:
-        """Return the weights by head, or ``None`` if their rows do not divide into so many heads.
+        """Return the weights by head, or ``None`` if their rows do not divide into this number of heads.
 
-        ``output`` is what a fused projection made of a sample, shape (tokens, rows), ``value`` the values of that
-        sample, shape (heads, tokens, value_dim). If both are given, the rows of a fused projection are taken in the
-        order which these values confirm, whatever its name; ``None`` if none does.
+        ``output`` is the output of a fused projection for one sample, shape (tokens, rows), ``value`` the values of
+        that sample, shape (heads, tokens, value_dim). If both are given, they determine the order of the fused rows
+        instead of the name; the result is ``None`` if neither order agrees with them.
         """
         matrices = self._matrices(heads, output, value)
         if matrices is None:
@@ -110,17 +111,21 @@ class AttentionLayer:
         )
 
     def _matrices(self, heads: int, output: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Return the matrices of queries, keys, values and output, each (out, in), whole."""
+        """Return the unsharded matrices of queries, keys, values and output, each of shape (out, in)."""
         module = self.module
         if isinstance(module, nn.MultiheadAttention):
-            own, made = module._parameters, module.out_proj._parameters.get("weight")
-            fused, apart = own.get("in_proj_weight"), [own.get(f"{each}_proj_weight") for each in "qkv"]
-            present = [each for each in apart if each is not None]
-            if made is None or (fused is None and len(present) < 3):  # computed from other parameters
+            # ``_parameters`` lacks weights that prune or weight_norm compute from other parameters.
+            parameters, out_weight = module._parameters, module.out_proj._parameters.get("weight")
+            fused, separate = (
+                parameters.get("in_proj_weight"),
+                [parameters.get(f"{part}_proj_weight") for part in "qkv"],
+            )
+            present = [weight for weight in separate if weight is not None]
+            if out_weight is None or (fused is None and len(present) < 3):
                 return None
             query, key, values = map(unsharded, present) if fused is None else unsharded(fused).chunk(3)
-            return query, key, values, unsharded(made)
-        if any(each._parameters.get("weight") is None for each in self.projections):
+            return query, key, values, unsharded(out_weight)
+        if any(projection._parameters.get("weight") is None for projection in self.projections):
             return None
         *inputs, last = map(matrix, self.projections)
         if len(inputs) > 1:
@@ -128,14 +133,14 @@ class AttentionLayer:
             return query, key, values, last
         for grouped in (self.grouped, not self.grouped):
             rows = fused_rows(len(inputs[0]), last.shape[1], heads, grouped=grouped)
-            if rows is not None and (output is None or value is None or _made_of(value, output[:, rows[2]])):
+            if rows is not None and (output is None or value is None or _equal_columns(value, output[:, rows[2]])):
                 query, key, values = (inputs[0][part.to(last.device)] for part in rows)
                 return query, key, values, last
         return None
 
 
-def _made_of(value: Tensor, columns: Tensor) -> bool:
-    """Tell whether values by head, (heads, tokens, value_dim), are these columns, (tokens, heads · value_dim)."""
+def _equal_columns(value: Tensor, columns: Tensor) -> bool:
+    """Return whether values by head, (heads, tokens, value_dim), equal columns of (tokens, key heads · value_dim)."""
     heads = columns.shape[1] // value.shape[-1]
     if heads * value.shape[-1] != columns.shape[1] or len(value) % max(1, heads) or value.shape[1] != len(columns):
         return False
@@ -144,35 +149,37 @@ def _made_of(value: Tensor, columns: Tensor) -> bool:
 
 
 def find_attention(model: nn.Module, projections: str = "") -> dict[str, AttentionLayer]:
-    """Return the attention layers of a model by the name of their module.
+    """Return the attention layers of a model by module name.
 
     Args:
-        model: every ``nn.MultiheadAttention`` in it is a layer, and every module whose submodules have the names of
-            projections, case ignored.
-        projections: the names to look for instead of the known ones: of queries, keys, values and output, or of the
-            fused projection and output, with commas between them; a name may lead further down, as ``to_out.0`` does.
+        model: its layers are every ``nn.MultiheadAttention``, and every module whose submodules have the names of
+            projections, ignoring case.
+        projections: comma-separated names instead of the known names: of queries, keys, values and output, or of the
+            fused projection and output; a name may be a path, such as ``to_out.0``.
 
-    Raises :class:`UnsuitableError` if there is no such module.
+    Raises:
+        UsageError: ``projections`` are neither four names nor two.
+        UnsuitableError: no module is an attention layer.
     """
     names = tuple(name.strip().lower() for name in projections.split(","))
     if projections and (len(names) not in (2, 4) or not all(names)):
         raise UsageError(
-            f"attention.projections is {projections!r}; it must be four names (queries, keys, values, output) or two "
-            "(fused, output), with commas between them."
+            f"attention.projections is {projections!r}; it must be four comma-separated names (queries, keys, values, "
+            "output) or two (fused, output)."
         )
     choices = [names] if projections else []
     modules = dict(model.named_modules())
-    if layers := {name: found for name, module in modules.items() if (found := _layer_of(module, choices))}:
+    if layers := {name: layer for name, module in modules.items() if (layer := _layer_of(module, choices))}:
         return layers
     raise UnsuitableError(
-        f"Hook 'attention' finds nothing that it knows in {shortened(type(model).__name__, 40)}: no "
+        f"Hook 'attention' finds no attention layer in {shortened(type(model).__name__, 40)}: no "
         "nn.MultiheadAttention, and no linear layers named like q_proj, k_proj, v_proj, o_proj or qkv, proj; name them "
         "with --hook-config attention.projections=QUERY,KEY,VALUE,OUTPUT (or FUSED,OUTPUT)."
     )
 
 
 def _layer_of(module: nn.Module, choices: list[tuple[str, ...]]) -> AttentionLayer | None:
-    """Return a module as a layer if its submodules have one of the choices of names, or of the known names."""
+    """Return the module as a layer if its submodules have one of ``choices`` of names, or by default known names."""
     if isinstance(module, nn.MultiheadAttention):
         return AttentionLayer(module)
     parts = module.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""The scores of attention as a forward pass computes them: read from its calls, reduced to numbers for each head."""
+"""Attention scores of a forward pass, recorded from its function calls and reduced to statistics per head."""
 
 import inspect
 import sys
@@ -14,37 +14,38 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-HIDDEN = -5e3  # a score at or below this belongs to a hidden key: additive masks are made of −∞, or of −10⁴ and less
-BLOCK_ELEMENTS = 2**22  # scores that are held at once
+HIDDEN = -5e3  # a score of at most this is that of a hidden key: additive masks use −∞, or −10⁴ and less
+BLOCK_ELEMENTS = 2**22  # largest number of scores in memory at a time
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What the rows of a softmax look like, for each head; float32 or wider."""
+    """Statistics of the rows of a softmax by head; float32 or wider."""
 
     table: Tensor
-    """Of each sample, shape (5, samples, heads): sums over its rows of −Σ p ln p, of rows that see a key, of −Σ p ln p
-    over ln(visible keys), of rows that see two keys or more; then the largest score of a visible key, −∞ for none."""
+    """Sums over the rows of each sample, shape (5, samples, heads): −Σ p ln p; the number of rows with a visible key;
+    −Σ p ln p over ln(visible keys); the number of rows with two or more; then the largest score of a visible key, −∞
+    without visible keys."""
 
     @property
     def entropy(self) -> Tensor:
-        """Mean over the rows of −Σ p ln p, in nats, shape (heads,)."""
+        """Mean over rows of −Σ p ln p, in nats, shape (heads,)."""
         return _ratio(*self.table[:2])
 
     @property
     def normalised_entropy(self) -> Tensor:
-        """Mean of the same over ln(visible keys), over the rows that see two keys or more; NaN if there is none."""
+        """Mean of (−Σ p ln p)/ln(visible keys) over rows with two or more visible keys; NaN without such rows."""
         return _ratio(*self.table[2:4])
 
     @property
     def largest(self) -> Tensor:
-        """The largest score of a visible key, shape (heads,)."""
+        """Largest score of a visible key, shape (heads,); NaN without visible keys."""
         return self.table[4].amax(dim=0).masked_fill(self.table[1].sum(dim=0) == 0, torch.nan)
 
     def influence(self, *, normalised: bool = False) -> Tensor:
-        """Return by how much each sample moves the mean of its head to first order, shape (samples, heads).
+        """Return the first-order effect of each sample on the mean of each head, shape (samples, heads).
 
-        (sₖ − mean·cₖ)/Σc, s and c the sample's sum and count of rows.
+        It is (sₖ − mean·cₖ)/Σc, where sₖ and cₖ are the sum and the number of rows of sample k.
         """
         values, counts = self.table[2:4] if normalised else self.table[:2]
         return torch.div(values - _ratio(values, counts) * counts, counts.sum(dim=0))
@@ -57,19 +58,20 @@ def _ratio(values: Tensor, counts: Tensor) -> Tensor:
 def sampling_error(influence: Tensor) -> Tensor:
     """Return the standard error of a ratio of sums over K ≥ 2 samples, √(K/(K−1)·Σ influence²) (Cochran 1977, 6.4).
 
-    The samples are the first dimension; for equally many rows a sample it is s/√K of the samples' means.
+    The first dimension is that of the samples. For samples with equally many rows the result is s/√K of their means.
     """
     count = len(influence)
     return torch.sqrt(influence.square().sum(dim=0) * (count / (count - 1)))
 
 
 def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
-    """Sum up scores, in blocks of shape (batch, heads, queries, keys); rows that see no key are left out."""
+    """Return the statistics of scores in blocks of shape (batch, heads, queries, keys), without rows of hidden keys."""
     tables = []
     for scores in blocks:
         hidden = scores <= HIDDEN
         visible = scores.masked_fill(hidden, -torch.inf)
         keys = (~hidden).sum(dim=-1)
+        # entropy: −Σ p ln p over the keys, shape (batch, heads, queries); share: the same over ln(visible keys)
         entropy = torch.special.entr(visible.softmax(dim=-1)).sum(dim=-1).where(keys > 0, 0)
         share = (entropy / keys.to(entropy.dtype).log()).where(keys > 1, 0)
         parts = [entropy, (keys > 0).to(entropy.dtype), share, (keys > 1).to(entropy.dtype)]
@@ -80,9 +82,9 @@ def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
 def score_blocks(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Iterator[Tensor]:
     """Yield scale·q·k + bias in float32 or wider for a few samples at a time.
 
-    Queries have shape (batch, heads, queries, head_dim), keys (batch, heads, keys, head_dim), or a divisor of as many
-    heads, each shared by neighbouring ones. The bias broadcasts to (batch, heads, queries, keys), −∞ where a key is
-    hidden; the scale is usually 1/√head_dim.
+    Queries have shape (batch, heads, queries, head_dim), keys (batch, key heads, keys, head_dim), where heads / key
+    heads consecutive heads share each key head. The bias broadcasts to (batch, heads, queries, keys) and is −∞ for
+    hidden keys; the scale is usually 1/√head_dim.
     """
     query, key = _wide(query), _wide(key)
     if key.shape[1] < query.shape[1]:
@@ -101,7 +103,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def additive(mask: Tensor, *, hides: bool) -> Tensor:
-    """Return a mask as a bias: −∞ where a boolean mask is ``hides``, a mask of numbers as it is."""
+    """Return a mask as a bias: −∞ where a boolean mask equals ``hides``; a mask of numbers is returned unchanged."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask if hides else ~mask, -torch.inf)
@@ -109,13 +111,13 @@ def additive(mask: Tensor, *, hides: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention: how many heads of which width it has, and what their rows look like."""
+    """One attention call: the number and width of its heads, and the statistics of their rows."""
 
     heads: int
-    head_dim: int | None  # none where only the scores are seen
+    head_dim: int | None  # unknown if only the scores were recorded
     statistics: RowStatistics
     value: Tensor | None = None
-    """The values of the first sample, shape (heads, keys, value_dim) or fewer heads that are shared, where seen."""
+    """Values of the first sample if recorded, shape (heads, keys, value_dim), or fewer heads if they are shared."""
 
 
 def read_scaled_dot_product(
@@ -129,7 +131,7 @@ def read_scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall | None:
-    """Read a call of :func:`torch.nn.functional.scaled_dot_product_attention` on (batch, heads, tokens, head_dim)."""
+    """Record a call of :func:`torch.nn.functional.scaled_dot_product_attention` on (batch, heads, tokens, head_dim)."""
     if query.ndim != 4 or query.is_nested:
         return None
     bias = None if attn_mask is None else additive(attn_mask, hides=False)
@@ -142,7 +144,7 @@ def read_scaled_dot_product(
 
 
 def read_softmax(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> AttentionCall | None:
-    """Read a softmax over the keys of (batch, heads, queries, keys); any other is none of attention."""
+    """Record a softmax over the last of four dimensions, (batch, heads, queries, keys); ``None`` for any other."""
     if input.ndim != 4 or dim not in (-1, 3):
         return None
     return AttentionCall(input.shape[1], None, row_statistics(iter([_wide(input)])))
@@ -152,7 +154,7 @@ SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 
 
 def read_multi_head(*args: Any, **kwargs: Any) -> AttentionCall | None:
-    """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`, what ``nn.MultiheadAttention`` makes."""
+    """Record a call of :func:`torch.nn.functional.multi_head_attention_forward`, as ``nn.MultiheadAttention`` does."""
     bound = SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -161,8 +163,8 @@ def read_multi_head(*args: Any, **kwargs: Any) -> AttentionCall | None:
         return None
     if query.ndim == 2:
         query, key = query.unsqueeze(1), key.unsqueeze(1)
-    apart = given["use_separate_proj_weight"]
-    weights = (given["q_proj_weight"], given["k_proj_weight"]) if apart else given["in_proj_weight"].chunk(3)
+    is_separate = given["use_separate_proj_weight"]
+    weights = (given["q_proj_weight"], given["k_proj_weight"]) if is_separate else given["in_proj_weight"].chunk(3)
     biases = (None, None) if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
     queries, keys = map(functional.linear, (query, key), weights, biases)  # (tokens, batch, heads · head_dim)
     if given["bias_k"] is not None:
@@ -176,7 +178,7 @@ def read_multi_head(*args: Any, **kwargs: Any) -> AttentionCall | None:
 
 
 def _merged_bias(given: Mapping[str, Any], batch: int, heads: int, extra: int) -> Tensor | None:
-    """Return both masks as one bias that broadcasts to (batch, heads, queries, keys); ``extra`` keys are visible."""
+    """Return the sum of both masks as a bias that broadcasts to (batch, heads, queries, keys); ``extra`` keys get 0."""
     bias: Tensor | None = None
     if given["attn_mask"] is not None:
         mask = _wide(additive(given["attn_mask"], hides=True))
@@ -194,40 +196,40 @@ READERS: dict[Callable[..., Any], Callable[..., AttentionCall | None]] = {
     torch.softmax: read_softmax,
     Tensor.softmax: read_softmax,
 }
-PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}  # what mixes the values where attention is written out
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}  # products with values in handwritten attention
 
 
 class AttentionReader(TorchFunctionMode):
-    """Reads the attention that modules compute while it is entered; nothing that they compute changes.
+    """Records the attention calls of modules inside its context, without changing their results.
 
-    A call of ``nn.MultiheadAttention`` or of ``scaled_dot_product_attention`` counts before a softmax of the same
-    module, which counts only where attention is written out; of several calls of one kind the last one does. While
-    functions are watched PyTorch leaves the fused fast path of its encoder layers by itself.
+    A call of ``nn.MultiheadAttention`` or of ``scaled_dot_product_attention`` takes precedence over a softmax of the
+    same module, which is the fallback for handwritten attention; of several calls of one kind the last is recorded.
+    PyTorch disables the fused fast path of its encoder layers while a function mode is active.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, AttentionCall] = {}  # by name of the module
         self.outputs: dict[str, Tensor] = {}
-        """Of the fused projections, by name of the module: what they made of the first sample."""
-        self._inside: list[str] = []
-        self._scores: dict[str, torch.Size] = {}
+        """Outputs of the fused projections for the first sample, by name of the module."""
+        self._running: list[str] = []
+        self._score_shapes: dict[str, torch.Size] = {}
 
-    def listen(self, name: str, module: nn.Module, fused: nn.Module | None) -> Iterator[RemovableHandle]:
-        """Take what functions compute for calls of a module while it runs, and keep what its fused projection makes.
+    def attach(self, name: str, module: nn.Module, fused: nn.Module | None) -> Iterator[RemovableHandle]:
+        """Assign function calls to ``module`` while it runs, and record the output of its fused projection.
 
-        Yields the handles that end this.
+        Yields the handles of the hooks on the modules, to remove them.
         """
 
-        # no lambda: what a forward hook returns, unless it is None, replaces the output
+        # Not a lambda: a forward hook that returns a value other than None replaces the output.
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._inside.pop()
+            self._running.pop()
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.ndim == 3:
                 self.outputs[name] = output[0].clone()
 
-        yield module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
+        yield module.register_forward_pre_hook(lambda module, inputs: self._running.append(name))
         yield module.register_forward_hook(leave, always_call=True)
         if fused is not None:
             yield fused.register_forward_hook(keep)
@@ -235,37 +237,38 @@ class AttentionReader(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Read a call if it is one of attention, then make it."""
-        if self._inside and func in READERS:
+        """Record a call if it computes attention, and run it."""
+        if self._running and func in READERS:
             call = READERS[func](*args, **(kwargs or {}))
-            known = self.calls.get(self._inside[-1])
-            if call is not None and (known is None or call.head_dim is not None or known.head_dim is None):
-                self.calls[self._inside[-1]] = call
-                self._scores[self._inside[-1]] = args[0].shape if args else torch.Size()
-        elif self._inside and func in PRODUCTS and self._inside[-1] in self.calls:
-            self._mixed(self._inside[-1], *args[:2])
+            previous = self.calls.get(self._running[-1])
+            if call is not None and (previous is None or call.head_dim is not None or previous.head_dim is None):
+                self.calls[self._running[-1]] = call
+                self._score_shapes[self._running[-1]] = args[0].shape if args else torch.Size()
+        elif self._running and func in PRODUCTS and self._running[-1] in self.calls:
+            self._record_values(self._running[-1], *args[:2])
         return func(*args, **(kwargs or {}))
 
-    def _mixed(self, name: str, weights: Any = None, values: Any = None) -> None:
-        """Take the values that the weights of a softmax are multiplied with."""
-        seen = isinstance(weights, Tensor) and isinstance(values, Tensor) and values.ndim == 4
-        if seen and weights.shape == self._scores[name] and self.calls[name].head_dim is None:
+    def _record_values(self, name: str, weights: Any = None, values: Any = None) -> None:
+        """Record the values that are multiplied with the result of a softmax."""
+        are_tensors = isinstance(weights, Tensor) and isinstance(values, Tensor) and values.ndim == 4
+        if are_tensors and weights.shape == self._score_shapes[name] and self.calls[name].head_dim is None:
             self.calls[name] = replace(self.calls[name], value=values[0].clone())
 
 
 @contextmanager
-def reading(
+def record_attention(
     modules: Mapping[str, nn.Module], fused: Mapping[str, nn.Module] = MappingProxyType({})
 ) -> Iterator[AttentionReader]:
-    """Read the attention of modules, by the names for their calls, in the body, in which nothing runs compiled.
+    """Record the attention calls of modules by name inside the context, where nothing runs compiled.
 
-    Of modules with a ``fused`` projection, what that makes is kept too.
+    ``fused`` are the fused projections of modules by the same names; their outputs are recorded too.
     """
     reader = AttentionReader()
-    with ExitStack() as undoing:
-        if "torch._dynamo" in sys.modules:  # compiled code passes by the functions and hooks of Python
-            undoing.enter_context(torch.compiler.set_stance("force_eager"))
+    with ExitStack() as stack:
+        # Compiled code skips function modes and module hooks. Importing torch._dynamo takes seconds, so only if loaded.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in modules.items():
-            for handle in reader.listen(name, module, fused.get(name)):
-                undoing.callback(handle.remove)
-        yield undoing.enter_context(reader)
+            for handle in reader.attach(name, module, fused.get(name)):
+                stack.callback(handle.remove)
+        yield stack.enter_context(reader)

@@ -1,4 +1,4 @@
-"""The gradient of the token embedding by token: how it is shared out, and what its rows have in common."""
+"""The gradient of the token embedding by token: its distribution over tokens, and the common part of its rows."""
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
@@ -8,11 +8,11 @@ from loopscope.state import unsharded
 from torch import Tensor
 
 from ..measures import gini, leading_share, participation_ratio
-from .embeddings import first_embedding, first_name, matrix_named
+from .embeddings import find_matrix, first_embedding, first_name
 
 
 def concentration(norms: Tensor, top_k: int) -> dict[str, Tensor]:
-    """Return how the gradient is spread over tokens, from the norms of its rows, shape (tokens,)."""
+    """Return measures of the gradient's concentration on few tokens, from the norms of its rows, shape (tokens,)."""
     return {
         "mean_norm": norms.mean(),
         "max_norm": norms.max(),
@@ -24,10 +24,10 @@ def concentration(norms: Tensor, top_k: int) -> dict[str, Tensor]:
 
 
 def agreement(rows: Tensor, norms: Tensor) -> dict[str, Tensor]:
-    """Return what rows, shape (tokens, width), of these norms have in common: their mean cosine and shared energy.
+    """Return the mean cosine and the shared energy of rows, shape (tokens, width), with norms of shape (tokens,).
 
-    The mean cosine over all pairs of m rows with a norm is (‖Σ u‖² − m) / (m(m − 1)), u the rows over their norms; rows
-    of zeros have no direction and are left out. NaN for fewer than two.
+    The mean cosine over all pairs of the m nonzero rows is (‖Σ u‖² − m) / (m(m − 1)), where u are the rows divided by
+    their norms. It is NaN for fewer than two nonzero rows.
     """
     directions = rows / torch.where(norms > 0, norms, 1)[:, None]
     count = (norms > 0).sum()
@@ -39,13 +39,13 @@ def agreement(rows: Tensor, norms: Tensor) -> dict[str, Tensor]:
 
 @HookRegistry.register
 class TokenGradient(TrainingHook):
-    """Measure how the epoch's mean gradient is shared out among the tokens of the embedding.
+    """Measure how the epoch's mean gradient is distributed over the tokens of the embedding.
 
-    Assumes that the rows of the embedding are tokens. Of an embedding tied to the output projection the gradient is the
-    sum of both uses: a token then gets gradient as an input and as a class, and every class gets some at every step.
+    Assumes that the rows of the embedding are tokens. If the embedding is tied to the output projection, its gradient
+    is the sum of both uses: a token gets a gradient as an input and as a class, and every class gets one at every step.
 
     Args:
-        top_k: how many tokens top_tokens lists and top_k_share adds up, at most.
+        top_k: maximum number of tokens in top_tokens and top_k_share.
         embedding: name of the embedding's parameter; empty: the weight of the model's first ``nn.Embedding``.
     """
 
@@ -54,21 +54,22 @@ class TokenGradient(TrainingHook):
     needs_grads = True
     metrics = """
         mean_norm | mean over all V tokens of ‖gᵢ‖₂, gᵢ row i of the embedding's gradient, mean over the epoch's steps
-            | [0, ∞) | The pull on a token of average standing, untouched ones included.
+            | [0, ∞) | The gradient of an average token, including untouched tokens.
         max_norm | maxᵢ ‖gᵢ‖₂ | [0, ∞) | Far above mean_norm: few tokens learn at a time.
         gini | Σᵢ (2i − V − 1)·‖g₍ᵢ₎‖ / (V·Σ‖gᵢ‖), ‖g₍ᵢ₎‖ ascending | [0, 1 − 1/V], NaN
-            | 0: all tokens are pulled alike; near 1: one token is. Rises with the skew of the token frequencies.
+            | 0: all tokens have equal gradients; near 1: one token has all. Rises with the skew of token frequencies.
         effective_tokens | (Σ‖gᵢ‖²)² / Σ‖gᵢ‖⁴ | [1, V], NaN
-            | How many equally pulled tokens would concentrate the gradient's energy as much.
+            | The number of tokens with equal gradients that would concentrate the energy equally.
         top_k_share | Σ‖gᵢ‖² over the top_k tokens with the largest, over Σ‖gᵢ‖² | [top_k/V, 1], NaN
-            | Near 1: these tokens are all that the embedding learns of.
-        top_tokens | the top_k tokens i with the largest ‖gᵢ‖, largest first | 0..V − 1 | Which.
+            | Near 1: only these tokens learn.
+        top_tokens | the top_k tokens i with the largest ‖gᵢ‖, largest first | 0..V − 1
+            | The tokens with the largest gradients.
         untouched_fraction | tokens with gᵢ = 0 exactly / V | [0, 1]
-            | Tokens that no step of the epoch contained; 0 if the embedding is also the output projection.
-        mean_cosine | mean over all pairs i ≠ j of the cosine between gᵢ and gⱼ, tokens with gᵢ = 0 left out
-            | [−1, 1], NaN | 0: every token goes its own way; near 1: the update moves all tokens alike.
-        shared_fraction | V·‖mean of the gᵢ‖² / Σ‖gᵢ‖² | [0, 1], NaN | Energy of the gradient that moves all tokens by
-            one vector, which leaves their differences as they are; about 1/V for rows without relation.
+            | Tokens in no batch of the epoch; 0 if the embedding is also the output projection.
+        mean_cosine | mean over all pairs i ≠ j of the cosine between gᵢ and gⱼ, without tokens with gᵢ = 0
+            | [−1, 1], NaN | 0: tokens move in unrelated directions; near 1: all tokens move in the same direction.
+        shared_fraction | V·‖mean of the gᵢ‖² / Σ‖gᵢ‖² | [0, 1], NaN | The energy of the gradient that moves all
+            tokens by the same vector and keeps their differences; about 1/V for unrelated rows.
     """
 
     def __init__(self, *, top_k: int = 5, embedding: str = "") -> None:
@@ -76,16 +77,20 @@ class TokenGradient(TrainingHook):
         self._top_k, self._embedding = top_k, embedding
 
     def start(self, run: RunInfo) -> None:
-        """Find the embedding; raises :class:`UnsuitableError` if there is none, or none that is trained."""
+        """Find the embedding.
+
+        Raises:
+            UnsuitableError: the model has no embedding, or its weight is not trained.
+        """
         name = self._embedding or first_embedding(run.model, self.name)
-        if not matrix_named(run.model, name, "token_gradient.embedding").requires_grad:
+        if not find_matrix(run.model, name, "token_gradient.embedding").requires_grad:
             raise UnsuitableError(
-                f"Hook 'token_gradient' needs an embedding that is trained, and {name!r} has requires_grad = False. "
+                f"Hook 'token_gradient' needs a trained embedding, but {name!r} has requires_grad = False. "
                 "Name another parameter with --hook-config token_gradient.embedding=NAME."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return how the gradient is spread, nothing after an epoch in which the embedding had none."""
+        """Return the metrics of the gradient, or nothing if the embedding had no gradient in the epoch."""
         name = first_name(ctx.model, self._embedding or first_embedding(ctx.model, self.name))
         if not ctx.accumulated_grads or name not in ctx.accumulated_grads:
             return {}

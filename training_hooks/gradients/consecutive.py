@@ -93,7 +93,7 @@ class Consecutive(TrainingHook):
             self.reset()
             return {}
         layout = self._layout(ctx)
-        mean = layout.copy(ctx.accumulated_grads, self._memory.work(layout))
+        mean = layout.copy(ctx.accumulated_grads, self._memory.scratch(layout))
         return self._compare(layout, mean, [name for name in layout.names if name in ctx.accumulated_grads])
 
     def _layout(self, ctx: RunDataContext) -> FlatLayout:
@@ -102,7 +102,7 @@ class Consecutive(TrainingHook):
         if self._memory.names == list(trained):
             return self._memory.layout(ctx.model)
         self.reset()
-        return self._memory.begin(trained)
+        return self._memory.reset_to(trained)
 
     def _compare(self, layout: FlatLayout, mean: FlatVector, owners: list[str]) -> Metrics:
         """Compare a mean gradient with the previous one, then replace that; ``owners`` are parameters with gradient."""
@@ -116,7 +116,7 @@ class Consecutive(TrainingHook):
         layout = self._memory.layout(ctx.model) if self._summed else self._layout(ctx)
         vectors, gradients = self._memory.vectors, layout.gradients()
         if not self._summed:
-            vectors["sum"] = layout.copy({}, self._memory.work(layout))
+            vectors["sum"] = layout.copy({}, self._memory.scratch(layout))
             self._memory.spare, self._owners["sum"] = None, []
         layout.add(gradients, vectors["sum"])
         self._owners["sum"] += [name for name in gradients if name not in self._owners["sum"]]

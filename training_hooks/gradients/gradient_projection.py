@@ -85,7 +85,7 @@ class GradientProjection(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Keep the initial parameters of the strategy; a resumed run already has them."""
         if not self._memory.names:
-            self._memory.begin(trainable(run.model), "start")
+            self._memory.reset_to(trainable(run.model), "start")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the metrics; those of the gradient only after an epoch that had one."""

@@ -178,7 +178,7 @@ class Variance(TrainingHook):
         trained = trainable(ctx.model)
         if self._memory.names != list(trained):
             self.reset()
-            self._memory.begin(trained)
+            self._memory.reset_to(trained)
         layout = self._memory.layout(ctx.model)
         self._chunks.append(Chunk.empty(layout))
         return layout
@@ -187,7 +187,7 @@ class Variance(TrainingHook):
         """Add the step's gradient to the newest chunk, or to a new one if that is full."""
         layout = self._layout(ctx)
         gradients = layout.gradients()
-        newest = layout.copy(gradients, self._memory.work(layout))
+        newest = layout.copy(gradients, self._memory.scratch(layout))
         chunk = self._chunks[-1] = self._chunks[-1].on(layout)
         chunk.owners += [name for name in gradients if name not in chunk.owners]
         previous = self._memory.vectors.get("previous")

@@ -1,4 +1,4 @@
-"""Mathematics that several rooms of hooks share."""
+"""Mathematics and helpers shared by several packages of hooks."""
 
 from .alerts import Alerts, notice
 from .drawn_rows import drawn_loader

@@ -1,4 +1,4 @@
-"""Parameters of a model, or their gradients, end to end in one vector: a few operations for all of them."""
+"""Parameters of a model, or their gradients, concatenated to one vector, so that few operations process all."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,66 +12,66 @@ from loopscope.state import WIDE, Vector, groups_of, is_sharded, laid_out_like, 
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-LONGEST_DOT = 2**31 - 1  # of BLAS, which counts in 32 bits
+LONGEST_DOT = 2**31 - 1  # largest number of elements for BLAS, which has 32-bit sizes
 
 
 @dataclass(frozen=True)
 class FlatSpace:
-    """The space of vectors over ``parameters``, flattened in their order, in float32 (float64 if one of them is).
+    """The space of vectors over ``parameters``, flattened in their order, in float32, or float64 if a parameter is.
 
-    A flat vector holds the whole of sharded parameters, on every rank.
+    A flat vector contains all elements of sharded parameters, on every rank.
     """
 
     parameters: Mapping[str, Tensor]
 
     @cached_property
     def size(self) -> int:
-        """The number n of elements."""
+        """Number n of elements."""
         return sum(value.numel() for value in self.parameters.values())
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of flat vectors."""
+        """Dtype of flat vectors."""
         widest = max((value.dtype for value in self.parameters.values()), key=lambda dtype: dtype.itemsize)
         return widest if widest in WIDE else torch.float32
 
     @torch.no_grad()
     def flat(self, vector: Vector) -> Tensor:
-        """Return a vector as one tensor, shape (n,); names that it lacks are zeros."""
+        """Return a vector as one tensor, shape (n,), with zeros for missing names."""
         named = self.parameters.items()
         parts = [unsharded(vector[name] if name in vector else torch.zeros_like(value)) for name, value in named]
         return torch.cat([part.reshape(-1).to(self.dtype) for part in parts])
 
     @torch.no_grad()
     def vector(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return a flat tensor as a vector: views of it for plain parameters, shards for sharded ones."""
+        """Return a flat tensor as a vector: views for plain parameters, shards for sharded parameters."""
         pieces = torch.split(flat, [value.numel() for value in self.parameters.values()])
         pairs = zip(self.parameters.items(), pieces, strict=True)
         return {name: laid_out_like(piece.view(value.shape), value) for (name, value), piece in pairs}
 
 
 def stacked(parts: Iterable[Tensor]) -> Tensor:
-    """Stack tensors of one shape, which may lie on several devices, on the first one's."""
+    """Stack tensors of one shape, possibly on several devices, on the device of the first."""
     first, *others = parts
     return torch.stack([first, *(part.to(first.device) for part in others)])
 
 
 @dataclass
 class FlatVector:
-    """One vector: ``data`` of shape (elements,), and ``views`` of it shaped like the parameters, made when needed."""
+    """One vector: ``data`` of shape (elements,), and ``views`` of it in the parameters' shapes, created on demand."""
 
     data: Tensor
     views: list[Tensor] = field(default_factory=list)
 
 
 class FlatLayout:
-    """Where each parameter lies in a flat vector, and the sums over such vectors.
+    """Positions of the parameters in a flat vector, and sums over such vectors.
 
-    A vector is in float32 or wider, on the device of the first parameter. Of a sharded parameter it holds this rank's
-    shard; the sums are over all ranks.
+    A vector is in float32 or wider, on the device of the first parameter. It contains this rank's shards of sharded
+    parameters; sums are over all ranks.
 
     Args:
-        parameters: in the order of the vector, by name.
+        parameters: the parameters by name, in the order of the vector.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -84,67 +84,68 @@ class FlatLayout:
         self.device = shards[0].device
         self._groups = groups_of(self.parameters.values())
         self._sharded = any(map(is_sharded, self.parameters.values()))
-        self._in_one = not self._groups and sum(self._sizes) <= LONGEST_DOT
+        self._fits_one_dot = not self._groups and sum(self._sizes) <= LONGEST_DOT
 
     def zeros(self) -> FlatVector:
         """Return a new vector of zeros."""
         return FlatVector(torch.zeros(sum(self._sizes), dtype=self._dtype, device=self.device))
 
     def values(self) -> FlatVector:
-        """Return the parameters' present values as a new vector."""
+        """Return the current values of the parameters as a new vector."""
         return self.copy(self.parameters, self.zeros())
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor], into: FlatVector) -> FlatVector:
-        """Overwrite a vector with tensors by parameter name, zeros for a name that is not there; return the vector."""
+        """Overwrite a vector with tensors by parameter name, with zeros for missing names, and return the vector."""
         views, shards = self._pairs(tensors, into)
         if len(views) < len(self.names):
             into.data.zero_()
-        if views:  # torch refuses empty lists; one call for all saves a launch for each parameter
+        if views:  # torch rejects empty lists
+            # torch._foreach_* is private, but one call saves a kernel launch per parameter.
             torch._foreach_copy_(views, shards)
         return into
 
     @torch.no_grad()
     def add(self, tensors: Mapping[str, Tensor], into: FlatVector, weight: float = 1) -> None:
-        """Add tensors by parameter name, times ``weight``, to a vector."""
+        """Add tensors by parameter name, multiplied by ``weight``, to a vector."""
         views, shards = self._pairs(tensors, into)
         if views:
             torch._foreach_add_(views, shards, alpha=weight)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the live gradients by name, leaving out parameters without one."""
+        """Return the gradients by name, without parameters that have none."""
         return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product of two vectors' elements, zero-dimensional, float64."""
-        return torch.dot(a, b).double() if self._in_one else self.dots(a, b).sum()
+        return torch.dot(a, b).double() if self._fits_one_dot else self.dots(a, b).sum()
 
     def norm(self, a: Tensor) -> Tensor:
-        """Return the norm of a vector's elements, zero-dimensional, float64."""
+        """Return the 2-norm of a vector's elements, zero-dimensional, float64."""
         return self.dot(a, a).sqrt()
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the inner product of each parameter's parts, shape (parameters,), float64."""
+        """Return the inner product for each parameter, shape (parameters,), float64."""
         pairs = zip(self._parts(a), self._parts(b), strict=True)
         return over_shards(torch.stack([torch.dot(*pair) for pair in pairs]).double(), self._groups)
 
     def maxima(self, a: Tensor) -> Tensor:
-        """Return the largest element of each parameter's part, zero for an empty one, shape (parameters,)."""
+        """Return the largest element of each parameter, zero for an empty one, shape (parameters,)."""
         parts = [part.amax() if part.numel() else part.sum() for part in self._parts(a)]
         return over_shards(torch.stack(parts), self._groups, largest=True)
 
     def nonzeros(self, a: Tensor) -> Tensor:
-        """Return how many elements of a vector are not zero; zero-dimensional, int64."""
+        """Return the number of nonzero elements of a vector, zero-dimensional, int64."""
         counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
         return over_shards(counts, self._groups).sum()
 
     def named(self, a: Tensor) -> dict[str, Tensor]:
-        """Return a vector's elements by parameter name, each laid out as its parameter; they share its memory."""
+        """Return views of a vector by parameter name, each with the shape and layout of its parameter."""
         parts = zip(self.parameters.items(), self._parts(a), self._shapes, strict=True)
         return {name: sharded_like(part.view(shape), owner) for (name, owner), part, shape in parts}
 
     def flat(self, vector: Tensor | Vector) -> Tensor:
-        """Return a vector's elements, shape (elements,), of one that is flat already or by parameter name."""
+        """Return the elements, shape (elements,), of a vector that is flat or by parameter name."""
         return vector.to(self.device) if isinstance(vector, Tensor) else self.copy(vector, self.zeros()).data
 
     def by_name(self, values: Tensor) -> dict[str, Tensor]:
@@ -155,34 +156,34 @@ class FlatLayout:
         return torch.split(a, self._sizes)
 
     def _pairs(self, tensors: Mapping[str, Tensor], vector: FlatVector) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the views that have a tensor, and these tensors as far as they lie on this rank."""
+        """Return the views of the parameters in ``tensors``, and this rank's shards of these tensors."""
         if not vector.views:
             parts = zip(self._parts(vector.data), self._shapes, strict=True)
             vector.views = [part.view(shape) for part, shape in parts]
         if tensors is self.parameters:
             return vector.views, local_shards(tensors.values())
-        there = [name in tensors for name in self.names]
-        chosen = [tensors[name] for name in compress(self.names, there)]
+        is_given = [name in tensors for name in self.names]
+        shards = [tensors[name] for name in compress(self.names, is_given)]
         if self._sharded:
-            owners = compress(self.parameters.values(), there)
-            chosen = local_shards(map(laid_out_like, chosen, owners))
-        return list(compress(vector.views, there)), chosen
+            owners = compress(self.parameters.values(), is_given)
+            shards = local_shards(map(laid_out_like, shards, owners))
+        return list(compress(vector.views, is_given)), shards
 
 
 class FlatMemory(Remembering):
-    """What a hook remembers from step to step: flat vectors by name, over the parameters it began with."""
+    """Memory of a hook between steps: flat vectors by name, over a fixed set of parameters."""
 
     names = Remembered(list[str])
-    """Of the parameters; none before the beginning."""
+    """Names of the parameters; empty before :meth:`reset_to`."""
     vectors = Remembered(dict[str, FlatVector], saved=False)
     spare = Remembered[FlatVector | None](lambda: None, saved=False)
-    """A vector to work in, which is not needed any more."""
+    """A vector whose content is no longer needed."""
     _loaded = Remembered[Mapping[str, Vector]](dict, saved=False)
-    """Vectors by parameter name, for as long as no model says where they lie."""
+    """Loaded vectors by parameter name, until a model determines their layout and device."""
     _layout = Remembered[FlatLayout | None](lambda: None, saved=False)
 
-    def begin(self, parameters: Mapping[str, nn.Parameter], *vectors: str) -> FlatLayout:
-        """Forget everything and begin anew with these parameters; ``vectors`` are to hold their present values."""
+    def reset_to(self, parameters: Mapping[str, nn.Parameter], *vectors: str) -> FlatLayout:
+        """Reset to these parameters, with their current values in each of the named ``vectors``."""
         self.reset()
         self._layout = FlatLayout(parameters)
         self.names = self._layout.names
@@ -190,15 +191,15 @@ class FlatMemory(Remembering):
         return self._layout
 
     def layout(self, model: nn.Module) -> FlatLayout:
-        """Return the layout of the vectors in this model, with the vectors on its device."""
+        """Return the layout of the vectors, after moving loaded vectors to the device of this model."""
         if self._layout is None:
             self._layout = layout = FlatLayout({name: model.get_parameter(name) for name in self.names})
             self.vectors = {name: FlatVector(layout.flat(vector)) for name, vector in self._loaded.items()}
             self._loaded = {}
         return self._layout
 
-    def work(self, layout: FlatLayout) -> FlatVector:
-        """Return the spare vector to be written over, a new one if there is none."""
+    def scratch(self, layout: FlatLayout) -> FlatVector:
+        """Return a vector to overwrite: the spare one, or a new one."""
         return self.spare or layout.zeros()
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,26 +208,27 @@ class FlatMemory(Remembering):
         return super().state_dict() | {"vectors": {name: self.named(v) for name, v in (flat or self._loaded).items()}}
 
     def named(self, vector: Tensor | Vector) -> dict[str, Tensor]:
-        """Return a vector by parameter name, DTensors where the parameters are: a flat one, or one that was loaded."""
+        """Return a flat or loaded vector by parameter name, as DTensors where the parameters are DTensors."""
         return self._layout.named(vector) if self._layout and isinstance(vector, Tensor) else dict(vector)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self.reset()
         super().load_state_dict(state)
         self._loaded = {name: dict(vector) for name, vector in state["vectors"].items()}
 
 
 def sharded_like(shard: Tensor, owner: Any) -> Tensor:
-    """Return what this rank holds as a DTensor in the layout of a parameter, or itself if that is none.
+    """Return this rank's ``shard`` as a DTensor in the layout of ``owner``, or as it is if ``owner`` is not a DTensor.
 
-    The memory is shared; nothing is sent.
+    The result shares the memory of ``shard``; no data is communicated.
     """
     if not is_sharded(owner):
         return shard
-    if shard.storage_offset():  # torch cannot save a DTensor of a part of a larger memory
+    if shard.storage_offset():
+        # torch cannot save a DTensor that is a view into a larger storage; DLPack gives the view a storage of offset 0.
         shard = from_dlpack(shard)
-    # A parameter's own class is nn.Parameter; that of its data is DTensor, wherever this version of torch has it.
+    # type(owner.data) is DTensor; importing the class would need the module path of this torch version.
     return type(owner.data).from_local(  # type: ignore[no-any-return]
         shard, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
     )

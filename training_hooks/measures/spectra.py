@@ -1,4 +1,4 @@
-"""Singular values, and the numbers that say how evenly a spectrum or any other total is spread."""
+"""Singular values, and measures of how evenly a spectrum or another total is distributed."""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ def smaller_gram(matrix: Tensor) -> Tensor:
 def singular_values(grams: Tensor) -> Tensor:
     """Return all n singular values of matrices from their :func:`smaller_gram`, largest first, shape (matrices, n).
 
-    They are the roots of its eigenvalues: several times faster than a decomposition of the matrix, and exact to about
-    1e-8 of the largest one, where float32 weights carry 1e-7. All are NaN for a matrix that holds an infinity or NaN.
+    They are the square roots of its eigenvalues: several times faster than a singular value decomposition, and exact to
+    about 1e-8 of the largest one; float32 weights are exact to 1e-7. All are NaN for a matrix with an infinity or NaN.
 
     >>> singular_values(smaller_gram(torch.diag(torch.tensor([3.0, 4.0])))[None]).tolist()
     [[4.0, 3.0]]
     """
     finite = grams.isfinite().flatten(start_dim=1).all(dim=1)
+    # σᵢ = √λᵢ(WWᵀ); rounding can make a zero eigenvalue slightly negative.
     squares: Tensor = torch.linalg.eigvalsh(grams.where(finite[:, None, None], 0)).flip(-1)
     return squares.clamp(min=0).sqrt().where(finite[:, None], torch.nan)
 
@@ -27,7 +28,7 @@ def singular_values(grams: Tensor) -> Tensor:
 def effective_rank(values: Tensor) -> Tensor:
     """Return exp(−Σ p ln p), p = σ/Σσ over all singular values σ (Roy and Vetterli 2007); NaN if all are zero.
 
-    Here and below ``values`` may have leading dimensions, each spectrum along the last one.
+    Here and below ``values`` may have leading dimensions; the last dimension is the spectrum.
 
     >>> effective_rank(torch.ones(4)).item()
     4.0
@@ -46,7 +47,7 @@ def stable_rank(values: Tensor) -> Tensor:
 
 
 def leading_share(values: Tensor, count: int = 1) -> Tensor:
-    """Return the share of the energy Σσ² that the ``count`` largest singular values hold; NaN if all are zero.
+    """Return the fraction of the energy Σσ² in the ``count`` largest singular values; NaN if all are zero.
 
     >>> leading_share(torch.tensor([3.0, 1.0])).item()
     0.8999999761581421
@@ -56,7 +57,7 @@ def leading_share(values: Tensor, count: int = 1) -> Tensor:
 
 
 def participation_ratio(eigenvalues: Tensor) -> Tensor:
-    """Return (Σλ)²/Σλ² of non-negative eigenvalues λ: how many equal ones would spread as widely; NaN if all are zero.
+    """Return (Σλ)²/Σλ² of non-negative eigenvalues λ, the effective number of equal ones; NaN if all are zero.
 
     >>> participation_ratio(torch.tensor([1.0, 1.0, 0.0])).item()
     2.0
@@ -65,7 +66,7 @@ def participation_ratio(eigenvalues: Tensor) -> Tensor:
 
 
 def gini(values: Tensor) -> Tensor:
-    """Return the Gini coefficient of n non-negative values: 0 if all are equal, 1 − 1/n if one has everything.
+    """Return the Gini coefficient of n non-negative values: 0 if all are equal, 1 − 1/n if only one is not zero.
 
     Σᵢ (2i − n − 1)·xᵢ / (n·Σᵢ xᵢ) over the values in ascending order, i from 1; NaN if all are zero.
 

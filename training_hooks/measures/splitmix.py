@@ -1,4 +1,4 @@
-"""SplitMix64: numbers that are the same in every run and on every machine, whatever torch's generators do."""
+"""SplitMix64: random numbers that are equal in every run and on every machine, independent of torch's generators."""
 
 import torch
 from torch import Tensor
@@ -19,5 +19,8 @@ def _signed(value: int) -> int:
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shift to the right, zeros coming in, as for unsigned numbers, which torch cannot shift."""
+    """Shift to the right and fill with zeros.
+
+    torch shifts int64 arithmetically, and has no shift for uint64; the mask clears the copies of the sign bit.
+    """
     return (numbers >> bits).bitwise_and(2 ** (64 - bits) - 1)

@@ -64,15 +64,15 @@ class ParameterDelta(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Keep the initial parameters of the strategy; a resumed run already has those of the last report."""
         if not self._memory.names:
-            self._memory.begin(trainable(run.model), "before")
+            self._memory.reset_to(trainable(run.model), "before")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the change since the last report, or nothing if other parameters are trained now; keep the current."""
         trained = trainable(ctx.model)
         if self._memory.names != list(trained):
-            self._memory.begin(trained, "before")
+            self._memory.reset_to(trained, "before")
             return {}
         layout = self._memory.layout(ctx.model)
-        current, previous = layout.copy(layout.parameters, self._memory.work(layout)), self._memory.vectors["before"]
+        current, previous = layout.copy(layout.parameters, self._memory.scratch(layout)), self._memory.vectors["before"]
         self._memory.vectors, self._memory.spare = {"before": current}, previous
         return delta_metrics(layout, previous.data, current.data)

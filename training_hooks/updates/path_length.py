@@ -68,12 +68,12 @@ class PathLength(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Keep the parameters as the start of the path; a resumed run already has them."""
         if not self._memory.names:
-            self._memory.begin(trainable(run.model), *POINTS)
+            self._memory.reset_to(trainable(run.model), *POINTS)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Add the leg since the last point, if there were steps; at reports return the metrics of the path so far."""
         if not self._memory.names:
-            self._memory.begin(trainable(ctx.model), *POINTS)
+            self._memory.reset_to(trainable(ctx.model), *POINTS)
         between_steps = ctx.hook_point not in STEP_POINTS
         completed_steps = ctx.step if between_steps else ctx.step - 1
         layout = self._memory.layout(ctx.model)

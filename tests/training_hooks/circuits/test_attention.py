@@ -11,9 +11,9 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.training_hooks.circuits import Attention
-from loopscope.training_hooks.circuits.attention import arguments_of, model_inputs, pieces_of
+from loopscope.training_hooks.circuits.attention import forward_arguments, model_inputs, split_inputs
 from loopscope.training_hooks.circuits.attention_layers import find_attention
-from loopscope.training_hooks.circuits.attention_scores import RowStatistics, reading, sampling_error
+from loopscope.training_hooks.circuits.attention_scores import RowStatistics, record_attention, sampling_error
 from loopscope.training_hooks.measures import drawn_loader
 from torch import nn
 
@@ -219,9 +219,7 @@ def test_custom_projection_names_are_an_option():
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
 def test_model_without_attention_is_refused(model):
     """The error is raised before the run and has at most 300 characters."""
-    with pytest.raises(
-        UsageError, match=r"Hook 'attention' finds nothing that it knows in \w+: no nn\.Multihead"
-    ) as told:
+    with pytest.raises(UsageError, match=r"Hook 'attention' finds no attention layer in \w+: no nn\.Multihead") as told:
         train(Case(model), [Attention()])
     assert len(str(told.value)) <= 300
 
@@ -243,7 +241,7 @@ def test_layers_with_hidden_attention_warn_once():
     layer = Fused()
     layer.forward = lambda x: layer.proj(layer.qkv(x)[..., :WIDTH])
     hook, context = Attention(every=1), replace(epoch_end(Stub(layer)), loader=one_batch())
-    with pytest.warns(UserWarning, match="layer make no call of attention"):
+    with pytest.warns(UserWarning, match=r"skips them: layer \(no known attention call"):
         assert hook.compute(context) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -257,7 +255,7 @@ def test_mismatched_projections_give_rows_without_circuits():
     layer.forward = lambda x: nn.functional.scaled_dot_product_attention(*layer.qkv(x).unsqueeze(1).chunk(3, dim=-1))
     assert find_attention(layer)[""].weights(heads=HEADS) is None
     assert find_attention(Fused())[""].weights(heads=5) is None
-    with pytest.warns(UserWarning, match="layer have projections unlike their heads"):
+    with pytest.warns(UserWarning, match=r"skips them: layer \(projections that do not match the heads"):
         metrics = measured(layer)
     assert "entropy/layer.0" in metrics
     assert not [name for name in metrics if name.startswith(("qk", "ov"))]
@@ -280,7 +278,7 @@ def test_named_batch_entries_accompany_the_input():
         def forward(self, input_ids, cache=None, attention_mask=None, labels=None, *, more=None):
             return input_ids
 
-    x, mask, arguments = torch.ones(2, 3), torch.zeros(2, 3), arguments_of(Model())
+    x, mask, arguments = torch.ones(2, 3), torch.zeros(2, 3), forward_arguments(Model())
     assert list(arguments) == ["input_ids", "cache", "attention_mask", "labels"]
     batch = {"attention_mask": mask, "input_ids": x, "more": 1, "unknown": 2}
     assert [each if each is None else id(each) for each in model_inputs(batch, "", arguments)] == [
@@ -289,7 +287,7 @@ def test_named_batch_entries_accompany_the_input():
         id(mask),
     ]
     assert torch.equal(model_inputs({"x": x, "attention_mask": mask}, "x", arguments), x)
-    needed = arguments_of(nn.MultiheadAttention(2, 1))
+    needed = forward_arguments(nn.MultiheadAttention(2, 1))
     assert torch.equal(model_inputs({"input_ids": x, "value": mask, "key": x}, "key", needed), x)
 
 
@@ -310,7 +308,7 @@ def test_batch_without_input_is_refused(batch, sentence):
 
 def test_inputs_are_cut_into_pieces_of_rows():
     batches = [(torch.arange(20), torch.ones(3), None), (torch.arange(20, 40), torch.ones(3), None)]
-    pieces = list(pieces_of(batches, 37))
+    pieces = list(split_inputs(batches, 37))
     assert [piece[0].tolist() for piece in pieces] == [[*range(16)], [*range(16, 20)], [*range(20, 36)], [36]]
     assert all(len(piece[1]) == 3 for piece in pieces)
 
@@ -332,7 +330,7 @@ def test_sampling_errors_match_brute_force():
         expected = np.std(values, ddof=1) / math.sqrt(len(pairs))
         assert metrics[f"attention/entropy_error/{LAYER}.{head}"] == pytest.approx(expected, rel=1e-4)
     assert metrics["attention/rows"] == len(pairs)
-    with pytest.warns(RunNotice, match=r"has no error: that needs attention\.rows of at least 2"):
+    with pytest.warns(RunNotice, match=r"attention\.rows is 1; attention/entropy_error needs at least 2"):
         alone = emitted(train(case, [Attention(rows=1)], steps=6), HookPoint.POST_EPOCH)
     assert not [name for name in alone if "error" in name]
 
@@ -387,7 +385,7 @@ def test_unknown_row_order_gives_no_circuits():
             parts = (by_head(part, HEADS) for part in self.qkv(x).flip(-1).chunk(3, dim=-1))
             return self.proj(joined(mixed(*parts, written_out=False)))
 
-    with pytest.warns(UserWarning, match="layer have projections unlike their heads"):
+    with pytest.warns(UserWarning, match=r"skips them: layer \(projections that do not match the heads"):
         metrics = measured(Scrambled())
     assert "entropy/layer.0" in metrics
     assert not [name for name in metrics if name.startswith(("qk", "ov", "mean_ov"))]
@@ -450,7 +448,7 @@ def test_reading_attention_keeps_the_forward_pass():
     def look(ctx):
         pairs = next(ctx.loader.batches(0))[0]
         plain = ctx.forward(pairs).output
-        with reading({LAYER: ctx.model.blocks[0].attention}) as reader:
+        with record_attention({LAYER: ctx.model.blocks[0].attention}) as reader:
             outputs.append(torch.equal(ctx.forward(pairs).output, plain))
         outputs.append(reader.calls[LAYER].heads == 2)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.training_hooks.circuits import attention_scores
-from loopscope.training_hooks.circuits.attention_scores import AttentionCall, reading, row_statistics
+from loopscope.training_hooks.circuits.attention_scores import AttentionCall, record_attention, row_statistics
 from torch import nn
 
 from tests.training_hooks.circuits.attention_models import HEADS, WIDTH, Around, Fused, Grouped, WrittenOut, brute_rows
@@ -18,7 +18,7 @@ PADDED = np.arange(TOKENS) < np.array([5, 3, 4, 1])[:, None]
 
 @torch.no_grad()
 def read(model: nn.Module, module: nn.Module | None = None, inputs: torch.Tensor | None = None) -> AttentionCall:
-    with reading({"only": module or model}) as reader:
+    with record_attention({"only": module or model}) as reader:
         model.eval()(tokens() if inputs is None else inputs)
     return reader.calls["only"]
 
@@ -153,7 +153,7 @@ def test_encoder_with_padding_is_read():
 def test_both_attentions_of_a_decoder_layer_are_read():
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True).eval()
     memory = torch.randn(BATCH, 7, WIDTH)
-    with torch.no_grad(), reading({"self": layer.self_attn, "cross": layer.multihead_attn}) as reader:
+    with torch.no_grad(), record_attention({"self": layer.self_attn, "cross": layer.multihead_attn}) as reader:
         layer(tokens(), memory)
         inner = layer.norm1(tokens() + layer.self_attn(tokens(), tokens(), tokens())[0])
     query, key = in_projections(layer.multihead_attn, inner)[0], in_projections(layer.multihead_attn, memory)[1]
@@ -187,7 +187,7 @@ def test_reading_changes_no_output_and_leaves_nothing_behind():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0).train()
     with torch.no_grad():
         bare = layer(tokens())
-        with reading({"layer": layer.self_attn}):
+        with record_attention({"layer": layer.self_attn}):
             assert torch.equal(layer(tokens()), bare)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
     assert not any(module._forward_hooks_always_called for module in layer.modules())
@@ -195,7 +195,7 @@ def test_reading_changes_no_output_and_leaves_nothing_behind():
 
 def test_a_model_that_raises_leaves_no_hooks_behind():
     model = Around(Fused(), lambda inner, x: inner(x) @ x)
-    with pytest.raises(RuntimeError), reading({"layer": model.inner}):
+    with pytest.raises(RuntimeError), record_attention({"layer": model.inner}):
         model(tokens())
     assert not model.inner._forward_hooks
     assert not model.inner._forward_pre_hooks
@@ -203,7 +203,7 @@ def test_a_model_that_raises_leaves_no_hooks_behind():
 
 def test_attention_outside_the_modules_is_not_read():
     model = nn.Sequential(Fused(), WrittenOut())
-    with torch.no_grad(), reading({"second": model[1]}) as reader:
+    with torch.no_grad(), record_attention({"second": model[1]}) as reader:
         model(tokens())
     assert set(reader.calls) == {"second"}
     assert reader.calls["second"].head_dim is None

@@ -317,7 +317,7 @@ def test_all_pairs_have_no_bias_or_error():
     """With a single row there is a notice that errors need at least two rows."""
     names = set(reported(Circles(), all_pairs()))
     assert not [name for name in names if name.endswith(("_bias", "_error"))]
-    with pytest.warns(RunNotice, match=r"fourier\.rows is 1: .* need at least 2 rows"):
+    with pytest.warns(RunNotice, match=r"fourier\.rows is 1; .* need at least 2 rows"):
         assert set(reported(Circles(), all_pairs(), rows=1)) == names
 
 
@@ -337,7 +337,7 @@ def test_the_frequencies_of_the_losses_can_be_fixed(given):
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("reference", "there is no reference solution.*--reference PATH"),
+        ("reference", "the run has no reference solution.*--reference PATH"),
         ([2, 6], "names 6; 11 rows have .* 1 to 5"),
         ([0, 1.5], "names 0, 1.5;"),
     ],

@@ -353,7 +353,7 @@ def test_undrawable_loader_is_measured_in_order():
 
     task = still_task(ORDERS["by label"])
     task.loader = Undrawable(task.loader._tensors, 4, ORDERS["by label"])
-    with pytest.warns(RunNotice, match="'sharpness' measures the first rows of the run's own order.*no rows to draw"):
+    with pytest.warns(RunNotice, match="'sharpness' measures the first rows in the run's order.*no rows to draw"):
         values, _ = measured(task, Sharpness(batches=2, critical_passes=0))
     assert values["rows"] == 8
 

@@ -71,7 +71,7 @@ def test_restored_memory_finds_model_parameters():
     """After load_state_dict(), the memory has the same parameter names and values."""
     model = nn.Linear(3, 2)
     memory = FlatMemory()
-    memory.vectors = {"here": memory.begin(dict(model.named_parameters())).values()}
+    memory.vectors = {"here": memory.reset_to(dict(model.named_parameters())).values()}
     again = FlatMemory()
     again.load_state_dict(memory.state_dict())
     layout = again.layout(model)
