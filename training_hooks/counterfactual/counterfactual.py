@@ -14,7 +14,7 @@ from ..measures import notice
 from .splits import CONFIDENCE, FEWEST, squared_errors
 
 NO_ORDERING = 1e-5
-"""Below this share of ‖g‖² what is left of g beside c̄ is rounding, in float32, and has no direction."""
+"""A remainder of g without c̄ below this share of ‖g‖² is float32 rounding, without a direction."""
 
 
 def inner_products(vectors: Sequence[Vector]) -> Tensor:
@@ -45,7 +45,7 @@ def ordering_split(gram: Tensor) -> dict[str, Tensor]:
     ``gram`` has shape (K + 1, K + 1), K ≥ 2: the inner products of g, at index 0, and of the gradients c₁…c_K of K
     shuffled epochs. The excess compares like with like: g and c_k are both held against the mean of the other K − 1
     shuffles. Where the order has no effect g, c₁…c_K are exchangeable, both terms have one distribution, and the
-    expectation of the excess is exactly zero, whatever the noise. ``ordering_fraction`` uses all K shuffles: without
+    expectation of the excess is exactly zero for any noise. ``ordering_fraction`` uses all K shuffles: without
     any effect of the order it lies below the null (0.875 against 0.9 at a noise energy of 3 times the signal's and
     K = 3), so it is no term of the excess. A negative cosine counts as 0, in every term: an epoch against its content
     is all ordering, and clamping one term alone would bias the excess.

@@ -34,7 +34,7 @@ def by_count(gram: Tensor) -> tuple[dict[int, Splits], dict[int, Splits]]:
 
 
 def smallest_within(half_widths: dict[int, Tensor], tolerance: float) -> Tensor:
-    """Return the smallest K from which on all half-widths are at most ``tolerance``; NaN if there is none."""
+    """Return the smallest K from which on all half-widths are at most ``tolerance``; NaN if none exists."""
     found = next(iter(half_widths.values())).new_full((), torch.nan, dtype=torch.float64)
     unbroken = torch.ones_like(found, dtype=torch.bool)
     for count in sorted(half_widths, reverse=True):
@@ -54,8 +54,8 @@ class CounterfactualValidator(DebugInterventionHook):
     made and that the interval is conservative. Averages over sets scatter less than one set, so that for K below
     ``k_max`` it is wider still.
 
-    The error of the excess includes the chance that lies in the one observed order, which no number of shuffles takes
-    away: only more epochs do. Those of the fractions do not.
+    The error of the excess includes the chance in the single observed order, which only more epochs reduce, not more
+    shuffles. The errors of the fractions do not include it.
 
     Assumes that shuffled epochs are independent draws, which their seeds make them, and that observed and shuffled
     epochs differ in nothing but their order; over several processes they are shuffled as ``counterfactual`` says. Costs
@@ -84,7 +84,7 @@ class CounterfactualValidator(DebugInterventionHook):
         excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
             | The effect of the order. Should not depend much on K; if it does, small K are biased here.
         excess_error | by K ≥ 3: root mean square over sets of the excess_error of counterfactual | [0, ∞)
-            | The standard error of the excess of one epoch with K shuffles, the chance of its own order included.
+            | The standard error of the excess of one epoch with K shuffles, including the chance in its order.
         excess_half_width | by K ≥ 3: t(confidence, K − 1)·excess_error | [0, ∞)
             | An excess of counterfactual with this K that is smaller says nothing by itself.
         excess_low | excess − half-width at k_max | (−∞, ∞) | Above 0: the order has an effect.
@@ -94,7 +94,7 @@ class CounterfactualValidator(DebugInterventionHook):
     """
 
     def __init__(self, *, k_max: int = 8, confidence: float = 0.95, tolerance: float = 0.1) -> None:
-        require(FEWEST <= k_max <= MOST, f"counterfactual_validator.k_max is {k_max}; it must lie in {FEWEST}..{MOST}.")
+        require(FEWEST <= k_max <= MOST, f"counterfactual_validator.k_max is {k_max}; it must be in {FEWEST}..{MOST}.")
         require(0 < confidence < 1, f"{self.name}.confidence is {confidence}; it must lie between 0 and 1.")
         require(tolerance > 0, f"{self.name}.tolerance is {tolerance}; it must be a positive number.")
         self.k_max, self.confidence, self.tolerance = k_max, confidence, tolerance

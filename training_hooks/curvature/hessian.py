@@ -104,16 +104,16 @@ CURVATURE_AND_OWN_STEP = """
     gradient_solution_cosine | cos(−g_B(θ), θ_ref − θ) | [−1, 1]
         | Positive: without the step on A, descent on B goes towards the reference; a yardstick for the others.
     own_loss_change | L_B(θ′ + Δθ′) − L_B(θ′), Δθ′ the step on B, θ′ the parameters before it | (−∞, ∞)
-        | What the step did to the loss of its own batch; positive: it overshot.
+        | The step's effect on the loss of the batch it was made from; positive: it overshot.
     own_loss_change_predicted | g_B(θ′)·Δθ′ | (−∞, ∞)
         | The same to first order; positive: the optimizer stepped uphill, against the gradient of this batch.
     own_gain_ratio | own_loss_change / own_loss_change_predicted | (−∞, ∞)
         | 1: the loss is linear along the step. About 1/2: the step goes to the minimum along its line. Negative: the
         step raised the loss that it was to lower.
     own_entanglement_ratio | ‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂ | [0, ∞)
-        | How much a step changes the gradient of its own batch: the yardstick for entanglement_ratio.
+        | The relative change of the gradient on the step's batch: the yardstick for entanglement_ratio.
     own_entanglement_cosine | cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′)) | [−1, 1]
-        | −1: the step used up part of its own gradient; positive: the loss gets steeper downhill.
+        | −1: the step used up part of its gradient; positive: the loss gets steeper downhill.
     own_curvature | Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖² | (−∞, ∞)
         | Mean curvature of B's loss along its own step; against 2/η it tells how near SGD is to instability.
 """

@@ -84,7 +84,7 @@ SPECTRUM = """
 """
 MOMENTS = """
     rows | the rows of which H is the mean Hessian | [1, ∞) | Compare sharpness only at equal numbers of rows.
-    sharpness_bias_by_rows | mean over disjoint groups of r of the rows of their own sharpness, minus sharpness, by r
+    sharpness_bias_by_rows | mean over disjoint groups of r of the rows of the group's sharpness, minus sharpness, by r
         | [0, ∞) up to residuals, if the groups hold all rows
         | How far fewer rows lie above these. The largest eigenvalue is convex in H, so fewer rows are never too low on
         average: if it still falls from one r to its double, more rows would be lower yet. Left out below two batches.
@@ -129,12 +129,12 @@ STABILITY = """
 class Sharpness(InterventionHook):
     """Measure the curvature of the training loss: eigenvalues of its Hessian, trace, density, critical sharpness.
 
-    H is the Hessian over all trainable parameters of the mean training loss over the same rows at every fire:
-    ``batches`` batches, drawn by a fixed seed. They are the same in every run on the same data, whatever the order of
-    its batches, so that at equal weights all orders have equal numbers. A loader that cannot draw them (a stream) gives
-    its first batches, with a notice. The model is in its present modes, as in training: BatchNorm takes the statistics
-    of each batch, dropout has one mask for each, fixed within a fire. Eigenvalues are Ritz values of Lanczos with full
-    reorthogonalisation, each with its residual.
+    H is the Hessian over all trainable parameters of the mean training loss over the same rows at every hook call:
+    ``batches`` batches, drawn with a fixed seed. They are the same in every run on the same data, for any order of the
+    batches, so that at equal weights all orders give equal numbers. For a loader that cannot draw them (a stream) the
+    hook uses its first batches and issues a notice. The model keeps its current modes, as in training: BatchNorm uses
+    the statistics of each batch, and dropout has one mask per batch, fixed within a hook call. Eigenvalues are Ritz
+    values of Lanczos with full reorthogonalisation, each with its residual.
 
     The largest eigenvalue of few rows is too high, and scatters: ``sharpness_bias_by_rows`` and
     ``sharpness_spread_by_rows`` tell by how much, from parts of the rows. The preconditioned one, measured on the same
