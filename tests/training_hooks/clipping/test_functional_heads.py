@@ -227,7 +227,12 @@ def test_a_functional_head_is_clipped_by_the_rule() -> None:
             UnsuitableError,
             "does not produce the model's output from 'wte'",
         ),
-        ("module unused", {"embedding": "wte", "projection": "lm_head"}, UnsuitableError, "it does not produce the model"),
+        (
+            "module unused",
+            {"embedding": "wte", "projection": "lm_head"},
+            UnsuitableError,
+            "it does not produce the model",
+        ),
         ("separate", {}, UnsuitableError, "the model has none"),
         ("hidden", {}, UnsuitableError, "the model has none"),
         ("functional", {"embedding": "wte", "projection": "head"}, UsageError, "no module of that name with a weight"),
