@@ -1,6 +1,6 @@
-"""Warnings of libraries that a filter makes errors: none decides whether bytes are intact or a state has changed.
+"""Library warnings that filters turn into errors: none affects checks of files or of the training state.
 
-All tests run with pytest's filter ``error``, as a program does under ``python -W error``.
+All tests run with pytest's filter ``error``, which acts like ``python -W error``.
 """
 
 import threading
@@ -33,21 +33,21 @@ CALL = Call("spy", "POST_STEP", 1)
 TEXT = "this library has something to say"
 
 
-def noisy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that warns before it does what it did."""
+def with_warning(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that issues a warning and then calls the original."""
 
-    def warning(*args: Any, **kwargs: Any) -> Any:
+    def warn_and_call(*args: Any, **kwargs: Any) -> Any:
         warnings.warn(TEXT, UserWarning, stacklevel=2)
         return function(*args, **kwargs)
 
-    return warning
+    return warn_and_call
 
 
 @pytest.fixture
 def noisy_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch warn deep within each ``torch.load`` and ``torch.save``."""
+    """Let torch issue a warning within every ``torch.load`` and ``torch.save``."""
     for name in ("_load", "_save"):
-        monkeypatch.setattr(torch.serialization, name, noisy(getattr(torch.serialization, name)))
+        monkeypatch.setattr(torch.serialization, name, with_warning(getattr(torch.serialization, name)))
     with pytest.raises(UserWarning, match=TEXT):
         torch.save({}, Path("/dev/null"))
 
@@ -61,32 +61,32 @@ def scene() -> Scene:
 
 
 def test_warnings_are_ignored_in_one_thread_only() -> None:
-    raised: list[Warning] = []
+    errors: list[Warning] = []
 
     def warn_elsewhere() -> None:
         try:
             warnings.warn(TEXT, stacklevel=2)
         except UserWarning as error:
-            raised.append(error)
+            errors.append(error)
 
     other = threading.Thread(target=warn_elsewhere)
     with library_warnings_ignored(), library_warnings_ignored():
         warnings.warn(TEXT, stacklevel=2)
         other.start()
         other.join()
-    assert len(raised) == 1
+    assert len(errors) == 1
 
 
 def test_filters_are_restored_after_an_error() -> None:
-    before = [*warnings.filters]
+    filters = [*warnings.filters]
     with pytest.raises(KeyError), library_warnings_ignored():
         raise KeyError
-    assert warnings.filters == before
+    assert warnings.filters == filters
 
 
 @pytest.mark.parametrize("resets", [True, False])
-def test_no_overlapping_filters_outlive_the_body(resets: bool) -> None:
-    """Filters that were saved or reset in the body, by ``catch_warnings``, ignore nothing after it."""
+def test_filters_end_with_overlapping_bodies(resets: bool) -> None:
+    """After the body, filters that ``catch_warnings`` saved or reset within it ignore nothing."""
     ignored, saved = library_warnings_ignored(), warnings.catch_warnings()
     ignored.__enter__()
     saved.__enter__()
@@ -102,7 +102,7 @@ def test_no_overlapping_filters_outlive_the_body(resets: bool) -> None:
 
 
 @pytest.mark.usefixtures("noisy_files")
-def test_a_checkpoint_is_intact_whatever_torch_warns_of(tmp_path: Path) -> None:
+def test_checkpoint_is_intact_despite_warnings(tmp_path: Path) -> None:
     _, trained = build(Case())
     save_checkpoint(tmp_path / "saved", trained, {"hook": 1}, trained.streams.save())
     open_checkpoint(tmp_path / "saved").check()
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_intact_whatever_torch_warns_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("noisy_files")
-def test_a_checkpoint_written_in_a_thread_is_written(tmp_path: Path) -> None:
+def test_checkpoint_is_written_in_thread_despite_warnings(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, keep=2)
     writer.write(3, {"weights": torch.ones(5)}, {"step": 3, "score": None}, ())
     writer.wait()
@@ -123,21 +123,21 @@ def test_a_checkpoint_written_in_a_thread_is_written(tmp_path: Path) -> None:
     assert content["weights"].equal(torch.ones(5))
 
 
-def _mapped(path: Path, model: nn.Module) -> Any:
+def _load_mapped(path: Path, model: nn.Module) -> Any:
     return load_plainly(path, mapped=True)
 
 
-def _as_reference(path: Path, model: nn.Module) -> Any:
+def _load_reference(path: Path, model: nn.Module) -> Any:
     return load_reference(path, model).weights
 
 
-def _compared(path: Path, model: nn.Module) -> Any:
+def _load_for_diff(path: Path, model: nn.Module) -> Any:
     return diff._loaded(path)
 
 
 @pytest.mark.usefixtures("noisy_files")
-@pytest.mark.parametrize("read", [_mapped, _as_reference, _compared])
-def test_files_of_weights_are_read(read: Callable[[Path, nn.Module], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [_load_mapped, _load_reference, _load_for_diff])
+def test_weight_files_are_read_despite_warnings(read: Callable[[Path, nn.Module], Any], tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save_tensors(dict(model.state_dict()), tmp_path / "weights.pt")
     weights = read(tmp_path / "weights.pt", model)
@@ -146,12 +146,12 @@ def test_files_of_weights_are_read(read: Callable[[Path, nn.Module], Any], tmp_p
 
 
 @pytest.mark.usefixtures("noisy_files")
-def test_a_flat_state_is_read() -> None:
+def test_flat_state_is_read_despite_warnings() -> None:
     model, ranks = nn.Linear(2, 2), Ranks()
     state = {"weights": torch.ones(3), "names": ["a"]}
-    found = state_for_rank(flatten_state(state, model, ranks), model, ranks)
-    assert found["weights"].equal(state["weights"])
-    assert found["names"] == ["a"]
+    loaded = state_for_rank(flatten_state(state, model, ranks), model, ranks)
+    assert loaded["weights"].equal(state["weights"])
+    assert loaded["names"] == ["a"]
 
 
 @pytest.mark.usefixtures("noisy_files")
@@ -164,10 +164,10 @@ def test_values_that_torch_reads_safely_are_storable() -> None:
 @pytest.mark.parametrize(
     ("place", "audit"), [("_pointer", False), ("_version", False), ("digest_of", False), ("differing", True)]
 )
-def test_a_warning_while_reading_is_no_mutation(
+def test_warning_while_reading_is_no_mutation(
     place: str, audit: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tripwire, place, noisy(getattr(tripwire, place)))
+    monkeypatch.setattr(tripwire, place, with_warning(getattr(tripwire, place)))
     isolation = Isolation(scene.state, audit=audit)
     with isolation.visit():
         isolation.observe(CALL, lambda: None)
@@ -175,16 +175,16 @@ def test_a_warning_while_reading_is_no_mutation(
             isolation.observe(CALL, lambda: scene.parameter.data.add_(1))
 
 
-def test_a_warning_does_not_prevent_a_rollback(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = scene.state.digest()
-    monkeypatch.setattr(torch, "_foreach_copy_", noisy(torch._foreach_copy_))
+def test_warning_does_not_prevent_rollback(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest_before = scene.state.digest()
+    monkeypatch.setattr(torch, "_foreach_copy_", with_warning(torch._foreach_copy_))
     isolation = Isolation(scene.state)
     with isolation.visit():
         isolation.intervene(CALL, lambda: scene.parameter.data.add_(1), mutates=True)
-    assert differences(before, scene.state.digest()) == []
+    assert differences(digest_before, scene.state.digest()) == []
 
 
-def test_a_warning_after_resuming_blames_no_checkpoint(tmp_path: Path) -> None:
+def test_warning_after_resuming_keeps_its_type(tmp_path: Path) -> None:
     loop, checkpoint = LoopState(), Checkpoint(tmp_path, {"step": 0})
     with pytest.raises(UserWarning, match=TEXT) as caught, checkpoint_errors(checkpoint, loop):
         exec("import warnings; warnings.warn(text)", {"text": TEXT, "__name__": "torch"})
@@ -194,7 +194,7 @@ def test_a_warning_after_resuming_blames_no_checkpoint(tmp_path: Path) -> None:
 def test_warning_in_reloaded_hook_blames_no_checkpoint() -> None:
     hook = SpyHook(lambda ctx: None)
     failures = HookFailures("raise", {hook.name}, reloaded={hook.name: 9})
-    failures.treat(hook, "POST_STEP", 3, UserWarning(TEXT))
+    failures.handle(hook, "POST_STEP", 3, UserWarning(TEXT))
     with pytest.raises(HookError, match=TEXT) as caught:
         failures.raise_pending()
     assert type(caught.value) is HookError

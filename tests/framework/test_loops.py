@@ -1,4 +1,4 @@
-"""The two loops: what they keep for hooks, when they stop, how they divide batches and passes."""
+"""The epoch loop and the step loop: state kept for hooks, stopping, and division into batches and passes."""
 
 from collections.abc import Callable
 
@@ -20,12 +20,12 @@ Gradients = dict[str, Tensor]
 
 
 def watch(*points: HookPoint, look: Callable, **attributes) -> SpyHook:
-    """Make a spy with class attributes such as ``needs_grads``."""
+    """Return an observer with class attributes such as ``needs_grads``."""
     return at(SpyHook, *points, **attributes)(look)
 
 
 class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
-    """Keeps the gradients of every step as POST_BACKWARD shows them to observers."""
+    """Records the gradients of every step at POST_BACKWARD."""
 
     name = "gradient_log"
 
@@ -59,20 +59,21 @@ def equal(a: Gradients, b: Gradients) -> bool:
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_loop_keeps_nothing_without_a_request(loop):
     """Gradients and the pre-epoch state are None in both loops."""
-    kept: list[object] = []
+    values: list[object] = []
     state: list[TrainingState] = []
 
-    def look(ctx) -> None:
-        seen = state[0].loop
-        kept.extend([seen.gradient_sum, seen.accumulated_grads, seen.prev_step_grads, seen.current_grads])
-        kept.extend([seen.pre_epoch, ctx.accumulated_grads, ctx.prev_step_grads, ctx.target_grad])
+    def record(ctx) -> None:
+        loop_state = state[0].loop
+        values.extend([loop_state.gradient_sum, loop_state.accumulated_grads])
+        values.extend([loop_state.prev_step_grads, loop_state.current_grads])
+        values.extend([loop_state.pre_epoch, ctx.accumulated_grads, ctx.prev_step_grads, ctx.target_grad])
 
     task, new_state = build(Case(loop=loop), steps=6)
     state.append(new_state)
-    manager = HookManager([SpyHook(look)], task, new_state, loop=loop)
+    manager = HookManager([SpyHook(record)], task, new_state, loop=loop)
     (epoch_loop if loop == "epoch" else step_loop)(task, manager)
-    assert kept
-    assert set(kept) == {None}
+    assert values
+    assert set(values) == {None}
 
 
 @pytest.mark.parametrize("treatments", [[], [Halve()]])
@@ -87,7 +88,7 @@ def test_accumulated_gradients_are_epoch_mean_before_commits(treatments):
             assert torch.allclose(mean, sum(step[name] for step in steps) / 3, rtol=1e-5, atol=1e-8)
 
 
-def test_the_step_loop_accumulates_over_its_log_windows():
+def test_step_loop_accumulates_over_log_windows():
     log, seen = GradientLog(), []
     look = watch(HookPoint.SNAPSHOT, look=lambda ctx: seen.append(copied(ctx.accumulated_grads)), needs_grads=True)
     train(Case(loop="step"), [log, look], steps=4, log_every=2, snapshot_every=2)
@@ -100,7 +101,7 @@ def test_the_step_loop_accumulates_over_its_log_windows():
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("treatments", [[], [Halve()]])
 def test_previous_gradients_precede_commits(loop, treatments):
-    """They are those of the step before, and None at the first step."""
+    """The hook sees the gradients of the previous step, and None at the first step."""
     log, seen = GradientLog(), []
     look = watch(HookPoint.PRE_STEP, look=lambda ctx: seen.append(copied(ctx.prev_step_grads)),
                  needs_prev_step_grads=True)  # fmt: skip
@@ -113,24 +114,24 @@ def test_previous_gradients_precede_commits(loop, treatments):
 def test_previous_gradients_are_kept_only_for_due_steps(loop):
     schedule = StepSchedule(mode="burst", every_n_steps=4, burst_length=2, warmup=1)
     hook = watch(*STEP_POINTS, look=lambda ctx: None, needs_prev_step_grads=True, step_schedule=schedule)
-    has: list[int] = []
-    look = watch(*STEP_POINTS, look=lambda ctx: ctx.prev_step_grads and has.append(ctx.step), name="looker")
+    steps: list[int] = []
+    look = watch(*STEP_POINTS, look=lambda ctx: ctx.prev_step_grads and steps.append(ctx.step), name="looker")
     train(Case(loop=loop), [hook, look], steps=9)
-    assert has == [step for step in (2, 3, 6, 7) for _ in range(4)]
+    assert steps == [step for step in (2, 3, 6, 7) for _ in range(4)]
 
 
 def test_previous_gradients_exist_when_window_opens():
     """A hook that starts in epoch 1 has them at its first step."""
     window = {"epoch": {HookPoint.PRE_STEP: (1, 1)}}
-    has: list[int] = []
-    hook = watch(look=lambda ctx: ctx.prev_step_grads and has.append(ctx.step), loop_points=window,
+    steps: list[int] = []
+    hook = watch(look=lambda ctx: ctx.prev_step_grads and steps.append(ctx.step), loop_points=window,
                  needs_prev_step_grads=True)  # fmt: skip
     train(Case(), [hook], steps=9)
-    assert has == [4, 5, 6]
+    assert steps == [4, 5, 6]
 
 
-def returning(points: set[HookPoint], found: list) -> ActingHook:
-    """Make an intervention that notes whether ``restore_pre_epoch`` brings back the weights of PRE_EPOCH."""
+def restoring_hook(points: set[HookPoint], results: list) -> ActingHook:
+    """Return an intervention that records whether ``restore_pre_epoch`` restores the weights of PRE_EPOCH."""
     start: list[list[Tensor]] = []
 
     def act(run_ctx, model_ctx) -> None:
@@ -138,34 +139,36 @@ def returning(points: set[HookPoint], found: list) -> ActingHook:
             start.append([parameter.detach().clone() for parameter in run_ctx.model.parameters()])
             return
         model_ctx.restore_pre_epoch()
-        same = all(map(torch.equal, start[-1], run_ctx.model.parameters()))
-        found.append((run_ctx.hook_point.name, run_ctx.epoch, same))
+        is_restored = all(map(torch.equal, start[-1], run_ctx.model.parameters()))
+        results.append((run_ctx.hook_point.name, run_ctx.epoch, is_restored))
 
     return at(ActingHook, HookPoint.PRE_EPOCH, *points)(act)
 
 
 def test_intervention_can_restore_pre_epoch_state():
-    """It can at POST_EPOCH and SNAPSHOT, and the run keeps its bytes."""
-    found: list = []
-    run = train(Case(), [returning({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}, found)], steps=6, snapshot_every=2)
-    assert found == [("POST_EPOCH", 0, True), ("POST_EPOCH", 1, True), ("SNAPSHOT", 1, True)]
+    """The restore works at POST_EPOCH and SNAPSHOT, and the bytes of the run are unchanged."""
+    results: list = []
+    run = train(
+        Case(), [restoring_hook({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}, results)], steps=6, snapshot_every=2
+    )
+    assert results == [("POST_EPOCH", 0, True), ("POST_EPOCH", 1, True), ("SNAPSHOT", 1, True)]
     assert_same_bytes(run, Case(), 6)
 
 
 def test_early_stop_snapshot_has_pre_epoch_state():
-    found: list = []
-    hook = returning({HookPoint.SNAPSHOT}, found)
+    results: list = []
+    hook = restoring_hook({HookPoint.SNAPSHOT}, results)
     train(Case(), [hook], steps=30, snapshot_every=10, should_stop=lambda evaluation: len(evaluation) > 0)
-    assert found == [("SNAPSHOT", 0, True)]
+    assert results == [("SNAPSHOT", 0, True)]
 
 
 class CountingSnapshot(Snapshot):
-    """Counts how often it is taken."""
+    """Counts its copies of the state."""
 
-    taken = 0
+    copies = 0
 
     def save(self, state):
-        self.taken += 1
+        self.copies += 1
         return super().save(state)
 
 
@@ -177,7 +180,7 @@ def test_pre_epoch_state_is_copied_only_when_needed(window, expected):
     manager = HookManager([hook_class(lambda *ctx: None)], task, state)
     manager.pre_epoch_snapshot = CountingSnapshot()
     epoch_loop(task, manager)
-    assert manager.pre_epoch_snapshot.taken == expected
+    assert manager.pre_epoch_snapshot.copies == expected
 
 
 def stop_at_step(step: int, steps: list[int]) -> Callable[[dict[str, float]], bool]:
@@ -186,7 +189,7 @@ def stop_at_step(step: int, steps: list[int]) -> Callable[[dict[str, float]], bo
 
 @pytest.mark.parametrize(("loop", "epoch"), [("epoch", 1), ("step", 1)])
 def test_should_stop_ends_run_with_snapshot(loop, epoch):
-    """The epoch and step are recorded as reached."""
+    """The state records the epoch and step at which the target was reached."""
     steps: list[int] = []
     spy = watch(*STEP_POINTS, HookPoint.SNAPSHOT, look=lambda ctx: steps.append(ctx.step))
     run = train(Case(loop=loop), [spy], steps=30, snapshot_every=100, eval_every=1 if loop == "epoch" else 2,
@@ -197,12 +200,12 @@ def test_should_stop_ends_run_with_snapshot(loop, epoch):
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_stopped_run_stays_stopped(loop):
+def test_stopped_run_stays_stopped(loop):
     task, state = build(Case(loop=loop), steps=6, should_stop=lambda evaluation: True)
-    run_on = epoch_loop if loop == "epoch" else step_loop
-    run_on(task, HookManager([], task, state, loop=loop))
+    run_loop = epoch_loop if loop == "epoch" else step_loop
+    run_loop(task, HookManager([], task, state, loop=loop))
     step = state.loop.step
-    run_on(task, HookManager([], task, state, loop=loop))
+    run_loop(task, HookManager([], task, state, loop=loop))
     assert state.loop.step == step < 6
 
 
@@ -210,7 +213,7 @@ def test_a_stopped_run_stays_stopped(loop):
 def test_split_run_dispatches_like_a_whole_run(loop):
     """Two shorter runs have the same calls and weights under a burst schedule."""
 
-    def seen(*lengths: int) -> list:
+    def calls_and_weights(*lengths: int) -> list:
         task, state = build(Case(loop=loop), snapshot_every=100)
         schedule = StepSchedule(mode="burst", every_n_steps=4, burst_length=2, warmup=1)
         spy = at(SpyHook, *STEP_POINTS, step_schedule=schedule)()
@@ -219,7 +222,10 @@ def test_split_run_dispatches_like_a_whole_run(loop):
             (epoch_loop if loop == "epoch" else step_loop)(task, HookManager([spy], task, state, loop=loop))
         return [*spy.seen, state.digest()["parameters/0.weight"]]
 
-    assert seen(1, 3) == seen(3) if loop == "epoch" else seen(3, 4, 9) == seen(9)
+    if loop == "epoch":
+        assert calls_and_weights(1, 3) == calls_and_weights(3)
+    else:
+        assert calls_and_weights(3, 4, 9) == calls_and_weights(9)
 
 
 def test_step_loop_continues_over_several_epochs():
@@ -233,31 +239,31 @@ def test_step_loop_continues_over_several_epochs():
 
 
 @pytest.mark.parametrize(("loop", "expected"), [("epoch", 3), ("step", 4)])
-def test_checkpoints_are_written_as_often_as_asked(loop, expected):
+def test_checkpoints_follow_the_requested_interval(loop, expected):
     assert train(Case(loop=loop), steps=9, checkpoint_every=1 if loop == "epoch" else 2).checkpoints == expected
 
 
 def test_evaluation_uses_eval_mode_without_gradients():
     """Modes are restored per module, so that a frozen BatchNorm stays in eval mode."""
-    seen: list[tuple] = []
-    task, state = build(Case(), evaluate=lambda model: seen.append((modes(model), torch.is_grad_enabled())) or {})
-    task.model[1].eval()  # a frozen BatchNorm, which no blanket train() may wake
-    before = modes(task.model)
+    calls: list[tuple] = []
+    task, state = build(Case(), evaluate=lambda model: calls.append((modes(model), torch.is_grad_enabled())) or {})
+    task.model[1].eval()  # a frozen BatchNorm, which must stay in eval mode
+    modes_before = modes(task.model)
     evaluate(Driver(task, HookManager([], task, state)))
-    assert seen == [([False] * len(before), False)]
-    assert modes(task.model) == before
-    assert before.count(False) == 1
+    assert calls == [([False] * len(modes_before), False)]
+    assert modes(task.model) == modes_before
+    assert modes_before.count(False) == 1
 
 
 def test_evaluation_restores_modes_after_an_error():
-    def broken(model):
+    def failing_evaluation(model):
         raise Mishap("in the middle")
 
-    task, state = build(Case(), evaluate=broken)
-    before = state.digest()
+    task, state = build(Case(), evaluate=failing_evaluation)
+    digest_before = state.digest()
     with pytest.raises(Mishap):
         evaluate(Driver(task, HookManager([], task, state)))
-    assert state.digest() == before
+    assert state.digest() == digest_before
 
 
 def modes(model: nn.Module) -> list[bool]:
@@ -301,7 +307,7 @@ def float64_run(accumulation_steps: int, structure: Callable) -> tuple[list[Tens
 
 @pytest.mark.parametrize("structure", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"x": x, "y": y}])
 @pytest.mark.parametrize("pieces", [2, 3, 7, 9])
-def test_micro_batches_train_as_the_whole_batch_does(pieces, structure):
-    whole, parts = float64_run(1, structure), float64_run(pieces, structure)
-    for expected, found in zip(whole, parts, strict=True):
+def test_micro_batches_match_the_complete_batch(pieces, structure):
+    complete, divided = float64_run(1, structure), float64_run(pieces, structure)
+    for expected, found in zip(complete, divided, strict=True):
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-15) for a, b in zip(expected, found, strict=True))

@@ -1,4 +1,4 @@
-"""Random streams of a fresh process, unchanged by every public way into loopscope."""
+"""Random streams of a new process, which no public entry point of loopscope changes."""
 
 import importlib
 import subprocess
@@ -33,7 +33,7 @@ def made():
 
 before = streams()
 """
-ROOMS = sorted(f"loopscope.{room.name}" for room in iter_modules(loopscope.__path__) if room.name != "__main__")
+MODULES = sorted(f"loopscope.{info.name}" for info in iter_modules(loopscope.__path__) if info.name != "__main__")
 NAMES = sorted(loopscope.__all__)
 
 LOOP = """
@@ -160,23 +160,23 @@ def test_attach_to_trainer_leaves_streams_unchanged(trainer, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("room", ROOMS)
-def test_importing_a_room_leaves_streams_unchanged(room, tmp_path):
-    """Each room is imported first in its process, since the first import of rich is the one that draws."""
-    run(f"import {room}\ncheck('importing')", tmp_path)
+@pytest.mark.parametrize("module", MODULES)
+def test_importing_a_module_leaves_streams_unchanged(module, tmp_path):
+    """Each module is imported first in a new process, since only the first import of rich draws."""
+    run(f"import {module}\ncheck('importing')", tmp_path)
 
 
-def test_streams_are_restored_when_the_body_raises():
+def test_streams_are_restored_after_an_error():
     import random
 
     import numpy as np
     import torch
 
     module = importlib.import_module("loopscope.preserved_streams")
-    drawn = lambda: (random.random(), np.random.rand(), torch.rand(1).item())
+    draw = lambda: (random.random(), np.random.rand(), torch.rand(1).item())
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    expected = drawn()
+    expected = draw()
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     with pytest.raises(ZeroDivisionError), module.preserved_streams():
-        1 / (drawn() and 0)
-    assert drawn() == expected
+        1 / (draw() and 0)
+    assert draw() == expected

@@ -276,7 +276,7 @@ def test_failing_rank_closes_and_others_end(ranks, out):
 @pytest.mark.slow
 def test_attaching_on_one_rank_is_refused(ranks):
     """RankLostError asks the user to call attach on every rank."""
-    assert ranks[0]["alone"].startswith("RankLostError: Another rank is gone")
+    assert ranks[0]["alone"].startswith("RankLostError: Another rank has ended")
     assert ranks[0]["alone"].endswith("Call attach on every rank of the training.")
 
 

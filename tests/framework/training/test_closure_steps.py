@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss several times a step, schedulers that are given something, and what is refused."""
+"""Optimizers with closures, schedulers with arguments, and combinations that are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ class Sharpness(torch.optim.SGD):
 
 
 class Asserting(Sharpness):
-    """The same as its authors write it: the closure has a default, and must be there all the same."""
+    """Sharpness as published by its authors: the closure has a default value, but is required."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -50,7 +50,7 @@ class Asserting(Sharpness):
 
 
 class Calling(Sharpness):
-    """The same without a word."""
+    """Sharpness with a default closure and without an explicit check."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -72,7 +72,7 @@ def optimizers():
 
 
 def disturbing() -> list[Any]:
-    """Make hooks that measure and train."""
+    """Return hooks that measure and train."""
 
     def disturb(run_ctx, model_ctx) -> None:
         model_ctx.compute_batch_gradients(run_ctx.batch_data)
@@ -80,13 +80,13 @@ def disturbing() -> list[Any]:
         if run_ctx.step == 1:
             model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
 
-    looking = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"loss": ctx.forward(ctx.batch_data[0]).output.sum()})
-    acting = at(ActingHook, HookPoint.POST_BACKWARD, needs_pre_epoch_state=False)(disturb)
-    return [acting, looking, Norms(), TrainingMetrics()]
+    observer = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"loss": ctx.forward(ctx.batch_data[0]).output.sum()})
+    intervention = at(ActingHook, HookPoint.POST_BACKWARD, needs_pre_epoch_state=False)(disturb)
+    return [intervention, observer, Norms(), TrainingMetrics()]
 
 
 def by_hand(case: Case, pieces: int) -> dict[str, Tensor]:
-    """Train as torch's documentation tells to with a closure."""
+    """Train with a closure as in torch's documentation."""
     task, _ = build(case, steps=STEPS, accumulation_steps=pieces)
     for step in range(STEPS):
         batch = [*task.loader.batches(step // 3)][step % 3]
@@ -111,20 +111,27 @@ def test_closure_steps_match_torch_with_hooks(optimizer, loop, model, pieces):
 
 def test_hooks_see_first_and_last_closure_gradients():
     """POST_BACKWARD and PRE_UPDATE see the first evaluation, POST_STEP sees the last gradients."""
-    evaluated, seen = [], []
+    losses, calls = [], []
 
-    def loss(model, batch):
-        evaluated.append(model(batch[0]).square().mean())
-        return evaluated[-1]
+    def compute_loss(model, batch):
+        losses.append(model(batch[0]).square().mean())
+        return losses[-1]
 
-    look = lambda ctx: seen.append((ctx.hook_point.name, len(evaluated), ctx.model[0].weight.grad.clone(), ctx.loss))
-    spy = at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)(look)
-    train(Case(optimizer="lbfgs"), [spy], steps=1, introduce=lambda task, state: setattr(task, "compute_loss", loss))
-    (_, count, before, first), (_, same, equal, _), (_, more, after, told) = seen[:3]
-    assert count == same == 1 < more
-    assert torch.equal(before, equal)
-    assert not torch.equal(before, after)
-    assert first == told == evaluated[0]
+    record = lambda ctx: calls.append((ctx.hook_point.name, len(losses), ctx.model[0].weight.grad.clone(), ctx.loss))
+    spy = at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)(record)
+    train(
+        Case(optimizer="lbfgs"),
+        [spy],
+        steps=1,
+        introduce=lambda task, state: setattr(task, "compute_loss", compute_loss),
+    )
+    _, count, gradient, loss = calls[0]
+    _, update_count, update_gradient, _ = calls[1]
+    _, step_count, step_gradient, step_loss = calls[2]
+    assert count == update_count == 1 < step_count
+    assert torch.equal(gradient, update_gradient)
+    assert not torch.equal(gradient, step_gradient)
+    assert loss == step_loss == losses[0]
 
 
 def test_tap_sees_only_the_first_closure_evaluation():
@@ -138,7 +145,7 @@ def test_tap_sees_only_the_first_closure_evaluation():
 
 
 class OneSave(NoPauses):
-    """Saves the run once, after a step."""
+    """Saves one checkpoint, after the given step."""
 
     def __init__(self, manager, path, step):
         self.manager, self.path, self.step = manager, path, step
@@ -179,11 +186,11 @@ def test_optimizer_with_undeclared_closure_is_refused(kind):
 
 
 def test_optimizer_without_param_groups_is_refused():
-    class Face:
+    class WrapperWithoutGroups:
         step = zero_grad = print
 
-    with pytest.raises(UsageError, match="Face has no param_groups, which hooks and checkpoints need"):
-        replace(build(Case())[0], optimizer=Face())
+    with pytest.raises(UsageError, match="WrapperWithoutGroups has no param_groups, which hooks and checkpoints need"):
+        replace(build(Case())[0], optimizer=WrapperWithoutGroups())
 
 
 def test_closure_is_passed_only_when_required():
@@ -193,7 +200,7 @@ def test_closure_is_passed_only_when_required():
 
 
 def with_plateau(task, state):
-    """Have the rate fall whenever the accuracy does not rise."""
+    """Reduce the learning rate whenever the accuracy does not improve."""
     task.scheduler = state.scheduler = ReduceLROnPlateau(task.optimizer, mode="max", patience=0, factor=0.5)
     task.scheduler_metric = "val_acc"
     return task, state
@@ -203,55 +210,55 @@ def with_plateau(task, state):
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_metric_scheduler_steps_after_every_evaluation(loop, interval):
     """Hooks do not change the learning rates of ReduceLROnPlateau."""
-    told, rates = [], {}
+    accuracies, rates = [], {}
 
     def evaluate(model):
-        told.append([0.5, 0.6, 0.6, 0.6, 0.6][len(told)])
-        return {"val_acc": told[-1]}
+        accuracies.append([0.5, 0.6, 0.6, 0.6, 0.6][len(accuracies)])
+        return {"val_acc": accuracies[-1]}
 
     for name, hooks in (("bare", []), ("hooked", disturbing())):
-        told.clear()
+        accuracies.clear()
         run = train(Case(loop=loop), hooks, steps=9, evaluate=evaluate, eval_every=3 if loop == "step" else 1,
                     scheduler_interval=interval, introduce=with_plateau)  # fmt: skip
         rates[name] = run.task.optimizer.param_groups[0]["lr"], run.final
         assert run.task.scheduler.best == 0.6
-        assert run.task.scheduler.last_epoch == len(told) == 3
+        assert run.task.scheduler.last_epoch == len(accuracies) == 3
     assert rates["bare"] == rates["hooked"]
     assert rates["bare"][0] == 0.01 / 2
 
 
 class Counting:
-    """A scheduler as timm has them: it is told how many epochs, or steps, are done."""
+    """A scheduler like those of timm, whose step takes the number of finished epochs or steps."""
 
     def __init__(self, optimizer):
-        self.optimizer, self.told = optimizer, []
+        self.optimizer, self.counts = optimizer, []
 
     def step(self, epoch: int, metric: float | None = None) -> None:
-        self.told.append(epoch)
+        self.counts.append(epoch)
         self.optimizer.param_groups[0]["lr"] = 0.1 / epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"told": [*self.told]}
+        return {"counts": [*self.counts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.told = [*state["told"]]
+        self.counts = [*state["counts"]]
 
 
 @pytest.mark.parametrize(
     ("loop", "interval", "count"), [("epoch", "epoch", 2), ("epoch", "step", 6), ("step", "epoch", 6)]
 )
 def test_scheduler_receives_its_progress(loop, interval, count):
-    """Its step() gets the number of completed epochs or steps, depending on the interval."""
+    """The step method gets the number of finished epochs or steps, depending on the interval."""
 
     def introduce(task, state):
         task.scheduler = state.scheduler = Counting(task.optimizer)
 
     run = train(Case(loop=loop), disturbing(), steps=6, scheduler_interval=interval, introduce=introduce)
-    assert run.task.scheduler.told == [*range(1, count + 1)]
+    assert run.task.scheduler.counts == [*range(1, count + 1)]
 
 
 class Strange(Counting):
-    """A scheduler that wants more than anybody can give it."""
+    """A scheduler that requires an unsupported argument."""
 
     def step(self, epoch: int, loss: float) -> None:
         """Do nothing."""

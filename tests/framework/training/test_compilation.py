@@ -1,4 +1,4 @@
-"""Compiled models: training steps are compiled and nothing else, hooks leave their bytes, taps hear what flows."""
+"""Compiled models: only training steps are compiled, hooks do not change the run, and taps receive all gradients."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ LOOPS = [Case("residual", loop=loop) for loop in ("epoch", "step")]
 
 
 class Residual(nn.Module):
-    """Blocks of a class that the compiler takes in whole."""
+    """Residual blocks in a form that compiles to one graph."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _residual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Graphs:
-    """A backend that runs what it is given as it is, and counts."""
+    """A compiler backend that runs graphs unchanged and counts them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -61,7 +61,7 @@ class Graphs:
 
 
 def disturb(run_ctx: Any, model_ctx: Any) -> None:
-    """Run every kind of pass, for shapes and modes that the run does not have."""
+    """Run every kind of pass, with shapes and modes that the run does not use."""
     half = tuple(part[:3] for part in run_ctx.batch_data)
     model_ctx.compute_batch_gradients(half)
     model_ctx.hessian_vector_product(dict(model_ctx.model.named_parameters()), half)
@@ -70,7 +70,7 @@ def disturb(run_ctx: Any, model_ctx: Any) -> None:
     run_ctx.forward(half[0], capture=["blocks.0"], train=True)
 
 
-class Tapping(SpyHook):
+class RecordingTap(SpyHook):
     """Keeps the gradient of one block's output on every second step."""
 
     hook_points = frozenset({HookPoint.POST_STEP})
@@ -78,13 +78,13 @@ class Tapping(SpyHook):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Tensor] = []
+        self.received: list[Tensor] = []
 
     def taps(self, model: nn.Module) -> list[GradientTap]:
-        return [GradientTap("blocks.1", "output", lambda gradient: self.heard.append(gradient.clone()))]
+        return [GradientTap("blocks.1", "output", lambda gradient: self.received.append(gradient.clone()))]
 
 
-class Halving(ReadOnlyHook):
+class HalvingTap(ReadOnlyHook):
     """Halves the gradient of one block's output."""
 
     name = "halving"
@@ -100,8 +100,8 @@ def test_hooks_leave_compiled_run_unchanged(case: Case) -> None:
     """The training states have the same bytes, and both runs compile a single graph."""
     bare, hooked = Graphs(), Graphs()
     expected = bare.train(case)
-    found = hooked.train(case, [Tapping(), at(ActingHook, POST_BACKWARD, HookPoint.POST_STEP)(disturb)])
-    assert [*map(differences, expected.digests, found.digests)] == [[], [], []]
+    actual = hooked.train(case, [RecordingTap(), at(ActingHook, POST_BACKWARD, HookPoint.POST_STEP)(disturb)])
+    assert [*map(differences, expected.digests, actual.digests)] == [[], [], []]
     assert bare.count == hooked.count == 1
 
 
@@ -109,12 +109,12 @@ def test_hooks_leave_compiled_run_unchanged(case: Case) -> None:
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_reading_tap_matches_eager_run(case: Case) -> None:
     """A tap receives the same tensors in a compiled run and in an eager run."""
-    eager, compiled = Tapping(), Tapping()
+    eager, compiled = RecordingTap(), RecordingTap()
     train(case, [eager], steps=4)
     Graphs().train(case, [compiled], steps=4)
-    assert len(compiled.heard) == len(eager.heard) == (3 if case.loop == "epoch" else 2)
-    for expected, found in zip(eager.heard, compiled.heard, strict=True):
-        torch.testing.assert_close(found, expected)
+    assert len(compiled.received) == len(eager.received) == (3 if case.loop == "epoch" else 2)
+    for expected, actual in zip(eager.received, compiled.received, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.compile
@@ -122,8 +122,8 @@ def test_reading_tap_matches_eager_run(case: Case) -> None:
 def test_replacing_tap_works_in_compiled_run(case: Case) -> None:
     """A tap that replaces values gives the weights of the eager run, and warning filters are unchanged."""
     filters = [*warnings.filters]
-    plain, eager = train(case), train(case, [Halving(lambda run_ctx, model_ctx: None)])
-    compiled = Graphs().train(case, [Halving(lambda run_ctx, model_ctx: None)])
+    plain, eager = train(case), train(case, [HalvingTap(lambda run_ctx, model_ctx: None)])
+    compiled = Graphs().train(case, [HalvingTap(lambda run_ctx, model_ctx: None)])
     weights = [run.task.model.blocks[0].weight for run in (plain, eager, compiled)]
     assert warnings.filters == filters
     torch.testing.assert_close(weights[2], weights[1])
@@ -131,23 +131,23 @@ def test_replacing_tap_works_in_compiled_run(case: Case) -> None:
 
 
 @pytest.mark.compile
-def test_no_tap_is_left_on_the_model() -> None:
-    run = Graphs().train(Case("residual"), [Tapping()])
+def test_run_removes_taps_from_compiled_model() -> None:
+    run = Graphs().train(Case("residual"), [RecordingTap()])
     assert not any(module._forward_hooks for module in run.task.model.modules())
 
 
 @pytest.mark.compile
-def test_an_observer_captures_outputs_of_a_compiled_model() -> None:
+def test_observer_captures_outputs_of_compiled_model() -> None:
     captured: list[Any] = []
-    look = at(SpyHook, HookPoint.POST_EPOCH)(
+    observer = at(SpyHook, HookPoint.POST_EPOCH)(
         lambda ctx: captured.append(ctx.forward(torch.ones(2, 4), capture=["blocks.2"]).captured)
     )
-    Graphs().train(Case("residual"), [look])
+    Graphs().train(Case("residual"), [observer])
     assert captured[0]["blocks.2"].shape == (2, 4)
 
 
 class Compiled(Small):
-    """The small experiment with a model that is compiled as a whole."""
+    """The small experiment with a compiled model."""
 
     name = "compiled"
 
@@ -170,15 +170,15 @@ def test_compiled_session_matches_with_hooks(tmp_path: Path) -> None:
     assert warnings.filters == filters
 
 
-def test_missing_compiler_is_refused_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The UsageError suggests installing g++."""
     from torch._inductor import cpp_builder
 
-    def none_found() -> str:
+    def raise_no_compiler() -> str:
         raise cpp_builder.exc.InvalidCxxCompiler
 
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
-    with pytest.raises(UsageError, match="needs a C\\+\\+ compiler on a CPU, and there is none; install g\\+\\+"):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", raise_no_compiler)
+    with pytest.raises(UsageError, match="needs a C\\+\\+ compiler on a CPU, but none was found; install g\\+\\+"):
         compile_model(Residual())
 
 
@@ -190,6 +190,6 @@ def test_taps_see_overflow_at_run_scale() -> None:
         task.scaler = state.scaler = GradScaler("cpu", init_scale=float("inf"))
         task.model.compile(backend=Graphs(), dynamic=False)
 
-    tapping = at(Tapping, POST_BACKWARD)()
-    train(Case("residual"), [tapping], steps=1, introduce=introduce)
-    assert [bool(gradient.isfinite().all()) for gradient in tapping.heard] == [False, False]
+    recording_tap = at(RecordingTap, POST_BACKWARD)()
+    train(Case("residual"), [recording_tap], steps=1, introduce=introduce)
+    assert [bool(gradient.isfinite().all()) for gradient in recording_tap.received] == [False, False]

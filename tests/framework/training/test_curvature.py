@@ -1,3 +1,5 @@
+"""Hessian-vector products: agreement with dense Hessians, convergence, restored state, and refused arguments."""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,7 +59,7 @@ class Sparing(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A model to differentiate twice, and how its inputs are drawn."""
+    """A model to differentiate twice, with the kind of its inputs."""
 
     make: Callable[[], nn.Module]
     tokens: bool = False
@@ -90,7 +92,7 @@ def data(kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def probe(name: str, dtype: torch.dtype = torch.float64, *, mutates: bool = True) -> ModelDataContext:
-    """Make the model context of a call in the middle of a step on a model of KINDS."""
+    """Return the model context of a call within a step, on a model of KINDS."""
     kind = KINDS[name]
     torch.manual_seed(4)
     model, batch = kind.make().to(dtype), data(kind, dtype)
@@ -117,7 +119,7 @@ def probe(name: str, dtype: torch.dtype = torch.float64, *, mutates: bool = True
 
 
 def dense_hessian(ctx: ModelDataContext) -> Tensor:
-    """Differentiate the loss on the current batch twice by autograd, in the order of the trainable parameters."""
+    """Return the Hessian of the loss on the current batch by autograd, in the order of the trainable parameters."""
     parameters, batch = trainable(ctx.model), ctx._state.loop.batch
     generator, sizes = torch.get_rng_state(), [value.numel() for value in parameters.values()]
 
@@ -128,9 +130,9 @@ def dense_hessian(ctx: ModelDataContext) -> Tensor:
         return functional.cross_entropy(functional_call(ctx.model, values, (batch[0],)), batch[1])
 
     with sdpa_kernel(SDPBackend.MATH):
-        found = torch.autograd.functional.hessian(loss, flat(parameters))
+        hessian = torch.autograd.functional.hessian(loss, flat(parameters))
     torch.set_rng_state(generator)
-    return found
+    return hessian
 
 
 def flat(vector) -> Tensor:
@@ -200,8 +202,8 @@ def test_operator_refuses_changed_parameters():
 def test_products_are_symmetric(name):
     ctx = probe(name)
     u, v = direction(ctx, 1), direction(ctx, 2)
-    one = dot(u, ctx.hessian_vector_product(v))
-    assert one.item() == pytest.approx(dot(v, ctx.hessian_vector_product(u)).item(), rel=1e-9)
+    product = dot(u, ctx.hessian_vector_product(v))
+    assert product.item() == pytest.approx(dot(v, ctx.hessian_vector_product(u)).item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -233,7 +235,7 @@ def test_float32_finite_differences_are_accurate(name):
 
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
-def test_products_leave_every_byte_of_the_training_state(method):
+def test_products_leave_training_state_unchanged(method):
     for name in KINDS:
         ctx = probe(name, torch.float32)
         before = ctx._state.digest()
@@ -246,9 +248,9 @@ def test_product_over_loader_covers_all_rows(method):
     """Uneven batches give the product over the whole data set."""
     ctx = probe("mlp")
     vector = direction(ctx)
-    whole = ctx.hessian_vector_product(vector, method=method)
+    of_batch = ctx.hessian_vector_product(vector, method=method)
     by_batches = ctx.hessian_vector_product(vector, loader=ctx.loader, method=method)
-    torch.testing.assert_close(flat(by_batches), flat(whole), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(flat(by_batches), flat(of_batch), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
@@ -301,7 +303,7 @@ def test_readonly_hook_gets_exact_products_only():
         ctx.hessian_vector_product(direction(ctx), method="finite_difference")
 
 
-def test_wrong_arguments_are_refused_in_a_sentence():
+def test_invalid_arguments_are_refused():
     ctx = probe("mlp")
     vector = direction(ctx)
     with pytest.raises(UsageError, match=r"Unknown method 'exakt'\. Did you mean 'exact'"):

@@ -1,4 +1,4 @@
-"""Hooks under FSDP2: every rank ends with the bytes that it has without hooks, whatever is sharded over what mesh."""
+"""Hooks under FSDP2: on every mesh, each rank ends with the bytes of the run without hooks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -38,12 +38,12 @@ QUICK = ("hessian", "adam_dynamics", "norms", "weight_average", "gradient_noise_
 
 
 class Block(nn.Module):
-    """What a transformer's block is to FSDP2: a module of its own, with what draws and what counts."""
+    """A separately sharded module, like a transformer block, with dropout and a norm."""
 
     def __init__(self, *, narrow: bool) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(0.2)
-        # batch norm takes no bfloat16 beside the wide buffers that FSDP2 leaves alone
+        # Batch norm does not support bfloat16 inputs with the float64 buffers, which FSDP2 does not cast.
         self.norm = nn.LayerNorm(8) if narrow else nn.BatchNorm1d(8)
 
     def forward(self, x):
@@ -53,7 +53,7 @@ class Block(nn.Module):
 def build(
     kind: str, *, device: str = "cpu", length: int = 2, narrow: bool = False, accumulate: int = 1, **options: Any
 ) -> tuple[TrainingTask, TrainingState]:
-    """Build a run on a mesh of this ``kind`` in which every data-parallel rank has its rows of each batch."""
+    """Build a run on a mesh of this ``kind``, whose data-parallel ranks share the rows of each batch."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -68,13 +68,16 @@ def build(
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, **options)
-    mine = torch.arange(ROWS).view(-1, BATCH // ranks)[rank::ranks].flatten()
-    data = (torch.randn(ROWS, 5, dtype=torch.float64)[mine].to(device), torch.randint(3, (ROWS,))[mine].to(device))
+    indices = torch.arange(ROWS).view(-1, BATCH // ranks)[rank::ranks].flatten()
+    data = (
+        torch.randn(ROWS, 5, dtype=torch.float64)[indices].to(device),
+        torch.randint(3, (ROWS,))[indices].to(device),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     task = TrainingTask(
         model,
         optimizer,
-        TensorLoader(data, BATCH // ranks, fixed_order(torch.arange(len(mine)))),
+        TensorLoader(data, BATCH // ranks, fixed_order(torch.arange(len(indices)))),
         mean_loss,
         evaluate=lambda model: {"val_loss": float(mean_loss(model, data))},
         length=length,
@@ -85,7 +88,7 @@ def build(
 
 
 def meshes(kind: str, device: str) -> tuple[Any, Any, int, int]:
-    """Return the mesh to shard over, that of tensor parallelism, and which part of the data this rank has."""
+    """Return the FSDP mesh, the tensor-parallel mesh, the data-parallel rank and the data-parallel world size."""
     from torch.distributed.device_mesh import init_device_mesh
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -98,7 +101,7 @@ def meshes(kind: str, device: str) -> tuple[Any, Any, int, int]:
 
 
 def trained(make: Callable[[], Any], hooks: Sequence[Any] = (), loop: str = "epoch", **kinds: Any) -> dict[str, int]:
-    """Return the digests of what this rank has at the end."""
+    """Train and return the digests of this rank's final state."""
     task, state = make()
     manager = HookManager(hooks, task, state, loop=loop, **kinds)
     manager.start(run_info(task, manager, loop))
@@ -107,23 +110,23 @@ def trained(make: Callable[[], Any], hooks: Sequence[Any] = (), loop: str = "epo
     return without_on_demand(state.digest())
 
 
-# What an intervention may do; rolled back.
+# Changes by interventions, which are rolled back.
 
 
-def a_batch(model: Any) -> Any:
+def first_batch(model: Any) -> Any:
     return next(iter(model.loader.batches(0)))
 
 
-def step_and_zero(run: Any, ctx: Any) -> None:
+def step_and_zero_weights(run: Any, ctx: Any) -> None:
     torch.rand(3)
-    ctx.compute_batch_gradients(a_batch(ctx))
-    ctx.take_step(a_batch(ctx))
+    ctx.compute_batch_gradients(first_batch(ctx))
+    ctx.take_step(first_batch(ctx))
     with torch.no_grad():
         for parameter in ctx.model.parameters():
             parameter.to_local().zero_()
 
 
-def load_the_gathered(run: Any, ctx: Any) -> None:
+def replace_gathered_weights(run: Any, ctx: Any) -> None:
     ctx.model.unshard()
     ctx.model[1].unshard()
     for parameter in ctx.model.parameters():
@@ -132,42 +135,48 @@ def load_the_gathered(run: Any, ctx: Any) -> None:
     ctx.model[1].up.bias.data = torch.zeros_like(ctx.model[1].up.bias.data)
 
 
-def tell_otherwise(run: Any, ctx: Any) -> None:
+def change_fsdp_settings(run: Any, ctx: Any) -> None:
     ctx.model.set_requires_gradient_sync(False)
     ctx.model.set_reshard_after_backward(False)
     ctx.model.set_gradient_divide_factor(7.0)
     ctx.model.set_is_last_backward(False)
-    ctx.model(a_batch(ctx)[0])
+    ctx.model(first_batch(ctx)[0])
 
 
-def branch_with_all_gathered(run: Any, ctx: Any) -> None:
-    ctx.model(a_batch(ctx)[0])
+def branch_while_gathered(run: Any, ctx: Any) -> None:
+    ctx.model(first_batch(ctx)[0])
     with ctx.branch():
-        ctx.take_step(a_batch(ctx))
+        ctx.take_step(first_batch(ctx))
 
 
-def raise_amid_a_forward_pass(run: Any, ctx: Any) -> None:
+def raise_in_forward_pass(run: Any, ctx: Any) -> None:
     ctx.model[2].drop.register_forward_pre_hook(raising)
-    ctx.model(a_batch(ctx)[0])
+    ctx.model(first_batch(ctx)[0])
 
 
-def raise_amid_a_backward_pass(run: Any, ctx: Any) -> None:
+def raise_in_backward_pass(run: Any, ctx: Any) -> None:
     ctx.model[1].register_full_backward_hook(raising)
-    mean_loss(ctx.model, a_batch(ctx)).backward()
+    mean_loss(ctx.model, first_batch(ctx)).backward()
 
 
-def write_to_what_a_pass_gathers(run: Any, ctx: Any) -> None:
-    loss = mean_loss(ctx.model, a_batch(ctx))
+def write_to_gathered_weights(run: Any, ctx: Any) -> None:
+    loss = mean_loss(ctx.model, first_batch(ctx))
     ctx.model[1].set_unshard_in_backward(False)
     ctx.model[2].down.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
     del loss
 
 
-MUTATIONS = (step_and_zero, load_the_gathered, tell_otherwise, branch_with_all_gathered, write_to_what_a_pass_gathers)
-RAISING = (raise_amid_a_forward_pass, raise_amid_a_backward_pass)
+MUTATIONS = (
+    step_and_zero_weights,
+    replace_gathered_weights,
+    change_fsdp_settings,
+    branch_while_gathered,
+    write_to_gathered_weights,
+)
+RAISING = (raise_in_forward_pass, raise_in_backward_pass)
 
 
-# What an observer must not do; caught, or put back where it raises.
+# Changes by observers, which raise an error; if the observer itself raises, they are restored.
 
 
 def leave_gathered(ctx: Any) -> None:
@@ -178,7 +187,7 @@ def write_to_shards(ctx: Any) -> None:
     ctx.model[1].up.weight.to_local().zero_()
 
 
-def write_behind_torch(ctx: Any) -> None:
+def write_through_data(ctx: Any) -> None:
     ctx.model[1].up.weight._local_tensor.data.zero_()
 
 
@@ -188,29 +197,29 @@ def leave_a_gradient(ctx: Any) -> None:
     ctx.model[1].reshard()
 
 
-def reduce_no_more(ctx: Any) -> None:
+def disable_gradient_sync(ctx: Any) -> None:
     ctx.model.set_requires_gradient_sync(False)
 
 
-OF_FSDP2 = "gathered parameters, pending work or settings of FSDP2"
+FSDP2_STATE = "gathered parameters, pending work or settings of FSDP2"
 CAUGHT = {
     leave_gathered: "modules/1.up._parameters.weight",
     write_to_shards: "parameters/1.up.weight",
-    write_behind_torch: "parameters/1.up.weight",
-    leave_a_gradient: OF_FSDP2,
-    reduce_no_more: OF_FSDP2,
+    write_through_data: "parameters/1.up.weight",
+    leave_a_gradient: FSDP2_STATE,
+    disable_gradient_sync: FSDP2_STATE,
 }
 
 
-def caught(make: Callable[[], Any], mutation: Callable[[Any], None]) -> str:
+def mutation_error(make: Callable[[], Any], mutation: Callable[[Any], None]) -> str:
     try:
         trained(make, [at(SpyHook, HookPoint.POST_STEP)(mutation)])
     except StateMutationError as error:
         return str(error)
-    return "unnoticed"
+    return "no error"
 
 
-def raise_amid_an_observers_pass(ctx: Any) -> None:
+def raise_in_observer_pass(ctx: Any) -> None:
     handle = ctx.model[1].up.register_forward_pre_hook(raising)
     try:
         ctx.model(ctx.batch_data[0])
@@ -219,47 +228,47 @@ def raise_amid_an_observers_pass(ctx: Any) -> None:
 
 
 class RaisingTap(SpyHook):
-    """Raises amid the run's own backward pass, while its parameters are gathered."""
+    """Raises in the backward pass of the run, while parameters are gathered."""
 
     def taps(self, model: nn.Module) -> list[GradientTap]:
         return [GradientTap("1.up", "output", self.probe)]
 
 
-def measuring(names: Iterable[str]) -> list[Any]:
+def measuring_hooks(names: Iterable[str]) -> list[Any]:
     return [HookRegistry.get(name)(**MEASURING[name]) for name in names]
 
 
 def misbehaving_hook() -> ActingHook:
-    mutations = cycle(MUTATIONS)  # one at each fire, so that each meets most points
+    mutations = cycle(MUTATIONS)  # one per call, so that each is made at most hook points
     return at(ActingHook, *POINTS)(lambda *contexts: next(mutations)(*contexts))
 
 
-def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list[str]:
-    """Name the sets of hooks with which a run does not end with the bytes of the run without any."""
+def changing_hook_sets(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list[str]:
+    """Return the names of the sets of hooks that change the final bytes of a run."""
     bare = trained(make)
     acting, spying = at(ActingHook, *POINTS), at(SpyHook, HookPoint.POST_STEP)
-    found = {
-        "measuring": trained(make, measuring(names), audit=True),
+    digests_by_set = {
+        "measuring_hooks": trained(make, measuring_hooks(names), audit=True),
         "misbehaving_hook": trained(make, [misbehaving_hook()], audit=True),
     }
     tap = at(RaisingTap, HookPoint.POST_EPOCH)(raising)
-    for hook in (*map(acting, RAISING), spying(raise_amid_an_observers_pass), tap):
+    for hook in (*map(acting, RAISING), spying(raise_in_observer_pass), tap):
         with pytest.warns(UserWarning, match="The run continues without this hook"):
-            found[(hook.probe if isinstance(hook, SpyHook) else hook.act).__name__] = trained(
+            digests_by_set[(hook.probe if isinstance(hook, SpyHook) else hook.act).__name__] = trained(
                 make, [hook], on_error="skip"
             )
-    return [name for name, digests in found.items() if digests != bare]
+    return [name for name, digests in digests_by_set.items() if digests != bare]
 
 
-def plain() -> dict[str, Any]:
+def three_rank_results() -> dict[str, Any]:
     make = partial(build, "fsdp", length=1)
-    found: dict[str, Any] = {mutation.__name__: caught(make, mutation) for mutation in CAUGHT}
-    found |= {"differing": differing(make, QUICK), "copied": copied_and_communicated()}
-    return found | {"gathered": refused_while_gathered()}
+    results: dict[str, Any] = {mutation.__name__: mutation_error(make, mutation) for mutation in CAUGHT}
+    results |= {"changing_hook_sets": changing_hook_sets(make, QUICK), "copied": snapshot_costs()}
+    return results | {"gathered": refused_while_gathered()}
 
 
-class EvaluatingBeside:
-    """Evaluates after each step, as a script does that says nothing of it."""
+class EvaluatingProgress:
+    """Evaluates after each step outside of loopscope, like the code of a script."""
 
     def __init__(self, task: TrainingTask) -> None:
         self._task = task
@@ -273,54 +282,58 @@ class EvaluatingBeside:
 
 def refused_while_gathered() -> str:
     task, state = build("fsdp", length=1)
-    manager = HookManager([at(ActingHook, HookPoint.PRE_STEP)(step_and_zero)], task, state)
+    manager = HookManager([at(ActingHook, HookPoint.PRE_STEP)(step_and_zero_weights)], task, state)
     try:
-        epoch_loop(task, manager, progress=EvaluatingBeside(task))
+        epoch_loop(task, manager, progress=EvaluatingProgress(task))
     except HookError as error:
         return str(error)
     return "unnoticed"
 
 
-def copied_and_communicated() -> tuple[int, int, int]:
-    """Return the bytes of a guardian's copy, those of this rank's shards, and the collectives of guardian and audit."""
+def snapshot_costs() -> tuple[int, int, int]:
+    """Return the bytes of a snapshot and of this rank's shards, and the number of collective operations."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     task, state = build("fsdp")
     forward_backward(task, next(iter(task.loader.batches(0))), trains=True)
-    with CommDebugMode() as communicated:
+    with CommDebugMode() as communication:
         snapshot = Snapshot().save(state)
         state.digest()
         snapshot.restore(state)
-    held = [tensor.nbytes for tensor in local_shards(state.tensors().values())]
-    return sum(tensor.nbytes for tensor in snapshot.tensors.values()), sum(held), communicated.get_total_counts()
+    shard_bytes = [tensor.nbytes for tensor in local_shards(state.tensors().values())]
+    copied_bytes = sum(tensor.nbytes for tensor in snapshot.tensors.values())
+    return copied_bytes, sum(shard_bytes), communication.get_total_counts()
 
 
-def over_two_dimensions() -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {"equal": []}
+def two_dimensional_meshes() -> dict[str, list[Any]]:
+    results: dict[str, list[Any]] = {"equal": []}
     for kind in ("hsdp", "fsdp x tp"):
-        make, hooks = partial(build, kind, length=1), [*measuring(["gradient_noise_scale"]), misbehaving_hook()]
-        found["equal"].append(trained(make, hooks, audit=True) == trained(make))
-    return found | {"skips": [skips_a_step(name) for name in ("1.up.weight", "1.down.bias", "3.weight")]}
+        make, hooks = partial(build, kind, length=1), [*measuring_hooks(["gradient_noise_scale"]), misbehaving_hook()]
+        results["equal"].append(trained(make, hooks, audit=True) == trained(make))
+    return results | {"skips": [skips_a_step(name) for name in ("1.up.weight", "1.down.bias", "3.weight")]}
 
 
 def skips_a_step(name: str) -> list[bool]:
-    """Tell whether this rank skips a step if the gradient of a parameter overflows in the shard of rank 1 alone."""
+    """Return whether this rank skips a step without and with an overflow in rank 1's shard of a gradient.
+
+    The last value says whether the loss scale was halved once.
+    """
     task, _ = build("fsdp x tp")
     task.scaler = torch.amp.GradScaler("cpu")
-    found = []
+    skipped_steps = []
     for overflows in (False, True):
         task.optimizer.zero_grad()
         task.backward(mean_loss(task.model, next(iter(task.loader.batches(0)))))
         if overflows and torch.distributed.get_rank() == 1:
             dict(task.model.named_parameters())[name].grad.to_local()[0] = torch.inf
         task.scaler.unscale_(task.optimizer)
-        found.append(is_skipped(task))
-        update(task, step_scheduler=False, skipped=found[-1])
-    return [*found, task.scaler.get_scale() == 2**15]
+        skipped_steps.append(is_skipped(task))
+        update(task, step_scheduler=False, skipped=skipped_steps[-1])
+    return [*skipped_steps, task.scaler.get_scale() == 2**15]
 
 
-def otherwise(kinds: Sequence[str]) -> dict[str, list[str]]:
-    """Name the sets of hooks that change a run, by how its model is sharded."""
+def changing_variants(kinds: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of the sets of hooks that change a run, by sharding options."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     cases = [
@@ -328,18 +341,20 @@ def otherwise(kinds: Sequence[str]) -> dict[str, list[str]]:
         for kind, narrow, accumulate, reshards in product(kinds, (False, True), (1, 2), (True, False))
     ]
     cases += [(kind, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}) for kind in kinds]
-    found = {f"{kind}, {options}": differing(partial(build, kind, **options)) for kind, options in cases}
-    return {case: names for case, names in found.items() if names}
+    sets_by_case = {
+        f"{kind}, {options}": changing_hook_sets(partial(build, kind, **options)) for kind, options in cases
+    }
+    return {case: names for case, names in sets_by_case.items() if names}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(plain, tmp_path_factory.mktemp("ranks"), 3)
+    return on_ranks(three_rank_results, tmp_path_factory.mktemp("ranks"), 3)
 
 
 def test_hooks_leave_every_rank_unchanged(ranks):
     """Under fully_shard, every rank ends with the bytes of the run without hooks."""
-    assert [result["differing"] for result in ranks] == [[]] * 3
+    assert [result["changing_hook_sets"] for result in ranks] == [[]] * 3
 
 
 def test_snapshots_copy_only_the_local_shard(ranks):
@@ -359,16 +374,17 @@ def test_gathered_weights_block_interventions(ranks):
 def test_observer_changes_to_shards_are_caught(ranks, mutation):
     """The error names the hook, the point, the step and the changed part."""
     for result in ranks:
-        told = f"Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state: {CAUGHT[mutation]}"
-        assert told in result[mutation.__name__]
+        where = "Hook 'spy' at POST_STEP of step 1"
+        expected = f"{where} may only read, but changed the training state: {CAUGHT[mutation]}"
+        assert expected in result[mutation.__name__]
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    return on_ranks(over_two_dimensions, tmp_path_factory.mktemp("ranks"), 4)
+    return on_ranks(two_dimensional_meshes, tmp_path_factory.mktemp("ranks"), 4)
 
 
-def test_so_they_do_over_meshes_of_two_dimensions(four_ranks):
+def test_hooks_leave_two_dimensional_meshes_unchanged(four_ranks):
     assert [result["equal"] for result in four_ranks] == [[True, True]] * 4
 
 
@@ -380,11 +396,11 @@ def test_all_ranks_skip_overflowing_steps(four_ranks):
 @pytest.mark.slow
 def test_fsdp_variants_match_run_without_hooks(tmp_path):
     """Mixed precision, accumulation, resharding policies and CPU offload are covered on three ranks."""
-    assert on_ranks(partial(otherwise, ["fsdp"]), tmp_path, 3) == [{}] * 3
+    assert on_ranks(partial(changing_variants, ["fsdp"]), tmp_path, 3) == [{}] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hsdp", "fsdp x tp"])
 def test_mesh_variants_match_run_without_hooks(tmp_path, kind):
     """HSDP and FSDP with tensor parallelism are covered with mixed precision, accumulation and CPU offload."""
-    assert on_ranks(partial(otherwise, [kind]), tmp_path, 4) == [{}] * 4
+    assert on_ranks(partial(changing_variants, [kind]), tmp_path, 4) == [{}] * 4

@@ -1,4 +1,4 @@
-"""Mixed precision: what autocast and the scaling of losses make of a run, and that hooks see gradients unscaled."""
+"""Mixed precision: runs with autocast and loss scaling, whose hooks see unscaled gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ POST_BACKWARD = HookPoint.POST_BACKWARD
 CASES = [Case(model, "adamw_fused", loop) for model in ("batchnorm_mlp", "tied") for loop in LOOPS]
 CASES.append(Case("transformer", "sgd_momentum"))
 OVERFLOWING = {"batchnorm_mlp": 2.0**18, "tied": 2.0**16, "transformer": 2.0**17}
-"""Scales at which the first step is skipped and the second is not."""
+"""Loss scales at which the first step is skipped and the second is not."""
 
 
 def mixed(amp: str, scale: float = 2.0**10) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def train_mixed(amp: str, *args: Any, scale: float = 2.0**10, **options: Any) ->
     return train(*args, introduce=introduce, **options)
 
 
-def look(seen: list[Any], read: Callable[[Any], Any], *points: HookPoint) -> SpyHook:
-    return at(SpyHook, *points)(lambda ctx: seen.append(read(ctx)))
+def recorder(values: list[Any], read: Callable[[Any], Any], *points: HookPoint) -> SpyHook:
+    return at(SpyHook, *points)(lambda ctx: values.append(read(ctx)))
 
 
 def gradients(ctx: Any) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def test_hooks_preserve_mixed_precision_run(case: Case, amp: str) -> None:
         model_ctx.run_training_epoch(model_ctx.get_shuffled_loader(), step=False)
         model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
 
-    hooks = [at(ActingHook, POST_BACKWARD, HookPoint.POST_STEP)(disturb), look([], gradients, POST_BACKWARD)]
+    hooks = [at(ActingHook, POST_BACKWARD, HookPoint.POST_STEP)(disturb), recorder([], gradients, POST_BACKWARD)]
     scale = OVERFLOWING[case.model]
     bare, hooked = (train_mixed(amp, case, active, scale=scale) for active in ((), hooks))
     assert bare.state.loop.skipped_steps == (amp == "fp16")
@@ -71,31 +71,31 @@ def test_hooks_preserve_mixed_precision_run(case: Case, amp: str) -> None:
 @pytest.mark.parametrize("points", [(POST_BACKWARD,), (HookPoint.PRE_UPDATE,), (HookPoint.POST_STEP,)])
 def test_hooks_see_unscaled_gradients(points: tuple[HookPoint]) -> None:
     case, plain, scaled = Case("tied", "sgd_momentum"), [], []
-    train(case, [look(plain, gradients, *points)], steps=1)
-    train_mixed("fp16", case, [look(scaled, gradients, *points)], steps=1)
-    for expected, found in zip(plain[0].values(), scaled[0].values(), strict=True):
-        assert found.dtype is torch.float32
-        torch.testing.assert_close(found, expected, rtol=0.03, atol=1e-3)
+    train(case, [recorder(plain, gradients, *points)], steps=1)
+    train_mixed("fp16", case, [recorder(scaled, gradients, *points)], steps=1)
+    for expected, actual in zip(plain[0].values(), scaled[0].values(), strict=True):
+        assert actual.dtype is torch.float32
+        torch.testing.assert_close(actual, expected, rtol=0.03, atol=1e-3)
 
 
 def test_accumulated_micro_batches_are_unscaled_once() -> None:
-    whole, pieces = [], []
-    for seen, count in ((whole, 1), (pieces, 3)):
-        spy = look(seen, gradients, POST_BACKWARD)
+    of_batch, of_micro_batches = [], []
+    for recorded, count in ((of_batch, 1), (of_micro_batches, 3)):
+        spy = recorder(recorded, gradients, POST_BACKWARD)
         train_mixed("fp16", Case("transformer"), [spy], steps=1, accumulation_steps=count)
-    for expected, found in zip(whole[0].values(), pieces[0].values(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-4)
+    for expected, actual in zip(of_batch[0].values(), of_micro_batches[0].values(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0.02, atol=1e-4)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_skipped_step_changes_no_weight(loop: str) -> None:
-    """It dispatches only PRE_STEP and POST_BACKWARD."""
-    fired: list[tuple[str, int, Tensor]] = []
-    spy = look(fired, lambda ctx: (ctx.hook_point.name, ctx.step, ctx.model[0].weight.clone()), *STEP_POINTS)
+    """A skipped step fires only PRE_STEP and POST_BACKWARD."""
+    calls: list[tuple[str, int, Tensor]] = []
+    spy = recorder(calls, lambda ctx: (ctx.hook_point.name, ctx.step, ctx.model[0].weight.clone()), *STEP_POINTS)
     run = train_mixed("fp16", Case(loop=loop), [spy], steps=3, scale=float("inf"))
     assert run.state.loop.skipped_steps == 3
-    assert all(torch.equal(weight, fired[0][2]) for _, _, weight in fired)
-    steps = [(name, step) for name, step, _ in fired]
+    assert all(torch.equal(weight, calls[0][2]) for _, _, weight in calls)
+    steps = [(name, step) for name, step, _ in calls]
     assert steps == [(name, step) for step in (1, 2, 3) for name in ("PRE_STEP", "POST_BACKWARD")]
 
 
@@ -108,13 +108,15 @@ def test_loss_scale_falls_and_scheduler_waits_when_skipping() -> None:
     assert all(parameter.isfinite().all() for parameter in run.task.model.parameters())
 
 
-def test_the_mean_gradient_leaves_skipped_steps_out() -> None:
-    class Keeper(at(SpyHook, HookPoint.POST_EPOCH)):
+def test_mean_gradient_excludes_skipped_steps() -> None:
+    class MeanGradientRecorder(at(SpyHook, HookPoint.POST_EPOCH)):
         needs_grads = True
 
     means: list[dict[str, Tensor] | None] = []
-    keeper = Keeper(lambda ctx: means.append(ctx.accumulated_grads and dict(ctx.accumulated_grads)))
-    run = train_mixed("fp16", Case("tied"), [keeper], steps=30, scale=2.0**30)
+    mean_gradients = MeanGradientRecorder(
+        lambda ctx: means.append(ctx.accumulated_grads and dict(ctx.accumulated_grads))
+    )
+    run = train_mixed("fp16", Case("tied"), [mean_gradients], steps=30, scale=2.0**30)
     assert run.state.loop.skipped_steps > 3
     assert means[0] is None
     assert all(value.isfinite().all() for value in means[-1].values())
@@ -132,36 +134,36 @@ def test_measured_gradient_is_finite_at_any_loss_scale() -> None:
 def test_context_exposes_the_loss_scale() -> None:
     """ctx.loss_scale is None outside the backward pass."""
     scales: list[float | None] = []
-    spy = look(scales, lambda ctx: ctx.loss_scale, HookPoint.PRE_STEP, POST_BACKWARD, HookPoint.POST_EPOCH)
+    spy = recorder(scales, lambda ctx: ctx.loss_scale, HookPoint.PRE_STEP, POST_BACKWARD, HookPoint.POST_EPOCH)
     train_mixed("fp16", Case("tied"), [spy], scale=2.0**40)
     assert scales == [None, 2.0**40, None, 2.0**39, None, 2.0**38, None]
 
 
 class Narrow(nn.Module):
-    """Keeps the precision that its product came out in."""
+    """Records the dtype of its output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
-        self.seen: list[torch.dtype] = []
+        self.dtypes: list[torch.dtype] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
         output = self.linear(inputs)
-        self.seen.append(output.dtype)
+        self.dtypes.append(output.dtype)
         return output
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_losses_are_computed_in_the_precision_asked_for(amp: str, dtype: torch.dtype) -> None:
+def test_losses_use_the_requested_precision(amp: str, dtype: torch.dtype) -> None:
     model = Narrow()
     Precision.of(amp, torch.device("cpu")).autocast(partial(model))(torch.ones(1, 3))
-    assert model.seen == [dtype]
+    assert model.dtypes == [dtype]
     assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_an_experiment_trains_in_mixed_precision(tmp_path: Path, amp: str, runner: type[Small]) -> None:
+def test_experiment_trains_in_mixed_precision(tmp_path: Path, amp: str, runner: type[Small]) -> None:
     with registered(runner):
         summary = session(tmp_path, runner, strategies=["plain"], amp=amp).run()[0]
     config = read_json(tmp_path / runner.name / "plain/experiment_config.json")

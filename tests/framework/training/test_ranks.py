@@ -1,5 +1,4 @@
-"""Ranks that train together agree: what happens on one of them, and cannot be seen by the others, ends or goes on for
-all alike, with one sentence, and none waits for one that has left."""
+"""Agreement of ranks: an event on one rank ends or continues the run on all ranks, with one message and no deadlock."""
 
 import os
 import signal
@@ -34,8 +33,8 @@ def build(kind: str, **settings: Any) -> tuple[TrainingTask, TrainingState]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     data = (torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(3, (ROWS,)))
-    mine = torch.arange(ROWS).view(-1, BATCH // RANKS)[torch.distributed.get_rank() :: RANKS].flatten()
-    data = (data[0][mine], data[1][mine])
+    indices = torch.arange(ROWS).view(-1, BATCH // RANKS)[torch.distributed.get_rank() :: RANKS].flatten()
+    data = (data[0][indices], data[1][indices])
     if kind == "replicas":
         model = DistributedDataParallel(model)
     else:
@@ -56,15 +55,15 @@ def outcome(
     required: Any = None,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Return the error that a run ends with, its steps, and what it has trained by then."""
+    """Return the error of a run (or an empty text), its number of steps, and the digests of its parameters."""
     task, state = build(kind, **settings)
-    said = ""
+    message = ""
     try:
         manager = HookManager(make(), task, state, sinks=sinks, on_error=on_error, required=required)  # type: ignore[arg-type]
         epoch_loop(task, manager)
     except (LoopscopeError, KeyboardInterrupt) as error:
-        said = f"{type(error).__name__}: {error}"
-    return said, state.loop.step, [digest(parameter) for parameter in task.model.parameters()]
+        message = f"{type(error).__name__}: {error}"
+    return message, state.loop.step, [digest(parameter) for parameter in task.model.parameters()]
 
 
 def is_faulty() -> bool:
@@ -92,21 +91,21 @@ def mutate(ctx: Any, *_: Any) -> dict[str, float]:
     return {}
 
 
-class Tapping(SpyHook):
-    """Raises in a tap, amid the backward pass."""
+class RaisingTap(SpyHook):
+    """Raises in a tap, during the backward pass."""
 
     hook_points = frozenset({HookPoint.POST_STEP})
 
     def taps(self, model: nn.Module) -> Any:
-        def see(gradient: Any) -> None:
+        def fail_on_one_rank(gradient: Any) -> None:
             if is_faulty():
                 raise ValueError("no luck")
 
-        return [GradientTap("0", "output", see)]
+        return [GradientTap("0", "output", fail_on_one_rank)]
 
 
 class NotStarting(SpyHook):
-    """Raises at the start."""
+    """Raises in its start method."""
 
     error: type[Exception] = UnsuitableError
 
@@ -116,7 +115,7 @@ class NotStarting(SpyHook):
 
 
 class Strided(SpyHook):
-    """Has an option."""
+    """Observer with an option."""
 
     def __init__(self, *, stride: int) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class Strided(SpyHook):
 
 
 class FullDisk(MetricSink):
-    """Cannot write on one rank."""
+    """Sink that fails on one rank."""
 
     name = "full_disk"
 
@@ -133,15 +132,15 @@ class FullDisk(MetricSink):
             raise OSError(28, "No space left on device")
 
 
-def spying(point: HookPoint, probe: Any) -> list[Any]:
+def observers(point: HookPoint, probe: Any) -> list[Any]:
     return [at(SpyHook, point)(probe)]
 
 
-def acting(act: Any, **attributes: Any) -> list[Any]:
+def interventions(act: Any, **attributes: Any) -> list[Any]:
     return [at(ActingHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, **attributes)(act)]
 
 
-def measure_with_one_missing(ctx: Any) -> dict[str, float]:
+def measure_after_failure(ctx: Any) -> dict[str, float]:
     if ctx.hook_point is HookPoint.PRE_STEP:
         return fail(ctx)
     ctx.compute_batch_gradients(ctx.batch_data)
@@ -149,17 +148,17 @@ def measure_with_one_missing(ctx: Any) -> dict[str, float]:
 
 
 CASES: dict[str, Callable[[], list[Any]]] = {
-    **{f"observer at {point.name}": lambda point=point: spying(point, fail) for point in STEP},
-    "observer at PRE_STEP that measures later": lambda: [at(SpyHook, *STEP)(measure_with_one_missing)],
-    "observer at SNAPSHOT": lambda: spying(HookPoint.SNAPSHOT, lambda ctx: 1 / 0 if is_faulty() else {}),
-    "intervention": lambda: acting(fail),
-    "intervention between passes": lambda: acting(fail_between_passes),
-    "committing": lambda: acting(fail, commits=frozenset({StatePart.GRADIENTS})),
-    "tap": lambda: [Tapping()],
-    "mutation": lambda: spying(HookPoint.PRE_STEP, mutate),
+    **{f"observer at {point.name}": lambda point=point: observers(point, fail) for point in STEP},
+    "observer at PRE_STEP that measures later": lambda: [at(SpyHook, *STEP)(measure_after_failure)],
+    "observer at SNAPSHOT": lambda: observers(HookPoint.SNAPSHOT, lambda ctx: 1 / 0 if is_faulty() else {}),
+    "intervention": lambda: interventions(fail),
+    "intervention between passes": lambda: interventions(fail_between_passes),
+    "committing": lambda: interventions(fail, commits=frozenset({StatePart.GRADIENTS})),
+    "tap": lambda: [RaisingTap()],
+    "mutation": lambda: observers(HookPoint.PRE_STEP, mutate),
     "mutation, and a hook that measures": lambda: [
-        *spying(HookPoint.PRE_STEP, mutate),
-        *acting(lambda ctx, model: {"loss": model.compute_batch_loss()}),
+        *observers(HookPoint.PRE_STEP, mutate),
+        *interventions(lambda ctx, model: {"loss": model.compute_batch_loss()}),
     ],
     "unsuited": lambda: [NotStarting()],
     "start": lambda: [type("Broken", (NotStarting,), {"error": ValueError})()],
@@ -171,7 +170,7 @@ def stop_on_one(evaluation: Any) -> bool:
 
 
 def other_hooks() -> list[Any]:
-    return spying(HookPoint.POST_STEP, fail) if is_faulty() else []
+    return observers(HookPoint.POST_STEP, fail) if is_faulty() else []
 
 
 def other_options() -> list[Any]:
@@ -179,31 +178,31 @@ def other_options() -> list[Any]:
 
 
 def all_outcomes(kind: str) -> dict[str, Any]:
-    found = {name: outcome(kind, make) for name, make in CASES.items()}
-    passing = [name for name in CASES if name.startswith(("observer", "intervention"))]
-    found |= {f"{name}, skipped": outcome(kind, CASES[name], "skip") for name in passing}
-    of_group = [*passing, "committing", "tap", "unsuited", "start"]
-    found |= {f"{name}, of a group": outcome(kind, CASES[name], required=()) for name in of_group}
-    found["bare"] = outcome(kind)
-    found["full disk"] = outcome(
-        kind, lambda: spying(HookPoint.POST_STEP, lambda ctx: {"one": 1.0}), sinks=[FullDisk()]
+    results = {name: outcome(kind, make) for name, make in CASES.items()}
+    hook_calls = [name for name in CASES if name.startswith(("observer", "intervention"))]
+    results |= {f"{name}, skipped": outcome(kind, CASES[name], "skip") for name in hook_calls}
+    of_group = [*hook_calls, "committing", "tap", "unsuited", "start"]
+    results |= {f"{name}, of a group": outcome(kind, CASES[name], required=()) for name in of_group}
+    results["bare"] = outcome(kind)
+    results["full disk"] = outcome(
+        kind, lambda: observers(HookPoint.POST_STEP, lambda ctx: {"one": 1.0}), sinks=[FullDisk()]
     )
-    found["stopped"] = outcome(kind, should_stop=stop_on_one)
-    found["other hooks"] = outcome(kind, other_hooks)
-    found["other options"] = outcome(kind, other_options)
-    found["other length"] = outcome(kind, length=2 + is_faulty())
-    return found
+    results["stopped"] = outcome(kind, should_stop=stop_on_one)
+    results["other hooks"] = outcome(kind, other_hooks)
+    results["other options"] = outcome(kind, other_options)
+    results["other length"] = outcome(kind, length=2 + is_faulty())
+    return results
 
 
 def agreements(kind: str, make: Callable[[], Any]) -> int:
-    """Count the all-reduces of one number that a run of four steps makes for what its hooks do."""
+    """Count the all-reduces of a single number for the hooks of a run of four steps."""
     counts, all_reduce = [0], torch.distributed.all_reduce
 
-    def counted(value: torch.Tensor, *args: Any, **options: Any) -> Any:
-        counts[0] += value.dtype is torch.float32 and value.numel() == 1  # losses are of float64
+    def counting_all_reduce(value: torch.Tensor, *args: Any, **options: Any) -> Any:
+        counts[0] += value.dtype is torch.float32 and value.numel() == 1  # losses are float64
         return all_reduce(value, *args, **options)
 
-    torch.distributed.all_reduce = counted
+    torch.distributed.all_reduce = counting_all_reduce
     try:
         assert outcome(kind, make)[:2] == ("", 4)
     finally:
@@ -211,32 +210,32 @@ def agreements(kind: str, make: Callable[[], Any]) -> int:
     return counts[0]
 
 
-def nothing(*_: Any) -> dict[str, float]:
+def return_no_metrics(*_: Any) -> dict[str, float]:
     return {}
 
 
-def counted(kind: str) -> dict[str, int]:
-    """Return the agreements of observers and of an intervention, beyond those at the start and of a run without."""
+def agreement_counts(kind: str) -> dict[str, int]:
+    """Return the agreements of observers and of an intervention, without those of a run that has no due hooks."""
     hooks = {
-        "one observer": lambda: spying(HookPoint.POST_STEP, nothing),
-        "at three points": lambda: [at(SpyHook, *STEP)(nothing)],
-        "an intervention": lambda: [at(ActingHook, HookPoint.POST_STEP)(nothing)],
+        "one observer": lambda: observers(HookPoint.POST_STEP, return_no_metrics),
+        "at three points": lambda: [at(SpyHook, *STEP)(return_no_metrics)],
+        "an intervention": lambda: [at(ActingHook, HookPoint.POST_STEP)(return_no_metrics)],
     }
-    none = agreements(kind, lambda: spying(HookPoint.PRE_EPOCH, nothing)) - 2  # fires once an epoch
-    return {"kind": kind, **{name: agreements(kind, make) - none for name, make in hooks.items()}}  # type: ignore[dict-item]
+    baseline = agreements(kind, lambda: observers(HookPoint.PRE_EPOCH, return_no_metrics)) - 2  # fires once an epoch
+    return {"kind": kind, **{name: agreements(kind, make) - baseline for name, make in hooks.items()}}  # type: ignore[dict-item]
 
 
-def of_replicas() -> dict[str, Any]:
-    return all_outcomes("replicas") | {"agreements": counted("replicas")}
+def replica_results() -> dict[str, Any]:
+    return all_outcomes("replicas") | {"agreements": agreement_counts("replicas")}
 
 
-def of_shards() -> dict[str, Any]:
-    return all_outcomes("shards") | {"agreements": counted("shards")}
+def shard_results() -> dict[str, Any]:
+    return all_outcomes("shards") | {"agreements": agreement_counts("shards")}
 
 
-@pytest.fixture(scope="module", params=[of_replicas, of_shards])
+@pytest.fixture(scope="module", params=[replica_results, shard_results])
 def ranks(request, tmp_path_factory):
-    """Return what each of three processes saw."""
+    """Return the results of each of three processes."""
     return on_ranks(request.param, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
@@ -244,10 +243,10 @@ def ranks(request, tmp_path_factory):
 def test_error_on_one_rank_ends_all_ranks(ranks):
     """All ranks stop at the same step, and the others name the rank where the error occurred."""
     for name in CASES:
-        (others, step, _), (own, *_), (third, *_) = [result[name] for result in ranks]
-        text = own.partition(": ")[2]
-        assert others == third
-        assert others.endswith(f": {text} (on rank {FAULTY})"), name
+        (first, step, _), (faulty, *_), (third, *_) = [result[name] for result in ranks]
+        text = faulty.partition(": ")[2]
+        assert first == third
+        assert first.endswith(f": {text} (on rank {FAULTY})"), name
         assert "no luck" in text or "division by zero" in text or "changed the training state" in text
         assert [result[name][1] for result in ranks] == [step] * RANKS
         assert step == (2 if "SNAPSHOT" in name else 0 if name in ("unsuited", "start") else 1)
@@ -279,7 +278,7 @@ def test_full_disk_on_one_rank_disables_its_sink(ranks):
 
 
 @pytest.mark.ranks
-def test_one_rank_that_wants_to_stop_stops_all(ranks):
+def test_stop_on_one_rank_stops_all(ranks):
     assert [result["stopped"][:2] for result in ranks] == [("", 2)] * RANKS
 
 
@@ -300,9 +299,10 @@ def test_ranks_started_differently_are_refused(ranks):
 @pytest.mark.ranks
 def test_rank_agreements_are_one_per_step_or_dispatch(ranks):
     """Interventions agree once per dispatch; observers once per step, but once per dispatch on shards."""
-    for found in [result["agreements"] for result in ranks]:
-        fires = 12 if found["kind"] == "shards" else 4
-        assert found == {"kind": found["kind"], "one observer": 4, "at three points": fires, "an intervention": 4}
+    for counts in [result["agreements"] for result in ranks]:
+        at_three_points = 12 if counts["kind"] == "shards" else 4
+        expected = {"one observer": 4, "at three points": at_three_points, "an intervention": 4}
+        assert counts == {"kind": counts["kind"], **expected}
 
 
 def die(number: int, ctx: Any) -> dict[str, float]:
@@ -312,12 +312,12 @@ def die(number: int, ctx: Any) -> dict[str, float]:
 
 
 def killed(number: int) -> tuple[Any, ...]:
-    return outcome("replicas", lambda: spying(HookPoint.POST_STEP, partial(die, number)))
+    return outcome("replicas", lambda: observers(HookPoint.POST_STEP, partial(die, number)))
 
 
-def late() -> bool:
+def is_unchanged_by_late_rank() -> bool:
     bare = outcome("replicas")
-    return bare == outcome("replicas", lambda: spying(HookPoint.POST_STEP, sleep))
+    return bare == outcome("replicas", lambda: observers(HookPoint.POST_STEP, sleep))
 
 
 def sleep(ctx: Any) -> dict[str, float]:
@@ -336,18 +336,18 @@ def test_lost_rank_ends_others_before_timeout(number, tmp_path):
         process.join(TIMEOUT / 2)
         assert process.exitcode is not None
     for rank in (0, 2):
-        said, step, _ = torch.load(tmp_path / f"{rank}.pt")
-        assert (said.partition(":")[0], step) == ("RankLostError", 1)
-        assert "Another rank is gone" in said
+        message, step, _ = torch.load(tmp_path / f"{rank}.pt")
+        assert (message.partition(":")[0], step) == ("RankLostError", 1)
+        assert "Another rank has ended" in message
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_rank_that_is_late_is_waited_for(tmp_path):
-    assert on_ranks(late, tmp_path, RANKS) == [True] * RANKS
+def test_ranks_wait_for_a_late_rank(tmp_path):
+    assert on_ranks(is_unchanged_by_late_rank, tmp_path, RANKS) == [True] * RANKS
 
 
-def test_means_and_rows_alone_are_the_numbers_themselves():
+def test_single_rank_returns_its_own_numbers():
     alone, value = Ranks(), torch.tensor(2.0)
     assert alone.mean(value) is value
     assert (alone.rows(5), alone.evaluation({"loss": 1.0})) == (5, {"loss": 1.0})

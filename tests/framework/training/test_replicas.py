@@ -1,4 +1,4 @@
-"""Hooks under DistributedDataParallel: three ranks train what they train without hooks."""
+"""Hooks under DistributedDataParallel: three ranks end with the weights of the run without hooks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -37,20 +37,20 @@ MEASURING = ("hessian", "sharpness", "lr_probe", "adam_dynamics", "norms", "path
 
 
 class Model(nn.Sequential):
-    """Layers, and at wish a parameter that none of them uses."""
+    """A model, optionally with an unused parameter."""
 
     def __init__(self, *, unused: bool) -> None:
-        drawn = nn.Dropout(0.2), nn.BatchNorm1d(16)
-        super().__init__(nn.Linear(5, 16), *drawn, nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 3))
+        middle = nn.Dropout(0.2), nn.BatchNorm1d(16)
+        super().__init__(nn.Linear(5, 16), *middle, nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 3))
         self.register_parameter("unused", nn.Parameter(torch.ones(3)) if unused else None)
 
 
 def build(kind: str, *, accumulate: int) -> tuple[TrainingTask, TrainingState]:
-    """Build a run in which every rank has its rows of each batch."""
+    """Build a run whose ranks share the rows of each batch."""
     torch.manual_seed(0)
     model: nn.Module = Model(unused=kind == "unused parameters").double()
-    mine = torch.arange(ROWS).view(-1, BATCH // RANKS)[torch.distributed.get_rank() :: RANKS].flatten()
-    data = (torch.randn(ROWS, 5, dtype=torch.float64)[mine], torch.randint(3, (ROWS,))[mine])
+    indices = torch.arange(ROWS).view(-1, BATCH // RANKS)[torch.distributed.get_rank() :: RANKS].flatten()
+    data = (torch.randn(ROWS, 5, dtype=torch.float64)[indices], torch.randint(3, (ROWS,))[indices])
     model = DistributedDataParallel(model, **KINDS[kind])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = TensorLoader(data, BATCH // RANKS, fixed_order(torch.arange(len(data[0]))))
@@ -76,32 +76,32 @@ def misbehaving_hook(run: Any, model: Any) -> dict[str, float]:
     return {}
 
 
-def neutral(kind: str, accumulate: int, names: Sequence[str] = MEASURING) -> list[bool]:
-    """Tell of several sets of hooks whether a run with them has the weights of the run without."""
+def preserves_weights(kind: str, accumulate: int, names: Sequence[str] = MEASURING) -> list[bool]:
+    """Return, for two sets of hooks, whether the run with them has the weights of the run without."""
     make = partial(build, kind, accumulate=accumulate)
     bare = trained(*make(), [])
     points = set(HookPoint) - {HookPoint.PRE_UPDATE}
-    sets = [[HookRegistry.get(name)() for name in names], [at(ActingHook, *points)(misbehaving_hook)]]
-    return [trained(*make(), hooks, audit=len(names) > 3) == bare for hooks in sets]
+    hook_sets = [[HookRegistry.get(name)() for name in names], [at(ActingHook, *points)(misbehaving_hook)]]
+    return [trained(*make(), hooks, audit=len(names) > 3) == bare for hooks in hook_sets]
 
 
-def plainly() -> list[bool]:
-    return neutral("plain", 1, ("hessian", "norms", "weight_average"))
+def preserved_with_default_options() -> list[bool]:
+    return preserves_weights("plain", 1, ("hessian", "norms", "weight_average"))
 
 
-def otherwise() -> list[list[bool]]:
-    return [neutral(kind, parts) for kind in KINDS if kind != "static graph" for parts in (1, 2)]
+def preserved_with_other_options() -> list[list[bool]]:
+    return [preserves_weights(kind, parts) for kind in KINDS if kind != "static graph" for parts in (1, 2)]
 
 
-def refused() -> str:
+def refusal() -> str:
     with pytest.raises(HookError, match="remove static_graph") as error:
-        neutral("static graph", 1)
+        preserves_weights("static graph", 1)
     return str(error.value)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_ranks(plainly, tmp_path_factory.mktemp("ranks"), RANKS)
+    return on_ranks(preserved_with_default_options, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
 def test_hooks_preserve_weights_on_every_rank(ranks):
@@ -111,10 +111,10 @@ def test_hooks_preserve_weights_on_every_rank(ranks):
 @pytest.mark.slow
 def test_hooks_preserve_weights_with_any_reducer_option(tmp_path):
     """The options of DDP cover bucket views, small buckets and unused parameters."""
-    assert on_ranks(otherwise, tmp_path, RANKS) == [[[True, True]] * 2 * (len(KINDS) - 1)] * RANKS
+    assert on_ranks(preserved_with_other_options, tmp_path, RANKS) == [[[True, True]] * 2 * (len(KINDS) - 1)] * RANKS
 
 
 @pytest.mark.slow
 def test_gradient_hooks_are_refused_with_static_graph(tmp_path):
     """With static_graph=True, DDP counts every backward pass."""
-    assert all("static_graph=True" in told for told in on_ranks(refused, tmp_path, RANKS))
+    assert all("static_graph=True" in message for message in on_ranks(refusal, tmp_path, RANKS))
