@@ -160,7 +160,7 @@ def test_inner_products_match_flat_vectors():
 
 
 def simulate(k: int, size: int, noise_energy: float, order_energy: float, trials: int) -> dict[str, Tensor]:
-    """Draw epochs that share a signal of energy 1, each with noise of its own, and the observed one with an effect."""
+    """Draw epochs that share a signal of energy 1, each with separate noise, and the observed one with an effect."""
     generator = torch.Generator().manual_seed(0)
     found: dict[str, list[Tensor]] = {}
     for _ in range(trials):
@@ -282,7 +282,7 @@ def test_the_interval_of_the_excess_is_conservative(k, noise, effect):
 def test_two_shuffles_give_notice_instead_of_errors():
     """The notice names the option and the minimum of three shuffles."""
     assert split_errors(torch.eye(3)) == {}
-    with pytest.warns(RunNotice, match=r"counterfactual\.k is 2: .* need at least 3 shuffles .*counterfactual\.k=3"):
+    with pytest.warns(RunNotice, match=r"counterfactual\.k is 2; .* need at least 3 shuffles .*counterfactual\.k=3"):
         run = train(Case("tied", "sgd_momentum"), [Counterfactual(k=2)])
     names = {name for name, *_ in run.sink.rows("counterfactual/")}
     assert "counterfactual/excess" in names

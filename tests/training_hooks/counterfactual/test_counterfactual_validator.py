@@ -9,7 +9,7 @@ from loopscope.hooks import HookRegistry, hook_kind, select_hooks
 from loopscope.loops import epoch_loop
 from loopscope.training_hooks.counterfactual import CounterfactualValidator
 from loopscope.training_hooks.counterfactual.counterfactual import ordering_split, split_errors
-from loopscope.training_hooks.counterfactual.counterfactual_validator import by_count, smallest_within
+from loopscope.training_hooks.counterfactual.counterfactual_validator import estimates_by_count, smallest_within
 from loopscope.training_hooks.counterfactual.splits import splits, squared_errors
 from torch import Tensor, nn
 from torch.nn import functional
@@ -47,7 +47,7 @@ def test_batched_splits_match_counterfactual_hook(shuffles):
 
 def test_estimates_are_the_means_over_all_sets():
     gram = epochs(1, effect=0.5)[0]
-    estimates = by_count(gram)[0]
+    estimates = estimates_by_count(gram)[0]
     assert list(estimates) == list(range(2, K + 1))
     for size, found in estimates.items():
         sets = [of_set(gram, 0, chosen) for chosen in combinations(range(1, K + 1), size)]
@@ -68,7 +68,7 @@ def test_errors_match_counterfactual_hook():
 def intervals(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower and upper ends of the intervals at k_max, shape (draws,)."""
     hook = CounterfactualValidator(k_max=grams.shape[1] - 1)
-    found = [hook.estimated(gram) for gram in grams]
+    found = [hook.estimate(gram) for gram in grams]
     return torch.stack([each["excess_low"] for each in found]), torch.stack([each["excess_high"] for each in found])
 
 
