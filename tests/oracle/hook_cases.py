@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.oracle import experiments, models, product
 from tests.oracle.recording import Case, attached_case, failed_case, run_case, written_config
 
-VisibleTask = tuple[nn.Module, torch.optim.Optimizer]
+Trained = tuple[nn.Module, torch.optim.Optimizer]
 CASES = ("epoch", "step", "accumulation", "bf16", "attach", "resume")
 OF_EPOCHS = ("--eval-every", "1", "--snapshot-every", "2")
 OF_STEPS = ("--eval-every", "4", "--snapshot-every", "4", "--log-every", "4")
@@ -150,7 +150,7 @@ def attached(variant: Variant) -> Case:
     return attached_case(lambda: train_attached(variant), Path("attached"))
 
 
-def train_attached(variant: Variant, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> VisibleTask:
+def train_attached(variant: Variant, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trained:
     """Train a model, which may be wrapped for several ranks, with a hook attached; return model and optimizer."""
     torch.manual_seed(5)
     model = models.build_model(variant.kind)

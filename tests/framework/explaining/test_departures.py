@@ -112,4 +112,4 @@ def test_short_history_is_reported():
     found, why = first_departure(history, 44)
     assert found is None
     assert why == "Step 44 has only 43 recorded steps before it; the test needs at least 52."
-    assert first_departure(history, 99)[1].startswith("Step 99 has 0 recorded steps before it")
+    assert first_departure(history, 99)[1].startswith("Step 99 has only 0 recorded steps before it")

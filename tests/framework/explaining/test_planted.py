@@ -113,12 +113,12 @@ def test_command_explains_recorded_spike(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--spike"], "has no alerts; name the step, --step N --explain"),
+        (["--spike"], "has no alerts; name the step with --step N --explain"),
         (["--step", "99", "--explain"], "--step is 99, but the last step of the run"),
-        (["--step", "2", "--explain", "--hooks", "norms"], "--explain chooses its hooks itself"),
-        (["--explain"], "needs the step to go back to, --step N"),
-        (["--step", "2", "--spike"], "needs the step to go back to"),
-        (["--step", "2", "--until", "3", "--explain"], "--explain is about one step"),
+        (["--step", "2", "--explain", "--hooks", "norms"], "--explain chooses its own hooks"),
+        (["--explain"], "loopscope rewind needs one of --step N"),
+        (["--step", "2", "--spike"], "loopscope rewind needs one of --step N"),
+        (["--step", "2", "--until", "3", "--explain"], "--explain applies to one step"),
         (["--step", "2", "--explain"], "the test needs at least"),
     ],
 )
@@ -126,7 +126,7 @@ def test_unexplainable_requests_are_reported(words, sentence, tmp_path, capfd):
     """Missing alerts, wrong steps and conflicting options each print a sentence."""
     run = ["run", "planted", "--steps", "4", "--output-dir", str(tmp_path), "--no-console-output"]
     assert main(run) == 0
-    status = 0 if "too few" in sentence else 2
+    status = 0 if "the test needs" in sentence else 2
     assert main(["rewind", str(tmp_path / "planted/plain"), *words]) == status
     output = capfd.readouterr()
     assert sentence in " ".join((output.out + output.err).split())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from docs import real_models
-from docs.real_models import BATCH, EPOCHS, EVERYTHING, ROWS, VisibleTask, loss_of, samples, trained
+from docs.real_models import BATCH, EPOCHS, EVERYTHING, ROWS, Trained, loss_of, samples, trained
 
 STEPS = EPOCHS * ROWS // BATCH
 NAMES = {
@@ -29,22 +29,22 @@ TIED = ("GPT-2", "BERT")
 
 
 @cache
-def bare(name: str) -> VisibleTask:
+def bare(name: str) -> Trained:
     return trained(name)
 
 
 @cache
 @torch.enable_grad()
-def watched(name: str) -> VisibleTask:
+def watched(name: str) -> Trained:
     return trained(name, **EVERYTHING, out=Path(mkdtemp(), "run"))
 
 
 @cache
-def treated(name: str, hook: str) -> VisibleTask | UnsuitableError:
+def treated(name: str, hook: str) -> Trained | UnsuitableError:
     return real_models.treated(name, hook, Path(mkdtemp(), "run"))
 
 
-def same_steps(ours: VisibleTask, theirs: VisibleTask) -> bool:
+def same_steps(ours: Trained, theirs: Trained) -> bool:
     pairs = [pair for steps in zip(ours.steps, theirs.steps, strict=True) for pair in zip(*steps, strict=True)]
     return len(ours.steps) == STEPS + 1 and all(torch.equal(one, other) for one, other in pairs)
 
@@ -78,7 +78,7 @@ def numbers(value: Any) -> list[float]:
     return [float(value)]
 
 
-def agree(found: VisibleTask, hook: str, expected: Mapping[str, Any], rel: float = 1e-3) -> None:
+def agree(found: Trained, hook: str, expected: Mapping[str, Any], rel: float = 1e-3) -> None:
     metrics = {name: float(found.metrics[f"{hook}/{name}"]) for name in expected}
     assert metrics == pytest.approx({name: float(each) for name, each in expected.items()}, rel=rel, abs=1e-7)
 

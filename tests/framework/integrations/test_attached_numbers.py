@@ -108,7 +108,9 @@ def fields_of(case: Case) -> dict[str, Any]:
 def able(names: list[str], case: Case) -> list[str]:
     """Return the hooks that suit a case, without those that need loopscope's loop or a reference solution."""
     kinds = [HookRegistry.get(name) for name in names if not refusal(name, case)]
-    return [kind.name for kind in dict.fromkeys(kinds) if not (kind.needs_experiment_loop or kind.needs_reference_weights)]
+    return [
+        kind.name for kind in dict.fromkeys(kinds) if not (kind.needs_experiment_loop or kind.needs_reference_weights)
+    ]
 
 
 def made(names: list[str], case: Case) -> list[TrainingHook]:

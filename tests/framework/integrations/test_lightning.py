@@ -279,7 +279,7 @@ def test_unsupported_trainers_are_refused(tmp_path):
     mistakes = {
         "already attached to this Trainer": lambda: attached(attached(trainer(tmp_path))),
         "is already running": lambda: fit(tmp_path, callbacks=[Late()]),
-        "ddp_spawn hands the Trainer": lambda: attached(trainer(tmp_path, devices=2, strategy="ddp_spawn")),
+        "ddp_spawn moves the Trainer": lambda: attached(trainer(tmp_path, devices=2, strategy="ddp_spawn")),
         "FSDPStrategy; attach supports one": lambda: attached(sharded),
         "barebones=True": lambda: attached(lightning.Trainer(accelerator="cpu", barebones=True)),
         "steps its 1 optimizer": lambda: fit(tmp_path, ["norms"], module=manual),

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import default_collate
 
 from docs import real_models
-from docs.real_models import EVERYTHING, MODELS, TREATMENTS, VisibleTask, loss_of, samples, trained
+from docs.real_models import EVERYTHING, MODELS, TREATMENTS, Trained, loss_of, samples, trained
 from tests.framework.integrations.real_trainings import (
     NAMES,
     STEPS,
@@ -63,7 +63,7 @@ def test_audit_with_all_hooks_finds_no_mutation(name: str, tmp_path: Path) -> No
 def test_nonfinite_metrics_are_documented(name: str) -> None:
     """A metric is finite unless its description mentions NaN or infinity."""
     found = [watched(name), *(treated(name, hook) for hook in TREATMENTS)]
-    metrics = {key: value for each in found if isinstance(each, VisibleTask) for key, value in each.metrics.items()}
+    metrics = {key: value for each in found if isinstance(each, Trained) for key, value in each.metrics.items()}
     said = {hook.name: hook().describe_metrics() for hook in HookRegistry}
     for metric, value in metrics.items():
         hook, _, rest = metric.partition("/")
@@ -137,7 +137,7 @@ def test_embedding_provenance_separates_both_uses(name: str) -> None:
     cosine = {"cosine": (g_in * g_out).sum() / (g_in.norm() * g_out.norm())}
     agree(watched(name), "embedding_provenance", expected | (cosine if tied else {}))
     clipping = treated(name, "output_projection_clip")
-    assert tied == (table is head) == isinstance(clipping, VisibleTask)
+    assert tied == (table is head) == isinstance(clipping, Trained)
     assert tied or "have a matrix each" in str(clipping)
 
 

@@ -147,7 +147,7 @@ def lightning_training(strategy: Callable[[], Any]) -> Callable[..., Any]:
     from tests.framework.integrations.test_lightning import Classifier, batches
     from tests.support.models import mean_loss
 
-    class VisibleTask(Classifier):
+    class Trained(Classifier):
         def configure_model(self) -> None:
             from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -187,7 +187,7 @@ def lightning_training(strategy: Callable[[], Any]) -> Callable[..., Any]:
         )
         if hooks is not None:
             attach(made, hooks=hooks, display="none", audit=True, out=out / folder / "run")
-        made.fit(VisibleTask(), batches(), batches(), ckpt_path=kept)
+        made.fit(Trained(), batches(), batches(), ckpt_path=kept)
         return trace.rows
 
     return train

@@ -189,9 +189,9 @@ def test_checkpoint_of_another_model_is_refused(kind):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"alpha": 0.0}, r"alpha is 0.0; it must lie in \(0, 1\]"),
-        ({"alpha": 1.5}, r"alpha is 1.5; it must lie in \(0, 1\]"),
-        ({"alpha": math.nan}, "alpha is nan; it must lie in"),
+        ({"alpha": 0.0}, r"alpha is 0.0; it must be in \(0, 1\]"),
+        ({"alpha": 1.5}, r"alpha is 1.5; it must be in \(0, 1\]"),
+        ({"alpha": math.nan}, "alpha is nan; it must be in"),
         ({"update_interval": 0}, "update_interval is 0; it must be at least 1"),
         ({"update_interval": 2.5}, "update_interval is 2.5; it must be a whole number of steps"),
     ],
@@ -306,7 +306,7 @@ def test_hook_refuses_state_of_another_model():
     hook = ModelSmoothing()
     hook.load_state_dict(run.manager.hooks.state_dict()["model_smoothing"])
     other = train(Case("batchnorm_mlp"))
-    with pytest.raises(UsageError, match=r"Hook 'model_smoothing' cannot go on .* about embedding\.weight"):
+    with pytest.raises(UsageError, match=r"Hook 'model_smoothing' cannot resume .* concerns embedding\.weight"):
         hook.start(run_info(other.task, other.manager, "epoch"))
 
 

@@ -297,7 +297,7 @@ def test_averages_of_another_model_are_refused():
     hook = WeightAverage()
     hook.load_state_dict(run.manager.hooks.state_dict()["weight_average"])
     other = train(Case("batchnorm_mlp"))
-    with pytest.raises(UsageError, match=r"Hook 'weight_average' cannot go on .* about embedding\.weight"):
+    with pytest.raises(UsageError, match=r"Hook 'weight_average' cannot resume .* concerns embedding\.weight"):
         hook.start(run_info(other.task, other.manager, "epoch"))
 
 
@@ -311,7 +311,7 @@ def test_a_model_without_trained_parameters_is_refused():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"decay": 1.0}, "weight_average.decay is 1.0; it must lie between 0 and 1"),
+        ({"decay": 1.0}, "weight_average.decay is 1.0; it must be between 0 and 1"),
         ({"interval": 0}, "weight_average.interval is 0; it must be at least 1 step"),
         ({"swa_interval": 0}, "weight_average.swa_interval is 0; it must be at least 1 step"),
         ({"swa_start": -0.1}, r"weight_average.swa_start is -0.1; it must be a share of the steps in \[0, 1\)"),

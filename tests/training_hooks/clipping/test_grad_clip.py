@@ -313,7 +313,7 @@ def test_invalid_max_norm_is_refused(max_norm):
         ({"method": "zclip", "alpha": 1.0}, r"grad_clip.alpha is 1.0; it must be in \[0, 1\)"),
         ({"method": "zclip", "z_threshold": -2.0}, "grad_clip.z_threshold is -2.0; it must be a positive"),
         ({"method": "zclip", "warmup": 1}, "grad_clip.warmup is 1; it must be at least 2 steps, or 0"),
-        ({"method": "adagc", "beta": -0.1}, "grad_clip.beta is -0.1; a share of the past"),
+        ({"method": "adagc", "beta": -0.1}, "grad_clip.beta is -0.1; it must be in"),
         ({"method": "adagc", "lambda_rel": 0.9}, "grad_clip.lambda_rel is 0.9; it must be a number of at least 1"),
         (
             {"method": "value", "max_norm": 2.0},
