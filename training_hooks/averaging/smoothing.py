@@ -178,8 +178,8 @@ class ModelSmoothing(InterventionHook):
     metrics = """
         distance | ‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the previous smoothing,
             at first the initial weights | [0, ∞)
-            | The distance that training covered in an interval. Constant: each interval repeats what smoothing takes
-            back, or the weights wander. Falling: the weights converge.
+            | The distance that training covered in an interval. Constant: each interval repeats what smoothing
+            undoes, or the weights wander. Falling: the weights converge.
         relative_jump | α·‖θ − b‖₂ / ‖θ‖₂ | [0, ∞]
             | The relative change of the weights by the smoothing. Above about 0.1: expect a spike of the loss, and
             optimizer moments that no longer fit the weights; smooth more often, or with a smaller α.

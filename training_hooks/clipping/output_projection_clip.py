@@ -45,7 +45,7 @@ class ClipOptions:
 
 
 class NormHistory(Remembering):
-    """The last embedding-gradient norms that were finite, newest last, on their device; NaN where there is none yet."""
+    """The last embedding-gradient norms that were finite, newest last, on their device; NaN before the first."""
 
     norms = Remembered(lambda: torch.empty(0))
 

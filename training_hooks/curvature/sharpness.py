@@ -155,7 +155,7 @@ class Sharpness(InterventionHook):
     sharded models each rank keeps them whole, and only ``method="finite_difference"`` works. Over several processes a
     batch is made of those of all ranks, which each of them draws of what its loader has: the numbers are those of one
     process where the loaders part batches that they all draw alike, as a distributed sampler does, and of other rows
-    where each loader has rows of its own.
+    if each loader has different rows.
 
     Assumes that the loss is twice differentiable; ReLU networks are taken piece by piece. The thresholds assume a
     quadratic loss, the gradient of the full data, and for Adam a constant P. Weight decay is not part of H: SGD's is

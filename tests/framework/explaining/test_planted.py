@@ -1,4 +1,4 @@
-"""Planted causes are told by name, with the rows and parameters planted, and runs without one have none."""
+"""Planted causes are named with their rows and parameters, and runs without a planted cause have none."""
 
 import io
 import json

@@ -221,7 +221,7 @@ def test_xla_is_not_imported_without_xla_parameters():
 # As a hook
 
 
-def own_loop(case: Case, config: SmoothingConfig) -> TrainingTask:
+def custom_loop(case: Case, config: SmoothingConfig) -> TrainingTask:
     """Train in a loop as one would write it."""
     task, _ = build(case, steps=STEPS)
     smoother, step = ModelSmoother(task.model, config), 0
@@ -241,7 +241,7 @@ def own_loop(case: Case, config: SmoothingConfig) -> TrainingTask:
 def test_hook_equals_custom_loop_with_smoother(model, optimizer, loop, interval):
     """The parameters agree bit for bit for models, optimizers, loops and intervals."""
     case = Case(model, optimizer, loop)
-    task = own_loop(case, SmoothingConfig(update_interval=interval, alpha=0.3))
+    task = custom_loop(case, SmoothingConfig(update_interval=interval, alpha=0.3))
     run = train(case, [ModelSmoothing(update_interval=interval, alpha=0.3)], steps=STEPS)
     for expected, found in zip(task.model.parameters(), run.task.model.parameters(), strict=True):
         assert torch.equal(expected, found)

@@ -183,7 +183,7 @@ def first_loss(model: nn.Module) -> dict[str, float]:
 
 
 def loss_of(case: Case, weights: Values) -> float:
-    """Return the loss of a model of its own that loaded these weights."""
+    """Return the loss of another model that loaded these weights."""
     model = build(case)[0].model
     model.load_state_dict({**model.state_dict(), **weights})
     with torch.no_grad():
@@ -377,7 +377,7 @@ def test_two_rank_averages_match_one_process(tmp_path):
         assert found == {kind: pytest.approx(numbers, rel=1e-4) for kind, numbers in evaluated.items()}
         assert results["tensor parallel"]["rows"] == pytest.approx(expected, rel=1e-4)
         assert results["fully sharded"]["rows"] == pytest.approx(expected, rel=1e-4)
-        assert "cannot be lent to a model under FSDP2" in results["refusal"]
+        assert "under FSDP2 (fully_shard) cannot be replaced" in results["refusal"]
     for kind in ("ema", "swa"):
         one, *others = (
             torch.load(tmp_path / way / f"only_{kind}.pt") for way in ("one", "fully sharded", "tensor parallel")

@@ -1,4 +1,4 @@
-"""Attention written in several ways, and a softmax in float64 to compare them all with."""
+"""Attention modules in several styles, and a reference implementation in float64."""
 
 import math
 
@@ -26,7 +26,7 @@ class Fused(nn.Module):
 
 
 class WrittenOut(nn.Module):
-    """Attention from three projections, with a softmax and a mask of −10⁹ written out."""
+    """Attention from three projections, with an explicit softmax and a mask of −10⁹."""
 
     def __init__(self, *, causal: bool = False) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class WrittenOut(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Attention whose four heads share two heads of keys and values."""
+    """Attention with four query heads and two shared key and value heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Grouped(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """A linear layer as Hugging Face's GPT-2 has it: its weight is (in, out)."""
+    """The linear layer of Hugging Face's GPT-2, with a weight of shape (in, out)."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Conv1D(nn.Module):
 
 
 def mixed(query: Tensor, key: Tensor, value: Tensor, *, written_out: bool) -> Tensor:
-    """Attend, by a call of PyTorch's or by a softmax between two products."""
+    """Compute attention by PyTorch's function, or by a softmax between two products."""
     if not written_out:
         return functional.scaled_dot_product_attention(query, key, value)
     return torch.matmul((query @ key.mT / math.sqrt(query.shape[-1])).softmax(dim=-1), value)
@@ -89,7 +89,7 @@ class LikeGPT2(nn.Module):
 
 
 class ByHead(nn.Module):
-    """A fused projection whose rows are [heads of keys, queries each + 2, head_dim], under any name."""
+    """A fused projection under any name, with rows of shape [key heads, queries per key head + 2, head_dim]."""
 
     def __init__(self, name: str = "query_key_value", *, shared: int = HEADS, written_out: bool = False) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ByHead(nn.Module):
 
 
 class Inner(nn.Module):
-    """BERT's attention proper, whose output projection lies in another module."""
+    """BERT's attention proper, whose output projection is in another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class LikeBERT(nn.Module):
 
 
 class Around(nn.Module):
-    """A module around a call of attention with arguments of its own."""
+    """A wrapper around attention with other arguments."""
 
     def __init__(self, inner: nn.Module, call) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def brute_rows(query: Tensor, key: Tensor, visible: np.ndarray, heads: int, bias
                     score = seen @ query[sample, place, part] / math.sqrt(width) + bias
                     p = np.exp(score - score.max())
                     p /= p.sum()
-                    entropies.append(-sum(one * math.log(one) for one in p if one > 0))
+                    entropies.append(-sum(share * math.log(share) for share in p if share > 0))
                     shares += [entropies[-1] / math.log(len(seen))] if len(seen) > 1 else []
                     scores.append(score.max())
         results.append({"entropy": np.mean(entropies), "share": np.mean(shares), "largest": max(scores)})

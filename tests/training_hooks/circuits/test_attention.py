@@ -1,4 +1,4 @@
-"""The attention hook: the layers that it finds, its metrics against formed circuits, and what it refuses."""
+"""The attention hook: its search for layers, its metrics compared with explicit circuits, and its errors."""
 
 import math
 import warnings
@@ -48,7 +48,7 @@ def emitted(run, point: HookPoint) -> dict:
 
 
 class Stub(nn.Module):
-    """A model of one layer that is called with the batch's first item."""
+    """A model that calls one layer with the first item of the batch."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ def test_rows_come_from_first_drawn_samples(loop):
 
 
 def circuits(query, key, value, output, heads: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Form W_QᵀW_K and W_O W_V of every head."""
+    """Compute W_QᵀW_K and W_O W_V of every head."""
     width, value_dim = len(query) // heads, len(value) // heads
     parts = [
         (slice(h * width, h * width + width), slice(h * value_dim, h * value_dim + value_dim)) for h in range(heads)
     ]
-    return [(query[one].T @ key[one], output[:, two] @ value[two]) for one, two in parts]
+    return [(query[qk].T @ key[qk], output[:, ov] @ value[ov]) for qk, ov in parts]
 
 
 def assert_circuits(metrics: dict, formed: list, layer: str = "layer") -> None:
@@ -106,20 +106,20 @@ def assert_circuits(metrics: dict, formed: list, layer: str = "layer") -> None:
                 np.exp(-(shares * np.log(shares)).sum())
             )
             assert metrics[f"{kind}_leading_share/{name}"].item() == pytest.approx(values[0] ** 2 / (values**2).sum())
-            np.testing.assert_allclose([each.item() for each in metrics[f"{kind}_spectrum/{name}"]], values[:4])
+            np.testing.assert_allclose([number.item() for number in metrics[f"{kind}_spectrum/{name}"]], values[:4])
         if product.shape[0] == product.shape[1]:
             eigenvalues = np.linalg.eigvals(product)
             expected = eigenvalues.sum().real / np.abs(eigenvalues).sum()
             assert metrics[f"ov_copying/{name}"].item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_fused_projection_gives_circuits_of_its_parts():
+def test_circuits_of_fused_projection():
     layer = Fused()
     query, key, value = np.split(double(layer.qkv.weight), 3)
     assert_circuits(measured(layer), circuits(query, key, value, double(layer.proj.weight), HEADS))
 
 
-def test_the_circuits_of_separate_projections_are_theirs():
+def test_circuits_of_separate_projections():
     layer = WrittenOut()
     weights = [double(part.weight) for part in (layer.query, layer.key, layer.value, layer.dense)]
     assert_circuits(measured(layer), circuits(*weights, HEADS))
@@ -133,7 +133,7 @@ def test_grouped_heads_have_a_circuit_each():
     assert_circuits(measured(layer), circuits(query, key, value, output, heads=4))
 
 
-def test_multihead_attention_gives_circuits_of_its_parts():
+def test_circuits_of_multihead_attention():
     layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     query, key, value = np.split(double(layer.in_proj_weight), 3)
     assert_circuits(measured(layer), circuits(query, key, value, double(layer.out_proj.weight), HEADS))
@@ -152,7 +152,7 @@ def test_circuits_allow_other_key_and_value_widths():
     torch.testing.assert_close(weights.output[0] @ weights.value[0], torch.from_numpy(formed[0][1]).float())
 
 
-def test_means_are_those_over_the_heads():
+def test_means_are_over_all_heads():
     metrics = measured(Fused())
     for kind in ("qk_effective_rank", "ov_effective_rank", "ov_copying"):
         values = [metrics[f"{kind}/layer.{head}"].item() for head in range(HEADS)]
@@ -198,7 +198,7 @@ def test_layers_are_found_by_type_or_names(layer):
 
 
 class Unusual(nn.Module):
-    """Attention under names of its own, the last of them further down."""
+    """Attention with custom names, the last one in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,32 +212,36 @@ def test_custom_projection_names_are_an_option():
     layers = find_attention(model, "asks, offers,gives,mix.0")
     assert list(layers) == ["0", "1"]
     assert layers["1"].projections == (model[1].asks, model[1].offers, model[1].gives, model[1].mix[0])
-    with pytest.raises(UnsuitableError, match=r"knows in ModuleList.*attention\.projections=QUERY,KEY,VALUE,OUTPUT"):
+    with pytest.raises(
+        UnsuitableError, match=r"finds no attention layer in ModuleList.*attention\.projections=QUERY,KEY,VALUE,OUTPUT"
+    ):
         find_attention(model)
 
 
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
 def test_model_without_attention_is_refused(model):
     """The error is raised before the run and has at most 300 characters."""
-    with pytest.raises(UsageError, match=r"Hook 'attention' finds no attention layer in \w+: no nn\.Multihead") as told:
+    with pytest.raises(
+        UsageError, match=r"Hook 'attention' finds no attention layer in \w+: no nn\.Multihead"
+    ) as error:
         train(Case(model), [Attention()])
-    assert len(str(told.value)) <= 300
+    assert len(str(error.value)) <= 300
 
 
-def test_a_refusal_stays_short_whatever_names_there_are():
+def test_refusal_stays_short_for_long_names():
     long = type("A" * 400, (nn.Module,), {})
     refused = [
         lambda: find_attention(long()),
         lambda: model_inputs({f"entry{i}" * 20: 1 for i in range(99)}, "x" * 500),
     ]
-    for attempt in [*refused, lambda: model_inputs(type("B" * 400, (), {})())]:
-        with pytest.raises(UnsuitableError) as told:
+    for attempt in [*attempts, lambda: model_inputs(type("B" * 400, (), {})())]:
+        with pytest.raises(UnsuitableError) as error:
             attempt()
-        assert len(str(told.value)) <= 300
+        assert len(str(error.value)) <= 300
 
 
 def test_layers_with_hidden_attention_warn_once():
-    """The hook omits a layer that makes no call of an attention function."""
+    """The hook skips a layer that calls no attention function."""
     layer = Fused()
     layer.forward = lambda x: layer.proj(layer.qkv(x)[..., :WIDTH])
     hook, context = Attention(every=1), replace(epoch_end(Stub(layer)), loader=one_batch())
@@ -261,14 +265,14 @@ def test_mismatched_projections_give_rows_without_circuits():
     assert not [name for name in metrics if name.startswith(("qk", "ov"))]
 
 
-def test_the_inputs_are_what_the_model_takes():
+def test_model_inputs_of_batch_types():
     x, y = torch.arange(12).view(6, 2), torch.arange(6)
     for batch in (x, (x, y), [x, y], {"input_ids": x, "labels": y}, ({"input_ids": x}, y)):
         assert torch.equal(model_inputs(batch), x)
     assert torch.equal(model_inputs({"ids": x, "labels": y}, "ids"), x)
     assert torch.equal(model_inputs([{"ids": [x.numpy()]}, {"labels": (y,)}], "ids"), x)
     assert torch.equal(model_inputs(Fields(x, y), "x"), x)
-    assert [id(each) for each in model_inputs(((x, y), y))] == [id(x), id(y)]
+    assert [id(tensor) for tensor in model_inputs(((x, y), y))] == [id(x), id(y)]
 
 
 def test_named_batch_entries_accompany_the_input():
@@ -281,7 +285,7 @@ def test_named_batch_entries_accompany_the_input():
     x, mask, arguments = torch.ones(2, 3), torch.zeros(2, 3), forward_arguments(Model())
     assert list(arguments) == ["input_ids", "cache", "attention_mask", "labels"]
     batch = {"attention_mask": mask, "input_ids": x, "more": 1, "unknown": 2}
-    assert [each if each is None else id(each) for each in model_inputs(batch, "", arguments)] == [
+    assert [item if item is None else id(item) for item in model_inputs(batch, "", arguments)] == [
         id(x),
         None,
         id(mask),
@@ -306,7 +310,7 @@ def test_batch_without_input_is_refused(batch, sentence):
         model_inputs(batch)
 
 
-def test_inputs_are_cut_into_pieces_of_rows():
+def test_inputs_are_split_by_rows():
     batches = [(torch.arange(20), torch.ones(3), None), (torch.arange(20, 40), torch.ones(3), None)]
     pieces = list(split_inputs(batches, 37))
     assert [piece[0].tolist() for piece in pieces] == [[*range(16)], [*range(16, 20)], [*range(20, 36)], [36]]
@@ -314,18 +318,18 @@ def test_inputs_are_cut_into_pieces_of_rows():
 
 
 def test_sampling_errors_match_brute_force():
-    """The errors do not depend on the pieces of rows, and one sample has none."""
+    """The errors are independent of the split into pieces, and missing for one sample."""
     case = Case("transformer")
     metrics = emitted(train(case, [Attention(rows=20)], steps=6), HookPoint.POST_EPOCH)
     run = train(case, steps=6)
     pairs = torch.cat([batch[0] for batch in drawn_loader("attention", run.task.loader).batches(0)])[:20]
     model = run.task.model.double()
     query, key, _ = model.blocks[0].attention.qkv(model.blocks[0].attention_norm(model.embedding(pairs))).chunk(3, -1)
-    each = [
+    samples = [
         brute_rows(query[i : i + 1], key[i : i + 1], np.ones((2, 2), dtype=bool), heads=2) for i in range(len(pairs))
     ]
     for head in range(2):
-        values = [sample[head]["entropy"] for sample in each]
+        values = [sample[head]["entropy"] for sample in samples]
         assert metrics[f"attention/entropy/{LAYER}.{head}"] == pytest.approx(np.mean(values), rel=1e-5)
         expected = np.std(values, ddof=1) / math.sqrt(len(pairs))
         assert metrics[f"attention/entropy_error/{LAYER}.{head}"] == pytest.approx(expected, rel=1e-4)
@@ -340,11 +344,11 @@ def test_data_order_does_not_change_metrics():
     context = epoch_end(Stub(Fused()).eval(), hook_point=HookPoint.SNAPSHOT)
     samples = torch.randn(40, 5, WIDTH)
     orders = (torch.arange(40), torch.arange(40).flip(0), samples[:, 0, 0].argsort())
-    found = [
+    results = [
         Attention(rows=7).compute(replace(context, loader=TensorLoader((samples,), 4, fixed_order(order))))
         for order in orders
     ]
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("written_out", [False, True])
@@ -391,7 +395,7 @@ def test_unknown_row_order_gives_no_circuits():
     assert not [name for name in metrics if name.startswith(("qk", "ov", "mean_ov"))]
 
 
-def test_bert_projections_in_two_modules_are_found():
+def test_circuits_of_projections_in_two_modules():
     layer = LikeBERT()
     weights = [double(part.weight) for part in (*layer.self.children(), layer.output["dense"])]
     assert_circuits(measured(layer), circuits(*weights, HEADS))
@@ -425,9 +429,9 @@ def test_stated_errors_have_the_stated_coverage(count, least, most):
     counts = torch.randint(1, 9, (count, 64, 1)).double()
     values = counts * (1 + 0.5 * torch.rand(count, 64, 1, dtype=torch.float64) + 0.05 * counts)
     truth = 1.25 + 0.05 * (torch.arange(1, 9).double().square().mean() / 4.5)
-    found = [RowStatistics(torch.stack([v, c, v, c, v])) for v, c in zip(values, counts, strict=True)]
-    missed = torch.stack([each.entropy for each in found]) - truth
-    errors = torch.stack([sampling_error(each.influence()) for each in found])
+    statistics = [RowStatistics(torch.stack([v, c, v, c, v])) for v, c in zip(values, counts, strict=True)]
+    missed = torch.stack([sample.entropy for sample in statistics]) - truth
+    errors = torch.stack([sampling_error(sample.influence()) for sample in statistics])
     assert missed.mean().abs() < errors.mean()
     assert errors.square().mean().sqrt().item() == pytest.approx(missed.std().item(), rel=0.12)
     assert least <= (missed.abs() <= 2 * errors).double().mean() <= most
@@ -436,23 +440,23 @@ def test_stated_errors_have_the_stated_coverage(count, least, most):
 @pytest.mark.parametrize(
     "options", [{"rows": 0}, {"every": 0}, {"spectrum": 0}, {"projections": "a,b,c"}, {"projections": "a,"}]
 )
-def test_options_that_cannot_be_are_refused(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(UsageError, match=r"attention\.(rows|every|spectrum|projections) is"):
         train(Case("transformer"), [Attention(**options)])
 
 
-def test_reading_attention_keeps_the_forward_pass():
+def test_recording_leaves_the_output_unchanged():
     """The output equals that of the context's plain forward pass."""
     outputs = []
 
-    def look(ctx):
+    def record(ctx):
         pairs = next(ctx.loader.batches(0))[0]
         plain = ctx.forward(pairs).output
         with record_attention({LAYER: ctx.model.blocks[0].attention}) as reader:
             outputs.append(torch.equal(ctx.forward(pairs).output, plain))
         outputs.append(reader.calls[LAYER].heads == 2)
 
-    train(Case("transformer"), [SpyHook(look)])
+    train(Case("transformer"), [SpyHook(record)])
     assert outputs
     assert all(outputs)
 

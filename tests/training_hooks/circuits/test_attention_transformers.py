@@ -1,4 +1,4 @@
-"""The attention hook on models of Hugging Face, against the attention weights that they return themselves."""
+"""The attention hook on Hugging Face models, compared with the attention weights that the models return."""
 
 import warnings
 from dataclasses import replace
@@ -90,21 +90,21 @@ def made(kind: str, implementation: str, dtype: torch.dtype = torch.float64) -> 
 
 
 def batches() -> TorchLoader:
-    """Six samples of tokens in dicts, the last places of some of them padding."""
+    """Return six samples of tokens as dicts, some with padding at the end."""
     ids = torch.randint(VOCABULARY, (6, TOKENS), generator=torch.Generator().manual_seed(2))
     masks = (torch.arange(TOKENS) < torch.tensor([7, 5, 7, 3, 6, 7])[:, None]).long()
-    samples = [{"attention_mask": mask, "input_ids": one, "labels": one} for one, mask in zip(ids, masks, strict=True)]
+    samples = [{"attention_mask": mask, "input_ids": row, "labels": row} for row, mask in zip(ids, masks, strict=True)]
     return TorchLoader(DataLoader(samples, batch_size=4), seed=3)
 
 
 @torch.no_grad()
 def returned(kind: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return what the model itself says that its heads attend to, by layer, over all samples."""
-    model, found = made(kind, "eager", dtype), []
+    """Return the attention weights that the model itself returns, by layer, over all samples."""
+    model, weights = made(kind, "eager", dtype), []
     for batch in drawn_loader("attention", batches()).batches(0):
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_attentions=True)
-        found.append(output.attentions)
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        weights.append(output.attentions)
+    return [torch.cat(parts) for parts in zip(*weights, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_attention_metrics_match_model_weights(kind, implementation, dtype):
         expected = entropy.mean(dim=(0, 2))
         scatter = entropy.mean(dim=2).std(dim=0) / np.sqrt(6)
         for head in range(HEADS):
-            found = metrics[f"entropy/{name}.{head}"].item(), metrics[f"entropy_error/{name}.{head}"].item()
-            assert found == pytest.approx((expected[head].item(), scatter[head].item()), rel=1e-4)
+            measured = metrics[f"entropy/{name}.{head}"].item(), metrics[f"entropy_error/{name}.{head}"].item()
+            assert measured == pytest.approx((expected[head].item(), scatter[head].item()), rel=1e-4)
         query, key, value, output = KINDS[kind][2](model.get_submodule(name))
         for head, (q, k, v) in enumerate(
             zip(*(part.view(HEADS, -1, WIDTH) for part in (query, key, value)), strict=True)

@@ -1,4 +1,4 @@
-"""The circuits of heads against products that are formed in full and decomposed by numpy in float64."""
+"""The circuits of heads compared with full products that NumPy decomposes in float64."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_copying_has_its_closed_forms():
     assert copying_score(torch.zeros(1, 8, 3), value).isnan().all()
 
 
-def test_a_spectrum_is_summed_up_head_by_head():
+def test_spectra_of_heads_are_independent():
     values = product_spectrum(normal(1, 3, 4, 10), normal(2, 3, 4, 12))
     ranks, shares = effective_rank(values), leading_share(values)
     for head, spectrum in enumerate(values):
@@ -55,7 +55,7 @@ def test_a_spectrum_is_summed_up_head_by_head():
         assert shares[head].item() == pytest.approx(leading_share(spectrum).item())
 
 
-def test_a_head_that_is_broken_spoils_no_other():
+def test_infinite_head_does_not_affect_others():
     left, right = normal(1, 2, 3, 5), normal(2, 2, 3, 5)
     left[0, 1, 1] = torch.inf
     assert product_spectrum(left, right).isnan().all(dim=1).tolist() == [True, False]

@@ -1,4 +1,4 @@
-"""The Fourier hook against planted frequencies, an explicit transform and closed forms."""
+"""The Fourier hook compared with planted frequencies, an explicit transform and closed forms."""
 
 import math
 
@@ -27,7 +27,7 @@ shares = st.lists(st.floats(0, 1e3), min_size=1, max_size=20).filter(lambda valu
 
 
 def power_by_definition(signal: np.ndarray) -> np.ndarray:
-    """Sum of |X_k|²/n over a frequency and its conjugate, X_k = Σ x_j exp(−2πi jk/n) written out."""
+    """Return the sum of |X_k|²/n over a frequency and its conjugate, X_k = Σ x_j exp(−2πi jk/n)."""
     n = len(signal)
     angles = -2j * np.pi * np.outer(np.arange(n), np.arange(n)) / n
     energy = (np.abs(np.exp(angles) @ signal.astype(np.float64)) ** 2).sum(axis=1) / n
@@ -36,7 +36,7 @@ def power_by_definition(signal: np.ndarray) -> np.ndarray:
 
 @settings(deadline=None, max_examples=40)
 @given(signals)
-def test_power_equals_the_written_out_transform(signal):
+def test_power_matches_explicit_transform(signal):
     assert np.allclose(one_sided_power(signal).numpy(), power_by_definition(signal.numpy()), atol=1e-9)
 
 
@@ -57,13 +57,13 @@ def test_powers_sum_to_squared_distance_from_mean(signal):
 
 @settings(deadline=None, max_examples=20)
 @given(signals, st.floats(-100, 100))
-def test_a_constant_added_to_every_token_changes_nothing(signal, constant):
+def test_power_ignores_a_constant_offset(signal, constant):
     assert torch.allclose(one_sided_power(signal.double() + constant), one_sided_power(signal), atol=1e-6)
 
 
 @settings(deadline=None, max_examples=20)
 @given(signals, st.integers(0, 29))
-def test_rotating_the_tokens_changes_no_power(signal, shift):
+def test_power_ignores_rotation_of_tokens(signal, shift):
     assert torch.allclose(one_sided_power(signal.roll(shift, dims=0)), one_sided_power(signal), atol=1e-9)
 
 
@@ -98,7 +98,7 @@ def test_gini_has_its_closed_forms(values, expected):
     assert math.isclose(gini(torch.tensor(values, dtype=torch.float64)), expected, abs_tol=1e-12)
 
 
-def test_gini_of_nothing_is_undefined():
+def test_gini_of_zeros_is_nan():
     assert gini(torch.zeros(3)).isnan()
 
 
@@ -127,7 +127,7 @@ def embed_waves(model: nn.Module, amplitudes: dict[int, float]) -> None:
 
 
 @torch.no_grad()
-def test_the_hook_finds_planted_frequencies_and_their_shares():
+def test_planted_frequencies_and_shares_are_reported():
     model = TiedModel()
     embed_waves(model, {2: 3.0, 3: 1.0})
     metrics = Fourier(top_k=2).compute(epoch_end(model))
@@ -141,7 +141,7 @@ def test_the_hook_finds_planted_frequencies_and_their_shares():
     assert metrics["effective_frequencies"].item() == pytest.approx(math.exp(entropy))
 
 
-def test_the_period_leaves_extra_tokens_out():
+def test_period_excludes_extra_tokens():
     run = train(Case("tied"), [Fourier(period=6, top_k=3)])
     metrics, *_ = run.sink.emitted[0]
     expected = one_sided_power(run.task.model.embedding.weight.detach()[:6])
@@ -164,7 +164,7 @@ def test_a_constant_embedding_has_no_spectrum():
     assert metrics["gini"].isnan()
 
 
-def test_the_first_embedding_is_found_wherever_it_sits():
+def test_first_embedding_is_found_at_any_depth():
     assert first_embedding(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Embedding(3, 2))), "x") == "1.0.weight"
     assert first_embedding(nn.Embedding(3, 2), "x") == "weight"
 
@@ -181,7 +181,7 @@ def test_model_without_embedding_is_refused():
         ({"embedding": "embeding.weight"}, "Did you mean 'embedding.weight'"),
         ({"embedding": "mix.bias"}, "must be a matrix"),
         ({"period": 8}, "has 7 rows"),
-        ({"stride": 4}, "7 rows have 3 frequencies"),
+        ({"stride": 4}, "7 rows have only 3 frequencies"),
         ({"decoder": "mix.bias"}, "fourier.decoder is 'mix.bias', of shape"),
     ],
 )

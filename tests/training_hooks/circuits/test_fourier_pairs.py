@@ -1,4 +1,4 @@
-"""What the Fourier hook finds on pairs of tokens, and when: against numpy's transforms and planted models."""
+"""The Fourier hook on pairs of tokens, compared with NumPy's transforms and planted models."""
 
 import math
 from dataclasses import dataclass, replace
@@ -64,7 +64,7 @@ def measure(pairs, logits, p, frequencies, training_pairs, pieces=1):
 
 
 def part_by_numpy(logits, p, frequencies):
-    """Keep of the two-dimensional transform of logits on the whole grid only (k, k) and (−k, −k)."""
+    """Keep only (k, k) and (−k, −k) of the two-dimensional transform of logits on the full grid."""
     transform = np.fft.fft2(logits.numpy().reshape(p, p, p), axes=(0, 1))
     kept = np.zeros_like(transform)
     for k in frequencies:
@@ -91,7 +91,7 @@ def test_losses_match_logits_masked_by_numpy_fft(p, frequencies, pieces):
 
 
 def clock(pairs, p, frequencies, height=3.0):
-    """Logits of a model that adds on circles: Σ_k height·cos(2πk(a + b − c)/p)."""
+    """Return the logits of a model that adds on circles, Σ_k height·cos(2πk(a + b − c)/p)."""
     turns = pairs.sum(dim=1)[:, None] - torch.arange(p)
     return sum(height * torch.cos(2 * math.pi * k * turns.double() / p) for k in frequencies)
 
@@ -112,7 +112,7 @@ def test_excluding_unused_frequencies_changes_no_loss():
     assert losses["excluded_loss"] == pytest.approx(losses["full_train_loss"])
 
 
-def test_a_memorising_model_hardly_notices_the_exclusion():
+def test_exclusion_hardly_affects_memorising_model():
     pairs = grid(31)
     sums = pairs.sum(dim=1) % 31
     trained = torch.rand(len(pairs), generator=torch.Generator().manual_seed(1)) < 0.3
@@ -156,7 +156,7 @@ def test_sampled_rows_are_distinct_and_sorted():
 
 
 def leaky(p, seed=0):
-    """Logits with waves in a + b, in a − b and in b alone, and noise; shape (p², p)."""
+    """Return logits with waves in a + b, in a − b and in b alone, and noise; shape (p², p)."""
     (a, b), c = grid(p).T[:, :, None], torch.arange(p)
     turns = [(2.0, a + b - c), (1.5, a - b - c), (1.0, b - 2 * c)]
     return sum(h * torch.cos(4 * math.pi * t.double() / p) for h, t in turns) + noise(p * p, p, seed=seed) / 2
@@ -191,7 +191,7 @@ def test_few_row_bias_and_error_match_jackknife(sizes):
 
 
 def scatter_of_few_rows(trials):
-    """Return by loss the bias seen and stated, and the scatter seen and stated, over draws of 6 of 17 rows."""
+    """Return observed and stated bias, and observed and stated scatter, of each loss over draws of 6 of 17 rows."""
     p, logits, trained = 17, leaky(17), grid(17)[::3]
     truth, generator = measure(grid(p), logits, p, [2], trained), torch.Generator().manual_seed(0)
     found = [
@@ -228,7 +228,7 @@ def test_fixed_rows_are_reproducible_disjoint_groups():
     assert [len(group) for group in fixed_rows(97, 3)] == [1, 1, 1]
 
 
-def test_neurons_are_transformed_along_b_one_by_one():
+def test_neuron_spectra_match_numpy():
     layers = [noise(3 * 7, 2, 4), noise(3 * 7, 5, seed=1)]
     expected = []
     for layer in layers:
@@ -239,7 +239,7 @@ def test_neurons_are_transformed_along_b_one_by_one():
 
 
 class Circles(nn.Module):
-    """An MLP on pairs whose neurons are planted waves of b: the first half of one frequency, the rest of another."""
+    """An MLP on pairs whose neurons are planted waves of b with two frequencies."""
 
     def __init__(self, p=11, frequencies=(2, 5)) -> None:
         super().__init__()
@@ -256,14 +256,14 @@ class Circles(nn.Module):
 
 
 def all_pairs(p=11, width=2, operation=torch.add):
-    """All p² pairs, in batches; a width of 3 repeats the first token."""
+    """Return a loader of all p² pairs; a width of 3 repeats the first token."""
     pairs = grid(p)
     inputs = torch.cat([pairs, pairs[:, :1]], dim=1)[:, :width]
     return TensorLoader((inputs, operation(pairs[:, 0], pairs[:, 1]) % p), 16, fixed_order(torch.arange(p * p)))
 
 
 def reported(model, loader, point=HookPoint.SNAPSHOT, *, config=None, reference=None, **options):
-    """Return what the hook reports at one point of a run that has not taken a step."""
+    """Return the metrics of the hook at one point of a run without a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     task = TrainingTask(model, optimizer, loader, mean_loss, length=1, config=config)
     sink = RecordingSink()
@@ -404,7 +404,7 @@ def test_fourier_hook_leaves_run_bytes_unchanged(model, loop):
     assert {f"fourier/{name}" for name in LOSSES} <= {name for name, *_ in hooked.sink.rows("fourier/")}
 
 
-def test_the_decoder_is_measured_like_the_embedding():
+def test_decoder_spectrum_matches_embedding():
     model = Circles()
     with torch.no_grad():
         model.decoder.weight.copy_(torch.roll(model.embedding.weight, 3, dims=0))
@@ -446,7 +446,7 @@ def test_frequency_date_starts_its_last_series(history):
 
 
 def plant(model, *strong):
-    """Make an embedding whose noise is spread evenly, with the frequencies in ``strong`` far above it."""
+    """Give an embedding equal power at all frequencies, and much more at those in ``strong``."""
     tokens = torch.arange(97)
     waves_of = [torch.cos(2 * math.pi * k * tokens / 97) * (10 if k in strong else 1) for k in range(1, 49)]
     with torch.no_grad():
@@ -460,9 +460,9 @@ def test_planted_frequencies_are_acquired_and_lost():
     model, hook = nn.Embedding(97, 48), Fourier(top_k=2)
     for epoch, strong in enumerate([(), (5,), (5, 7), (7,), (7, 9), (7, 9)]):
         metrics = hook.compute(epoch_end(plant(model, *strong), epoch=epoch))
-        found = dict(zip(map(int, metrics["key_frequencies"]), map(float, metrics["acquired_epochs"]), strict=True))
+        epochs = dict(zip(map(int, metrics["key_frequencies"]), map(float, metrics["acquired_epochs"]), strict=True))
         assert metrics["acquired_count"] == len(strong)
-        assert {k: found[k] for k in strong} == {k: {5: 1, 7: 2, 9: 4}[k] for k in strong}
+        assert {k: epochs[k] for k in strong} == {k: {5: 1, 7: 2, 9: 4}[k] for k in strong}
     fresh = Fourier(top_k=2)
     fresh.load_state_dict(hook.state_dict())
     assert str(fresh.compute(epoch_end(model, epoch=6))) == str(hook.compute(epoch_end(model, epoch=6)))
@@ -484,7 +484,7 @@ def test_stride_harmonics_are_strongest_residue_frequencies(p, stride):
 @pytest.mark.parametrize(("strong", "excess"), [((11, 22, 32, 43), 12), ((1, 2, 3, 4), 0)])
 @torch.no_grad()
 def test_harmonic_power_is_separated_from_other_power(strong, excess):
-    """Share and excess match planted power at and beside the harmonics of the order."""
+    """Share and excess match planted power at and next to the harmonics of the order."""
     model = plant(nn.Embedding(97, 48), *strong)
     model.weight.sub_(plant(nn.Embedding(97, 48)).weight)
     for hook, config in ((Fourier(stride=9), None), (Fourier(), Data(97)), (Fourier(), Data(97, 9))):

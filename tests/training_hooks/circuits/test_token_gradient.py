@@ -1,4 +1,4 @@
-"""The token gradient hook against brute force over rows and pairs, planted rows and an all-token gradient."""
+"""The token gradient hook compared with brute force over rows and pairs, on planted and uniform gradients."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def measured(rows):
     return {name: value.item() for name, value in (concentration(norms, 2) | agreement(rows, norms)).items()}
 
 
-def test_every_number_equals_its_written_out_sum():
+def test_metrics_match_explicit_sums():
     rows = random_rows(zeros=[3]).tolist()
     norms = [math.hypot(*row) for row in rows]
     energy = sorted((norm**2 for norm in norms), reverse=True)
@@ -50,14 +50,14 @@ def test_every_number_equals_its_written_out_sum():
     )
 
 
-def test_rows_that_are_all_alike_share_everything():
+def test_equal_rows_share_the_whole_energy():
     values = measured(torch.ones(6, 4, dtype=torch.float64))
     assert values["mean_cosine"] == values["shared_fraction"] == pytest.approx(1)
     assert values["effective_tokens"] == pytest.approx(6)
     assert values["gini"] == pytest.approx(0)
 
 
-def test_orthogonal_rows_share_what_chance_gives_them():
+def test_orthogonal_rows_share_the_chance_level():
     values = measured(torch.eye(4, dtype=torch.float64))
     assert values["mean_cosine"] == pytest.approx(0)
     assert values["shared_fraction"] == pytest.approx(1 / 4)
@@ -71,7 +71,7 @@ def test_single_token_holds_the_whole_gradient():
     assert math.isnan(values["mean_cosine"])
 
 
-def test_a_gradient_of_zero_has_no_shares():
+def test_zero_gradient_has_undefined_shares():
     values = measured(torch.zeros(3, 2))
     assert values["untouched_fraction"] == 1
     assert all(math.isnan(values[name]) for name in ("gini", "effective_tokens", "mean_cosine", "shared_fraction"))
@@ -84,7 +84,7 @@ def test_top_tokens_are_capped_at_token_count():
     assert metrics["top_k_share"].item() == pytest.approx(1)
 
 
-def test_a_planted_row_is_named_first():
+def test_planted_row_is_listed_first():
     rows = random_rows(7)
     rows[4] *= 10
     metrics = TokenGradient().compute(epoch_end(TiedModel(), accumulated_grads={"embedding.weight": rows}))
@@ -97,7 +97,7 @@ def without_token_three(task, state):
     task.loader = TensorLoader((inputs.where(inputs != 3, 2), targets), BATCH, fixed_order(torch.arange(ROWS)))
 
 
-def test_tokens_that_no_batch_contained_have_no_gradient():
+def test_tokens_in_no_batch_have_no_gradient():
     run = train(Case("transformer"), [TokenGradient(top_k=7)], introduce=without_token_three)
     assert run.sink.emitted[0][0]["token_gradient/untouched_fraction"] == pytest.approx(1 / 7)
 
@@ -156,6 +156,6 @@ def test_unsuitable_models_and_names_are_refused(model, options, sentence):
         train(Case(model), [TokenGradient(**options)])
 
 
-def test_a_number_of_tokens_below_one_is_refused():
+def test_top_k_below_one_is_refused():
     with pytest.raises(UsageError, match="top_k is 0"):
         TokenGradient(top_k=0)

@@ -139,7 +139,7 @@ def test_every_tied_head_kind_is_measured_exactly(head: str, micro: int) -> None
     assert f"embedding_provenance has found embedding 'wte' and {named}, one matrix." in said
 
 
-def test_untied_head_is_found_beside_decoy() -> None:
+def test_untied_head_is_found_next_to_decoy() -> None:
     """The notice names the module of the head and reports separate matrices."""
     _, said, _ = run(model("untied"), [EmbeddingProvenance()])
     assert "embedding_provenance has found embedding 'wte' and output projection 'lm_head', a matrix each." in said

@@ -54,7 +54,7 @@ def batches(micro: int) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 class Reference:
-    """The rule, written out for two matrices of their own that are kept equal."""
+    """The rule, written out for two separate matrices that are kept equal."""
 
     def __init__(self, window_size: int, scale_factor: float, scope: str) -> None:
         self.window, self.scale, self.scope = window_size, scale_factor, scope
@@ -95,7 +95,7 @@ class Reference:
 
 
 def train_plainly(micro: int, *, enabled: bool = True, **options: Any) -> tuple[Tied, list[Mapping[str, Tensor]]]:
-    """Train in a loop of one's own with the plain class."""
+    """Train in a custom loop with the plain class."""
     tied, rows = model(), []
     clipping = TiedGradientClipping(tied, ClipOptions(**options))
     if enabled:

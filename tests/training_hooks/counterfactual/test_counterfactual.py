@@ -39,7 +39,7 @@ def null_of(shuffles: Tensor) -> Tensor:
 
 
 def excess_of(one: Tensor, shuffles: Tensor) -> Tensor:
-    """The excess from its definition, by vectors."""
+    """Return the excess from its definition on vectors."""
     others = [torch.cat([shuffles[:i], shuffles[i + 1 :]]).mean(dim=0) for i in range(len(shuffles))]
     matched = torch.stack([outside(one, other) for other in others]).mean()
     return matched - torch.stack([outside(c, other) for c, other in zip(shuffles, others, strict=True)]).mean()
@@ -109,7 +109,7 @@ def test_opposed_epoch_is_pure_ordering():
     assert found["observed_coherence"] < -0.9
 
 
-def test_every_metric_is_described_and_none_else():
+def test_described_metrics_equal_reported_metrics():
     gram = torch.eye(5)
     names = {*ordering_split(gram[:-1, :-1]), *split_errors(gram[:-1, :-1]), *solution_alignment(gram)}
     assert names == {info.name for info in Counterfactual().describe_metrics()}
@@ -211,13 +211,13 @@ def jackknife(of: Callable[[Tensor], Tensor], shuffles: Tensor) -> Tensor:
 
 
 def chance_of(g: Tensor, shuffles: Tensor) -> Tensor:
-    """Return the variance of 1 − cos²(g, m) by the chance in g, by derivatives along differences of shuffles."""
-    found = []
+    """Return the variance of 1 − cos²(g, m) due to chance in g, by derivatives along differences of shuffles."""
+    derivatives = []
     for i, j in combinations(range(len(shuffles)), 2):
         mean = torch.stack([c for k, c in enumerate(shuffles) if k not in (i, j)]).mean(dim=0)
         step = (shuffles[i] - shuffles[j]) / math.sqrt(2)
-        found.append((outside(g + 1e-6 * step, mean) - outside(g - 1e-6 * step, mean)) / 2e-6)
-    return torch.stack(found).square().mean()
+        derivatives.append((outside(g + 1e-6 * step, mean) - outside(g - 1e-6 * step, mean)) / 2e-6)
+    return torch.stack(derivatives).square().mean()
 
 
 @pytest.mark.parametrize("k", [3, 4, 6])
@@ -246,7 +246,7 @@ def test_errors_match_definitions_on_vectors(k, effect):
 
 
 def covered(k: int, size: int, noise: float, effect: float, trials: int) -> tuple[float, float]:
-    """Return how often the 95 % interval covers the expectation, and the mean square error stated by that seen."""
+    """Return the coverage of the 95 % interval, and the ratio of stated to observed mean square error."""
     generator = torch.Generator().manual_seed(1)
     vectors = torch.randn(trials, k + 1, size, generator=generator, dtype=torch.float64) * math.sqrt(noise / size)
     vectors[:, :, 0] += 1
@@ -254,7 +254,7 @@ def covered(k: int, size: int, noise: float, effect: float, trials: int) -> tupl
     grams = vectors @ vectors.transpose(1, 2)
     found = torch.stack([ordering_split(gram)["excess"] for gram in grams])
     errors = [split_errors(gram) for gram in grams]
-    widths, error = (torch.stack([each[name] for each in errors]) for name in ("excess_half_width", "excess_error"))
+    widths, error = (torch.stack([error[name] for error in errors]) for name in ("excess_half_width", "excess_error"))
     truth = found.mean() if effect else 0.0
     share = ((found - truth).abs() <= widths).double().mean().item()
     return share, (error.square().mean() / found.var()).item()
@@ -273,7 +273,7 @@ def test_excess_interval_covers_the_expectation(k, noise, effect):
 @pytest.mark.parametrize("k", [3, 5])
 @pytest.mark.parametrize("noise", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("effect", [0.0, 0.5])
-def test_the_interval_of_the_excess_is_conservative(k, noise, effect):
+def test_excess_interval_is_conservative(k, noise, effect):
     share, ratio = covered(k, 30, noise, effect, trials=2000)
     assert share >= 0.94
     assert 0.75 <= ratio <= 2
@@ -321,7 +321,7 @@ def test_sorted_training_has_excess_random_none():
     assert deviation(ordered) > 5
 
 
-def test_an_epoch_of_one_batch_has_no_order():
+def test_epoch_of_one_batch_has_no_ordering():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = TensorLoader((torch.randn(12, 4), torch.randint(3, (12,))), 12, random_order(12, 1))
@@ -362,12 +362,12 @@ def test_hook_measures_early_epochs_then_snapshots():
         evaluate=lambda model: {"epoch": float(next(stops))},
         should_stop=lambda evaluation: evaluation["epoch"] == 57,
     )
-    fired = [
+    calls = [
         (point, step // STEPS_PER_EPOCH - 1) for _, point, step, _ in run.sink.rows("counterfactual/observed_norm")
     ]
     expected = [(HookPoint.POST_EPOCH, epoch) for epoch in range(50)]
     expected += [(HookPoint.SNAPSHOT, epoch) for epoch in (54, 57)]
-    assert sorted(fired) == sorted(expected)
+    assert sorted(calls) == sorted(expected)
 
 
 def test_hook_preserves_run_and_skips_step_loop():

@@ -22,7 +22,7 @@ K = 8
 def epochs(
     draws: int, *, shuffles: int = K, size: int = 30, noise: float = 1.0, effect: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """Draw Gram matrices, one for each draw, of a signal of energy 1 with noise; the first has an effect."""
+    """Draw Gram matrices of a signal of energy 1 with noise; epoch 0 of each has an effect."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(draws, shuffles + 1, size, generator=generator, dtype=torch.float64) * math.sqrt(noise / size)
     vectors[:, :, 0] += 1
@@ -31,7 +31,7 @@ def epochs(
 
 
 def of_set(gram: Tensor, observed: int, shuffles: tuple[int, ...]) -> dict[str, Tensor]:
-    """Split one epoch by the function of the hook that is validated."""
+    """Split one epoch by the function of the validated hook."""
     chosen = [observed, *shuffles]
     return ordering_split(gram[chosen][:, chosen])
 
@@ -52,7 +52,7 @@ def test_estimates_are_the_means_over_all_sets():
     for size, found in estimates.items():
         sets = [of_set(gram, 0, chosen) for chosen in combinations(range(1, K + 1), size)]
         for name, value in found._asdict().items():
-            torch.testing.assert_close(value, torch.stack([each[name] for each in sets]).mean(), msg=name)
+            torch.testing.assert_close(value, torch.stack([split[name] for split in sets]).mean(), msg=name)
 
 
 def test_errors_match_counterfactual_hook():
@@ -68,8 +68,8 @@ def test_errors_match_counterfactual_hook():
 def intervals(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower and upper ends of the intervals at k_max, shape (draws,)."""
     hook = CounterfactualValidator(k_max=grams.shape[1] - 1)
-    found = [hook.estimate(gram) for gram in grams]
-    return torch.stack([each["excess_low"] for each in found]), torch.stack([each["excess_high"] for each in found])
+    results = [hook.estimate(gram) for gram in grams]
+    return tuple(torch.stack([result[name] for result in results]) for name in ("excess_low", "excess_high"))
 
 
 @pytest.mark.parametrize(("size", "noise"), [(5, 1.0), (30, 0.1), (30, 1.0), (300, 10.0)])
@@ -136,7 +136,7 @@ def test_run_reports_every_described_metric():
     assert train(Case("tied", loop="step"), [CounterfactualValidator()]).sink.rows() == []
 
 
-def test_a_snapshot_costs_k_max_epochs():
+def test_snapshot_costs_k_max_epochs():
     calls = count()
 
     def counting_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -157,7 +157,7 @@ def test_validator_is_selected_only_with_debug():
 
 
 @pytest.mark.parametrize("options", [{"k_max": 2}, {"k_max": 13}, {"confidence": 1.0}, {"tolerance": 0.0}])
-def test_options_that_cannot_work_are_refused(options):
+def test_invalid_options_are_refused(options):
     (name,) = options
     with pytest.raises(UsageError, match=rf"counterfactual_validator\.{name} is "):
         CounterfactualValidator(**options)

@@ -54,7 +54,7 @@ def assert_alike(
     rtol: float = 2e-6,
 ) -> None:
     for cast, found in zip(casts, of_values, strict=True):
-        counts = cast.counted(values, earlier=earlier)[1]
+        counts = cast.with_counts(values, earlier=earlier)[1]
         assert found.sums[WHOLE].tolist() == counts.sums[WHOLE].tolist(), cast
         torch.testing.assert_close(found.sums, counts.sums, rtol=rtol, atol=0.0, msg=str(cast))
         torch.testing.assert_close(found.maxima, counts.maxima, rtol=1e-6, atol=0.0, msg=str(cast))

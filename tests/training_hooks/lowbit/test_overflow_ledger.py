@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 def counts_of(*values: torch.Tensor, cast: Cast = CAST) -> Counts:
     total = Counts.zeros()
     for tensor in values:
-        total.add(cast.counted(tensor)[1])
+        total.add(cast.with_counts(tensor)[1])
     return total
 
 

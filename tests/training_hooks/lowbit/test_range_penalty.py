@@ -6,7 +6,7 @@ import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.lowbit import RangePenalty, penalised
+from loopscope.lowbit import RangePenalty, penalised_matrices
 from loopscope.training_hooks.lowbit import RangePenaltyReport
 from loopscope.training_hooks.lowbit.range_penalty import mean_squares
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ def report(net: nn.Module, loss: Tensor | None = None, **options: float | str) -
 def test_the_means_are_those_of_every_element_together(dtype: torch.dtype) -> None:
     net = model(dtype)
     values = [value for index in (0, 2) for value in net.get_parameter(f"{index}.weight").flatten().tolist()]
-    square, inverse = mean_squares(list(penalised(net).values()))
+    square, inverse = mean_squares(list(penalised_matrices(net).values()))
     assert square.item() == pytest.approx(sum(value**2 for value in values) / 56, rel=1e-5)
     assert inverse.item() == pytest.approx(sum((value + 1e-6) ** -2 for value in values) / 56, rel=1e-5)
 
@@ -37,7 +37,7 @@ def test_penalty_and_data_loss_are_separated() -> None:
     """The hook reports the penalty in the loss, the remaining data loss and the share."""
     net = model()
     options = {"weight": 1e-6, "large": 3.0, "small": 0.5}
-    penalty = RangePenalty(**options)(penalised(net)).detach()
+    penalty = RangePenalty(**options)(penalised_matrices(net)).detach()
     found = report(net, torch.tensor(2.0) + penalty, **options)
     assert torch.allclose(found["penalty"], penalty, rtol=1e-5)
     assert found["data_loss"].item() == pytest.approx(2.0, rel=1e-5)
@@ -47,7 +47,7 @@ def test_penalty_and_data_loss_are_separated() -> None:
 def test_penalty_gradient_norm_matches_autograd() -> None:
     net = model()
     options = {"weight": 1e-6, "large": 3.0, "small": 0.5}
-    RangePenalty(**options)(penalised(net)).backward()
+    RangePenalty(**options)(penalised_matrices(net)).backward()
     gradients = [parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None]
     assert len(gradients) == 2
     found = report(net, torch.tensor(2.0), **options)["penalty_grad_norm"]

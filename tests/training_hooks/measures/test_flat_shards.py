@@ -1,4 +1,4 @@
-"""Flat vectors on one process, and on two the hooks that are made of them against the same run on one."""
+"""Flat vectors in one process, and hooks that use them on two ranks compared with one process."""
 
 from typing import Any
 
@@ -45,12 +45,12 @@ def test_missing_tensor_counts_as_zeros():
     assert layout.copy({}, vector).data.tolist() == [0] * 5
 
 
-def test_a_vector_is_no_alias_of_the_parameters():
+def test_vector_does_not_share_parameter_memory():
     layout = layout_of((2, 2))
     vector = layout.values()
-    before = vector.data.clone()
+    copy = vector.data.clone()
     layout.parameters["p0"].data.zero_()
-    assert torch.equal(vector.data, before)
+    assert torch.equal(vector.data, copy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -105,7 +105,7 @@ def build(*, sharded: bool) -> tuple[TrainingTask, TrainingState]:
 
 
 def run(hooks: list[TrainingHook], *, sharded: bool) -> tuple[dict[tuple[str, int], float], dict[str, int]]:
-    """Train for four epochs; return every number that the hooks reported, and the digest at the end."""
+    """Train for four epochs, and return all reported metrics and the final digest."""
     task, state = build(sharded=sharded)
     sink = RecordingSink()
     manager = HookManager(hooks, task, state, sinks=[sink], audit=True)
@@ -129,7 +129,7 @@ def all_results() -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_two_ranks_match_one_process(tmp_path):
-    """Two ranks report the metrics of one process and train as they do without hooks."""
+    """Two ranks report the metrics of one process and train like without hooks."""
     first, second = on_two_ranks(all_results, tmp_path)
     expected, _ = run(made(), sharded=False)
     assert first["same"]

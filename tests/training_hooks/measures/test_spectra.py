@@ -1,4 +1,4 @@
-"""The sums of a spectrum against numpy's decomposition in float64."""
+"""Measures of spectra compared with NumPy's decomposition in float64."""
 
 import doctest
 
@@ -11,7 +11,7 @@ from loopscope.training_hooks.measures import spectra
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_singular_values_are_those_of_a_full_decomposition(rows, columns, seed):
+def test_singular_values_match_full_decomposition(rows, columns, seed):
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     expected = np.linalg.svd(matrix.double().numpy(), compute_uv=False)
     (found,) = spectra.singular_values(spectra.smaller_gram(matrix)[None])
@@ -39,17 +39,17 @@ def test_equal_values_give_their_count_as_rank():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_diverged_matrix_has_no_singular_values(bad):
+def test_singular_values_of_nonfinite_matrix_are_nan(bad):
     matrix = torch.ones(3, 4)
     matrix[1, 2] = bad
     assert spectra.singular_values(spectra.smaller_gram(matrix)[None]).isnan().all()
 
 
-def test_nothing_has_no_rank():
+def test_ranks_of_zeros_are_nan():
     assert all(rank(torch.zeros(3)).isnan() for rank in (spectra.effective_rank, spectra.stable_rank))
 
 
-def test_examples_are_right():
+def test_docstring_examples_are_correct():
     outcome = doctest.testmod(spectra)
     assert outcome.attempted
     assert not outcome.failed

@@ -1,4 +1,4 @@
-"""One small training of a transformer: by one process, or by ranks that share its rows, its layers, or both."""
+"""A small training of a transformer by one process, or by ranks that share its rows, its layers, or both."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,26 +21,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import TOKENS, RecordingSink, TokenConfig, mean_loss, run_info
 from tests.support.transfers import count_transfers, uncounted
-from tests.training_hooks.ranks.states import MIDDLE, Middle, Results, put_back, tensors
+from tests.training_hooks.ranks.states import MIDDLE, Middle, Results, restore, tensors
 
 HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 48, 24, 2
 RATE = 1e-2
 
 
 class Attention(nn.Module):
-    """Attends with as many heads as there are rows in its projections, which may be some of all."""
+    """Attention with as many heads as its projections have rows for, which under tensor parallelism is a part."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            nn.Linear(WIDTH, WIDTH, bias=name != "k")  # whose gradient would be noise: softmax knows no shift
+            nn.Linear(WIDTH, WIDTH, bias=name != "k")  # its gradient would be noise, as softmax ignores shifts
             for name in "qkvo"
         )
 
     def forward(self, x: Tensor) -> Tensor:
         by_head = [
-            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for each in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         ]
         return self.out_proj(functional.scaled_dot_product_attention(*by_head).transpose(1, 2).flatten(2))
 
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
 
 
 class Shared(TensorLoader):
-    """Yields a rank's rows of each batch of all rows, in whatever order, as a distributed sampler does."""
+    """Yields a rank's rows of each batch of all rows in any order, as a distributed sampler does."""
 
     def __init__(self, data: Sequence[Tensor], order: Any, part: int, parts: int) -> None:
         super().__init__(data, BATCH, order)
@@ -84,7 +84,7 @@ class Shared(TensorLoader):
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         part, parts = self._share
-        return (tuple(each[part::parts] for each in batch) for batch in super().batches(epoch, start))
+        return (tuple(tensor[part::parts] for tensor in batch) for batch in super().batches(epoch, start))
 
     def drawn(self, seed: int) -> "Shared":
         return Shared(self._tensors, random_order(ROWS, seed), *self._share)
@@ -107,10 +107,10 @@ def build(kind: str, *, tied: bool = False, recipe: Recipe | None = None) -> tup
 
     @uncounted
     def evaluate(model: nn.Module) -> dict[str, float]:
-        right = (model(data[part::parts]).argmax(-1) == targets[part::parts]).double()
+        is_right = (model(data[part::parts]).argmax(-1) == targets[part::parts]).double()
         return {
-            "train_acc": float(right.mean()),
-            "val_acc": float(right.mean()) / 2,
+            "train_acc": float(is_right.mean()),
+            "val_acc": float(is_right.mean()) / 2,
             "val_loss": float(mean_loss(model, (data, targets))),
         }
 
@@ -153,7 +153,7 @@ def _tensor_parallel(model: Any, tied: bool, mesh: Any = None) -> tuple[nn.Modul
     plan |= {"attention.out_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-    if not tied:  # each of the two would get a weight of its own
+    if not tied:  # parallelize_module would replace the shared weight by two separate ones
         ends = {
             "embedding": RowwiseParallel(input_layouts=Replicate()),
             "head": ColwiseParallel(output_layouts=Replicate()),
@@ -192,19 +192,19 @@ def trained(
     keeps: bool = False,
     middle: Results | None = None,
 ) -> Results:
-    """Train with hooks, from the beginning or from what another run was in its ``middle``.
+    """Train with hooks from the start, or from the ``middle`` of another run.
 
-    Returns their metrics, the weights, the digests of this rank's bytes of them, what :class:`Middle` found, and the
-    most transfers to the host that a call of each observer takes, where they are counted.
+    Returns their metrics, the weights, the digests of this rank's shards of the weights, the records of
+    :class:`Middle`, and, where they are counted, the largest number of transfers to the host per call by observer.
     """
     task, state = build(kind, tied=tied, recipe=recipe)
     reference = {name: value.detach() * 1.1 for name, value in task.model.named_parameters()}
     sink = RecordingSink()
-    counted = hooks if audit or kind == "DDP" else ()  # elsewhere it takes too long for what is always on
+    counted = hooks if audit or kind == "DDP" else ()  # too slow for other kinds
     transfers = {hook.name: count_transfers(hook) for hook in counted if not isinstance(hook, InterventionHook)}
     manager = HookManager(hooks, task, state, sinks=[sink], audit=audit, reference_weights=reference)
     if middle is not None:
-        put_back(middle, manager, [hook.name for hook in hooks])
+        restore(middle, manager, [hook.name for hook in hooks])
     manager.start(replace(run_info(task, manager, "epoch"), reference_weights=reference))
     halfway = Middle(manager, keeps=keeps)
     epoch_loop(task, manager, pauses=halfway)
@@ -220,8 +220,8 @@ def trained(
     }
 
 
-def gone_on(kind: str, makers: Mapping[str, Callable[[], TrainingHook]], middle: Results, **model: Any) -> Results:
-    """Go on from the middle with those hooks that remembered tensors, and return their metrics."""
+def resumed(kind: str, makers: Mapping[str, Callable[[], TrainingHook]], middle: Results, **model: Any) -> Results:
+    """Resume from the middle with the hooks that remembered tensors, and return their metrics."""
     remembering = [name for name in makers if any(tensors(middle["hooks"][name]))]
     hooks = [makers[name]() for name in remembering]
     return trained(kind, hooks, middle=middle, **model)["metrics"] if hooks else {}
@@ -232,7 +232,7 @@ def after_the_middle(metrics: Mapping[Any, Any]) -> Results:
 
 
 def refusal(kind: str, hook: TrainingHook, *, tied: bool, recipe: Recipe | None) -> str:
-    """Return the sentence with which a hook refuses the run of a kind before its first step, or nothing."""
+    """Return the message with which a hook refuses the run of a kind before its first step, or an empty string."""
     task, state = build(kind, tied=tied, recipe=recipe)
     run = run_info(task, HookManager([hook], task, state), "epoch")
     try:

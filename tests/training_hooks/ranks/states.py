@@ -1,4 +1,4 @@
-"""What hooks remember in the middle of a small training, and going on from there in as many processes or others."""
+"""State of hooks in the middle of a small training, and its restoration by equally many or fewer processes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from tests.training_hooks.reloading import through_a_file
 
 MIDDLE = 3
-"""The step after which it is looked at: within an epoch, and of windows of two steps."""
+"""The step after which the state is recorded, inside an epoch and inside a window of two steps."""
 AS_ITS_PARAMETER = "as its parameter"
 Results = dict[str, Any]
 Visit = Callable[[tuple[str, ...], Tensor], Any]
 
 
 def each_tensor(visit: Visit, value: Any, path: tuple[str, ...] = ()) -> Any:
-    """Return nested content with what ``visit`` returns, given its path as well, in the place of every tensor."""
+    """Return nested content with every tensor replaced by the result of ``visit(path, tensor)``."""
     if isinstance(value, Mapping):
         return {key: each_tensor(visit, item, (*path, str(key))) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -31,22 +31,22 @@ def each_tensor(visit: Visit, value: Any, path: tuple[str, ...] = ()) -> Any:
 
 def tensors(state: Any) -> Iterator[str]:
     """Yield the paths of tensors in nested content."""
-    found: list[str] = []
-    each_tensor(lambda path, tensor: found.append("/".join(path)), state)
-    yield from found
+    paths: list[str] = []
+    each_tensor(lambda path, tensor: paths.append("/".join(path)), state)
+    yield from paths
 
 
 class Middle(NoPauses):
-    """Looks at a run after step :data:`MIDDLE`; with ``keeps`` in such a way that another one can go on from there."""
+    """Records the state of hooks after step :data:`MIDDLE`, and with ``keeps`` all that another run needs to resume."""
 
     def __init__(self, manager: HookManager, *, keeps: bool) -> None:
         self._manager = manager
         self._keeps = keeps
         self._parameters = dict(manager.task.model.named_parameters())
         self.remembered: dict[str, tuple[tuple[int, ...], Any]] = {}
-        """Of each tensor in the hooks' states, by path, the shape, and the digest of what is plain, or how it lies."""
+        """Shape and digest of each tensor in the hooks' states by path; for sharded tensors the layout, not a digest."""
         self.content: Results = {}
-        """The state of training and of the hooks: every tensor whole, and a copy."""
+        """The states of training and hooks, with an unsharded copy of every tensor."""
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         if loop.step == MIDDLE and not unit_ended:
@@ -56,7 +56,7 @@ class Middle(NoPauses):
         with self._manager.between_steps():
             optimizer, hooks = self._manager.task.optimizer, self._manager.hooks.state_dict()
             each_tensor(self._note, hooks)
-            through_a_file(hooks)  # as a loop of one's own does
+            through_a_file(hooks)  # as a custom training loop saves them
             if not self._keeps:
                 return
             content = {
@@ -68,11 +68,12 @@ class Middle(NoPauses):
             self.content = each_tensor(lambda _, tensor: unsharded(tensor).clone(), content)
 
     def _note(self, path: tuple[str, ...], tensor: Tensor) -> None:
-        how: Any = digest(tensor)
+        content: Any = digest(tensor)
         if is_sharded(tensor):
             owner = self._parameters.get(path[-1])
-            how = AS_ITS_PARAMETER if owner is not None and layout(tensor) == layout(owner) else f"{layout(tensor)}"
-        self.remembered["/".join(path)] = tuple(tensor.shape), how
+            is_like_owner = owner is not None and layout(tensor) == layout(owner)
+            content = AS_ITS_PARAMETER if is_like_owner else f"{layout(tensor)}"
+        self.remembered["/".join(path)] = tuple(tensor.shape), content
 
 
 def layout(tensor: Any) -> tuple[Any, ...]:
@@ -80,8 +81,8 @@ def layout(tensor: Any) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def put_back(content: Results, manager: HookManager, hooks: Sequence[str]) -> None:
-    """Go on from what :class:`Middle` found: what is whole and named as a parameter is cut up as that parameter is."""
+def restore(content: Results, manager: HookManager, hooks: Sequence[str]) -> None:
+    """Restore the content of :class:`Middle`; tensors with the name and shape of a parameter get its sharding."""
     parameters = dict(manager.task.model.named_parameters())
 
     def placed(path: tuple[str, ...], tensor: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def put_back(content: Results, manager: HookManager, hooks: Sequence[str]) -> No
 
     for name, value in parameters.items():
         value.copy_(laid_out_like(content["weights"][name], value))
-        moments = {key: laid_out_like(each, value) for key, each in content["moments"][name].items()}
+        moments = {key: laid_out_like(moment, value) for key, moment in content["moments"][name].items()}
         manager.task.optimizer.state[value] = moments
     vars(manager.state.loop).update(each_tensor(placed, content["loop"]))
     manager.hooks.load_state_dict(each_tensor(placed, {name: content["hooks"][name] for name in hooks}))

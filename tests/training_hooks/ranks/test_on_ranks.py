@@ -1,5 +1,4 @@
-"""Every registered hook where ranks share the rows, the layers or both: it measures what one process measures, on every
-rank, or it refuses to start, with one sentence."""
+"""Every registered hook on ranks that share rows, layers or both: equal metrics as one process, or a refusal."""
 
 import math
 import re
@@ -18,7 +17,7 @@ from loopscope.state import norm_of_each, trainable
 
 from tests.support.cases import slow_unless
 from tests.support.ranks import on_ranks
-from tests.training_hooks.ranks.shared_runs import after_the_middle, build, gone_on, refusal, trained
+from tests.training_hooks.ranks.shared_runs import after_the_middle, build, refusal, resumed, trained
 from tests.training_hooks.ranks.states import AS_ITS_PARAMETER, Results
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -32,22 +31,22 @@ REPLICATED, SHARDED, SPLIT = ("DDP",), ("FSDP2", "FSDP2 x TP", "HSDP"), ("TP", "
 
 @dataclass(frozen=True)
 class Subject:
-    """A hook, with options under which it has something to say in a few steps, and where it is told to be otherwise."""
+    """A hook, with options for metrics within a few steps, and the kinds of runs that it refuses or cannot have."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
     recipe: Recipe | None = None
     refused: tuple[str, ...] = ()
-    """The kinds under which the hook refuses to start."""
+    """The kinds of runs in which the hook refuses to start."""
     remedy: str = ""
-    """What the sentence says to do then."""
+    """Pattern of the remedy in the refusal."""
     impossible: tuple[str, ...] = ()
-    """The kinds under which there is no such model."""
+    """The kinds of runs that cannot have such a model."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """A pattern of the metrics that it leaves out under a kind."""
+    """Pattern of the missing metrics by kind."""
     by_rank: bool = False
-    """What it measures are the ranks' own casts, each with scales for a part of the rows: equal on all ranks only."""
+    """Whether it measures each rank's casts, with scales of its rows: equal on all ranks, but not to one process."""
 
     def make(self) -> TrainingHook:
         hook = HookRegistry.get(self.name)(**self.options)
@@ -65,7 +64,7 @@ EXACT = {"refused": (*SHARDED, *SPLIT), "remedy": "method=finite_difference"}
 ALONE = {"refused": (*REPLICATED, *SHARDED, *SPLIT), "remedy": "one process"}
 CHOSEN = [
     *(Subject(name, **ALONE) for name in ("batch_rows", "step_history", "what_if")),
-    Subject("attention", {"every": 1}, refused=SPLIT, remedy="in a run without it"),
+    Subject("attention", {"every": 1}, refused=SPLIT, remedy="in a run without tensor parallelism"),
     Subject("batch_dynamics", {"history": 4, "every": 5}),
     Subject("embedding_provenance", refused=(*SHARDED, *SPLIT), remedy="DistributedDataParallel|out of its plan"),
     Subject("embedding_provenance", tied=True, refused=SHARDED, remedy="DistributedDataParallel"),
@@ -97,51 +96,53 @@ CHOSEN = [
     Subject("variance", {"window": 2, "every": 2}),
     Subject("weight_average", {"interval": 1}, lacks=dict.fromkeys(SHARDED, "weight_average/(ema|swa)")),
 ]
-GOES_ON = ("FSDP2",)
-"""The kinds under which a run goes on from what hooks remember in its middle."""
+RESUMED = ("FSDP2",)
+"""The kinds of runs that are resumed from the middle."""
 OF_A_RANK = re.compile("gradient_overflow/histories/(activations|output_gradients)/.*")
-"""Tensors that hooks remember of what each rank saw by itself."""
-SUBJECTS = CHOSEN + [Subject(hook.name) for hook in HookRegistry if hook.name not in {each.name for each in CHOSEN}]
+"""Remembered tensors that differ between ranks."""
+SUBJECTS = CHOSEN + [
+    Subject(hook.name) for hook in HookRegistry if hook.name not in {subject.name for subject in CHOSEN}
+]
 
 
 def runs() -> Iterator[list[Subject]]:
-    """Yield the subjects that one run trains with: hooks of one name apart, those that commit alone."""
+    """Yield the subjects of each run: hooks of one name in separate runs, and committing hooks alone."""
     rest = list(SUBJECTS)
     while rest:
         first = rest[0]
-        alike = [each for each in rest if (each.tied, each.recipe) == (first.tied, first.recipe) and not each.commits]
-        chosen = [first] if first.commits else list({each.name: each for each in reversed(alike)}.values())
-        rest = [each for each in rest if each not in chosen]
+        alike = [item for item in rest if (item.tied, item.recipe) == (first.tied, first.recipe) and not item.commits]
+        chosen = [first] if first.commits else list({item.name: item for item in reversed(alike)}.values())
+        rest = [item for item in rest if item not in chosen]
         yield chosen
 
 
 def supported(subjects: list[Subject], kind: str) -> list[Subject]:
-    return [each for each in subjects if kind not in (*each.refused, *each.impossible)]
+    return [subject for subject in subjects if kind not in (*subject.refused, *subject.impossible)]
 
 
 @cache
 def measured(kind: str, *, audit: bool = False) -> Results:
-    """Run everything under a kind, each byte of the training state compared around every call where it is an audit."""
-    found: Results = {"runs": {}, "bare": {}, "refusals": {}}
+    """Run all subjects in runs of a kind; an audit compares the bytes of the training state around every call."""
+    results: Results = {"runs": {}, "bare": {}, "refusals": {}}
     bare: Results = {}
     for number, subjects in enumerate(runs()):
         model = {"tied": subjects[0].tied, "recipe": subjects[0].recipe}
-        for each in subjects:
-            if kind in each.refused and kind not in each.impossible:
-                found["refusals"][SUBJECTS.index(each)] = refusal(kind, each.make(), **model)
+        for subject in subjects:
+            if kind in subject.refused and kind not in subject.impossible:
+                results["refusals"][SUBJECTS.index(subject)] = refusal(kind, subject.make(), **model)
         if chosen := supported(subjects, kind):
-            key = f"{model}"  # a recipe is no key
-            bare[key] = found["bare"][number] = bare.get(key) or trained(kind, [], **model)["bytes"]
-            hooks, goes_on = [each.make() for each in chosen], kind in GOES_ON
-            run = found["runs"][number] = trained(kind, hooks, **model, audit=audit, keeps=goes_on)
-            if goes_on:
-                makers = {each.name: each.make for each in chosen}
-                run["gone on"] = gone_on(kind, makers, run["middle"], **model)
-    return found | {"reductions": 0 if kind == "one process" else reductions(kind)}
+            key = f"{model}"  # a recipe is not hashable
+            bare[key] = results["bare"][number] = bare.get(key) or trained(kind, [], **model)["bytes"]
+            hooks, resumes = [subject.make() for subject in chosen], kind in RESUMED
+            run = results["runs"][number] = trained(kind, hooks, **model, audit=audit, keeps=resumes)
+            if resumes:
+                makers = {subject.name: subject.make for subject in chosen}
+                run["resumed"] = resumed(kind, makers, run["middle"], **model)
+    return results | {"reductions": 0 if kind == "one process" else reductions(kind)}
 
 
 def reductions(kind: str) -> int:
-    """Count the all-reduces that the norms of all parameters take."""
+    """Count the all-reduces for the norms of all parameters."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     task, _ = build(kind)
@@ -159,22 +160,22 @@ TOGETHER = [("DDP",), ("FSDP2",), ("TP",), ("FSDP2 x TP", "HSDP")]
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    """Return a function that returns what each of some ranks found under a kind."""
+    """Return a function from kind and number of ranks to the results of each rank."""
 
     @cache
     def of_group(kinds: tuple[str, ...], count: int) -> list[dict[str, Results]]:
-        audit = count not in (3, 4)  # which are always on, and so have no time for it
+        audit = count not in (3, 4)  # too slow for the groups that always run
         return on_ranks(partial(several, *kinds, audit=audit), tmp_path_factory.mktemp("ranks"), count)
 
     def of_kind(kind: str, count: int) -> list[Results]:
-        kinds = next(each for each in TOGETHER if kind in each) if count in (3, 4) else (kind,)
-        return [found[kind] for found in of_group(kinds, count)]
+        kinds = next(group for group in TOGETHER if kind in group) if count in (3, 4) else (kind,)
+        return [results[kind] for results in of_group(kinds, count)]
 
     return of_kind
 
 
 MORE = [("DDP", 2), ("DDP", 4), ("FSDP2", 2), ("FSDP2", 4), ("TP", 2), ("FSDP2 x TP", 6), ("HSDP", 6)]
-"""Six heads do not part into four."""
+"""Six heads cannot be split into four parts."""
 SIZES = [
     pytest.param(kinds, 4 if len(kinds) > 1 else 3, id=", ".join(kinds), marks=slow_unless(kinds == ("FSDP2",)))
     for kinds in TOGETHER
@@ -182,46 +183,47 @@ SIZES = [
 SIZES += [pytest.param((kind,), count, id=f"{kind}-{count}", marks=pytest.mark.slow) for kind, count in MORE]
 
 
-def measures_what_one_process_measures(kind, count, of_ranks):
+def check_metrics_match_one_process(kind, count, of_ranks):
     expected = measured("one process")["runs"]
     for rank, result in enumerate(of_ranks(kind, count)):
         for number, subjects in enumerate(runs()):
             for subject in supported(subjects, kind):
                 wanted = named(subject, expected[number]["metrics"], kind)
-                found = named(subject, result["runs"][number]["metrics"], "")
+                metrics = named(subject, result["runs"][number]["metrics"], "")
                 assert wanted, subject
                 if subject.by_rank:
                     first = of_ranks(kind, count)[0]["runs"][number]["metrics"]
-                    assert differing(found, named(subject, first, "")) == []
-                    found, wanted = (dict(filter(is_of_rows, each.items())) for each in (found, wanted))
+                    assert differing(metrics, named(subject, first, "")) == []
+                    metrics, wanted = (dict(filter(is_of_rows, part.items())) for part in (metrics, wanted))
                     assert wanted, subject
-                assert differing(found, wanted) == [], (rank, subject)
+                assert differing(metrics, wanted) == [], (rank, subject)
 
 
 def is_of_rows(item: Any) -> bool:
-    """Tell whether a metric counts elements of which every rank has its own."""
+    """Return whether a metric counts elements that every rank has for its rows."""
     return "/total_elements_of/" in item[0][0] and "weight" not in item[0][0]
 
 
 def named(subject: Subject, metrics: Mapping[Any, Any], kind: str) -> dict[Any, Any]:
-    """Return the metrics of a subject's hook, without those that it leaves out under a kind."""
+    """Return the metrics of a subject's hook, without those that are missing in runs of a kind."""
     mine = {key: value for key, value in metrics.items() if key[0].startswith(subject.name + "/")}
     return {key: value for key, value in mine.items() if not re.fullmatch(subject.lacks.get(kind, ""), key[0])}
 
 
-def differing(found: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> list[Any]:
-    return [key for key in {**found, **wanted} if not equal(found.get(key), wanted.get(key))]
+def differing(measured: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> list[Any]:
+    return [key for key in {**measured, **wanted} if not equal(measured.get(key), wanted.get(key))]
 
 
-def equal(found: Any, wanted: Any) -> bool:
+def equal(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, (list, dict)):
-        pairs = zip(found, wanted, strict=True) if isinstance(wanted, list) else ((found[k], wanted[k]) for k in wanted)
-        return type(found) is type(wanted) and len(found) == len(wanted) and all(equal(*pair) for pair in pairs)
-    both_nan = wanted is not None and found is not None and math.isnan(found) and math.isnan(wanted)
-    return both_nan or (found is not None and found == pytest.approx(wanted, rel=1e-9, abs=1e-10))
+        pairs = zip(value, wanted, strict=True) if isinstance(wanted, list) else ((value[k], wanted[k]) for k in wanted)
+        return type(value) is type(wanted) and len(value) == len(wanted) and all(equal(*pair) for pair in pairs)
+    both_nan = wanted is not None and value is not None and math.isnan(value) and math.isnan(wanted)
+    return both_nan or (value is not None and value == pytest.approx(wanted, rel=1e-9, abs=1e-10))
 
 
-def hooks_leave_every_rank_its_bytes_and_those_that_commit_the_weights_of_one_process(kind, count, of_ranks):
+def check_weights(kind, count, of_ranks):
+    """Observers leave each rank's bytes unchanged; committing hooks give the weights of one process."""
     expected = measured("one process")["runs"]
     for result in of_ranks(kind, count):
         for number, subjects in enumerate(runs()):
@@ -234,7 +236,8 @@ def hooks_leave_every_rank_its_bytes_and_those_that_commit_the_weights_of_one_pr
                 assert result["bare"][number] == run["bytes"]
 
 
-def what_a_hook_remembers_lies_as_the_parameter_of_its_name_or_is_the_same_on_all_ranks(kind, count, of_ranks):
+def check_remembered_tensors(kind, count, of_ranks):
+    """A remembered tensor has the layout of the parameter of its name, or is equal on all ranks."""
     first, *others = of_ranks(kind, count)
     alone = measured("one process")["runs"]
     for number, subjects in enumerate(runs()):
@@ -244,36 +247,38 @@ def what_a_hook_remembers_lies_as_the_parameter_of_its_name_or_is_the_same_on_al
             path: shape for path, (shape, _) in alone[number]["remembered"].items() if path.split("/")[0] in names
         }
         assert {path: shape for path, (shape, _) in remembered.items()} == shapes
-        apart: list[bool] = []  # two shares of the rows may have the same largest element
-        for path, (_, how) in remembered.items():
-            elsewhere = [each["runs"][number]["remembered"][path][1] for each in others]
+        differs: list[bool] = []  # two ranks may have the same largest element by chance
+        for path, (_, content) in remembered.items():
+            other_contents = [result["runs"][number]["remembered"][path][1] for result in others]
             if OF_A_RANK.fullmatch(path):
-                apart.append(how not in elsewhere)
+                differs.append(content not in other_contents)
             else:
-                assert how == AS_ITS_PARAMETER or isinstance(how, int), path
-                assert elsewhere == [how] * (count - 1), path
-        assert any(apart) or not apart
+                assert content == AS_ITS_PARAMETER or isinstance(content, int), path
+                assert other_contents == [content] * (count - 1), path
+        assert any(differs) or not differs
 
 
-def hooks_go_on_from_what_they_remembered_on_as_many_ranks_and_in_one_process(kind, count, of_ranks):
+def check_resumed_metrics(kind, count, of_ranks):
+    """Hooks resumed on equally many ranks and in one process report the metrics of the uninterrupted run."""
     for number, subjects in enumerate(runs()):
         run = of_ranks(kind, count)[0]["runs"].get(number)
-        if run is None or "gone on" not in run:
+        if run is None or "resumed" not in run:
             continue
         model = {"tied": subjects[0].tied, "recipe": subjects[0].recipe}
-        comparable = [each for each in supported(subjects, kind) if not each.by_rank]
-        on_one = gone_on("one process", {each.name: each.make for each in comparable}, run["middle"], **model)
-        cut_up = {path.split("/")[0] for path, (_, how) in run["remembered"].items() if how == AS_ITS_PARAMETER}
-        assert cut_up <= {key[0].split("/")[0] for key in on_one if key in run["gone on"]}
+        comparable = [subject for subject in supported(subjects, kind) if not subject.by_rank]
+        on_one = resumed("one process", {item.name: item.make for item in comparable}, run["middle"], **model)
+        sharded = {path.split("/")[0] for path, (_, how) in run["remembered"].items() if how == AS_ITS_PARAMETER}
+        assert sharded <= {key[0].split("/")[0] for key in on_one if key in run["resumed"]}
         for subject in comparable:
-            for found in (named(subject, on_one, kind), named(subject, run["gone on"], kind)):
-                wanted = named(subject, after_the_middle(run["metrics"]), kind) if found else {}
-                assert differing(found, wanted) == [], subject
+            for metrics in (named(subject, on_one, kind), named(subject, run["resumed"], kind)):
+                wanted = named(subject, after_the_middle(run["metrics"]), kind) if metrics else {}
+                assert differing(metrics, wanted) == [], subject
 
 
-def a_hook_that_does_not_suit_says_on_all_ranks_which_one_why_and_what_to_do(kind, count, of_ranks):
+def check_refusals(kind, count, of_ranks):
+    """An unsuitable hook raises on all ranks, with its name, the reason and a remedy."""
     first, *others = (result["refusals"] for result in of_ranks(kind, count))
-    assert all(each == first for each in others)
+    assert all(refusals == first for refusals in others)
     for number, sentence in first.items():
         subject = SUBJECTS[number]
         assert subject.name in sentence
@@ -282,28 +287,28 @@ def a_hook_that_does_not_suit_says_on_all_ranks_which_one_why_and_what_to_do(kin
         assert any(remedy in sentence for remedy in subject.remedy.split("|"))
 
 
-def a_call_of_an_observer_reads_from_the_device_at_most_once(kind, count, of_ranks):
+def check_transfers(kind, count, of_ranks):
+    """An observer transfers data to the host at most once per call."""
     for result in of_ranks(kind, count):
         transfers = [item for run in result["runs"].values() for item in run["transfers"].items()]
         assert bool(transfers) == (kind == "DDP" or count not in (3, 4))
         assert [item for item in transfers if item[1] > 1] == []
 
 
-def the_norms_of_all_parameters_take_one_reduction_for_each_dimension_that_they_are_sharded_over(kind, count, of_ranks):
+def check_reductions(kind, count, of_ranks):
+    """The norms of all parameters need one all-reduce per sharded mesh dimension."""
     dimensions = {"DDP": 0, "FSDP2 x TP": 2}.get(kind, 1)
     assert [result["reductions"] for result in of_ranks(kind, count)] == [dimensions] * count
 
 
 @pytest.mark.parametrize(("kinds", "count"), SIZES)
 def test_every_rank_measures_what_one_process_measures(kinds, count, of_ranks):
-    """One test for all of it, since the processes of a group are made once for each test that another worker takes."""
+    """All checks are one test, because every worker that takes a test starts its own group of processes."""
     for kind in kinds:
-        measures_what_one_process_measures(kind, count, of_ranks)
-        hooks_leave_every_rank_its_bytes_and_those_that_commit_the_weights_of_one_process(kind, count, of_ranks)
-        what_a_hook_remembers_lies_as_the_parameter_of_its_name_or_is_the_same_on_all_ranks(kind, count, of_ranks)
-        hooks_go_on_from_what_they_remembered_on_as_many_ranks_and_in_one_process(kind, count, of_ranks)
-        a_hook_that_does_not_suit_says_on_all_ranks_which_one_why_and_what_to_do(kind, count, of_ranks)
-        a_call_of_an_observer_reads_from_the_device_at_most_once(kind, count, of_ranks)
-        the_norms_of_all_parameters_take_one_reduction_for_each_dimension_that_they_are_sharded_over(
-            kind, count, of_ranks
-        )
+        check_metrics_match_one_process(kind, count, of_ranks)
+        check_weights(kind, count, of_ranks)
+        check_remembered_tensors(kind, count, of_ranks)
+        check_resumed_metrics(kind, count, of_ranks)
+        check_refusals(kind, count, of_ranks)
+        check_transfers(kind, count, of_ranks)
+        check_reductions(kind, count, of_ranks)
