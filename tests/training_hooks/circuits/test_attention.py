@@ -229,9 +229,9 @@ def test_model_without_attention_is_refused(model):
 
 
 def test_refusal_stays_short_for_long_names():
-    long = type("A" * 400, (nn.Module,), {})
-    refused = [
-        lambda: find_attention(long()),
+    long_class = type("A" * 400, (nn.Module,), {})
+    attempts = [
+        lambda: find_attention(long_class()),
         lambda: model_inputs({f"entry{i}" * 20: 1 for i in range(99)}, "x" * 500),
     ]
     for attempt in [*attempts, lambda: model_inputs(type("B" * 400, (), {})())]:

@@ -69,7 +69,8 @@ def intervals(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower and upper ends of the intervals at k_max, shape (draws,)."""
     hook = CounterfactualValidator(k_max=grams.shape[1] - 1)
     results = [hook.estimate(gram) for gram in grams]
-    return tuple(torch.stack([result[name] for result in results]) for name in ("excess_low", "excess_high"))
+    low, high = (torch.stack([result[name] for result in results]) for name in ("excess_low", "excess_high"))
+    return low, high
 
 
 @pytest.mark.parametrize(("size", "noise"), [(5, 1.0), (30, 0.1), (30, 1.0), (300, 10.0)])

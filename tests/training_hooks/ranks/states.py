@@ -44,7 +44,7 @@ class Middle(NoPauses):
         self._keeps = keeps
         self._parameters = dict(manager.task.model.named_parameters())
         self.remembered: dict[str, tuple[tuple[int, ...], Any]] = {}
-        """Shape and digest of each tensor in the hooks' states by path; for sharded tensors the layout, not a digest."""
+        """Shape and digest of each tensor in the hooks' states by path; for sharded tensors the layout instead."""
         self.content: Results = {}
         """The states of training and hooks, with an unsharded copy of every tensor."""
 
