@@ -345,5 +345,5 @@ UPDATE_PARTS = (
         Stored(_stored_scheduler, _load_scheduler_forms, _misfit_of_scheduler),
     ),
     Part("hooks", _hook_leaves, stored=Stored(_hook_forms, _load_hook_forms)),
-    Part("what modules, hooks, the optimizer or the scheduler hold", lambda state: (), watched=_watch_extra_structure),
+    Part("contents of modules, hooks, optimizer and scheduler", lambda state: (), watched=_watch_extra_structure),
 )
