@@ -208,7 +208,9 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return the penalty on the decoder's matrices, if enabled; zero-dimensional."""
-        return self.config.range_penalty(lowbit.penalised(model, PENALISED)) if self.config.reg_lambda else None
+        return (
+            self.config.range_penalty(lowbit.penalised_matrices(model, PENALISED)) if self.config.reg_lambda else None
+        )
 
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
         """Return hooks that clip and penalise, count overflow and underflow of casts, and split weights for Metis."""

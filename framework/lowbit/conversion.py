@@ -1,4 +1,4 @@
-"""Has the products of a model's matrices cast, and puts them back, in place."""
+"""In-place conversion of a model to low-precision matrix products, and back."""
 
 import warnings
 from collections import Counter
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..errors import RunNotice, UsageError, listed, nearest, require
-from .linear import BitLinear, equip, strip
-from .matrices import CastNames, Matrix, cast_names, known_matrices
-from .products import CastsProducts, cast_products, leave_products
+from .linear import BitLinear, make_bit_linear, make_plain_linear
+from .matrices import CastNames, Matrix, cast_names, castable_matrices
+from .products import CastsProducts, cast_products, stop_casting_products
 from .recipes import Recipe, find_recipe
 
 Patterns = Sequence[str]
@@ -20,42 +20,42 @@ Patterns = Sequence[str]
 def quantize_model(
     model: nn.Module, recipe: Recipe | str, *, include: Patterns = ("*",), exclude: Patterns = (), seed: int = 0
 ) -> CastNames:
-    """Have the products of a model's matrices cast, in place, and return the names of the matrices.
+    """Cast the operands of a model's matrix products, in place, and return the names of the matrices.
 
-    Meant are linear layers, ``Conv1D``, the projections of ``nn.MultiheadAttention`` and experts, as
-    :func:`.known_matrices` says. What is returned is a list, which also knows what share of the model is cast; a note
-    tells if that is small, or if a head is tied to an embedding.
+    Converts linear layers, ``Conv1D``, the projections of ``nn.MultiheadAttention`` and experts; see
+    :func:`.castable_matrices`. The returned list also contains the share of the model that is cast. A notice reports a
+    small share, and a head that is tied to an embedding.
 
-    Layers, parameters, their names and the keys of the ``state_dict`` stay what they are, so that checkpoints are
-    loadable both ways; :func:`dequantize_model` undoes it. Call it before ``fully_shard``. A module that reads a linear
-    layer's weight instead of calling the layer goes on in full precision. Only weights of linear layers are split by
-    Metis, and a module with several matrices in one parameter has one history for all of them.
+    Layers, parameters, their names and the keys of the ``state_dict`` do not change, so checkpoints load into both
+    forms; :func:`dequantize_model` reverts the conversion. Call it before ``fully_shard``. A module that reads a linear
+    layer's weight instead of calling the layer still computes in full precision. Metis splits only weights of linear
+    layers. Several matrices in one parameter share one scaling history.
 
     Args:
         model: any model.
-        recipe: the casts, or their name.
-        include: patterns (``*``, ``?``, ``[...]``) of the names that are meant.
-        exclude: patterns of names that are left alone.
-        seed: of the generator of stochastic rounding, which all casts share.
+        recipe: the casts, or the name of a recipe.
+        include: patterns (``*``, ``?``, ``[...]``) of the names to convert.
+        exclude: patterns of the names to leave in full precision.
+        seed: the seed of the generator for stochastic rounding, which all casts share.
 
     Raises:
-        UsageError: an unknown recipe, a pattern that matches nothing, nothing left to change, a matrix that is cast
-            already, or a rank of Metis above a weight that it splits.
+        UsageError: if the recipe is unknown, a pattern matches nothing, no matrix is left to convert, a matrix is cast
+            already, or the rank of Metis exceeds that of a weight.
     """
-    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    chosen = layers_to_quantize(model, found, include=include, exclude=exclude)
-    known, alone = known_matrices(model), _with_a_weight_of_their_own(model)
+    resolved_recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    chosen = layers_to_quantize(model, resolved_recipe, include=include, exclude=exclude)
+    matrices, splittable_names = castable_matrices(model), _names_with_unshared_weight(model)
     generator = torch.Generator().manual_seed(seed)
     for name in chosen:
-        owner, key = known[name].owner, known[name].key
+        owner, key = matrices[name].owner, matrices[name].key
         if key:
-            cast_products(owner, key, found, generator)
+            cast_products(owner, key, resolved_recipe, generator)
         else:
             assert isinstance(owner, nn.Linear)
-            equip(owner, found, generator, may_split=name in alone)
-    _have_encoders_call_their_layers(model)
+            make_bit_linear(owner, resolved_recipe, generator, may_split=name in splittable_names)
+    _disable_encoder_fast_path(model)
     names = cast_names(model, chosen)
-    for note in names.notes() if found.casts else []:
+    for note in names.notes() if resolved_recipe.casts else []:
         warnings.warn(note, RunNotice, stacklevel=2)
     return names
 
@@ -63,14 +63,14 @@ def quantize_model(
 def layers_to_quantize(
     model: nn.Module, recipe: Recipe, *, include: Patterns = ("*",), exclude: Patterns = ()
 ) -> list[str]:
-    """Return the names of the matrices that :func:`quantize_model` would cast, or raise what it would raise."""
-    layers = known_matrices(model)
-    chosen = recipe.kept(_chosen(layers, include, exclude))
+    """Return the names of the matrices that :func:`quantize_model` would cast; raises the same errors."""
+    layers = castable_matrices(model)
+    chosen = recipe.layers_to_cast(_chosen_names(layers, include, exclude))
     metis = recipe.metis
     if metis is not None and metis.forward:
-        alone = _with_a_weight_of_their_own(model)
-        for name in [name for name in chosen if name in alone and not layers[name].key]:
-            # A gradient may be smaller: of few tokens, and so of few rows, it is decomposed completely.
+        splittable_names = _names_with_unshared_weight(model)
+        for name in [name for name in chosen if name in splittable_names and not layers[name].key]:
+            # Gradients are not checked: one with few tokens, hence few rows, is decomposed at full rank.
             rows, columns = layers[name].weight.shape
             if metis.rank > min(rows, columns):
                 raise UsageError(
@@ -81,48 +81,49 @@ def layers_to_quantize(
 
 
 def dequantize_model(model: nn.Module) -> list[str]:
-    """Have every product made in full precision again, in place, and return the names of the matrices."""
-    found = {name: matrix for name, matrix in known_matrices(model).items() if matrix.layer is not None}
-    for module in {id(each.owner): each.owner for each in found.values()}.values():
+    """Restore full precision for every product, in place, and return the names of the matrices."""
+    cast_matrices = {name: matrix for name, matrix in castable_matrices(model).items() if matrix.layer is not None}
+    for module in {id(matrix.owner): matrix.owner for matrix in cast_matrices.values()}.values():
         if isinstance(module, BitLinear):
-            strip(module)
+            make_plain_linear(module)
         elif isinstance(module, CastsProducts):
-            leave_products(module)
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _be_called]:
+            stop_casting_products(module)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _require_call]:
             del module._forward_pre_hooks[key]
-    return list(found)
+    return list(cast_matrices)
 
 
-def _have_encoders_call_their_layers(model: nn.Module) -> None:
-    """Keep torch's encoders from their fast path, which in evaluation multiplies by the weights itself.
+def _disable_encoder_fast_path(model: nn.Module) -> None:
+    """Make torch's encoders call their layers in evaluation, too.
 
-    It is not taken where a layer has a hook, and padding is then not cut out into nested tensors first.
+    Their fast path multiplies by the weights directly; torch does not use it if a layer has a forward hook. The encoder
+    then does not convert padded inputs to nested tensors, either.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             for layer in module.children():
                 hooks = layer._forward_pre_hooks.values()
-                if isinstance(layer, (BitLinear, CastsProducts)) and _be_called not in hooks:
-                    layer.register_forward_pre_hook(_be_called)
+                if isinstance(layer, (BitLinear, CastsProducts)) and _require_call not in hooks:
+                    layer.register_forward_pre_hook(_require_call)
         elif isinstance(module, nn.TransformerEncoder):
             has_casts = any(isinstance(part, BitLinear) for part in module.modules())
             module.use_nested_tensor = module.use_nested_tensor and not has_casts
 
 
-def _be_called(layer: nn.Module, inputs: object) -> None:
-    """Change nothing: a layer with this hook is called, wherever torch could do without."""
+def _require_call(layer: nn.Module, inputs: object) -> None:
+    """Do nothing: torch calls a layer with a hook, even if it has a fast path around the layer."""
 
 
-def _with_a_weight_of_their_own(model: nn.Module) -> set[str]:
-    """Name the modules whose weight no other module uses: only those can be split."""
-    # Not ``model.parameters()``, which yields a parameter that several modules share once.
-    named = [(name, vars(module)["_parameters"].get("weight")) for name, module in model.named_modules()]
+def _names_with_unshared_weight(model: nn.Module) -> set[str]:
+    """Return the names of the modules whose weight no other module uses; only those can be split."""
+    # ``model.parameters()`` would yield a shared parameter only once.
+    weights = [(name, vars(module)["_parameters"].get("weight")) for name, module in model.named_modules()]
     uses = Counter(id(parameter) for module in model.modules() for parameter in vars(module)["_parameters"].values())
-    return {name for name, weight in named if weight is not None and uses[id(weight)] == 1}
+    return {name for name, weight in weights if weight is not None and uses[id(weight)] == 1}
 
 
-def _chosen(layers: Mapping[str, Matrix], include: Patterns, exclude: Patterns) -> list[str]:
-    """Return the names of the matrices to cast; raises :class:`UsageError` where the patterns do not suit."""
+def _chosen_names(layers: Mapping[str, Matrix], include: Patterns, exclude: Patterns) -> list[str]:
+    """Return the names of the matrices to cast; raises :class:`UsageError` if the patterns do not fit the model."""
     if not layers:
         raise UsageError(
             "The model has no linear layer (nn.Linear itself, no subclass), nn.MultiheadAttention, Conv1D or experts, "
@@ -131,8 +132,8 @@ def _chosen(layers: Mapping[str, Matrix], include: Patterns, exclude: Patterns) 
     names = listed([repr(name) for name in layers])
     for pattern in (*include, *exclude):
         if not _matching(layers, [pattern]):
-            near = nearest(pattern, layers)
-            raise UsageError(f"No linear layer's name matches {pattern!r}.{near} Linear layers: {names}.")
+            suggestion = nearest(pattern, layers)
+            raise UsageError(f"No linear layer's name matches {pattern!r}.{suggestion} Linear layers: {names}.")
     chosen = [name for name in _matching(layers, include) if name not in _matching(layers, exclude)]
     require(bool(chosen), f"No linear layer is left: the patterns to exclude match all of {names}.")
     for name in chosen:

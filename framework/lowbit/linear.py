@@ -1,4 +1,4 @@
-"""A linear layer whose matrix products see its matrices as narrow floating-point formats would hold them."""
+"""Linear layer that simulates matrix products in narrow number formats."""
 
 import sys
 from collections import OrderedDict
@@ -15,26 +15,26 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import LoopscopeError
 from ..state import is_sharded
 from .casts import Cast, Counts, QuantizationListener, as_float32, largest_magnitudes
-from .linear_function import Calls, LayerCall, Lost, QuantizedLinear
+from .linear_function import Calls, CountsByCast, LayerCall, QuantizedLinear
 from .metis import LowRankFactors, SplitLinear, low_rank_cast
 from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
 
 
 @runtime_checkable
 class Quantized(Protocol):
-    """A module that quantises, outside of compiled graphs, and says what was lost to those who listen."""
+    """A module that quantises outside of compiled graphs, and reports the losses to its listeners."""
 
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
-        """Have a listener told of every quantisation while it is heard."""
+        """Register a listener, which receives the counts of every quantisation while it is active."""
 
 
 @dataclass(frozen=True)
 class QuantizationTap:
-    """Counts of what the quantisers of one module lose, in the run's own passes and no others.
+    """Counts of the quantisation losses of one module, in the passes of the training step only.
 
     Args:
-        target: the name of the module in the model; a :class:`Quantized` one.
-        counts: filled by role; the hook reads it and clears it.
+        target: the name of a :class:`Quantized` module in the model.
+        counts: the counts by role; the tap fills it, and the hook reads and clears it.
     """
 
     target: str
@@ -42,24 +42,26 @@ class QuantizationTap:
 
 
 def quantized_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that quantise, in the order of the model, each once."""
+    """Return the names of the modules that quantise, each once, in the order of the model."""
     return [name for name, module in model.named_modules() if isinstance(module, Quantized)]
 
 
 class BitLinear(SplitLinear):
-    """A linear layer that casts input, weight and output gradient by a recipe, in simulation: y = Q(x) Q(W)ᵀ + b.
+    """A linear layer that simulates casts of input, weight and output gradient: y = Q(x) Q(W)ᵀ + b.
 
-    Parameters, their names and the ``state_dict`` are those of ``nn.Linear``; with a recipe without casts so is every
-    bit. Rules with a history keep it in buffers ``<role>_history`` that are not part of the ``state_dict``; it goes on
-    with the forward and backward passes in train mode only. Under autocast the matrices are converted first, then
-    cast. Activation checkpointing (``use_reentrant=False``) repeats the casts of the call that it repeats. Of several
-    processes each casts what it sees, by scales and histories of its own.
+    Parameters, their names and the ``state_dict`` equal those of ``nn.Linear``; with a recipe without casts, the
+    results are bit-identical, too. Scaling rules with a history store it in buffers ``<role>_history``, which are not
+    part of the ``state_dict``; only forward and backward passes in train mode update it. Under autocast the matrices
+    are first converted to the autocast dtype, then cast. Recomputation by activation checkpointing
+    (``use_reentrant=False``) repeats the casts of the original call. With several processes each one casts its local
+    matrices, with separate scales and histories.
 
-    Its first arguments are those of ``nn.Linear``; a bias is never cast.
+    The first arguments are those of ``nn.Linear``; a bias is never cast.
 
     Args:
         recipe: the casts.
-        generator: of the seeds for stochastic rounding, on the CPU wherever the layer is; shared by a model's layers.
+        generator: the generator of the seeds for stochastic rounding, on the CPU even if the layer is not; all layers
+            of a model share it.
     """
 
     recipe: Recipe
@@ -79,182 +81,190 @@ class BitLinear(SplitLinear):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        equip(self, recipe, generator or torch.Generator().manual_seed(0))
+        make_bit_linear(self, recipe, generator or torch.Generator().manual_seed(0))
 
     def extra_repr(self) -> str:
         """Return the shape and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> "BitLinear":
-        """Move or convert the layer; histories go along, in float32, and begin anew where they had no memory.
+        """Move or convert the layer; histories move with it, stay float32, and restart at zero after a meta device.
 
-        ``to_empty`` would leave in them what lies in the memory that they get.
+        Histories of a meta device have no values, and ``to_empty`` would fill them with uninitialised memory.
         """
-        histories = {name: self.get_buffer(name) for name in _histories(self.recipe)}
+        histories = {name: self.get_buffer(name) for name in _history_lengths(self.recipe)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, history in histories.items():
-            device, fresh = self.get_buffer(name).device, history.is_meta  # of which nothing can be moved
-            self._buffers[name] = torch.zeros_like(history, device=device) if fresh else history.to(device)
+            device, is_empty = self.get_buffer(name).device, history.is_meta
+            self._buffers[name] = torch.zeros_like(history, device=device) if is_empty else history.to(device)
         return self
 
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
-        """Tell a listener of every cast from now on, until the handle is removed."""
+        """Report every cast to a listener until the handle is removed."""
         handle = RemovableHandle(self._quantization_hooks)
         self._quantization_hooks[handle.id] = listener
         return handle
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features); a compiled model runs it between its graphs."""
+        """Map (..., in_features) to (..., out_features); a compiled model runs this between its graphs."""
         if not self.recipe.casts and self.factors is None:
             return functional.linear(x, self.weight, self.bias)
-        run = _between_graphs if "torch._dynamo" in sys.modules else _mapped
-        found: Tensor = run(self, x)
-        return found
+        run = _forward_between_graphs if "torch._dynamo" in sys.modules else _forward
+        output: Tensor = run(self, x)
+        return output
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "weight") -> Tensor:
-        """Return x Wᵀ + b by the layer's recipe, for any weight; ``part`` names the products of one forward."""
+        """Return x Wᵀ + b with the layer's casts, for any weight; ``part`` names the products of one forward pass."""
         if not self.recipe.casts:
             return functional.linear(x, weight, bias)
         kind = x.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
-            bias = None if bias is None else _narrowed(bias, dtype)
-        call = self.calls.begin(part, self.recipe, self.generator)
-        found: Tensor = QuantizedLinear.apply(x, weight, bias, self.quantize, call)  # type: ignore[no-untyped-call]
-        return found
+            x, weight = _to_autocast_dtype(x, dtype), _to_autocast_dtype(weight, dtype)
+            bias = None if bias is None else _to_autocast_dtype(bias, dtype)
+        call = self.calls.start_call(part, self.recipe, self.generator)
+        output: Tensor = QuantizedLinear.apply(x, weight, bias, self.quantize, call)  # type: ignore[no-untyped-call]
+        return output
 
     def quantize(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
-        """Return a matrix after the cast of its role, and let the listeners know."""
+        """Return a matrix after the cast of its role, and report the losses to the listeners."""
         cast = self.recipe.casts.get(role)
         if cast is None:
             return values
         metis = self.recipe.metis
-        again = call.repeated and role in FORWARD_ROLES  # counted when the call was made, so nobody hears of it now
-        unheard = self._suit_vmap() or again
-        heard = [] if unheard else [each for each in self._quantization_hooks.values() if each.is_heard()]
+        is_recomputed = call.repeated and role in FORWARD_ROLES  # its losses were counted in the original call
+        is_uncounted = self._in_vmap() or is_recomputed
+        listeners = [] if is_uncounted else [hook for hook in self._quantization_hooks.values() if hook.is_active()]
         if metis is not None and metis.backward and role == "output_grad":
             source = call.generator(role, values.device)
-            part_cast = lambda part: _cast(role, cast, part, heard, None, generator=source)
+            part_cast = lambda part: _cast(role, cast, part, listeners, None, generator=source)
             return low_rank_cast(values, part_cast, metis, source)
         generator = call.generator(role, values.device) if cast.rounding == "stochastic" else None
-        earlier = self._earlier(role, values, call) if cast.scaling_rule.history else None
-        counted = call.counted if generator is None and earlier is None else None
-        return _cast(role, cast, values, heard, counted, generator=generator, earlier=earlier)
+        earlier = self._earlier_maximum(role, values, call) if cast.scaling_rule.history else None
+        forward_counts = call.forward_counts if generator is None and earlier is None else None
+        return _cast(role, cast, values, listeners, forward_counts, generator=generator, earlier=earlier)
 
-    def _suit_vmap(self) -> bool:
-        """Return whether ``torch.vmap`` is at work; raises :class:`LoopscopeError` for casts that it cannot vectorise.
+    def _in_vmap(self) -> bool:
+        """Return whether ``torch.vmap`` is active; raises :class:`LoopscopeError` for casts that it cannot vectorise.
 
-        Of a vectorised cast nobody hears: its counts would be those of many casts in one.
+        Vectorised casts are not counted, since their counts would mix those of many casts.
         """
-        stack = torch._C._functorch.get_interpreter_stack() or ()  # torch has no public way to ask
-        found = any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
-        if found and (self.recipe.draws or (self.training and _histories(self.recipe))):
+        stack = torch._C._functorch.get_interpreter_stack() or ()  # torch has no public API for the active transforms
+        is_vectorised = any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+        if is_vectorised and (self.recipe.draws or (self.training and _history_lengths(self.recipe))):
             raise LoopscopeError(
                 f"torch.vmap cannot vectorise the random numbers or histories of recipe {self.recipe.name!r}; choose "
                 'nearest rounding and a rule without a history, such as recipe.with_every(rounding="nearest").'
             )
-        return found
+        return is_vectorised
 
-    def _earlier(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
+    def _earlier_maximum(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
         """Return the largest magnitude of earlier tensors, zero-dimensional.
 
-        In training the present one is noted, once a call, whether it is repeated or differentiated twice.
+        In training, add the current maximum to the history: once per call, even if the call is recomputed or
+        differentiated twice.
         """
         if role in call.earlier:
             return call.earlier[role]
         history = self.get_buffer(f"{role}_history")
-        earlier = call.earlier[role] = self.recipe.casts[role].past(history).max()
+        earlier = call.earlier[role] = self.recipe.casts[role].relevant_history(history).max()
         if self.training:
-            with torch._C._DisableFuncTorch():  # else torch.func.grad would refuse to change what it was not given
+            # torch.func.grad rejects in-place changes of tensors that it did not receive as arguments.
+            with torch._C._DisableFuncTorch():
                 largest = as_float32(largest_magnitudes(_unwrapped(values), None)).to(history)
                 history.copy_(torch.cat([history[1:], largest.reshape(1)]))
         return earlier
 
 
 def _unwrapped(values: Tensor) -> Tensor:
-    """Return a tensor without what ``torch.func.grad`` and ``jvp`` wrap it in."""
+    """Remove the wrappers of ``torch.func.grad`` and ``jvp`` from a tensor."""
     while torch._C._functorch.is_functorch_wrapped_tensor(values):
         values = torch._C._functorch.get_unwrapped(values)
     return values
 
 
 def _cast(
-    role: Role, cast: Cast, values: Tensor, heard: list[QuantizationListener], counted: Lost | None, **options: Any
+    role: Role,
+    cast: Cast,
+    values: Tensor,
+    listeners: list[QuantizationListener],
+    forward_counts: CountsByCast | None,
+    **options: Any,
 ) -> Tensor:
-    """Cast, and count if somebody hears.
+    """Cast a matrix; if there are listeners, count the losses.
 
-    ``counted`` holds what the forward casts of the same call lost; a backward cast that is alike loses the same.
+    ``forward_counts`` are the counts of the forward casts in the same call. An equal backward cast has equal losses, so
+    it reuses them.
     """
-    if not heard:
+    if not listeners:
         return cast(values, **options)
-    counts = None if counted is None else counted.get((SAME_MATRIX.get(role, role), cast))
+    counts = None if forward_counts is None else forward_counts.get((SAME_MATRIX.get(role, role), cast))
     if counts is not None:
         rounded = cast(values, **options)
     else:
-        rounded, counts = cast.counted(values, **options)
-    if counted is not None and role in FORWARD_ROLES:
-        counted[role, cast] = counts
-    for listener in heard:
+        rounded, counts = cast.with_counts(values, **options)
+    if forward_counts is not None and role in FORWARD_ROLES:
+        forward_counts[role, cast] = counts
+    for listener in listeners:
         listener.record(role, counts)
     return rounded
 
 
-def _mapped(layer: BitLinear, x: Tensor) -> Tensor:
-    """Return what a layer makes of its input."""
+def _forward(layer: BitLinear, x: Tensor) -> Tensor:
+    """Return the output of a layer: y = U(s·(V·x)) + weight·x + bias for a split weight."""
     if is_sharded(layer.weight):
         raise LoopscopeError(
-            "A low-bit layer needs its whole weight, but finds a DTensor: tensor parallelism cannot be simulated; "
-            "use FSDP2 (fully_shard), which gathers weights before they are used."
+            "A low-bit layer needs its whole weight, but the weight is a DTensor: tensor parallelism cannot be "
+            "simulated; use FSDP2 (fully_shard), which gathers weights before they are used."
         )
     if layer.factors is None or not layer.is_split:
         return layer.product(x, layer.weight, layer.bias)
     u, s, v = layer.factors.decomposition
-    narrow = layer.product(x, v, None, "v") * s  # s in full precision
-    return layer.product(narrow, u, None, "u") + layer.product(x, layer.weight, layer.bias)
+    low_rank = layer.product(x, v, None, "v") * s  # s is not cast
+    return layer.product(low_rank, u, None, "u") + layer.product(x, layer.weight, layer.bias)
 
 
-def between_graphs(run: Any) -> Any:
-    """Return a function for models that may be compiled: it runs uncompiled, between their graphs.
+def run_between_graphs(run: Any) -> Any:
+    """Return a version of a function that compiled models run uncompiled, between their graphs.
 
-    ``torch.compiler.disable`` does that too, but imports the compiler at once, which takes seconds.
+    Equivalent to ``torch.compiler.disable``, which imports the compiler immediately and so takes seconds.
     """
-    found: Any = torch._disable_dynamo(run)  # type: ignore[attr-defined]
-    found._torchdynamo_disable = True
-    found._torchdynamo_disable_msg = (
-        "a low-bit layer runs between graphs, so that casts have the bits of uncompiled ones; leave out "
-        "fullgraph=True, or export with strict=False"
+    wrapper: Any = torch._disable_dynamo(run)  # type: ignore[attr-defined]
+    wrapper._torchdynamo_disable = True
+    wrapper._torchdynamo_disable_msg = (
+        "a low-bit layer runs between graphs, so that casts have the bits of uncompiled ones; omit fullgraph=True, or "
+        "export with strict=False"
     )
-    return found
+    return wrapper
 
 
-_between_graphs = between_graphs(_mapped)
+_forward_between_graphs = run_between_graphs(_forward)
 set_code_exec_strategy(BitLinear.forward.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-"""No graph begins in ``forward``: the compiler would look at the gradient of what enters it, and warn of its own look.
-``torch._dynamo`` has decorators for this, but importing it takes seconds."""
+"""Prevent graphs from starting in ``forward``: the compiler would inspect the gradient of the input there, and warn
+about that inspection. ``torch._dynamo`` has decorators for this, but importing it takes seconds."""
 
 
-def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> None:
-    """Make a linear layer a :class:`BitLinear`, in place: the same object with the same parameters.
+def make_bit_linear(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> None:
+    """Convert a linear layer to a :class:`BitLinear`, in place: the same object with the same parameters.
 
-    ``may_split`` gives it frozen factors, if the recipe splits weights.
+    With ``may_split``, it receives frozen factors if the recipe splits weights.
     """
-    layer.__class__ = BitLinear  # optimizers, ties and hooks go on holding the same object
+    layer.__class__ = BitLinear  # optimizers, ties and hooks keep their references to the object
     assert isinstance(layer, BitLinear)
     layer.recipe, layer.generator = recipe, generator
     layer.calls = Calls()
     metis = recipe.metis
     rank = metis.rank_of(layer.weight.shape) if metis is not None and metis.forward and may_split else 0
     layer.factors = LowRankFactors(layer.weight.detach(), rank) if rank else None
-    layer._quantization_hooks = OrderedDict()  # its handles hold it by a weak reference, which no plain dict allows
-    for name, length in _histories(recipe).items():
+    layer._quantization_hooks = OrderedDict()  # a RemovableHandle needs a weak reference, which dict does not support
+    for name, length in _history_lengths(recipe).items():
         zeros = torch.zeros(length, device=layer.weight.device, dtype=torch.float32)
         layer.register_buffer(name, zeros, persistent=False)
 
 
-def strip(layer: BitLinear) -> None:
-    """Make it an ``nn.Linear`` again, in place."""
-    for name in _histories(layer.recipe):
+def make_plain_linear(layer: BitLinear) -> None:
+    """Convert the layer back to an ``nn.Linear``, in place."""
+    for name in _history_lengths(layer.recipe):
         delattr(layer, name)
     layer.weight.data.copy_(layer.merged_weight())
     for name in ("recipe", "generator", "calls", "_quantization_hooks", "factors"):
@@ -262,11 +272,11 @@ def strip(layer: BitLinear) -> None:
     layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def _histories(recipe: Recipe) -> Mapping[str, int]:
-    """Return the names of a recipe's history buffers with their lengths."""
-    return {f"{role}_history": cast.remembered() for role, cast in recipe.casts.items() if cast.remembered()}
+def _history_lengths(recipe: Recipe) -> Mapping[str, int]:
+    """Return the lengths of a recipe's history buffers, by name."""
+    return {f"{role}_history": cast.history_length() for role, cast in recipe.casts.items() if cast.history_length()}
 
 
-def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert as autocast does, which leaves float64 alone."""
+def _to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert like autocast, which does not change float64."""
     return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)

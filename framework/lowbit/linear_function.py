@@ -1,4 +1,4 @@
-"""The product of a linear layer with its matrices cast, its gradient straight through the casts, and its repetition."""
+"""Autograd function of a linear layer with cast matrices: product, straight-through gradient, recomputation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from torch.nn import functional
 from ..errors import LoopscopeError
 from ..state import Transient
 from .casts import Cast, Counts
-from .hadamard import transformed
+from .hadamard import hadamard_transform
 from .recipes import ROLES, Recipe, Role
 
-Lost = dict[tuple[Role, Cast], Counts]
+CountsByCast = dict[tuple[Role, Cast], Counts]
 _numbers = count(1)
 
 
@@ -25,49 +25,50 @@ class LayerCall:
     """One forward call of a layer.
 
     Args:
-        number: different for every call of this process; 0 if another call would cast alike.
-        seed: of the random numbers of its casts.
-        with_gradient: autograd recorded it.
-        earlier: by role, the largest magnitude that a rule with a history was given.
-        counted: what its forward casts lost, by role and cast, if that was counted.
-        repeated: it is the recomputation of that call by activation checkpointing.
-        along_sum: operands of backward products are cast with the dimension that the product sums over as the last.
-        hadamard: size of the transform of both operands of dW before their casts; 0: none.
-        recorded: an entry for each of its backward passes that can itself be differentiated.
+        number: a unique number in this process; 0 if every call casts identically.
+        seed: the seed of the random numbers of its casts.
+        with_gradient: whether autograd recorded the call.
+        earlier: the largest earlier magnitude for rules with a history, by role.
+        forward_counts: the losses of its forward casts, by role and cast, if they were counted.
+        repeated: whether this is the recomputation of the call by activation checkpointing.
+        along_sum: whether operands of backward products are cast with the summed dimension last.
+        hadamard: the size of the Hadamard transform of both operands of dW before their casts; 0: none.
+        recorded: one entry for each backward pass of the call that can be differentiated.
     """
 
     number: int = 0
     seed: int = 0
     with_gradient: bool = False
     earlier: dict[str, Tensor] = field(default_factory=dict)
-    counted: Lost = field(default_factory=dict)
+    forward_counts: CountsByCast = field(default_factory=dict)
     repeated: bool = False
     along_sum: bool = False
     hadamard: int = 0
     recorded: list[bool] = field(default_factory=list)
 
-    def turned(self) -> "LayerCall":
-        """Return the call for casts of a transposed matrix: they draw and lose other than those of the matrix."""
-        return replace(self, seed=self.seed + len(ROLES), counted={})
+    def transposed(self) -> "LayerCall":
+        """Return the call for casts of transposed matrices, which have different random draws and losses."""
+        return replace(self, seed=self.seed + len(ROLES), forward_counts={})
 
     def generator(self, role: Role, device: torch.device) -> torch.Generator:
-        """Return a fresh generator for the cast of one matrix."""
-        kind = "cpu" if device.type == "meta" else device  # where there is nothing to draw
+        """Return a new generator for the cast of one matrix."""
+        kind = "cpu" if device.type == "meta" else device  # torch has no generators for the meta device
         return torch.Generator(kind).manual_seed(self.seed + ROLES.index(role))
 
 
 class Calls(Transient):
-    """Holds the newest call of each part of a layer until its backward pass; between steps nobody needs it."""
+    """The newest call of each part of a layer, needed until its backward pass; not part of checkpoints."""
 
     def __init__(self) -> None:
         self.newest: dict[str, LayerCall] = {}
 
-    def begin(self, part: str, recipe: Recipe, generator: torch.Generator) -> LayerCall:
-        """Return the call that begins: a new one, or under recomputation the newest one again.
+    def start_call(self, part: str, recipe: Recipe, generator: torch.Generator) -> LayerCall:
+        """Return a new call, or the newest one if activation checkpointing recomputes it.
 
-        A forward within a backward pass is a recomputation. Raises :class:`LoopscopeError` where it cannot be repeated.
+        A forward pass within a backward pass is a recomputation. Raises :class:`LoopscopeError` if it cannot be
+        repeated.
         """
-        # torch has no public way to ask; checkpointing recomputes a forward while the engine works on a graph task
+        # torch has no public API for this. During a recomputation the autograd engine is executing a graph task.
         within_backward = torch._C._current_graph_task_id() != -1
         if not recipe.draws and not recipe.varies:
             return LayerCall(repeated=within_backward, along_sum=recipe.along_sum, hadamard=recipe.hadamard)
@@ -87,12 +88,13 @@ class Calls(Transient):
 
 
 def _seed(generator: torch.Generator) -> int:
-    """Draw a seed, under transforms of ``torch.func`` too; raises :class:`LoopscopeError` within ``torch.export``."""
+    """Draw a seed, also under transforms of ``torch.func``; raises :class:`LoopscopeError` in ``torch.export``."""
     if torch.compiler.is_exporting():
         raise LoopscopeError(
             "torch.export cannot record stochastic rounding of a low-bit layer's forward pass; export the model with "
             "nearest rounding, or after dequantize_model."
         )
+    # By default torch.vmap rejects random functions.
     with torch._C._DisableFuncTorch():
         return int(torch.randint(2**62, (), generator=generator))
 
@@ -104,14 +106,13 @@ Quantize = Callable[[Role, Tensor, LayerCall], Tensor]
 class QuantizedLinear(torch.autograd.Function):
     """y = Q(x) Q(W)ᵀ + b; dx = Q(g) Q(W) and dW = Q(g)ᵀ Q(x), each matrix with the cast of its role.
 
-    Straight through: the derivative of every cast is taken to be one. db is the sum of g as it arrives, since no matrix
-    product, and so no narrow format, is part of it. Kept for backward are x and W themselves, which live anyway, and of
-    them only what the wanted gradients need.
+    Gradients are straight-through: the derivative of every cast is 1. db is the sum of the uncast g, since it involves
+    no matrix product. The function saves x and W, which exist anyway, and only if a requested gradient needs them.
 
-    The gradient can itself be differentiated, straight through once more; the pass that does so casts no output
-    gradients, so that Hessian-vector products are linear in the vector and the Hessian is symmetric.
+    The gradient can be differentiated, again straight-through. That second pass does not cast output gradients, so
+    Hessian-vector products are linear in the vector and the Hessian is symmetric.
 
-    The tangent of forward mode is Q(x) dWᵀ + dx Q(W)ᵀ + db: straight through the casts of the forward product.
+    The forward-mode tangent is Q(x) dWᵀ + dx Q(W)ᵀ + db: straight-through with the casts of the forward product.
     """
 
     generate_vmap_rule = True
@@ -123,19 +124,20 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what the backward pass and forward mode need."""
+        """Save the tensors for the backward pass and for forward mode."""
         x, weight, _, ctx.quantize, call = inputs
         ctx.call = call
         ctx.is_differentiated = ctx.comes_after = False
         x_is_wanted, weight_is_wanted = ctx.needs_input_grad[:2]
-        # The number goes along as a tensor, since checkpointing then brings that of the recomputation to ``backward``.
-        mark = torch.tensor(call.number) if call.number else None
-        ctx.save_for_backward(x if weight_is_wanted else None, weight if x_is_wanted else None, mark)
+        # Saved as a tensor, the number is recomputed by checkpointing, so ``backward`` receives that of the repetition.
+        number = torch.tensor(call.number) if call.number else None
+        ctx.save_for_backward(x if weight_is_wanted else None, weight if x_is_wanted else None, number)
         ctx.save_for_forward(x, weight)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # type: ignore[override]
-        """Return the tangent of y for those of x, W and b; ``None`` is none."""
+        """Return the tangent of y for those of x, W and b; ``None`` stands for zero."""
+        # dy = Q(x) dWᵀ + dx Q(W)ᵀ + db
         (x, weight), (dx, dw, db) = ctx.saved_tensors, tangents[:3]
         call = replace(ctx.call, repeated=True)
         parts = [] if db is None else [db]
@@ -148,12 +150,12 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x, W and b, as far as they are wanted."""
-        x, weight, mark = ctx.saved_tensors
-        if mark is not None and int(mark) != ctx.call.number:
+        """Return the gradients of x, W and b that autograd needs; ``None`` for the others."""
+        x, weight, number = ctx.saved_tensors
+        if number is not None and int(number) != ctx.call.number:
             raise LoopscopeError(
-                "Activation checkpointing repeats the newest call of a low-bit layer only, but here an earlier one was "
-                "needed, whose stochastic rounding or delayed scaling was another; run backward before the layer is "
+                "Activation checkpointing can repeat only the newest call of a low-bit layer, but it recomputed an "
+                "earlier one, with different stochastic rounding or delayed scaling; run backward before the layer is "
                 "called again, or use nearest rounding and a rule without a history in the forward pass."
             )
         x_is_wanted, weight_is_wanted, bias_is_wanted = ctx.needs_input_grad[:3]
@@ -163,6 +165,7 @@ class QuantizedLinear(torch.autograd.Function):
         if ctx.call.along_sum:
             dx, dw = _products_along_sum(ctx, rows, x, weight, second_pass)
         elif x_is_wanted or weight_is_wanted:
+            # dx = Q(g) Q(W) and dW = Q(g)ᵀ Q(x), g of shape (tokens, out)
             rounded = rows if second_pass else _through(ctx, "output_grad", rows)
             dx = rounded.mm(_through(ctx, "backward_weight", weight)) if x_is_wanted else None
             inputs = _through(ctx, "backward_input", x) if weight_is_wanted else None
@@ -175,7 +178,7 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Another tensor in the place of one, with the derivative of the identity."""
+    """Replace a tensor by its rounded value, with the derivative of the identity."""
 
     generate_vmap_rule = True
 
@@ -200,10 +203,10 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _differentiates_a_gradient(ctx: Any) -> bool:
-    """Tell whether this backward pass is that of another one, which was recorded; and note whether it is itself.
+    """Return whether this backward pass differentiates an earlier, recorded one; mark whether this one is recorded.
 
-    Under plain autograd the two share a context; under torch.func each level has one, while one level may run backward
-    several times for its own sake (``jacrev`` in chunks). The call is the same in all.
+    Under plain autograd both passes share a context. Under torch.func each level has a separate context, and one level
+    may run several independent backward passes (``jacrev`` in chunks). All of them share the call.
     """
     if ctx.is_differentiated:
         return ctx.comes_after or type(ctx) is QuantizedLinear._backward_cls
@@ -217,22 +220,27 @@ def _differentiates_a_gradient(ctx: Any) -> bool:
 def _products_along_sum(
     ctx: Any, gradient: Tensor, x: Tensor | None, weight: Tensor | None, second_pass: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx and dW for g (tokens, out), with blocks along the sum; ``None`` without W or x."""
+    """Return dx and dW for g (tokens, out), with blocks along the summed dimension; ``None`` without W or x."""
+    # dx = Q(g) Q(Wᵀ)ᵀ and dW = Q((gᵀ)·R) Q((xᵀ)·R)ᵀ, R the random Hadamard transform along the tokens
     dx = dw = None
     if weight is not None:
         rounded = gradient if second_pass else _through(ctx, "output_grad", gradient)
-        dx = rounded.mm(_through(ctx, "backward_weight", weight.t(), ctx.call.turned()).t())
+        dx = rounded.mm(_through(ctx, "backward_weight", weight.t(), ctx.call.transposed()).t())
     if x is not None:
-        left, right = (transformed(each.reshape(-1, each.shape[-1]).t(), ctx.call.hadamard) for each in (gradient, x))
-        left = left if second_pass else _through(ctx, "output_grad", left, ctx.call.turned())
-        dw = left.mm(_through(ctx, "backward_input", right, ctx.call.turned()).t())
+        left, right = (
+            hadamard_transform(operand.reshape(-1, operand.shape[-1]).t(), ctx.call.hadamard)
+            for operand in (gradient, x)
+        )
+        left = left if second_pass else _through(ctx, "output_grad", left, ctx.call.transposed())
+        dw = left.mm(_through(ctx, "backward_input", right, ctx.call.transposed()).t())
     return dx, dw
 
 
 def _through(ctx: Any, role: Role, values: Tensor, call: LayerCall | None = None) -> Tensor:
-    """Cast a matrix in the backward pass, differentiably where that is itself differentiated.
+    """Cast a matrix in the backward pass, differentiably if autograd records that pass.
 
-    What is not finite in a float16 gradient passes: saturated, it would hide from the scaler that the step is lost.
+    Non-finite values of a float16 gradient are not cast: saturating them would hide the gradient overflow from the loss
+    scaler.
     """
     with torch.no_grad():
         rounded: Tensor = ctx.quantize(role, values.detach(), call or ctx.call)

@@ -1,4 +1,4 @@
-"""The matrices of a model: which can be cast, by what name, and what share of the work they are."""
+"""Matrices of a model that can be cast: their names, and their share of the computation."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from torch import nn
 from ..errors import listed
 from .linear import BitLinear
 from .metis import LowRankFactors
-from .products import SUFFIX, ProductCasts, matrix_of, plain_class
+from .products import SUFFIX, ProductCasts, matrix_of, original_class
 
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj")
-"""The projections of ``nn.MultiheadAttention``, which multiplies by them itself."""
-SMALL = 0.5  # a share of the multiplications below which a user is told
+"""The projections of ``nn.MultiheadAttention``, which computes their products without calling layers."""
+SMALL_SHARE = 0.5  # a notice reports a smaller share of the multiplications
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix, or several of one parameter, that can be cast.
+    """A matrix, or several in one parameter, that can be cast.
 
     Args:
-        owner: the linear layer, or the module that multiplies.
-        key: of a module that multiplies: what :func:`.matrix_of` finds it by; empty for a linear layer.
+        owner: the linear layer, or another module that multiplies by the matrix.
+        key: the argument for :func:`.matrix_of` if the owner is another module; empty for a linear layer.
     """
 
     owner: nn.Module
@@ -28,66 +28,71 @@ class Matrix:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The parameter."""
+        """The parameter with the matrix."""
         return matrix_of(self.owner, self.key or "weight")
 
     @property
     def layer(self) -> BitLinear | None:
-        """What casts it, if that is done."""
-        found = self.owner._modules.get(self.key + SUFFIX) if self.key else self.owner
-        return found if isinstance(found, BitLinear) else None
+        """The layer that casts it, if it is cast."""
+        layer = self.owner._modules.get(self.key + SUFFIX) if self.key else self.owner
+        return layer if isinstance(layer, BitLinear) else None
 
 
-def known_matrices(model: nn.Module) -> dict[str, Matrix]:
-    """Return what can be cast, by the name of its layer, or if a module has several matrices by the parameter's.
+def castable_matrices(model: nn.Module) -> dict[str, Matrix]:
+    """Return the matrices that can be cast, by layer name; by parameter name if a module has several.
 
-    That is the weight of a linear layer (``nn.Linear`` itself; users of other subclasses might not call them) and of
-    the ``Conv1D`` of Hugging Face, the projections of ``nn.MultiheadAttention``, and the three-dimensional parameters
-    of modules that torch does not have: experts, a matrix for each. A weight that is computed from other parameters, by
-    pruning or weight normalisation say, is none.
+    These are the weights of linear layers (exactly ``nn.Linear``; code with other subclasses might not call them) and
+    of Hugging Face's ``Conv1D``, the projections of ``nn.MultiheadAttention``, and three-dimensional parameters of
+    modules outside torch, which contain a matrix per expert. Weights that are computed from other parameters, such as
+    by pruning or weight normalisation, cannot be cast.
     """
-    found: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = {}
     for name, module in model.named_modules():
         if isinstance(module, ProductCasts):
             continue
-        if isinstance(module, BitLinear) or (type(module) is nn.Linear and has_own_weight(module)):
-            found[name] = Matrix(module)
+        if isinstance(module, BitLinear) or (type(module) is nn.Linear and has_weight_parameter(module)):
+            matrices[name] = Matrix(module)
         for key in _keys(module):
-            found[name if key == "weight" else f"{name}.{key}".strip(".")] = Matrix(module, key)
-    return found
+            matrices[name if key == "weight" else f"{name}.{key}".strip(".")] = Matrix(module, key)
+    return matrices
 
 
-def has_own_weight(module: nn.Module) -> bool:
-    """Return whether the weight of a layer is a parameter, and not computed from others, as by ``prune``."""
+def has_weight_parameter(module: nn.Module) -> bool:
+    """Return whether the weight of a layer is a parameter, not computed from others (for example by ``prune``)."""
     return module._parameters.get("weight") is not None
 
 
 def _keys(module: nn.Module) -> list[str]:
-    plain = plain_class(module)
-    own = {key: each for key, each in module._parameters.items() if each is not None and each.is_floating_point()}
+    plain = original_class(module)
+    parameters = {
+        key: leaf for key, leaf in module._parameters.items() if leaf is not None and leaf.is_floating_point()
+    }
     if plain is nn.MultiheadAttention:
-        children = {key: child for key, child in module._modules.items() if child is not None and has_own_weight(child)}
-        return [key for key in ATTENTION if key in own or key in children]
-    if plain.__name__ == "Conv1D" and "weight" in own and own["weight"].ndim == 2:  # its package need not be there
+        children = {
+            key: child for key, child in module._modules.items() if child is not None and has_weight_parameter(child)
+        }
+        return [key for key in ATTENTION if key in parameters or key in children]
+    # By name, since ``transformers`` may not be installed.
+    if plain.__name__ == "Conv1D" and "weight" in parameters and parameters["weight"].ndim == 2:
         return ["weight"]
     if plain.__module__.partition(".")[0] == "torch":
         return []
-    return [key for key, each in own.items() if each.ndim == 3 and min(each.shape) > 1]
+    return [key for key, leaf in parameters.items() if leaf.ndim == 3 and min(leaf.shape) > 1]
 
 
 class CastNames(list[str]):
-    """The names of the matrices that were cast, and what share of the model's they are.
+    """The names of the matrices that were cast, and their shares of the model.
 
-    A matrix parameter is one with two dimensions or more. The work counted is the multiplications of products by
-    matrices for a token that passes every matrix once, each expert's too: none for embeddings, which are looked up,
-    one product for each layer that shares a matrix. Left out are convolutions, which use a matrix as often as their
-    input is large, products of activations, as in attention, and what is computed without a module of its own.
+    A matrix parameter has two dimensions or more. The work is the number of multiplications by matrices for a token
+    that passes every matrix once, including each expert: none for embeddings, which are looked up, and one product for
+    each layer that shares a matrix. It excludes convolutions, which use a matrix more often for larger inputs, products
+    of activations, as in attention, and computations outside of modules.
 
     Attributes:
-        matrix_share: elements of matrix parameters that are cast, now or before, of all; 0 to 1.
-        flop_share: the part of the work that is cast, forward as well as backward; 0 to 1.
-        left: by name, the elements of the matrices by which the model multiplies in full precision.
-        tied: by name, the embedding with which a layer that is cast now shares its matrix.
+        matrix_share: the fraction of the elements of matrix parameters that are cast, by this call or before; 0 to 1.
+        flop_share: the fraction of the work that is cast, forward and backward; 0 to 1.
+        left: the sizes of the matrices that the model multiplies by in full precision, by name.
+        tied: the embeddings that share a matrix with a layer that is cast by this call, by the layer's name.
     """
 
     matrix_share: float
@@ -96,27 +101,27 @@ class CastNames(list[str]):
     tied: dict[str, str]
 
     def notes(self) -> list[str]:
-        """Return what a user may not expect, a sentence each."""
-        found = [
-            f"The layer {name!r} shares its matrix with the embedding {other!r} (tied): its product sees the narrow "
-            f"matrix, the embedding the full one; exclude={[name]} leaves both in full precision."
-            for name, other in self.tied.items()
+        """Return notices about tied embeddings and a small share of casts, one sentence each."""
+        notes = [
+            f"The layer {name!r} shares its matrix with the embedding {embedding!r} (tied): the layer's product uses "
+            f"the cast matrix, the embedding the full one; exclude={[name]} leaves both in full precision."
+            for name, embedding in self.tied.items()
         ]
-        if self.flop_share < SMALL:
-            worst = sorted(self.left, key=lambda name: -self.left[name])
-            found.append(
+        if self.flop_share < SMALL_SHARE:
+            by_size = sorted(self.left, key=lambda name: -self.left[name])
+            notes.append(
                 f"Only {self.flop_share:.1%} of the multiplications by matrices are cast ({self.matrix_share:.1%} of "
-                f"the matrix parameters); in full precision: {listed([repr(name) for name in worst], 4) or 'none'}."
+                f"the matrix parameters); in full precision: {listed([repr(name) for name in by_size], 4) or 'none'}."
             )
-        return found
+        return notes
 
 
 def cast_names(model: nn.Module, names: list[str]) -> CastNames:
-    """Return the names of matrices that have just been cast, with the shares."""
-    known = known_matrices(model)
-    cast = {name: each.weight for name, each in known.items() if each.layer is not None}
-    is_cast = {id(weight) for weight in cast.values()}
-    label = {id(each.weight): name for name, each in known.items()}
+    """Return the names of matrices that have just been cast, with their shares of the model."""
+    matrices = castable_matrices(model)
+    cast = {name: matrix.weight for name, matrix in matrices.items() if matrix.layer is not None}
+    cast_ids = {id(weight) for weight in cast.values()}
+    label = {id(matrix.weight): name for name, matrix in matrices.items()}
     elements: dict[int, int] = {}
     left: dict[str, int] = {}
     embeddings: dict[int, str] = {}
@@ -124,17 +129,17 @@ def cast_names(model: nn.Module, names: list[str]) -> CastNames:
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None or parameter.ndim < 2 or isinstance(module, LowRankFactors):
-                continue  # factors begin as zeros, and stand for what is counted as the weight
+                continue  # factors start as zeros, and replace parts of a weight that is counted already
             elements[id(parameter)] = parameter.numel()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 embeddings.setdefault(id(parameter), name)
             elif not isinstance(module, nn.modules.conv._ConvNd):
                 work += parameter.numel()
-                if id(parameter) not in is_cast:
+                if id(parameter) not in cast_ids:
                     left[label.get(id(parameter), f"{name}.{key}".strip("."))] = parameter.numel()
-    share = sum(elements[each] for each in is_cast) / max(1, sum(elements.values()))
-    done = sum(weight.numel() for weight in cast.values()) / max(1, work)
+    matrix_share = sum(elements[cast_id] for cast_id in cast_ids) / max(1, sum(elements.values()))
+    flop_share = sum(weight.numel() for weight in cast.values()) / max(1, work)
     tied = {name: embeddings[id(cast[name])] for name in names if id(cast[name]) in embeddings}
-    found = CastNames(names)
-    found.matrix_share, found.flop_share, found.left, found.tied = share, done, left, tied
-    return found
+    result = CastNames(names)
+    result.matrix_share, result.flop_share, result.left, result.tied = matrix_share, flop_share, left, tied
+    return result

@@ -1,4 +1,4 @@
-"""Metis (arXiv 2509.00404): gradients cast as a low-rank part and a residual, and weights split into such parts."""
+"""Metis (arXiv 2509.00404): casts of gradients as low-rank part plus residual, and weights split in the same way."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,29 +13,28 @@ from .casts import computable, refuse_fractions, refuse_other_types
 
 Gains = Literal["none", "long_tail"]
 GAINS: tuple[Gains, ...] = get_args(Gains)
-LEADING = 5  # components that ``long_tail`` leaves as they are
+LEADING = 5  # number of components that ``long_tail`` does not change
 MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
 """Gains of ``long_tail`` on the rest of the low-rank part and on the residual."""
 EXPONENTS = (-126, 100)
-"""Of powers of two by which an orthonormal float32 matrix can be divided without leaving the normal numbers."""
+"""Exponents of the powers of two that divide an orthonormal float32 matrix without leaving the normal numbers."""
 
 
 @dataclass(frozen=True)
 class MetisOptions:
-    """How matrices are decomposed before they are cast, and when weights are split.
+    """Decomposition of matrices before their casts, and the schedule for splitting weights.
 
     Args:
-        rank: components of the low-rank part: a number of them, or as a fraction in (0, 1) a share of the matrix's
-            smaller side.
+        rank: the number of components of the low-rank part, or a fraction in (0, 1) of the matrix's smaller side.
         gains: factors on the components: ``none``, or ``long_tail`` (1 for the leading five, 1.5 for the rest of the
-            low-rank part, 2 for the residual). They act on decomposed gradients; a split weight keeps its function.
-        niter: power iterations of the randomised SVD, each of which makes it more exact at the cost of two products.
-        compensated: take a gradient's residual from the quantised low-rank part, not from the exact one as published:
-            it then makes up for what rounding the factors lost.
+            low-rank part, 2 for the residual). They apply to decomposed gradients; a split weight keeps its function.
+        niter: power iterations of the randomised SVD; each makes it more accurate and costs two products.
+        compensated: subtract the quantised low-rank part from a gradient to obtain its residual, so that the residual
+            compensates for the rounding of the factors; the published method subtracts the exact part.
         forward: split weights into trained factors and a residual.
-        backward: decompose the gradient of a layer's output before it is cast.
-        forward_warmup_steps: steps before weights are split; at 0 they are from the first step on.
-        merge_steps: steps after which the factors are merged and split anew; 0: never.
+        backward: decompose the gradient of a layer's output before its cast.
+        forward_warmup_steps: steps before weights are split; 0: they are split from the first step.
+        merge_steps: steps after which the factors are merged and split again; 0: never.
     """
 
     rank: int | float = 60
@@ -51,8 +50,8 @@ class MetisOptions:
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
         if not (self.rank >= 1 if whole else isinstance(self.rank, float) and 0 < self.rank < 1):
             raise UsageError(
-                f"The rank of Metis is {self.rank!r}; it must be a whole number of at least 1, or as a share of the "
-                "matrix's smaller side a fraction between 0 and 1."
+                f"The rank of Metis is {self.rank!r}; it must be a whole number of at least 1, or a fraction between "
+                "0 and 1 of the matrix's smaller side."
             )
         if self.gains not in GAINS:
             raise unknown("gains", self.gains, GAINS)
@@ -64,7 +63,7 @@ class MetisOptions:
             require(vars(self)[name] >= 0, f"{name} of Metis is {vars(self)[name]}; it must be at least 0.")
 
     def rank_of(self, shape: Sequence[int]) -> int:
-        """Return how many components a matrix of this shape is given: at least 1, at most all."""
+        """Return the number of components for a matrix of this shape: from 1 to its smaller side."""
         smaller = min(shape)
         wanted = round(self.rank * smaller) if self.rank < 1 else int(self.rank)
         return min(max(1, wanted), smaller)
@@ -85,15 +84,15 @@ class Decomposition(NamedTuple):
 def randomised_svd(matrix: Tensor, rank: int, niter: int, generator: torch.Generator) -> Decomposition:
     """Return the leading part of a singular value decomposition (Halko et al., arXiv 0909.4061, without oversampling).
 
-    An orthonormal basis of the range of M·Ω, Ω Gaussian, gives the columns; the small matrix in that basis is
-    decomposed exactly. At full rank the result is exact. The largest entry of each row of V is positive.
+    With an orthonormal basis B of the range of M·Ω, Ω Gaussian, the small matrix BᵀM is decomposed exactly. At full
+    rank the result is exact. The largest entry of each row of V is positive.
 
     Args:
-        matrix: of shape (rows, columns); bfloat16 and float16 are computed in float32. One that is not finite is taken
-            for zeros, so that no solver fails on it; the caller marks the result.
-        rank: components, at most the smaller side.
-        niter: power iterations.
-        generator: draws Ω, on its own device, so that the draws are the same on all.
+        matrix: (rows, columns); bfloat16 and float16 are computed in float32. A matrix with infinite or NaN values is
+            treated as zeros, so that the solver does not fail; the caller marks the result.
+        rank: the number of components, at most the smaller side.
+        niter: the number of power iterations.
+        generator: draws Ω on the generator's device, so that all devices use the same draws.
     """
     wide = computable(refuse_other_types(matrix))
     largest = _largest(wide)
@@ -103,16 +102,18 @@ def randomised_svd(matrix: Tensor, rank: int, niter: int, generator: torch.Gener
 def _leading_part(matrix: Tensor, largest: Tensor, rank: int, niter: int, generator: torch.Generator) -> Decomposition:
     """Decompose a finite matrix; ``largest`` is its largest magnitude.
 
-    Every product divides by a power of two of about that size, in its thin factor, so that none leaves the range.
+    Every product divides its thin factor by a power of two near that magnitude, so that no product overflows.
     """
     draws = torch.randn(matrix.shape[1], rank, generator=generator, device=generator.device, dtype=torch.float32)
-    # A power of two above the largest magnitude, or near it at the ends of the range, by which division is exact.
+    # Division by a power of two is exact. This one is above the largest magnitude, except at the ends of the range.
     exponent = torch.where(largest.isfinite(), largest, 1.0).frexp().exponent
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(*EXPONENTS))
+    # Range finder: B = orth(M·Ω), then orth(M·orth(MᵀB)) for each power iteration; B has shape (rows, rank).
     basis = torch.linalg.qr(matrix @ (draws.to(matrix) / scale))[0]
     for _ in range(niter):
         basis = torch.linalg.qr(matrix.mT @ (basis / scale))[0]
         basis = torch.linalg.qr(matrix @ (basis / scale))[0]
+    # MᵀB = Q·R and Rᵀ = L·diag(s)·P give M ≈ B·BᵀM = (B·L)·diag(s)·(P·Qᵀ).
     rows, triangle = torch.linalg.qr(matrix.mT @ (basis / scale))
     left, s, right = torch.linalg.svd(triangle.mT, full_matrices=False)
     u, v = basis @ left, right @ rows.mT
@@ -124,19 +125,19 @@ def _leading_part(matrix: Tensor, largest: Tensor, rank: int, niter: int, genera
 def low_rank_cast(
     matrix: Tensor, cast: Callable[[Tensor], Tensor], options: MetisOptions, generator: torch.Generator
 ) -> Tensor:
-    """Return the matrix after its parts were quantised: L + h·q(M − U·diag(s)·V), L = q(U)·diag(g·s)·q(V), in its type.
+    """Return L + h·q(M − U·diag(s)·V), L = q(U)·diag(g·s)·q(V), the matrix M with quantised parts, in its dtype.
 
-    The gains g and h act after the residual is taken, so that each is what it says. The published code scales s
-    before: there ``long_tail`` (its ``ysche``) comes out as 1, 0.5 and 2. ``compensated`` returns L + q(T − L), T =
-    U·diag(g·s)·V + h·(M − U·diag(s)·V). U is quantised transposed, so that a block of scales belongs to one component,
-    as there. Where the matrix holds an infinity or NaN, all of the result is NaN.
+    The gains g and h are applied after the residual is computed, so that they have their nominal values. The published
+    code scales s first, which turns ``long_tail`` (its ``ysche``) into 1, 0.5 and 2. ``compensated`` returns
+    L + q(T − L), T = U·diag(g·s)·V + h·(M − U·diag(s)·V). U is quantised transposed, as in the published code, so that
+    all values of a block belong to one component. If the matrix contains an infinity or NaN, the whole result is NaN.
 
     Args:
-        matrix: of shape (rows, columns), one side or both of which may be 0.
+        matrix: (rows, columns); both may be 0.
         cast: quantises and dequantises U transposed, V and the residual, called once for each in this order: a
-            :class:`.Cast`, or one that counts what it loses.
+            :class:`.Cast`, or a function that also counts the losses.
         options: rank, gains, power iterations and ``compensated``.
-        generator: the source of the randomised SVD.
+        generator: the generator for the randomised SVD.
     """
     refuse_other_types(matrix)
     if not matrix.numel():
@@ -154,14 +155,14 @@ def low_rank_cast(
     low_rank = Decomposition(u, amplified.s, v).product()
     residual = finite - parts.product()
     if options.compensated:
-        rest = cast(residual_gain * residual + amplified.product() - low_rank)
+        correction = cast(residual_gain * residual + amplified.product() - low_rank)  # q(T − L)
     else:
-        rest = residual_gain * cast(residual)
-    return torch.where(largest.isfinite(), low_rank + rest, math.nan).to(matrix.dtype)
+        correction = residual_gain * cast(residual)  # h·q(M − U·diag(s)·V)
+    return torch.where(largest.isfinite(), low_rank + correction, math.nan).to(matrix.dtype)
 
 
 def _largest(matrix: Tensor) -> Tensor:
-    """Return the largest magnitude, zero-dimensional; infinite or NaN if a value is."""
+    """Return the largest magnitude, zero-dimensional; infinite or NaN if the matrix contains such a value."""
     low, high = torch.aminmax(matrix)
     return torch.maximum(-low, high)
 
@@ -169,8 +170,8 @@ def _largest(matrix: Tensor) -> Tensor:
 class LowRankFactors(nn.Module):
     """U (rows × rank), s (rank) and V (rank × columns) of a split weight; frozen zeros until the layer is split.
 
-    They are parameters from the start, so that optimizers, checkpoints and guardians know them throughout. Plain state
-    dicts leave them out: there the layer is its merged weight.
+    They are parameters from the start, so that optimizers, checkpoints and isolation checks always include them. Plain
+    state dicts omit them, and contain the merged weight.
     """
 
     def __init__(self, weight: Tensor, rank: int) -> None:
@@ -182,12 +183,12 @@ class LowRankFactors(nn.Module):
 
     @property
     def decomposition(self) -> Decomposition:
-        """The factors, live."""
+        """The factors, without copying them."""
         return Decomposition(self.u, self.s, self.v)
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Return to frozen zeros."""
+        """Reset the factors to frozen zeros."""
         for parameter in self.parameters():
             parameter.zero_()
             parameter.requires_grad_(False)
@@ -197,15 +198,15 @@ class LowRankFactors(nn.Module):
         """Save nothing: the layer saves its merged weight."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Load nothing: the layer does."""
+        """Load nothing: the layer loads its merged weight."""
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer that may have factors beside its weight: split, it is y = U(s·(V·x)) + weight·x + bias.
+    """A linear layer that may have factors in addition to its weight: split, y = U(s·(V·x)) + weight·x + bias.
 
     It is split if and only if its factors are trained (``requires_grad``), which is part of the training state and
-    of durable checkpoints. Its ``state_dict`` is that of a plain linear layer with the merged weight, and loading a
-    weight makes it one that is not split.
+    of durable checkpoints. Its ``state_dict`` is that of a plain linear layer with the merged weight. Loading a weight
+    ends the split.
     """
 
     factors: LowRankFactors | None
@@ -236,17 +237,17 @@ class SplitLinear(nn.Linear):
 
 
 def layers_with_factors(model: nn.Module) -> list[str]:
-    """Name the layers that are split or may be: their ``weight`` is not the same quantity throughout a run."""
+    """Return the names of layers that have factors: the meaning of their ``weight`` changes when they are split."""
     return [name for name, module in model.named_modules() if isinstance(module, SplitLinear) and module.factors]
 
 
 def split_weight(weight: Tensor, rank: int, niter: int, generator: torch.Generator) -> tuple[Decomposition, Tensor]:
-    """Return factors and residual of a weight, in its own type, whose merged weight is the weight within rounding.
+    """Return factors and residual of a weight, in its dtype; merged, they equal the weight up to rounding.
 
-    The residual is what the factors leave after they were rounded to that type.
+    The residual is the difference between the weight and the product of the rounded factors.
     """
-    found = randomised_svd(weight, rank, niter, generator)
-    factors = Decomposition(*(part.to(weight.dtype) for part in found))
+    parts = randomised_svd(weight, rank, niter, generator)
+    factors = Decomposition(*(part.to(weight.dtype) for part in parts))
     wide = torch.promote_types(weight.dtype, torch.float32)
     product = Decomposition(*(part.to(wide) for part in factors)).product()
     return factors, (weight.to(wide) - product).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""A penalty that holds weights away from both ends of a narrow format's range: from large values and from zero."""
+"""Penalty that keeps weights away from both ends of a narrow format's range: large values and zero."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,20 +10,21 @@ from torch import Tensor, nn
 from ..errors import UsageError, nearest
 
 OFFSET = 1e-6
-"""Added to a weight before its inverse square is taken; the penalty has its pole at −1e-6."""
+"""Added to a weight before its inverse square is computed; the penalty has its pole at −1e-6."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RangePenalty:
-    """λ·mean(α₁·w² + α₂·(w + 1e-6)⁻²), one mean over every element of all matrices (Metis, arXiv 2509.00404).
+    """λ·mean(α₁·w² + α₂·(w + 1e-6)⁻²), one mean over all elements of all matrices (Metis, arXiv 2509.00404).
 
-    The published code adds up the means of the single matrices instead, so that there λ weighs more the more matrices
-    a model has, and an element of a small matrix more than one of a large matrix.
+    The published code sums the means of the matrices instead. There the effect of λ grows with the number of matrices,
+    and an element of a small matrix has more weight than one of a large matrix.
 
     Args:
-        weight: λ; at 0 there is no penalty, and nothing is computed.
-        large: α₁, against large weights.
-        small: α₂, against small ones. The inverse square of a weight of 0.001 is a million: λ has to be small.
+        weight: λ; 0 disables the penalty and its computation.
+        large: α₁, the coefficient against large weights.
+        small: α₂, the coefficient against small weights. The inverse square of a weight of 0.001 is a million, so λ has
+            to be small.
     """
 
     weight: float = 0.0
@@ -36,10 +37,11 @@ class RangePenalty:
                 raise UsageError(f"The {name} of the range penalty is {value}; it must be a number of at least 0.")
 
     def __call__(self, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Return the penalty, zero-dimensional float32 (float64 if a matrix is), differentiable in the matrices."""
+        """Return the penalty, zero-dimensional float32 (float64 with a float64 matrix), differentiable."""
         values = list(matrices.values())
         if not (self.weight and values):
             return torch.zeros((), device=values[0].device if values else None)
+        # λ·Σ(α₁·w² + α₂·(w + 1e-6)⁻²) / number of elements
         total = torch.stack([self._sum(matrix) for matrix in values]).sum()
         return self.weight * total / sum(matrix.numel() for matrix in values)
 
@@ -49,17 +51,17 @@ class RangePenalty:
         return self.large * wide.square().sum() + self.small * (wide + OFFSET).reciprocal().square().sum()
 
 
-def penalised(model: nn.Module, pattern: str = "*") -> dict[str, nn.Parameter]:
-    """Return the trained matrices (two dimensions, so no norm and no bias) whose name matches, by name.
+def penalised_matrices(model: nn.Module, pattern: str = "*") -> dict[str, nn.Parameter]:
+    """Return the trained matrices (two dimensions, so no norm and no bias) with a matching name, by name.
 
-    After a Metis split the factors U and V are among them, beside the residual. Raises :class:`UsageError` if the
+    After a Metis split, they include the factors U and V as well as the residual. Raises :class:`UsageError` if the
     pattern matches no matrix of the model.
     """
     matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 2}
     chosen = {name: parameter for name, parameter in matrices.items() if fnmatchcase(name, pattern)}
     if not chosen:
         raise UsageError(
-            f"The range penalty is for the matrices whose name matches {pattern!r}, and none does."
+            f"The range penalty applies to matrices whose name matches {pattern!r}, but no name matches."
             f"{nearest(pattern, matrices)}"
         )
     return {name: parameter for name, parameter in chosen.items() if parameter.requires_grad}

@@ -76,7 +76,7 @@ def measure(elements: int, rules: list[str], rounds: int, slow_rounds: int) -> M
     COMPILER.patience = -1
     values = torch.randn(elements // 256, 256, generator=torch.Generator().manual_seed(0))
     begin = time.perf_counter()
-    _ = Cast("e2m1", rules[0])(values), Cast("e2m1", rules[0]).counted(values)
+    _ = Cast("e2m1", rules[0])(values), Cast("e2m1", rules[0]).with_counts(values)
     compiling = time.perf_counter() - begin
     return {"compiling": [compiling], "seconds": {rule: _timed(rule, values, rounds, slow_rounds) for rule in rules}}
 
@@ -90,7 +90,7 @@ def _timed(rule: str, values: torch.Tensor, rounds: int, slow_rounds: int) -> li
             lambda: torch.mul(values, 1),
             lambda: layout.values(COMPILER.run(kernels.cast, *given)),
             lambda: cast(values),
-            lambda: cast.counted(values),
+            lambda: cast.with_counts(values),
         ],
         timer=time.perf_counter,
     )

@@ -225,7 +225,7 @@ BAD = {
     "--exclude nothing": "No linear layer's name matches 'nothing'",
     "--exclude blocks.*": "No linear layer is left",
     "--rank 17": "The rank of Metis is 17, but the weight of 'blocks.0.attention.q_proj' is a 16 x 16 matrix; choose",
-    "--rank 0": "The rank of Metis is 0; it must be a whole number of at least 1, or as a share",
+    "--rank 0": "The rank of Metis is 0; it must be a whole number of at least 1, or a fraction",
     "--rank 1.5": "The rank of Metis is 1.5; it must be a whole number",
     "--niter -1": "niter of Metis is -1; it must be at least 0",
     "--q-scalar 0": "q_scalar is 0",

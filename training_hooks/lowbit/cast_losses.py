@@ -19,9 +19,9 @@ EXPONENT = 0x7F800000
 def losses(
     tensors: Sequence[Tensor], casts: Sequence[Cast], earlier: Sequence[Tensor | None] | None = None
 ) -> list[list[Counts]]:
-    """Return the losses of each cast for each tensor: the counts of :meth:`Cast.counted`, several times faster.
+    """Return the losses of each cast for each tensor: the counts of :meth:`Cast.with_counts`, several times faster.
 
-    Integers and maxima are identical; sums of real numbers agree to five digits. Uses ``counted`` itself on an
+    Integers and maxima are identical; sums of real numbers agree to five digits. Uses ``with_counts`` itself on an
     accelerator, in float64, for roundings other than to nearest, and for blocks of whole rows or of several rows.
 
     Args:
@@ -47,7 +47,7 @@ def losses(
         if piecewise and plain and tensor.numel():
             indices_by_kind.setdefault((tensor.dtype, _row_length(tensor) % width == 0), []).append(index)
         else:
-            results[index] = [cast.counted(tensor, earlier=histories[index])[1] for cast in casts]
+            results[index] = [cast.with_counts(tensor, earlier=histories[index])[1] for cast in casts]
     for (_, is_aligned), indices in indices_by_kind.items():
         for bundle in [casts] if is_aligned else [[cast] for cast in casts]:
             for members in _groups(tensors, indices, bundle):
@@ -158,7 +158,9 @@ class _Group:
         largest = list(self.largest)
         if cast.scaling_rule.history:
             pairs = zip(largest, earlier, strict=True)
-            largest = [value if history is None else delayed(value, cast.past(history)) for value, history in pairs]
+            largest = [
+                value if history is None else delayed(value, cast.relevant_history(history)) for value, history in pairs
+            ]
         return [scales_for(value, scaling).reshape(1) for value in largest]
 
     def _sums(self, part: Tensor, magnitude: Tensor, units: Tensor, lengths: list[int]) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from loopscope import Remembered
 from loopscope.hooks import Remembering
-from loopscope.lowbit import has_own_weight, known_matrices
+from loopscope.lowbit import castable_matrices, has_weight_parameter
 from loopscope.lowbit.casts import Cast, largest_magnitudes
 from loopscope.state import trainable, unsharded
 from torch import Tensor, nn
@@ -22,15 +22,15 @@ OUTPUT = "output_gradients"
 
 def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
     """Return the modules whose output is one product with their weight, and whether that is stored as (in, out)."""
-    matrices = {name: matrix for name, matrix in known_matrices(model).items() if matrix.key in ("", "weight")}
-    stored = {name: matrix for name, matrix in matrices.items() if has_own_weight(matrix.owner)}
+    matrices = {name: matrix for name, matrix in castable_matrices(model).items() if matrix.key in ("", "weight")}
+    stored = {name: matrix for name, matrix in matrices.items() if has_weight_parameter(matrix.owner)}
     return {name: (matrix.owner, matrix.key == "weight") for name, matrix in stored.items() if matrix.weight.ndim == 2}
 
 
 def with_computed_weights(model: nn.Module) -> list[str]:
     """Return the names of linear layers with computed weights, for example by ``prune`` or ``weight_norm``."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return [name for name, layer in layers.items() if not has_own_weight(layer)]
+    return [name for name, layer in layers.items() if not has_weight_parameter(layer)]
 
 
 def trained_tensors(model: nn.Module, subject: str) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.lowbit import OFFSET, RangePenalty, penalised
+from loopscope.lowbit import OFFSET, RangePenalty, penalised_matrices
 from loopscope.state import joint_norm, norms
 from torch import Tensor
 
@@ -94,14 +94,14 @@ class RangePenaltyReport(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Raise :class:`UnsuitableError` for a model without matrices to penalise."""
         matrices = any(parameter.ndim == 2 for parameter in run.model.parameters())
-        if not (matrices and penalised(run.model, self.pattern)):
+        if not (matrices and penalised_matrices(run.model, self.pattern)):
             raise UnsuitableError(
                 f"Hook {self.name!r} needs trained matrices whose name matches {self.pattern!r}; the model has none."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return both means; with a penalty also its value, gradient norm and share."""
-        matrices = list(penalised(ctx.model, self.pattern).values())
+        matrices = list(penalised_matrices(ctx.model, self.pattern).values())
         square, inverse_square = mean_squares(matrices)
         means = {"mean_square": square, "mean_inverse_square": inverse_square}
         if not self._penalty.weight or not isinstance(ctx.loss, Tensor):

@@ -1,4 +1,4 @@
-"""Formats, scales, rounding and counting: tensor in, tensor out."""
+"""Simulated casts of tensors: formats, scaling rules, rounding, and counts of the losses."""
 
 from .casts import Cast, largest_magnitudes, refuse_fractions, refuse_other_types
 from .counts import MAXIMA, SUMS, Counts, QuantizationListener

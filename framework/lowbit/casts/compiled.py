@@ -1,4 +1,4 @@
-"""Compiles the arithmetic of casts where a compiler exists; elsewhere, and for small tensors, it runs as it is."""
+"""Optional compilation of the arithmetic of casts, for large tensors and if a compiler is available."""
 
 import inspect
 import itertools
@@ -14,17 +14,17 @@ from torch.nn import Parameter
 
 from ...state import entered_modes
 
-SWITCH = "LOOPSCOPE_COMPILE_CASTS"  # environment variable; 0 lets nothing be compiled
-SMALLEST = 2**12  # elements from which a compiled call is faster than several uncompiled operations
+SWITCH = "LOOPSCOPE_COMPILE_CASTS"  # environment variable; 0 disables compilation
+SMALLEST = 2**12  # number of elements at which a compiled call becomes faster than several uncompiled operations
 PATIENCE = 2**28
-"""Elements that go through an uncompiled function in about the time that compiling it takes, some seconds."""
-LARGEST = 2**31 - 1  # elements that 32-bit counts can tell
-VARIANTS = 32  # modes of torch (autocast, threads, determinism...) for which one function may be compiled anew
+"""Number of elements that an uncompiled function processes in about the time of compiling it, some seconds."""
+LARGEST = 2**31 - 1  # largest number of elements for 32-bit counts
+VARIANTS = 32  # number of modes of torch (autocast, threads, determinism...) for which one function may be compiled
 
 LIMITS: dict[str, Any] = (
     {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 )
-"""torch before 2.10 has one limit for all functions, of 8; what goes beyond it runs uncompiled, with the same bits."""
+"""torch before 2.10 has a common limit of 8 for all functions; further variants run uncompiled, with the same bits."""
 
 Function = Callable[..., Any]
 SAME_BITS: dict[str, str | int | bool | Function] = {
@@ -35,55 +35,55 @@ SAME_BITS: dict[str, str | int | bool | Function] = {
 
 
 class Compiler:
-    """Functions on tensors in their compiled form, by what they were compiled for.
+    """Cache of compiled functions on tensors.
 
-    A function's first argument is a tensor in blocks (n, b), in chunks of them or flat (n). From call to call tensors
-    may differ in n; the rest is compiled in, and must be hashable. Compiled and uncompiled results have the same bits:
-    both are IEEE arithmetic on each element, in operations that are the same or exact, and maxima. (Sums of real
-    numbers may differ after six digits.) So it does not matter when a function is compiled, which is once calls with
-    arguments of its kind have gone through as many elements as take longer than compiling does: short runs compile
-    nothing.
+    A function's first argument is a tensor in blocks (n, b), in chunks of blocks or flat (n). Between calls, tensors
+    may differ in n; all other properties and arguments are compiled in, and must be hashable. Compiled and uncompiled
+    results have the same bits: both use IEEE arithmetic on each element, with equal or exact operations, and maxima.
+    (Sums of real numbers may differ after six digits.) So the time of compilation has no effect on results. A function
+    is compiled when calls with similar arguments have processed so many elements that compiling would have taken less
+    time; short runs compile nothing.
     """
 
     def __init__(self, patience: int = PATIENCE) -> None:
         self.patience = patience
-        self._seen: dict[Hashable, int] = {}
-        self._made: dict[Hashable, Function | None] = {}
+        self._element_counts: dict[Hashable, int] = {}
+        self._compiled: dict[Hashable, Function | None] = {}
         self._lock = threading.Lock()
 
     def run(self, function: Function, *arguments: Any) -> Any:
-        """Return ``function(*arguments)``, compiled where that is possible and pays."""
-        found = self.attempt(function, *arguments)
-        return function(*arguments) if found is None else found
+        """Return ``function(*arguments)``, compiled if that is possible and faster."""
+        result = self.attempt(function, *arguments)
+        return function(*arguments) if result is None else result
 
     def attempt(self, function: Function, *arguments: Any) -> Any:
-        """Return ``function(*arguments)`` in its compiled form, or ``None`` where it is to run as it is."""
-        if not suits(arguments[0]):
+        """Return the result of the compiled function, or ``None`` if it has to run uncompiled."""
+        if not can_run_compiled(arguments[0]):
             return None
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        kinds = [(each.dtype, each.ndim, each.shape[1:]) if isinstance(each, Tensor) else each for each in arguments]
+        kinds = [(item.dtype, item.ndim, item.shape[1:]) if isinstance(item, Tensor) else item for item in arguments]
         key = (function, *kinds)
-        made = self._made[key] if key in self._made else self._make(key, function, arguments)
-        if made is None:
+        compiled = self._compiled[key] if key in self._compiled else self._compile(key, function, arguments)
+        if compiled is None:
             return None
         try:
             with torch.no_grad():
-                return made(*[tensor.detach() for tensor in tensors])
-        except Exception:  # a limit of the compiler's: there may be too many variants, or compiling is forbidden now
+                return compiled(*[tensor.detach() for tensor in tensors])
+        except Exception:  # limits of the compiler: too many variants, or compilation is currently forbidden
             return None
 
-    def _make(self, key: Hashable, function: Function, arguments: tuple[Any, ...]) -> Function | None:
+    def _compile(self, key: Hashable, function: Function, arguments: tuple[Any, ...]) -> Function | None:
         with self._lock:
-            if key not in self._made:
-                self._seen[key] = self._seen.get(key, 0) + int(arguments[0].numel())
-                if self._seen[key] <= self.patience:
+            if key not in self._compiled:
+                self._element_counts[key] = self._element_counts.get(key, 0) + int(arguments[0].numel())
+                if self._element_counts[key] <= self.patience:
                     return None
-                self._made[key] = _compiled(function, arguments)
-        return self._made[key]
+                self._compiled[key] = compile_function(function, arguments)
+        return self._compiled[key]
 
 
-def suits(blocks: Tensor) -> bool:
-    """Return whether the compiled arithmetic pays for a tensor, and is known to be right for it."""
+def can_run_compiled(blocks: Tensor) -> bool:
+    """Return whether compiled arithmetic is faster for a tensor, and known to be correct for it."""
     return (
         SMALLEST <= blocks.numel() <= LARGEST
         and len(blocks) > 1
@@ -92,26 +92,27 @@ def suits(blocks: Tensor) -> bool:
         and type(blocks) in (Tensor, Parameter)
         and not (blocks.requires_grad and torch.is_grad_enabled())
         and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(blocks)  # under vmap, say: no type of its own tells it
+        and not torch._C._functorch.is_functorch_wrapped_tensor(blocks)  # vmap's wrappers have the type Tensor
         and entered_modes() == (0, 0)
         and os.environ.get(SWITCH) != "0"
     )
 
 
-def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None:
-    """Compile for arguments like these, or return ``None`` where that is impossible.
+def compile_function(function: Function, arguments: tuple[Any, ...]) -> Function | None:
+    """Compile a function for arguments of this kind; return ``None`` if that is impossible.
 
-    The compiled function must not hold the tensors: they would live on, and be told apart from those it is given.
+    The compiled function must not refer to the tensors: they would stay in memory, and the compiler would distinguish
+    them from the tensors of later calls.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     places = itertools.count()
-    slots = [(next(places), None) if isinstance(each, Tensor) else (None, each) for each in arguments]
+    slots = [(next(places), None) if isinstance(argument, Tensor) else (None, argument) for argument in arguments]
 
-    def on_tensors(*given: Tensor) -> Any:
-        return function(*[setting if place is None else given[place] for place, setting in slots])
+    def on_tensors(*inputs: Tensor) -> Any:
+        return function(*[setting if place is None else inputs[place] for place, setting in slots])
 
-    # What differs between closures of one code the compiler makes variable: without a name of its own, a format's
-    # largest number would be an argument of the loop, not a constant.
+    # The compiler turns values that differ between closures with the same code into variables. Without a unique code
+    # name, a format's largest number would be an argument of the loop instead of a constant.
     on_tensors.__code__ = on_tensors.__code__.replace(co_name=f"on_tensors_{next(NUMBERS)}")
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -120,11 +121,11 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
             for view in views:
                 if view.ndim:
                     torch._dynamo.mark_dynamic(view, 0)
-            made: Function = torch.compile(on_tensors, fullgraph=True, options=SAME_BITS, **LIMITS)
-            made(*views)
-    except Exception:  # whatever is missing or broken in a compiler, there is another way
+            compiled: Function = torch.compile(on_tensors, fullgraph=True, options=SAME_BITS, **LIMITS)
+            compiled(*views)
+    except Exception:  # for any failure of the compiler, the uncompiled function is the fallback
         return None
-    return made
+    return compiled
 
 
 NUMBERS = itertools.count()

@@ -1,4 +1,4 @@
-"""What a quantisation lost: overflow, underflow, error, and the spread of its scales, kept on the device."""
+"""Counts of quantisation losses, on the device: overflow, underflow, error, and the range of the scales."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ MAXIMA = ("excess_max", "scale_max", "inverse_scale_max")
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers that add up over quantisations, layers and ranks, and numbers of which the largest counts.
+    """Sums and maxima over quantisations, layers and ranks.
 
     Args:
-        sums: float64, one number for each of ``SUMS``, of any leading shape.
-        maxima: float64, one for each of ``MAXIMA``; 0 where nothing was seen.
+        sums: float64, the last dimension has the entries of ``SUMS``; any leading shape.
+        maxima: float64, the last dimension has the entries of ``MAXIMA``; 0 without quantisations.
     """
 
     sums: Tensor
@@ -37,7 +37,7 @@ class Counts:
 
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Counts":
-        """Return counts of nothing."""
+        """Return counts of zero quantisations."""
         return cls(*(torch.zeros(*shape, len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA)))
 
     def add(self, other: "Counts") -> None:
@@ -51,19 +51,19 @@ class Counts:
 
 
 class QuantizationListener(InternalHook):
-    """Takes what the quantisers of one module count while it is heard.
+    """Collector of the counts of one module's quantisations, while it is active.
 
     Args:
-        is_heard: tells whether anything is counted now; a quantiser that nobody hears does not count.
-        counts: where the counts go, by role; they add up until whoever owns it clears it.
+        is_active: returns whether the listener is active; without active listeners, nothing is counted.
+        counts: receives the counts by role; they add up until the owner of the mapping clears it.
     """
 
-    def __init__(self, is_heard: Callable[[], bool], counts: MutableMapping[str, Counts]) -> None:
-        self.is_heard = is_heard
+    def __init__(self, is_active: Callable[[], bool], counts: MutableMapping[str, Counts]) -> None:
+        self.is_active = is_active
         self._counts = counts
 
     def record(self, role: str, counts: Counts) -> None:
-        """Add what one quantisation lost; on its device, which nobody waits for."""
+        """Add the counts of one quantisation, on their device and without synchronisation."""
         if role not in self._counts:
             self._counts[role] = Counts(counts.sums.clone(), counts.maxima.clone())
         else:
@@ -71,19 +71,19 @@ class QuantizationListener(InternalHook):
 
 
 def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor, total: int) -> Counts:
-    """Count what one quantisation lost.
+    """Count the losses of one quantisation.
 
     Args:
-        values: the tensor before.
-        rounded: the tensor after, dequantised, of the same shape.
-        limits: scale · largest number of the format, float64 (exact), broadcastable to ``values``; inf where the scale
-            is 0, since what is lost there is lost to underflow.
-        scales: the scales, one a block.
-        total: elements; zeros that fill up a block are not among them.
+        values: the original tensor.
+        rounded: the dequantised tensor, of the same shape.
+        limits: scale · largest number of the format, float64 (exact), broadcastable to ``values``; inf for a scale of
+            0, since all losses are underflow there.
+        scales: the scales, one per block.
+        total: the number of elements, without the zeros that pad a block.
 
-    Overflow means that a finite magnitude exceeds its limit; the excess is magnitude / limit. Underflow means that a
-    number other than 0 became 0. Values in the upper half, above half the limit, are counted under that name only.
-    Error and norm are of the finite values.
+    Overflow: a finite magnitude exceeds its limit; the excess is magnitude / limit. Underflow: a non-zero number became
+    0. ``upper_half_elements`` are magnitudes above half the limit, including overflow. Error and norm use the finite
+    values only.
     """
     finite = values.isfinite()
     magnitude = torch.where(finite, values, 0.0).abs().double()

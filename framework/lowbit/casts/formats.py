@@ -1,4 +1,4 @@
-"""Floating-point formats of eight bits and fewer: their grids, and rounding to them."""
+"""Number formats of at most eight bits: their grids, and rounding to the grids."""
 
 import math
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from ...errors import UsageError
 from ...registry import Registry
 
 EXPONENTS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
-"""By the type that a cast computes in: integers of its size, the place of its exponent in them, and its bias."""
+"""Integer dtype of the same size, bit position of the exponent, and exponent bias, by dtype of the computation."""
 
 
 class FloatFormat:
-    """A signed floating-point format with subnormals, of which only the largest finite number need be told.
+    """A signed floating-point format with subnormals, described by its bits and its largest finite number.
 
-    Registered subclasses are known by name to the casts, the layers and the observer. ``maximum`` is the largest
-    finite number; what lies above it in the encoding (inf, NaN) is not used, since casts saturate. Without exponent
-    bits all numbers are subnormal, one apart: whole numbers.
+    Casts, layers and hooks use registered subclasses by name. ``maximum`` is the largest finite number; larger codes
+    (inf, NaN) are not used, since casts saturate. Without exponent bits all numbers are subnormal with a spacing of
+    one: whole numbers.
     """
 
     name: ClassVar[str] = ""
@@ -29,7 +29,7 @@ class FloatFormat:
 
     @classmethod
     def bias(cls) -> int:
-        """Return the exponent bias, 2^(exponent bits − 1) − 1; of whole numbers that which sets them one apart."""
+        """Return the exponent bias, 2^(exponent bits − 1) − 1; for whole numbers, the bias with a spacing of one."""
         return int(2 ** (cls.exponent_bits - 1)) - 1 if cls.exponent_bits else 1 - cls.mantissa_bits
 
     @classmethod
@@ -39,12 +39,12 @@ class FloatFormat:
 
     @classmethod
     def top_bits(cls) -> int:
-        """Return how many bits follow the leading one in the largest number: the mantissa's, of whole numbers fewer."""
+        """Return the number of bits after the leading one in ``maximum``: the mantissa's, fewer for whole numbers."""
         return cls.mantissa_bits - max(0, 1 - cls.bias() - cls.top_exponent())
 
     @classmethod
     def smallest_normal(cls) -> float:
-        """Return the smallest number with a full mantissa, below which numbers are evenly spaced."""
+        """Return the smallest normal number; smaller numbers are evenly spaced."""
         return 2.0 ** (1 - cls.bias())
 
     @classmethod
@@ -52,22 +52,26 @@ class FloatFormat:
         """Return every magnitude from 0 to ``maximum``, ascending; float64."""
         steps = [index / 2**cls.mantissa_bits for index in range(2**cls.mantissa_bits)]
         powers = [2.0**exponent for exponent in range(1 - cls.bias(), cls.top_exponent() + 1)]
-        found = [cls.smallest_normal() * step for step in steps]
-        found += [power * (1 + step) for power in powers for step in steps]
-        return torch.tensor([value for value in found if value <= cls.maximum], dtype=torch.float64)
+        values = [cls.smallest_normal() * step for step in steps]
+        values += [power * (1 + step) for power in powers for step in steps]
+        return torch.tensor([value for value in values if value <= cls.maximum], dtype=torch.float64)
 
 
-def check_format(found: type[FloatFormat]) -> None:
-    """Refuse a class that describes no format; raises :class:`UsageError` that says what to change."""
-    whole = found.exponent_bits == 0 and 1 <= found.maximum < 2**found.mantissa_bits
-    if not (found.name and (1 <= found.exponent_bits <= 8 or whole) and 0 <= found.mantissa_bits <= 10):
+def check_format(candidate: type[FloatFormat]) -> None:
+    """Raise :class:`UsageError` for a class that is not a valid format."""
+    is_integer = candidate.exponent_bits == 0 and 1 <= candidate.maximum < 2**candidate.mantissa_bits
+    if not (
+        candidate.name and (1 <= candidate.exponent_bits <= 8 or is_integer) and 0 <= candidate.mantissa_bits <= 10
+    ):
         raise UsageError(
-            f"Format class {found.__qualname__} needs a name, 1 to 8 exponent_bits (0: whole numbers below "
+            f"Format class {candidate.__qualname__} needs a name, 1 to 8 exponent_bits (0: whole numbers below "
             "2^mantissa_bits) and 0 to 10 mantissa_bits."
         )
-    least = 1.0 if whole else found.smallest_normal()
-    if not least <= found.maximum < 2.0**128 or found.magnitudes()[-1] != found.maximum:
-        raise UsageError(f"The maximum of format {found.name!r}, {found.maximum}, is not one of its normal numbers.")
+    least = 1.0 if is_integer else candidate.smallest_normal()
+    if not least <= candidate.maximum < 2.0**128 or candidate.magnitudes()[-1] != candidate.maximum:
+        raise UsageError(
+            f"The maximum of format {candidate.name!r}, {candidate.maximum}, is not one of its normal numbers."
+        )
 
 
 FormatRegistry: Registry[type[FloatFormat]] = Registry("format", "loopscope.formats", check_format)
@@ -122,27 +126,28 @@ class INT8(FloatFormat):
 
 
 Round = Callable[[Tensor], Tensor]
-"""Rounds a tensor to whole numbers."""
+"""A function that rounds a tensor to whole numbers."""
 
 
 def to_grid(values: Tensor, number_format: type[FloatFormat], round_: Round = torch.round) -> Tensor:
-    """Round to the format's numbers; beyond the largest one, and from inf, saturate. NaN stays NaN, and -0 stays -0.
+    """Round to the format's numbers; larger magnitudes, and inf, saturate. NaN stays NaN, and -0 stays -0.
 
-    A tie goes to the even multiple of the spacing below it, which is the even mantissa (without mantissa bits: up).
+    Ties round to the even multiple of the spacing, which is the even mantissa (without mantissa bits: up).
 
     Args:
         values: float32 or float64, of any shape.
         number_format: the format.
-        round_: rounds multiples of the spacing; by default to the nearest, ties to even.
+        round_: rounds multiples of the spacing; by default to nearest, ties to even.
     """
     clamped = clamped_to(values, number_format.maximum)
     return _round_to_spacing(clamped, _exponent_below(clamped, number_format), number_format, round_)
 
 
 def clamped_to(values: Tensor, limit: float) -> Tensor:
-    """Return the values, clamped to ``±limit``; NaN stays the NaN that it was.
+    """Return the values, clamped to ``±limit``; NaNs keep their bits.
 
-    The compiled clamp would set all bits of a NaN; comparisons keep them, and are faster there, but slower here.
+    The compiled ``clamp`` sets all bits of a NaN. Comparisons keep them, and are faster than ``clamp`` when compiled,
+    but slower when not.
     """
     if not torch.compiler.is_compiling():
         return values.clamp(-limit, limit)
@@ -151,19 +156,19 @@ def clamped_to(values: Tensor, limit: float) -> Tensor:
 
 
 def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tensor:
-    """Round to nearest without saturating: beyond the largest number the grid goes on with its last spacing.
+    """Round to nearest without saturating: the grid continues beyond the largest number with its last spacing.
 
-    That is the cast of the published Metis code (arXiv 2509.00404), which so lets an overflow pass almost unhurt:
-    9.5 becomes 10 where e2m1 ends at 6. No hardware does that.
+    This is the cast of the published Metis code (arXiv 2509.00404), which almost preserves overflowing values: 9.5
+    becomes 10, although e2m1 ends at 6. No hardware does that.
     """
     top = max(number_format.top_exponent(), 1 - number_format.bias())
     return _round_to_spacing(values, _exponent_below(values, number_format, top), number_format, torch.round)
 
 
 def by_draws(draws: Tensor) -> Round:
-    """Return the stochastic rounding by given numbers, uniform in [0, 1): away from 0 where one is below the fraction.
+    """Return stochastic rounding by numbers uniform in [0, 1): away from 0 if a number is below the fraction.
 
-    So the mean is the value, but for the probability's being rounded up to a multiple of 2^-24.
+    The mean is then the value, except that the probability is rounded up to a multiple of 2^-24.
     """
 
     def round_(values: Tensor) -> Tensor:
@@ -175,10 +180,11 @@ def by_draws(draws: Tensor) -> Round:
 
 
 def _exponent_below(values: Tensor, number_format: type[FloatFormat], top: int | None = None) -> Tensor:
-    """Return the bits of the largest power of two not above the magnitude, from the smallest normal number to ``top``.
+    """Return the bits of the largest power of two up to the magnitude, clamped to [smallest normal number, 2^top].
 
     Without ``top``, a NaN gives the bits of inf.
     """
+    # Masking sign and mantissa bits of an IEEE number leaves 2^floor(log2(|x|)), for normal x.
     integers, place, bias = EXPONENTS[values.dtype]
     bits = values.view(integers) & ((2 * bias + 1) << place)
     smallest = (1 - number_format.bias() + bias) << place
@@ -186,7 +192,9 @@ def _exponent_below(values: Tensor, number_format: type[FloatFormat], top: int |
 
 
 def _round_to_spacing(values: Tensor, exponent: Tensor, number_format: type[FloatFormat], round_: Round) -> Tensor:
-    """Round to multiples of 2^exponent / 2^mantissa bits; both that and its inverse are exact."""
+    """Round to multiples of the spacing 2^exponent / 2^mantissa bits; the spacing and its inverse are exact."""
+    # Subtracting from the exponent bits divides by a power of two. The inverse of 2^e, with the exponent bits e + bias,
+    # has the exponent bits 2·bias − (e + bias).
     _, place, bias = EXPONENTS[values.dtype]
     finer = number_format.mantissa_bits << place
     spacing = (exponent - finer).view(values.dtype)

@@ -1,4 +1,4 @@
-"""Scaling rules: by what a tensor is divided before it is cast, so that it fills the format's range."""
+"""Scaling rules: the divisors that fit a tensor into a format's range before its cast."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -10,62 +10,65 @@ from ...errors import require
 from ...registry import Registry
 from .formats import E4M3, FloatFormat, to_grid
 
-BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF  # of float32
+BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF  # exponent bias, mantissa size and mantissa mask of float32
 SUBNORMAL = 1 << (MANTISSA_BITS - 1)  # the bits of 2^-127, the smallest scale in E8M0
-ROW = 2**31 - 1  # as a size of blocks: whole rows, however long
+ROW = 2**31 - 1  # block size that stands for whole rows of any length
 
 
 class ScalingRule(ABC):
-    """How scales follow from the largest magnitudes; one scale for each block along the last dimension.
+    """Rule that computes scales from the largest magnitudes; one scale for each block along the last dimension.
 
-    Registered subclasses are known by name to the casts, the layers and the observer. A value x is cast as
-    scale · q(x / scale); where the scale is 0, all values become 0.
+    Casts, layers and hooks use registered subclasses by name. A value x is cast as scale · q(x / scale); with a scale
+    of 0, all values become 0.
     """
 
     name: ClassVar[str] = ""
     block: ClassVar[int | None] = None
-    """Elements that share a scale, counted along the last dimension; ``None``: the whole tensor."""
+    """Number of elements along the last dimension that share a scale; ``None``: the whole tensor."""
     any_block: ClassVar[bool] = False
-    """Another size of block may be asked for."""
+    """Whether a cast may choose another block size."""
     history: ClassVar[int] = 0
-    """Earlier tensors of the same kind whose largest magnitudes give the scale, instead of the tensor's own."""
+    """Number of earlier tensors of the same kind whose largest magnitudes determine the scale; 0: the tensor itself."""
     overflows: ClassVar[bool] = False
-    """Values may exceed the largest number of the format."""
+    """Whether scaled values may exceed the largest number of the format."""
 
     @abstractmethod
     def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Return the scales, float32 and not below 0, for the largest finite magnitudes of blocks.
+        """Return the scales, float32 and non-negative, for the largest finite magnitudes of blocks.
 
-        ``largest`` is float32 and finite, of any shape, which the scales share; it may be empty.
+        ``largest`` is float32 and finite, of any shape, including empty; the scales have the same shape.
         """
 
 
-def check_rule(found: type[ScalingRule]) -> None:
-    """Refuse a class that describes no rule; raises :class:`UsageError` that says what to change."""
-    require(bool(found.name), f"Scaling rule class {found.__qualname__} needs a name.")
-    rule, block = f"Scaling rule {found.name!r}", found.block
+def check_rule(candidate: type[ScalingRule]) -> None:
+    """Raise :class:`UsageError` for a class that is not a valid rule."""
+    require(bool(candidate.name), f"Scaling rule class {candidate.__qualname__} needs a name.")
+    rule, block = f"Scaling rule {candidate.name!r}", candidate.block
     require(block is None or block >= 1, f"{rule} has blocks of {block} elements; there must be one or more.")
-    in_blocks = block is not None or found.any_block
-    require(not (found.history and in_blocks), f"{rule} has blocks and a history; a history is of whole tensors.")
-    reason = f"{rule} scales by earlier tensors, so that values may leave the range; set overflows = True."
-    require(found.overflows or not found.history, reason)
+    in_blocks = block is not None or candidate.any_block
+    require(not (candidate.history and in_blocks), f"{rule} has blocks and a history; it must have only one of them.")
+    problem = f"{rule} scales by earlier tensors, so values may exceed the range; set overflows = True."
+    require(candidate.overflows or not candidate.history, problem)
 
 
 RuleRegistry: Registry[type[ScalingRule]] = Registry("scaling rule", "loopscope.scaling_rules", check_rule)
 
 
 def covering(largest: Tensor, maximum: float, epsilon: float = 0.0) -> Tensor:
-    """Return the float32 scale largest / maximum + epsilon, rounded up where it would not quite cover the range."""
+    """Return the float32 scale largest / maximum + epsilon, rounded up if scale · maximum would be below largest."""
     scale = largest / maximum + epsilon
-    short = scale.double() * maximum < largest
-    held = scale.detach()  # nextafter has no derivative before torch 2.10; the difference to it is exact
-    return torch.where(short, scale + (torch.nextafter(held, torch.full_like(held, torch.inf)) - held), scale)
+    is_short = scale.double() * maximum < largest
+    constant = scale.detach()  # nextafter has no derivative before torch 2.10; the difference to it is exact
+    return torch.where(
+        is_short, scale + (torch.nextafter(constant, torch.full_like(constant, torch.inf)) - constant), scale
+    )
 
 
 class Covering(ScalingRule):
-    """The largest magnitude over the format's, rounded up where it would not quite cover the range, plus an epsilon.
+    """Scales that cover the range: largest magnitude / largest number of the format + epsilon, rounded up if needed.
 
-    Without an epsilon, powers of two on the values change nothing but the scale, which is 0 only where all values are.
+    Without an epsilon, multiplying the values by a power of two changes only the scale, and the scale is 0 only if all
+    values are 0.
     """
 
     epsilon: ClassVar[float] = 0.0
@@ -84,7 +87,7 @@ class PerTensor(Covering):
 
 @RuleRegistry.register
 class PerBlock(Covering):
-    """A float32 scale for each 16 values of a row, or for another number of them."""
+    """A float32 scale for each 16 values of a row, or another number of values."""
 
     name = "block"
     block = 16
@@ -101,7 +104,7 @@ class PerRow(Covering):
 
 @RuleRegistry.register
 class MetisTensor(Covering):
-    """One scale for the tensor, plus 1e-6 as published for Metis (arXiv 2509.00404): small gradients underflow."""
+    """One scale for the tensor, plus 1e-6 as in the Metis code (arXiv 2509.00404): small gradients underflow."""
 
     name = "metis_tensor"
     epsilon = 1e-6
@@ -109,7 +112,7 @@ class MetisTensor(Covering):
 
 @RuleRegistry.register
 class MetisBlock(PerBlock):
-    """A float32 scale for each 16 values of a row, plus 1e-9 as published for Metis (arXiv 2509.00404)."""
+    """A float32 scale for each 16 values of a row, plus 1e-9 as in the Metis code (arXiv 2509.00404)."""
 
     name = "metis_block"
     epsilon = 1e-9
@@ -117,14 +120,14 @@ class MetisBlock(PerBlock):
 
 @RuleRegistry.register
 class Current(Covering):
-    """One scale for the tensor, its own largest magnitude over the format's: the current scaling of FP8 training."""
+    """One scale for the tensor, from its largest magnitude: the current scaling of FP8 training."""
 
     name = "current"
 
 
 @RuleRegistry.register
 class Delayed(Current):
-    """One scale for the tensor, from the largest magnitude of the 16 tensors before it (the first: its own)."""
+    """One scale for the tensor, from the largest magnitude of the 16 earlier tensors (the first uses its own)."""
 
     name = "delayed"
     history = 16
@@ -133,11 +136,11 @@ class Delayed(Current):
 
 @RuleRegistry.register
 class NVFP4(ScalingRule):
-    """Blocks of 16 with a scale in E4M3, on top of a float32 scale of the tensor: NVIDIA's NVFP4.
+    """Blocks of 16 with a scale in E4M3, multiplied by a float32 scale of the tensor: NVIDIA's NVFP4.
 
-    Rounding the block's scale down lets its largest value leave the range, by at most 1/16 while the scale is a normal
-    E4M3 number. A block whose scale becomes 0, since its largest magnitude is 2^-10 / 448 of the tensor's or less, is
-    lost to underflow. The tensor's scale is 2^-126 at least, the smallest normal number.
+    If a block's scale is rounded down, its largest value exceeds the range, by at most 1/16 if the scale is a normal
+    E4M3 number. A block whose largest magnitude is at most 2^-10 / 448 of the tensor's has a scale of 0, and underflows
+    completely. The tensor's scale is at least 2^-126, the smallest normal number.
     """
 
     name = "nvfp4"
@@ -149,15 +152,15 @@ class NVFP4(ScalingRule):
         if not largest.numel():
             return largest
         smallest = torch.finfo(torch.float32).smallest_normal
-        of_tensor = (largest.max() / (number_format.maximum * E4M3.maximum)).clamp_min(smallest)
-        return to_grid(largest / number_format.maximum / of_tensor, E4M3) * of_tensor
+        tensor_scale = (largest.max() / (number_format.maximum * E4M3.maximum)).clamp_min(smallest)
+        return to_grid(largest / number_format.maximum / tensor_scale, E4M3) * tensor_scale
 
 
 class Microscaling(ScalingRule):
     """Blocks of 32 that share a power of two (E8M0), as in the OCP microscaling formats MXFP4, MXFP6 and MXFP8.
 
-    The exponent is that of the largest magnitude less that of the format's largest number, clamped to −127..127; the
-    rules differ in what they do with the rest of the magnitude.
+    The exponent is floor(log2(largest magnitude)) − floor(log2(largest number of the format)), clamped to −127..127.
+    The rules differ in when they raise it by one.
     """
 
     block = 32
@@ -169,58 +172,58 @@ class Microscaling(ScalingRule):
 
     @abstractmethod
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Return where the exponent is raised by one; ``largest`` is float32, ``exponent`` int32."""
+        """Return 1 for blocks whose exponent is raised by one, else 0; ``largest`` is float32, ``exponent`` int32."""
 
 
 @RuleRegistry.register
 class Floor(Microscaling):
-    """The exponent as it is: what lies above the format's largest number saturates, 2.3 % of a Gaussian in e2m1."""
+    """Never raise the exponent: larger values saturate, 2.3 % of a Gaussian in e2m1."""
 
     name = "mx_floor"
     overflows = True
 
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Raise none."""
+        """Return zeros."""
         return torch.zeros_like(exponent)
 
 
 @RuleRegistry.register
 class Ceil(Microscaling):
-    """The exponent raised unless the largest magnitude is a power of two: nothing saturates, some range is unused."""
+    """Raise the exponent unless the largest magnitude is a power of two: nothing saturates, some range is unused."""
 
     name = "mx_ceil"
 
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Raise where the mantissa is not 1."""
+        """Return 1 for largest magnitudes that are not a power of two."""
         return ((largest.view(torch.int32) & MANTISSA) > 0).int()
 
 
 @RuleRegistry.register
 class RoundedCeil(Microscaling):
-    """The smallest power of two with which nothing saturates, as NVIDIA's hardware finds it."""
+    """Use the smallest power of two without saturation, as NVIDIA's hardware does."""
 
     name = "mx_rceil"
 
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Raise where the format's largest number would be exceeded; the comparison is exact."""
+        """Return 1 for blocks that would exceed the format's largest number; the comparison is exact."""
         return (_power(exponent) * number_format.maximum < largest).int()
 
 
 @RuleRegistry.register
 class Even(Microscaling):
-    """The exponent of the largest magnitude rounded to the format's mantissa first; up to a rounding step saturates."""
+    """Round the largest magnitude to the format's mantissa first: values within one rounding step saturate."""
 
     name = "mx_even"
     overflows = True
 
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Raise where the rounded mantissa reaches 2; halves are rounded up."""
+        """Return 1 for blocks whose rounded mantissa reaches 2; halves are rounded up."""
         half = 1 << (MANTISSA_BITS - number_format.top_bits() - 1)
         return _exponent((largest.view(torch.int32) + half).view(torch.float32)) - _exponent(largest)
 
 
 def to_e8m0(scales: Tensor) -> Tensor:
-    """Return the scales raised to the next power of two that E8M0 holds, 2^-127 to 2^127; 0 becomes 2^-127."""
+    """Round scales up to the powers of two of E8M0, 2^-127 to 2^127; 0 becomes 2^-127."""
     bits = scales.view(torch.int32)
     return _power(_exponent(scales) + ((bits > SUBNORMAL) & (bits & MANTISSA > 0)).int())
 

@@ -52,11 +52,11 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-class Heard(QuantizationListener):
+class Recorder(QuantizationListener):
     """A listener that counts the casts of each role."""
 
-    def __init__(self, heard: bool = True) -> None:
-        super().__init__(lambda: heard, {})
+    def __init__(self, recorded: bool = True) -> None:
+        super().__init__(lambda: recorded, {})
         self.roles: list[str] = []
         self.elements = 0
 

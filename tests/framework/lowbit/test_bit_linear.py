@@ -7,7 +7,7 @@ import pytest
 import torch
 from loopscope.errors import UsageError
 from loopscope.lowbit import RECIPES, ROLES, BitLinear, Recipe, dequantize_model, find_recipe
-from loopscope.lowbit.hadamard import random_hadamard_matrix, transformed
+from loopscope.lowbit.hadamard import hadamard_transform, random_hadamard_matrix
 from loopscope.lowbit.linear_function import LayerCall, QuantizedLinear
 from loopscope.lowbit.recipes import uniform
 from loopscope.training import Precision, compile_model
@@ -21,7 +21,7 @@ from tests.framework.lowbit.lowbit_layers import (
     NARROW,
     SHAPES,
     STOCHASTIC,
-    Heard,
+    Recorder,
     assert_same,
     drawn,
     lowbit,
@@ -109,10 +109,10 @@ def test_random_hadamard_transform_preserves_products():
     for size in (2, 16, 64):
         matrix = random_hadamard_matrix(size)
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(size, dtype=torch.float64))
-        torch.testing.assert_close(transformed(left, size) @ transformed(right, size).T, left @ right.T)
+        torch.testing.assert_close(hadamard_transform(left, size) @ hadamard_transform(right, size).T, left @ right.T)
     assert random_hadamard_matrix(16).abs().unique().tolist() == [0.25]
     outlier = torch.zeros(1, 16).index_fill(1, torch.tensor([3]), 8.0)
-    assert transformed(outlier, 16).abs().unique().tolist() == [2.0]
+    assert hadamard_transform(outlier, 16).abs().unique().tolist() == [2.0]
 
 
 def test_stochastic_gradient_casts_are_independent_and_unbiased():
@@ -124,7 +124,7 @@ def test_stochastic_gradient_casts_are_independent_and_unbiased():
         found = torch.stack([run[index] for run in runs]).double()
         assert ((found.mean(0) - exact).abs() <= 5 * found.std(0) / 15 + 1e-6).all()
     call = layer.calls.newest["weight"]
-    seeds = [each.generator("output_grad", torch.device("cpu")).initial_seed() for each in (call, call.turned())]
+    seeds = [each.generator("output_grad", torch.device("cpu")).initial_seed() for each in (call, call.transposed())]
     assert seeds[0] != seeds[1]
 
 
@@ -235,24 +235,24 @@ def test_kept_for_backward_are_input_and_weight_themselves(recipe):
 
 def test_quantization_hook_receives_every_cast():
     """The results stay the same, an inactive hook receives nothing, and removal leaves no hook."""
-    layer, heard, unheard = lowbit("fp4_block"), Heard(), Heard(heard=False)
+    layer, recorded, unrecorded = lowbit("fp4_block"), Recorder(), Recorder(recorded=False)
     expected = results(layer, drawn(6, 20))
-    handles = [layer.register_quantization_hook(listener) for listener in (heard, unheard)]
+    handles = [layer.register_quantization_hook(listener) for listener in (recorded, unrecorded)]
     assert_same(results(layer, drawn(6, 20)), expected)
-    assert heard.roles == ["forward_input", "forward_weight", "output_grad", "backward_weight", "backward_input"]
-    assert heard.elements == 2 * 6 * 20 + 2 * 12 * 20 + 6 * 12
-    assert unheard.roles == []
+    assert recorded.roles == ["forward_input", "forward_weight", "output_grad", "backward_weight", "backward_input"]
+    assert recorded.elements == 2 * 6 * 20 + 2 * 12 * 20 + 6 * 12
+    assert unrecorded.roles == []
     for handle in handles:
         handle.remove()
     assert not layer._quantization_hooks
 
 
 def test_what_no_gradient_needs_is_not_cast():
-    layer, heard = lowbit("fp4_block"), Heard()
-    layer.register_quantization_hook(heard)
+    layer, recorded = lowbit("fp4_block"), Recorder()
+    layer.register_quantization_hook(recorded)
     layer.weight.requires_grad_(False)
     layer(drawn(6, 20)).sum().backward()
-    assert heard.roles == ["forward_input", "forward_weight"]
+    assert recorded.roles == ["forward_input", "forward_weight"]
 
 
 def test_integers_are_refused_in_a_sentence():
@@ -286,7 +286,7 @@ def test_compiled_model_with_casts_keeps_every_bit():
         assert_same(results(compiled, drawn(6, 20, seed=seed)), results(ordinary, drawn(6, 20, seed=seed)))
 
 
-def compiled_steps(recipe: str, *, listener: Heard | None = None, convert: bool = True) -> list[Tensor]:
+def compiled_steps(recipe: str, *, listener: Recorder | None = None, convert: bool = True) -> list[Tensor]:
     model = stack(recipe)
     if not convert:
         dequantize_model(model)
@@ -303,9 +303,9 @@ def compiled_steps(recipe: str, *, listener: Heard | None = None, convert: bool 
 @pytest.mark.parametrize("recipe", ["e2m1/block/stochastic", "fp4_metis", "fp8"])
 def test_quantization_hook_preserves_compiled_model(recipe):
     """Steps of a compiled model have the same bits with and without the hook."""
-    heard = Heard()
-    assert_same(compiled_steps(recipe, listener=heard), compiled_steps(recipe))
-    assert heard.roles.count("forward_weight") == 2 * 3
+    recorded = Recorder()
+    assert_same(compiled_steps(recipe, listener=recorded), compiled_steps(recipe))
+    assert recorded.roles.count("forward_weight") == 2 * 3
 
 
 @pytest.mark.slow

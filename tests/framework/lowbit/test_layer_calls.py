@@ -20,7 +20,7 @@ from tests.framework.lowbit.lowbit_layers import (
     BLOCK,
     DELAYED,
     STOCHASTIC,
-    Heard,
+    Recorder,
     assert_same,
     drawn,
     lowbit,
@@ -54,7 +54,7 @@ def test_stochastic_rounding_is_unbiased():
 
 def test_the_products_of_a_pass_draw_apart():
     layer = lowbit(replace(Recipe("x"), forward_input=replace(BLOCK, rounding="stochastic")))
-    seen = {layer.calls.begin("weight", layer.recipe, layer.generator).seed for _ in range(50)}
+    seen = {layer.calls.start_call("weight", layer.recipe, layer.generator).seed for _ in range(50)}
     assert len(seen) == 50
 
 
@@ -74,11 +74,11 @@ def test_activation_checkpointing_changes_no_bit(recipe):
 
 
 def test_what_checkpointing_repeats_is_counted_once():
-    model, heard = stack("fp4_block"), Heard()
+    model, recorded = stack("fp4_block"), Recorder()
     for index in (0, 2, 4):
-        model[index].register_quantization_hook(heard)
+        model[index].register_quantization_hook(recorded)
     results(model, drawn(6, 20), in_pieces)
-    assert {role: heard.roles.count(role) for role in ROLES} == dict.fromkeys(ROLES, 3)
+    assert {role: recorded.roles.count(role) for role in ROLES} == dict.fromkeys(ROLES, 3)
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_what_checkpointing_repeats_is_counted_once():
 )
 def test_repeated_backward_cast_is_not_recounted(recipe, counts, monkeypatch):
     """Hooks receive every role, but a backward cast equal to the forward one is not computed twice."""
-    calls, count = [], Cast.counted
+    calls, count = [], Cast.with_counts
 
-    def counted(cast: Cast, *given: Tensor, **options: Any) -> Any:
+    def with_counts(cast: Cast, *given: Tensor, **options: Any) -> Any:
         calls.append(cast)
         return count(cast, *given, **options)
 
-    monkeypatch.setattr(Cast, "counted", counted)
-    layer, heard = lowbit(find_recipe(recipe)), Heard()
-    layer.register_quantization_hook(heard)
+    monkeypatch.setattr(Cast, "with_counts", with_counts)
+    layer, recorded = lowbit(find_recipe(recipe)), Recorder()
+    layer.register_quantization_hook(recorded)
     results(layer, drawn(6, 20))
     assert len(calls) == counts
-    assert sorted(heard.roles) == sorted(ROLES)
+    assert sorted(recorded.roles) == sorted(ROLES)
 
 
 @pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=named)

@@ -67,4 +67,4 @@ def test_fsdp_matches_one_process(tmp_path):
         assert sharded.keys() == alone.keys()
         for name, value in alone.items():
             assert torch.equal(sharded[name], value), name
-        assert "needs its whole weight, but finds a DTensor" in refusal
+        assert "needs its whole weight, but the weight is a DTensor" in refusal

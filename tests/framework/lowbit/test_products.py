@@ -119,7 +119,7 @@ def test_unsupported_matrix_use_warns_once(use, name):
     experts, x = Experts("odd"), drawn(3, 6, 32)
     expected = experts(x)
     quantize_model(experts, "nvfp4")
-    with pytest.warns(RunNotice, match=rf"^'w' of Experts is used by {name}, of which nothing is cast; products that"):
+    with pytest.warns(RunNotice, match=rf"^'w' of Experts is used by {name}, which is not cast; products that"):
         assert torch.equal(experts(x), expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -266,7 +266,7 @@ def test_full_graph_compilation_is_refused():
     """The error gives the reason and suggests leaving out fullgraph=True."""
     model = mixture("nvfp4")
     model.conv.compile(backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.* leave out fullgraph=True"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.* omit fullgraph=True"):
         model(drawn(4, 4))
 
 

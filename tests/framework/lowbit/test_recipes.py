@@ -7,7 +7,7 @@ import torch
 from loopscope.errors import UsageError
 from loopscope.lowbit import RECIPES, ROLES, MetisOptions, Recipe, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast
-from loopscope.lowbit.hadamard import transformed
+from loopscope.lowbit.hadamard import hadamard_transform
 from loopscope.lowbit.recipes import parse_cast, uniform
 from torch import nn
 
@@ -109,7 +109,7 @@ def test_a_text_describes_a_recipe(text, expected):
         ("fp8,output_grads=none", r"Unknown role 'output_grads'\. Did you mean 'output_grad'\?"),
         ("fp8,output_grad=e5m2", r"The cast 'e5m2' has no scaling rule; write format/rule, such as e2m1/block\."),
         ("fp8,", r"Unknown role ''\."),
-        ("fp8,output_grad=none,output_grad=none", r"'fp8,.*' names output_grad twice; say each only once\."),
+        ("fp8,output_grad=none,output_grad=none", r"'fp8,.*' names output_grad twice; give each name only once\."),
         ("nvfp4,keep_first=1,keep_first=2", r"names keep_first twice"),
         ("e2m1/block/block=3/block=4", r"'e2m1/block/block=3/block=4' names block twice"),
         ("e2m1/block/soft/stochastic", r"names rounding twice"),
@@ -120,9 +120,9 @@ def test_a_text_describes_a_recipe(text, expected):
         ("e2m1/block/scale_dtype=e4m3", r"Unknown scale_dtype 'e4m3'\. Known: e8m0, float32\.|Unknown scale_dtype"),
         ("e2m1/current/rows=16", r"16 rows to a block do not suit scaling rule 'current'"),
         ("e2m1/block/history=4", r"A history of 4 and amax 'max' do not suit scaling rule 'block'"),
-        ("e4m3/delayed/history=0", r"A history of 0 and .* is of one tensor or more"),
+        ("e4m3/delayed/history=0", r"A history of 0 and .* has one tensor or more"),
         ("e4m3/delayed/amax=mean", r"Unknown amax 'mean'"),
-        ("e4m3/delayed/margin=65", r"The margin is 65; it is an exponent of two from -64 to 64\."),
+        ("e4m3/delayed/margin=65", r"The margin is 65; it must be an exponent of two from -64 to 64\."),
     ],
 )
 def test_invalid_recipe_text_is_refused(text, sentence):
@@ -132,7 +132,7 @@ def test_invalid_recipe_text_is_refused(text, sentence):
 
 
 def test_metis_refuses_rule_with_history():
-    with pytest.raises(UsageError, match=r"several matrices as one forward_input .*other than 'delayed'\."):
+    with pytest.raises(UsageError, match=r"casts forward_input as several matrices .*other than 'delayed'\."):
         replace(uniform("x", Cast("e4m3", "delayed")), metis=MetisOptions())
 
 
@@ -177,10 +177,12 @@ def test_first_and_last_layers_stay_unquantized():
     """Layers count in model order, and a recipe that keeps every layer is refused."""
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
     assert quantize_model(model, find_recipe("nvfp4,keep_first=1,keep_last=2"), exclude=["2"]) == ["1"]
-    with pytest.raises(UsageError, match=r"the first 3 and the last 2 of 5 matrices as they are, so none is cast"):
-        find_recipe("nvfp4,keep_first=3,keep_last=2").kept(list("abcde"))
+    with pytest.raises(
+        UsageError, match=r"the first 3 and the last 2 of 5 matrices in full precision, so none is cast"
+    ):
+        find_recipe("nvfp4,keep_first=3,keep_last=2").layers_to_cast(list("abcde"))
     with pytest.raises(UsageError, match=r"the first 0 and the last 9 of 5 matrices"):
-        find_recipe("nvfp4,keep_last=9").kept(list("abcde"))
+        find_recipe("nvfp4,keep_last=9").layers_to_cast(list("abcde"))
 
 
 def test_nvfp4_is_that_of_nvidias_report():
@@ -213,5 +215,5 @@ def test_a_cast_is_read_as_it_is_written():
 
 @pytest.mark.parametrize("shape", [(0, 20), (3, 0)])
 def test_an_empty_matrix_is_transformed(shape: tuple[int, int]) -> None:
-    found = transformed(torch.ones(shape), 16)
+    found = hadamard_transform(torch.ones(shape), 16)
     assert found.shape == (shape[0], -(-shape[1] // 16) * 16)

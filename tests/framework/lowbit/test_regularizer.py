@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import OFFSET, RangePenalty, penalised, quantize_model
+from loopscope.lowbit import OFFSET, RangePenalty, penalised_matrices, quantize_model
 from torch import nn
 
 
@@ -68,21 +68,21 @@ def test_norms_biases_and_frozen_weights_are_not_penalized():
         {"a": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "b": nn.Linear(4, 4), "c": nn.Embedding(5, 3)}
     )
     model["b"].weight.requires_grad_(False)
-    assert [*penalised(model)] == ["a.weight", "c.weight"]
-    assert [*penalised(model, "a.*")] == ["a.weight"]
+    assert [*penalised_matrices(model)] == ["a.weight", "c.weight"]
+    assert [*penalised_matrices(model, "a.*")] == ["a.weight"]
 
 
 def test_factors_are_penalised_once_they_are_trained():
     model = nn.Sequential(nn.Linear(8, 8))
     quantize_model(model, "fp4_metis")
-    assert [*penalised(model)] == ["0.weight"]
+    assert [*penalised_matrices(model)] == ["0.weight"]
     model[0].factors.requires_grad_(True)
-    assert [*penalised(model)] == ["0.weight", "0.factors.u", "0.factors.v"]
+    assert [*penalised_matrices(model)] == ["0.weight", "0.factors.u", "0.factors.v"]
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(UsageError, match="matches 'blocks', and none does"):
-        penalised(nn.Linear(3, 4), "blocks")
+    with pytest.raises(UsageError, match="matches 'blocks', but no name matches"):
+        penalised_matrices(nn.Linear(3, 4), "blocks")
 
 
 @pytest.mark.parametrize("option", ["weight", "large", "small"])

@@ -17,7 +17,7 @@ from tests.framework.lowbit.lowbit_layers import (
     DELAYED,
     NARROW,
     STOCHASTIC,
-    Heard,
+    Recorder,
     assert_same,
     drawn,
     lowbit,
@@ -85,7 +85,7 @@ def test_jvp_is_straight_through_forward_casts(recipe):
     run = lambda p, x: functional_call(layer, p, (x,))
     y, found = jvp(run, (parameters, x), (change, dx))
     layer.generator.set_state(state)
-    call = layer.calls.begin("weight", layer.recipe, layer.generator)
+    call = layer.calls.start_call("weight", layer.recipe, layer.generator)
     narrow = [
         layer.quantize(role, each, call) for role, each in zip(ROLES[:2], (x, layer.weight.detach()), strict=True)
     ]
@@ -162,13 +162,13 @@ def test_vmap_in_evaluation_keeps_histories():
 @vectorises
 def test_quantization_hooks_skip_vmapped_casts():
     """Quantization hooks receive no vmapped casts, but all casts of an ordinary gradient."""
-    model, heard = stack("fp4_block"), Heard()
+    model, recorded = stack("fp4_block"), Recorder()
     for layer in model[::2]:
-        layer.register_quantization_hook(heard)
+        layer.register_quantization_hook(recorded)
     vmap(grad(loss_of(model)), (None, 0))(trained(model), drawn(5, 3, 20))
-    assert heard.roles == []
+    assert recorded.roles == []
     grad(loss_of(model))(trained(model), drawn(3, 20))
-    assert sorted(set(heard.roles)) == sorted(ROLES)
+    assert sorted(set(recorded.roles)) == sorted(ROLES)
 
 
 @pytest.mark.parametrize("recipe", some_of([*NARROW, "fp4_metis"], 3))
@@ -194,7 +194,7 @@ def test_exporting_stochastic_rounding_is_refused(monkeypatch):
 def test_full_graph_compilation_is_refused():
     """The error gives the reason and suggests leaving out fullgraph=True."""
     model = torch.compile(stack("fp4_block"), fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.*leave out fullgraph=True"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.*omit fullgraph=True"):
         model(drawn(6, 20))
 
 
@@ -205,7 +205,7 @@ def test_meta_tensors_go_through_forward_and_backward(recipe):
     y.sum().backward()
     assert (y.device.type, y.shape) == ("meta", (6, 12))
     assert all(each.grad.shape == each.shape for each in trained(model).values())
-    rounded, counts = Cast("e2m1", "nvfp4", rows=16).counted(torch.empty(20, 30, device="meta"))
+    rounded, counts = Cast("e2m1", "nvfp4", rows=16).with_counts(torch.empty(20, 30, device="meta"))
     assert rounded.is_meta
     assert counts.sums.is_meta
 
@@ -244,4 +244,4 @@ def test_history_length_follows_the_recipe():
     alone = lowbit(replace(Recipe("x"), forward_input=recipe.forward_input))
     alone.forward_input_history.copy_(layer.forward_input_history)
     assert torch.equal(alone(drawn(6, 20)), nn.functional.linear(expected, alone.weight, alone.bias))
-    assert BLOCK.remembered() == 0
+    assert BLOCK.history_length() == 0

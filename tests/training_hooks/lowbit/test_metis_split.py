@@ -349,7 +349,7 @@ def test_optimizer_without_factors_is_refused():
 def test_warmup_longer_than_run_causes_warning():
     task, state = build(Case("lowbit_mlp", loop="step"), steps=2)
     hook = MetisSplit()
-    with pytest.warns(UserWarning, match="splits no weight: the run has 2 steps, and forward_warmup_steps is 2"):
+    with pytest.warns(UserWarning, match="splits no weights: the run has 2 steps, but forward_warmup_steps is 2"):
         hook.start(run_info(task, HookManager([hook], task, state, loop="step"), "step"))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from loopscope.lowbit.casts import SUMS, Cast, FormatRegistry, RuleRegistry, casts, compiled
 from loopscope.lowbit.casts.compiled import SWITCH, Compiler
-from loopscope.lowbit.casts.kernels import largest_in, limits_for
+from loopscope.lowbit.casts.kernels import largest_per_block, limits_for
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -84,7 +84,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **op
 def everything(cast: Cast, values: Tensor, **options: Any) -> list[Tensor]:
     """Return scales, the cast, the cast that is counted, and the counts."""
     seeded = [torch.Generator().manual_seed(7) for _ in range(2)]
-    rounded, counts = cast.counted(values, generator=seeded[0], **options)
+    rounded, counts = cast.with_counts(values, generator=seeded[0], **options)
     return [
         cast.scales(values, **options),
         cast(values, generator=seeded[1], **options),
@@ -109,7 +109,7 @@ def check_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **options: Any) -> None:
-    assert casts.COMPILER.attempt(largest_in, values.reshape(-1)) is not None
+    assert casts.COMPILER.attempt(largest_per_block, values.reshape(-1)) is not None
     check_same(everything(cast, values, **options), uncompiled(monkeypatch, cast, values, **options))
 
 
@@ -280,10 +280,10 @@ def test_sums_of_squares_stay_in_range(size, monkeypatch):
 
 def test_new_row_counts_do_not_recompile(compiler):
     BLOCK(gaussian(40, 64))
-    before, made = counters["stats"]["unique_graphs"], len(compiler._made)
+    before, made = counters["stats"]["unique_graphs"], len(compiler._compiled)
     for shape in ((2, 16), (3, 160), (1024, 64), (7, 41)):
         BLOCK(gaussian(*shape))
-    assert (counters["stats"]["unique_graphs"], len(compiler._made)) == (before, made)
+    assert (counters["stats"]["unique_graphs"], len(compiler._compiled)) == (before, made)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -291,7 +291,7 @@ def test_first_call_tensors_are_released():
     """The compiler keeps no reference to the tensors that it compiled with."""
     compiler, values = Compiler(patience=-1), gaussian(4096, 16)
     before = weakref.ref(values)
-    compiler.run(largest_in, values)
+    compiler.run(largest_per_block, values)
     del values
     gc.collect()
     assert before() is None
@@ -312,13 +312,13 @@ def test_parameters_and_tensors_share_one_graph(compiler):
 def test_recompile_limit_falls_back_to_eager(compiler, monkeypatch):
     """A graph that raises FailOnRecompileLimitHit is replaced by the uncompiled function."""
     values = gaussian(512, 128)
-    expected = compiler.run(largest_in, values)
+    expected = compiler.run(largest_per_block, values)
 
     def refused(*given):
         raise torch._dynamo.exc.FailOnRecompileLimitHit("too many")
 
-    monkeypatch.setattr(compiler, "_made", dict.fromkeys(compiler._made, refused))
-    assert torch.equal(compiler.run(largest_in, values), expected)
+    monkeypatch.setattr(compiler, "_compiled", dict.fromkeys(compiler._compiled, refused))
+    assert torch.equal(compiler.run(largest_per_block, values), expected)
 
 
 def test_compiling_draws_no_random_numbers(monkeypatch):
@@ -390,7 +390,7 @@ def test_concurrent_casts_compile_once(monkeypatch):
     for thread in threads:
         thread.join()
     assert len(found) == 4
-    assert len(compiler._made) == 1
+    assert len(compiler._compiled) == 1
     assert all(torch.equal(one, uncompiled(monkeypatch, BLOCK, gaussian(40, 64))[1]) for one in found)
 
 
@@ -400,7 +400,7 @@ from loopscope.lowbit.casts import casts
 casts.COMPILER.patience = -1
 values = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
 rounded = casts.Cast("e2m1", "block")(values)
-assert set(casts.COMPILER._made.values()) == {None}
+assert set(casts.COMPILER._compiled.values()) == {None}
 print(rounded.sum().item())
 """
 
@@ -416,14 +416,14 @@ def test_without_a_compiler_casts_run_uncompiled_and_silent(tmp_path):
 
 def test_what_does_not_suit_runs_uncompiled(compiler, monkeypatch):
     good = gaussian(64)
-    assert compiler.attempt(largest_in, good) is not None
+    assert compiler.attempt(largest_per_block, good) is not None
     for other in (good[:1], good[:0], good.double(), good.to("meta"), good.clone().requires_grad_(), Marked(good)):
-        assert compiler.attempt(largest_in, other) is None
+        assert compiler.attempt(largest_per_block, other) is None
     monkeypatch.setattr(compiled, "SMALLEST", 65)
-    assert compiler.attempt(largest_in, good) is None
+    assert compiler.attempt(largest_per_block, good) is None
     monkeypatch.setattr(compiled, "SMALLEST", 1)
     monkeypatch.setenv(SWITCH, "0")
-    assert compiler.attempt(largest_in, good) is None
+    assert compiler.attempt(largest_per_block, good) is None
 
 
 class Marked(Tensor):
@@ -448,13 +448,13 @@ def test_vmapped_cast_runs_uncompiled():
 
 def test_vmapped_function_compiles_for_plain_tensors(compiler: Compiler):
     """A function that was first called under vmap is still compiled for plain tensors."""
-    torch.func.vmap(lambda blocks: compiler.run(largest_in, blocks))(gaussian(4, 64, 48))
-    assert compiler.attempt(largest_in, gaussian(64, 48)) is not None
+    torch.func.vmap(lambda blocks: compiler.run(largest_per_block, blocks))(gaussian(4, 64, 48))
+    assert compiler.attempt(largest_per_block, gaussian(64, 48)) is not None
 
 
 @pytest.mark.usefixtures("compiler")
 def test_small_workloads_are_not_compiled():
     """A function is compiled only after it has processed enough elements."""
     patient = Compiler(patience=200)
-    found = [patient.attempt(largest_in, gaussian(64)) is None for _ in range(5)]
+    found = [patient.attempt(largest_per_block, gaussian(64)) is None for _ in range(5)]
     assert found == [True, True, True, False, False]

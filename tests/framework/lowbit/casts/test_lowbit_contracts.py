@@ -69,7 +69,7 @@ def check_cast(cast: Cast, values: Tensor, earlier: Tensor | None = None) -> Cou
     """Check the scales, the numbers bit for bit, and every count; return the counts."""
     scales = scales_of(cast, values, earlier)
     assert cast.scales(values, earlier).reshape(-1).tolist() == scales
-    rounded, counts = cast.counted(values, earlier=earlier)
+    rounded, counts = cast.with_counts(values, earlier=earlier)
     expected = cast_by_hand(cast, values, scales)
     torch.testing.assert_close(rounded, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(rounded.signbit() | rounded.isnan(), expected.signbit() | expected.isnan())
