@@ -80,6 +80,7 @@ lint: $(STAMP) types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
+	$(BIN)/python -m tests.language
 	$(BIN)/mypy
 
 docs: $(STAMP)

@@ -232,7 +232,7 @@ def test_run_with_all_hooks_matches_bare_run(case):
 
 
 @both_loops
-def test_whatever_an_intervention_draws_and_trains_is_undone(case):
+def test_draws_and_training_of_interventions_are_undone(case):
     def act(run_ctx: Any, model_ctx: Any) -> None:
         with model_ctx.branch():
             model_ctx.run_training_epoch(model_ctx.loader)

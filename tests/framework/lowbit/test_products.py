@@ -1,4 +1,4 @@
-"""Modules that multiply by parameters of their own: their products are those of low-bit layers; shares are told."""
+"""Modules that multiply by their own parameters: their products match low-bit layers, and shares are reported."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""Taps on quantisers hear what a run's own passes count; taps on inputs see what modules are given."""
+"""Taps on quantisers receive the counts of a run's own passes; taps on inputs receive the inputs of modules."""
 
 import pytest
 import torch

@@ -40,7 +40,7 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass
 class LowBitRun:
-    """A run over ``steps`` steps, of which every batch is drawn anew."""
+    """A run over ``steps`` steps with a newly drawn batch at each."""
 
     model: nn.Module
     hooks: Sequence[TrainingHook] = ()

@@ -133,8 +133,8 @@ def test_other_passes_of_a_step_are_not_counted():
 
     spy = at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD)(forwards)
     alone = LowBitRun(network("nvfp4"), [GradientOverflow()]).train()
-    beside = LowBitRun(network("nvfp4"), [GradientOverflow(), spy]).train()
-    assert beside.sink.rows("gradient_overflow/") == alone.sink.rows("gradient_overflow/")
+    with_spy = LowBitRun(network("nvfp4"), [GradientOverflow(), spy]).train()
+    assert with_spy.sink.rows("gradient_overflow/") == alone.sink.rows("gradient_overflow/")
 
 
 @pytest.mark.compile

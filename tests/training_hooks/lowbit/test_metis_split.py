@@ -172,13 +172,13 @@ def test_a_frozen_weight_is_left_alone():
 def test_split_draws_depend_on_seed_and_step():
     """A hook that draws random numbers does not change the split."""
     drawing = at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: {"draw": torch.rand(())})
-    alone, beside = (
+    alone, with_spy = (
         train(Case("lowbit_mlp"), hooks, steps=STEPS) for hooks in ([MetisSplit()], [drawing, MetisSplit()])
     )
-    assert alone.digests == beside.digests
+    assert alone.digests == with_spy.digests
 
 
-# Going on from a checkpoint
+# Resuming from a checkpoint
 
 
 @pytest.mark.parametrize("model", ["lowbit_mlp", "exact_transformer"])
@@ -230,7 +230,7 @@ def test_every_hook_is_neutral_or_refuses(name, model, loop):
 
 
 def check_neutral(name: str, case: Case) -> bool:
-    """Fail if a hook beside the split changes the run; return whether it took part."""
+    """Fail if a hook next to the split changes the run; return whether the hook ran."""
     reference = copied(dict(split_run(case).task.model.named_parameters()))
     hooks = [MetisSplit(), made(name)]
     run = train(case, hooks, steps=STEPS, reference_weights=reference, raises=(UsageError,))

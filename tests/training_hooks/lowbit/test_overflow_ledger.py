@@ -198,7 +198,7 @@ def counted_on_a_rank() -> dict[str, float]:
 
 
 def alone(rank: int, **options: Any) -> dict[str, float]:
-    """Train one step with weights of the rank's own, which nobody averages, and return what it reports."""
+    """Train one step with separate weights on each rank, without averaging, and return the metrics."""
     model = network("nvfp4")
     with torch.no_grad():
         model[0].weight.mul_(1 + 9 * rank)
