@@ -90,10 +90,11 @@ def scores(values: np.ndarray, *, both: np.ndarray) -> np.ndarray:
         finite[empty] = 0.0
         middle = np.nanmedian(finite, -1)
         spread = 1.4826 * np.nanmedian(np.abs(finite - middle[..., None]), -1)
-        now = values[:, WINDOW:]
-        z = (now - middle) / np.maximum(spread, FLOOR)
+        current = values[:, WINDOW:]
+        # z = (x − median) / max(1.4826·median|x − median|, FLOOR), shape (quantities, steps − WINDOW)
+        z = (current - middle) / np.maximum(spread, FLOOR)
     z = np.where(both[:, None], np.abs(z), z)
-    return np.where(empty, 0.0, np.where(np.isnan(now), 0.0, np.where(np.isfinite(now), z, np.inf)))
+    return np.where(empty, 0.0, np.where(np.isnan(current), 0.0, np.where(np.isfinite(current), z, np.inf)))
 
 
 def departures(history: History, step: int) -> tuple[list[Departure], str]:
@@ -111,24 +112,25 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
         )
     values = np.array([_scaled(history[name], steps, name) for name in names])
     z = np.concatenate([scores(part, both=both) for part, both in _parts(values, names)])
-    before = z[:, :-looked_at]
-    top = np.sort(np.where(np.isfinite(before), before, 1e9), axis=1)[:, -2:]
-    is_top = before >= top[:, -1:]
-    elsewhere = np.maximum(np.where(is_top, top[:, :1], top[:, -1:]), LEAST)
-    null = (np.minimum(before, 1e12) / elsewhere).max(0)
+    # null: the largest departure of each earlier step, z over the largest z of the other earlier steps, shape (steps,)
+    earlier = z[:, :-looked_at]
+    top = np.sort(np.where(np.isfinite(earlier), earlier, 1e9), axis=1)[:, -2:]
+    is_top = earlier >= top[:, -1:]
+    other_top = np.maximum(np.where(is_top, top[:, :1], top[:, -1:]), LEAST)
+    null = (np.minimum(earlier, 1e12) / other_top).max(0)
     limits = np.maximum(top[:, -1], LEAST)
     found_departures = []
     for place, number in enumerate(steps[-looked_at:]):
-        now = np.minimum(z[:, before.shape[1] + place], 1e12) / limits
-        p = looked_at * (1 + int((null >= now.max()).sum())) / (len(null) + 1)
-        if p <= LEVEL and now.max() > 1:
-            far = [index for index in range(len(names)) if now[index] > max(1.0, float(null.max()))]
-            found_departures.append(_departure(history, names, now, far, number, p))
+        sizes = np.minimum(z[:, earlier.shape[1] + place], 1e12) / limits
+        p = looked_at * (1 + int((null >= sizes.max()).sum())) / (len(null) + 1)
+        if p <= LEVEL and sizes.max() > 1:
+            departed = [index for index in range(len(names)) if sizes[index] > max(1.0, float(null.max()))]
+            found_departures.append(_departure(history, names, sizes, departed, number, p))
     if found_departures:
         return found_departures[_belongs_to_next_step(found_departures) :], ""
     return [], (
         f"None of {len(names):,} quantities left its history in the steps {steps[-looked_at]:,} to {step:,}, by ranks "
-        f"among the {before.shape[1]:,} steps before."
+        f"among the {earlier.shape[1]:,} steps before."
     )
 
 
@@ -136,20 +138,21 @@ def _belongs_to_next_step(found_departures: Sequence[Departure]) -> bool:
     """Return whether the first departure is only an effect on the next loss, and the next step has other departures."""
     if len(found_departures) < 2 or found_departures[1].step != found_departures[0].step + 1:
         return False
-    first, second = ({each.quantity, *each.others} for each in found_departures[:2])
+    first, second = ({departure.quantity, *departure.others} for departure in found_departures[:2])
     return first == {"effect"} and not second <= {"loss", "effect"}
 
 
 def _departure(
-    history: History, names: Sequence[str], now: np.ndarray, far: Sequence[int], step: int, p: float
+    history: History, names: Sequence[str], sizes: np.ndarray, departed: Sequence[int], step: int, p: float
 ) -> Departure:
-    """Return the departure that a step computes first."""
+    """Return the departure of the quantity that a step computes first among ``departed``, indices of ``names``."""
     # Layers are in the order of the forward pass; other quantities are ordered by the size of their departure.
-    places = {index: index if names[index].startswith("output/") else -float(now[index]) for index in far}
-    first, *others = (names[index] for index in sorted(far, key=lambda each: (_order(names[each]) or 0, places[each])))
+    places = {index: index if names[index].startswith("output/") else -float(sizes[index]) for index in departed}
+    order = sorted(departed, key=lambda index: (_order(names[index]) or 0, places[index]))
+    first, *others = (names[index] for index in order)
     quantity, _, name = first.partition("/")
     series = history[first]
-    usual = float(np.median([series[each] for each in sorted(series) if step - WINDOW <= each < step] or [np.nan]))
+    usual = float(np.median([series[other] for other in sorted(series) if step - WINDOW <= other < step] or [np.nan]))
     return Departure(step, quantity, name, series[step], usual, min(p, 1.0), len(names), others[:9])
 
 
@@ -161,9 +164,9 @@ def _order(name: str) -> int | None:
 def _consecutive_steps(losses: Mapping[int, float], step: int) -> list[int]:
     """Return the steps up to ``step`` that were recorded without a gap, at most as many as the test uses."""
     groups = groupby(enumerate(sorted(losses)), lambda item: item[1] - item[0])
-    runs = ([number for _, number in each] for _, each in groups)
-    found = next((run for run in runs if step in run), [])
-    return [each for each in found if step - HISTORY - WINDOW - LOOKED_AT < each <= step]
+    runs = ([number for _, number in group] for _, group in groups)
+    unbroken = next((run for run in runs if step in run), [])
+    return [number for number in unbroken if step - HISTORY - WINDOW - LOOKED_AT < number <= step]
 
 
 def _scaled(series: Mapping[int, float], steps: Sequence[int], name: str) -> list[float]:

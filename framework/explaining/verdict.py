@@ -79,7 +79,7 @@ def middle_and_spread(values: Sequence[float]) -> tuple[float, float]:
 def is_beyond(value: float, usual: Sequence[float]) -> bool:
     """Return whether a value is above the usual ones both by rank and by ``FAR`` spreads; NaN counts as infinite."""
     value = np.inf if np.isnan(value) else value
-    above = sum(not each < value for each in usual)
+    above = sum(not other < value for other in usual)
     middle, spread = middle_and_spread(usual)
     return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + FAR * spread
 
@@ -102,17 +102,17 @@ def harms(
     words = {"effect": "the losses of the next batches rise by", "loss": "the loss of the step is"}
     words["size"] = f"the {watched} is"
     result = []
-    for metric in [each for each in words if each in own and each in branch_values]:
+    for metric in [name for name in words if name in own and name in branch_values]:
         run = np.inf if np.isnan(own[metric]) else float(own[metric])
-        before, fresh = usual[metric], branch_values[metric].get("fresh", [])
-        middle, spread = middle_and_spread(before)
+        earlier, fresh = usual[metric], branch_values[metric].get("fresh", [])
+        middle, spread = middle_and_spread(earlier)
         if metric == "size":  # weak evidence alone, so it has a stricter condition
-            is_bad = run > TIMES * max([*before, *fresh])
+            is_bad = run > TIMES * max([*earlier, *fresh])
         else:
-            is_bad = is_beyond(run, before) or (is_beyond(run, fresh) and run > middle + FAR * spread)
+            is_bad = is_beyond(run, earlier) or (is_beyond(run, fresh) and run > middle + FAR * spread)
         if is_bad:
             medians = {name: float(np.median(value)) for name, value in branch_values[metric].items()}
-            by_chance = (sum(not each < run for each in fresh) + 1) / (len(fresh) + 1)
+            by_chance = (sum(not other < run for other in fresh) + 1) / (len(fresh) + 1)
             result.append(Harm(words[metric], run, middle, medians, by_chance, spread or abs(middle) or 1.0))
     return sorted(result, key=lambda harm: (harm.usual - harm.run) / harm.spread)
 
@@ -139,10 +139,10 @@ def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequenc
 def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     if harm.removed_share("element_restored") < REMOVES:
         return None
-    ((name, (place, was, now)),) = branch_values["element"].items()
+    ((name, (place, old, new)),) = branch_values["element"].items()
     return Verdict(
         "fault",
-        f"Fault: one element of {name} (number {int(place)}) went from {was:.4g} to {now:.4g} in this step, far more "
+        f"Fault: one element of {name} (number {int(place)}) went from {old:.4g} to {new:.4g} in this step, far more "
         f"than any other; {harm.words} {harm.run:.3g}, and {harm.value_text('element_restored')} after restoring it.",
     )
 

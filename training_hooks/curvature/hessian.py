@@ -67,19 +67,20 @@ def moved_like(live: Vector, values: Vector) -> dict[str, Tensor]:
 
 ENTANGLEMENT = """
     entanglement_norm | ‖E‖₂, E = g_B(θ + Δθ) − g_B(θ) | [0, ∞)
-        | How much the step on A changed the gradient of the next batch B; exact for every optimizer.
+        | The change that the step on A made to the gradient of the next batch B; exact for every optimizer.
     entanglement_ratio | ‖E‖₂ / ‖g_B(θ)‖₂ | [0, ∞)
-        | Above about 1 the gradient of B is mostly made by the step before it: order matters.
+        | Above about 1: the previous step dominates the gradient of B, so the order matters.
     entanglement_cosine | cos(E, g_B(θ)) | [−1, 1]
-        | Negative: A did part of the work of B. Positive: A steepened B's loss. Near 0: A turned B's gradient.
-    gradient_cosine | cos(g_A, g_B(θ)), g_A as POST_BACKWARD saw it | [−1, 1]
+        | Negative: the step on A did part of the work of B. Positive: it steepened B's loss. Near 0: it rotated B's
+        gradient.
+    gradient_cosine | cos(g_A, g_B(θ)), g_A the gradient at POST_BACKWARD | [−1, 1]
         | Agreement of consecutive batches at the same parameters. NaN here and below: a vector was zero.
-    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step on A, as the optimizer made it.
+    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the optimizer's step on A.
 """
 APPROXIMATION = """
     {0}_norm | ‖{1}‖₂ | [0, ∞) | Size of {2}.
-    {0}_error | ‖{1} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: it is E; 1: as bad as predicting 0.
-    {0}_cosine | cos({1}, E) | [−1, 1] | Whether the direction is right, apart from size.
+    {0}_error | ‖{1} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: equal to E; 1: as inaccurate as predicting 0.
+    {0}_cosine | cos({1}, E) | [−1, 1] | 1: the direction is correct, independent of the size.
 """
 CURVATURE_AND_OWN_STEP = """
     update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞) | Curvature of B's loss along the step on A.
@@ -89,33 +90,33 @@ CURVATURE_AND_OWN_STEP = """
         | The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.
     stability_ratio | SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)),
         with Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)), weight decay λ subtracted from each of these
-        thresholds; Adam and AdamW: preconditioned_curvature/((1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)), t the steps taken, that on A
-        included | (−∞, ∞)
-        | Above 1: on a quadratic loss with this curvature, training would diverge along the update. Left out for other
-        optimizers, for parameter groups with different settings, and where weight decay alone diverges.
-    coherence | cos(E, E′), E′ that of the step before | [−1, 1]
-        | Positive: consecutive steps push the next gradient the same way, so the effect of the order adds up.
+        thresholds; Adam and AdamW: preconditioned_curvature/((1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)), t the number of steps
+        including that on A | (−∞, ∞)
+        | Above 1: on a quadratic loss with this curvature, training would diverge along the update. Missing for other
+        optimizers, for parameter groups with different settings, and if weight decay alone diverges.
+    coherence | cos(E, E′), E′ the entanglement of the previous step | [−1, 1]
+        | Positive: consecutive steps change the next gradient in the same direction, so effects of the order add up.
     burst_coherence | ‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on | [0, 1]
-        | 1: all entanglements of the burst point one way. About 1/√m after m of them: they are unrelated.
+        | 1: all entanglements of the burst have the same direction. About 1/√m after m of them: they are unrelated.
     update_solution_cosine | cos(Δθ, θ_ref − θ), θ_ref the reference solution | [−1, 1]
-        | Positive: the step on A went towards the reference.
+        | Positive: the step on A moved towards the reference.
     entanglement_solution_cosine | cos(−E, θ_ref − θ) | [−1, 1]
-        | Positive: what A did to the gradient of B turns B's descent towards the reference.
+        | Positive: the step on A turned B's descent direction towards the reference.
     gradient_solution_cosine | cos(−g_B(θ), θ_ref − θ) | [−1, 1]
-        | Positive: without the step on A, descent on B goes towards the reference; a yardstick for the others.
+        | Positive: without the step on A, descent on B moves towards the reference; the baseline for the others.
     own_loss_change | L_B(θ′ + Δθ′) − L_B(θ′), Δθ′ the step on B, θ′ the parameters before it | (−∞, ∞)
-        | The step's effect on the loss of the batch it was made from; positive: it overshot.
+        | The effect of the step on the loss of its own batch; positive: it overshot.
     own_loss_change_predicted | g_B(θ′)·Δθ′ | (−∞, ∞)
-        | The same to first order; positive: the optimizer stepped uphill, against the gradient of this batch.
+        | The same to first order; positive: the optimizer stepped uphill on the loss of this batch.
     own_gain_ratio | own_loss_change / own_loss_change_predicted | (−∞, ∞)
-        | 1: the loss is linear along the step. About 1/2: the step goes to the minimum along its line. Negative: the
-        step raised the loss that it was to lower.
+        | 1: the loss is linear along the step. About 1/2: the step leads to the minimum along its line. Negative: the
+        loss changed against its prediction, so the step usually raised it.
     own_entanglement_ratio | ‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂ | [0, ∞)
-        | The relative change of the gradient on the step's batch: the yardstick for entanglement_ratio.
+        | The relative change of the gradient of the step's own batch: the baseline for entanglement_ratio.
     own_entanglement_cosine | cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′)) | [−1, 1]
-        | −1: the step used up part of its gradient; positive: the loss gets steeper downhill.
+        | −1: the step consumed part of its gradient; positive: the loss becomes steeper downhill.
     own_curvature | Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖² | (−∞, ∞)
-        | Mean curvature of B's loss along its own step; against 2/η it tells how near SGD is to instability.
+        | Mean curvature of B's loss along its own step; near 2/η: SGD is close to instability.
 """
 
 
@@ -124,30 +125,32 @@ CURVATURE_AND_OWN_STEP = """
 class Hessian(InterventionHook):
     """Measure how each step changes the gradient of the next batch, exactly and by the Hessian.
 
-    A is the batch of a step, B that of the next, Δθ the update made from A. Their entanglement is
-    E = g_B(θ + Δθ) − g_B(θ), θ the parameters before A: two gradients, exact for every optimizer. Its first-order part
-    is H_B Δθ, H_B the Hessian of B's loss at θ; under plain SGD, and only there, that equals −η·H_B g_A. PRE_STEP of B
-    compares the three; POST_STEP holds each update against its own batch. Everything is that of the training loss in
-    the model's present modes (dropout with one fixed mask for all gradients of a point, BatchNorm on the batch).
+    A is the batch of a step, B that of the next step, Δθ the update from A, and θ the parameters before A. The
+    entanglement of A and B is E = g_B(θ + Δθ) − g_B(θ), the difference of two gradients, exact for every optimizer. Its
+    first-order part is H_B Δθ, with H_B the Hessian of B's loss at θ; only under plain SGD it equals −η·H_B g_A. At
+    PRE_STEP of B the hook compares the three; at POST_STEP it compares each update with its own batch. All quantities
+    are those of the training loss in the current modes of the model (dropout with one fixed mask for all gradients at a
+    point, BatchNorm with the statistics of the batch).
 
-    Curvature along the update is also held against what the optimizer bears: 2/η for SGD (more with momentum), less its
-    weight decay, which adds to the Hessian; for Adam and AdamW it is taken in the metric of P = √v̂ + ε, and against
-    (1−β₁ᵗ)·(2+2β₁)/((1−β₁)η), η the learning rate of step t (Cohen et al.'s P holds the factor 1−β₁ᵗ).
-    With a reference solution θ_ref (``--reference``), updates, entanglement and gradients are held against θ_ref − θ.
+    Curvature along the update is also compared with the stability threshold of the optimizer: for SGD 2/η (more with
+    momentum) minus its weight decay, which adds to the Hessian; for Adam and AdamW, in the metric of P = √v̂ + ε,
+    (1−β₁ᵗ)·(2+2β₁)/((1−β₁)η) with η the learning rate of step t (the P of Cohen et al. includes the factor 1−β₁ᵗ).
+    With a reference solution θ_ref (``--reference``), updates, entanglement and gradients are compared with θ_ref − θ.
 
-    Fires in bursts. A hook call compares with the step before, so the first step of a burst has no entanglement, and
-    its second no coherence. A burst keeps three vectors as long as the parameters and frees them at its end.
+    The hook runs in bursts. Each call compares with the previous step, so the first step of a burst has no
+    entanglement, and the second no coherence. During a burst the hook stores three vectors of the size of the
+    parameters.
 
-    Assumes that the loss is twice differentiable; ReLU networks are taken piece by piece. The thresholds assume a
-    quadratic loss, full batches, and for Adam a constant P; Adam's weight decay is left out of them.
+    Assumes a twice differentiable loss; for ReLU networks the derivatives are those of the current linear piece. The
+    thresholds assume a quadratic loss, full batches, and for Adam a constant P; they ignore Adam's weight decay.
 
     Args:
         epsilon: absolute step of ``finite_difference`` along the normalised vector.
-        every_n_steps: a burst begins every so many steps.
-        burst_length: consecutive steps of a burst, at least 2.
-        method: Hessian-vector products ``"exact"`` (reverse over reverse; not on shards) or by central
+        every_n_steps: number of steps between the starts of bursts.
+        burst_length: number of consecutive steps of a burst, at least 2.
+        method: method for Hessian-vector products, ``"exact"`` (reverse over reverse; not on shards) or central
             ``"finite_difference"``.
-        warmup: steps before the first burst.
+        warmup: number of steps before the first burst.
     """
 
     name = "hessian"
@@ -162,7 +165,7 @@ class Hessian(InterventionHook):
         ENTANGLEMENT
         + APPROXIMATION.format("first_order", "H_B Δθ", "the part of E that is linear in the update")
         + APPROXIMATION.format(
-            "sgd", "−η·H_B g_A", "what E would be to first order under plain SGD; under AdamW it is far too small"
+            "sgd", "−η·H_B g_A", "the first-order part of E under plain SGD; far too small under AdamW"
         )
         + CURVATURE_AND_OWN_STEP
     )
@@ -194,10 +197,10 @@ class Hessian(InterventionHook):
         if run_ctx.hook_point is HookPoint.PRE_STEP:
             groups = run_ctx.optimizer_groups
             rates = {name: group.lr for group in groups for name in group.names}
-            steps = steps_taken(model_ctx.optimizer_state) + 1  # with the step that departs here
+            steps = steps_taken(model_ctx.optimizer_state) + 1  # including the step that starts now
             threshold = stability_threshold(self._optimizer_class, groups, steps)
-            now = Departure(run_ctx.step, copied(trainable(run_ctx.model)), rates, threshold)
-            previous, self._departure = self._departure, now
+            start = Departure(run_ctx.step, copied(trainable(run_ctx.model)), rates, threshold)
+            previous, self._departure = self._departure, start
             if previous is None or previous.step != run_ctx.step - 1 or not run_ctx.prev_step_grads:
                 self._trail = Trail()
                 return {}
@@ -224,7 +227,7 @@ class Hessian(InterventionHook):
             "gradient_cosine": cosine(gradient, before),
             "update_norm": norm(update),
         }
-        rates = previous.rates  # plain SGD would have made −η·g of the gradient
+        rates = previous.rates  # the update of plain SGD is −η·g_A
         sgd_update = {name: -rates[name] * value for name, value in gradient.items() if name in rates}
         times, products = model_ctx.hessian_operator(method=self.method, epsilon=self.epsilon), {}
         for label, step, kind in (("first_order", update, "update"), ("sgd", sgd_update, "gradient")):
@@ -249,7 +252,7 @@ class Hessian(InterventionHook):
                 "entanglement_solution_cosine": -cosine(change, solution),
                 "gradient_solution_cosine": -cosine(before, solution),
             }
-        # under tensor parallelism a gradient may lie otherwise than its parameter
+        # Under tensor parallelism a gradient may have another layout than its parameter.
         return metrics | self._trail.add({name: laid_out_like(value, live[name]) for name, value in change.items()})
 
     def state_dict(self) -> dict[str, Any]:

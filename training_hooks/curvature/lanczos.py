@@ -14,9 +14,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 def rademacher(size: int, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
-    """Draw ``count`` vectors of ±1, shape (count, size), on the CPU, then move them to dtype and device of ``like``.
+    """Draw ``count`` vectors of ±1, shape (count, size), with dtype and device of ``like``.
 
-    Drawn on the CPU, they are the same on every device.
+    They are drawn on the CPU, so they are the same for every device.
     """
     signs = torch.randint(0, 2, (count, size), generator=generator, dtype=torch.int8)
     return signs.to(device=like.device, dtype=like.dtype) * 2 - 1
@@ -24,9 +24,9 @@ def rademacher(size: int, count: int, generator: torch.Generator, like: Tensor) 
 
 @dataclass(frozen=True)
 class Tridiagonal:
-    """The operator in an orthonormal basis of m vectors in which it is tridiagonal.
+    """The operator in an orthonormal basis of m vectors, in which it is tridiagonal.
 
-    ``diagonal`` has shape (m,), ``off_diagonal`` (m − 1,), ``basis`` (m, n): its rows are the vectors.
+    ``diagonal`` has shape (m,), ``off_diagonal`` shape (m − 1,), and ``basis`` shape (m, n) with the vectors as rows.
     """
 
     diagonal: Tensor
@@ -34,7 +34,7 @@ class Tridiagonal:
     basis: Tensor
 
     def ritz(self) -> tuple[Tensor, Tensor]:
-        """Return the Ritz values, ascending, shape (m,), and their vectors in the basis as columns, (m, m); float64."""
+        """Return the Ritz values, ascending, shape (m,), and their coefficients as columns, shape (m, m); float64."""
         off = self.off_diagonal.double()
         matrix = torch.diag(self.diagonal.double()) + torch.diag(off, 1) + torch.diag(off, -1)
         values, vectors = torch.linalg.eigh(matrix)
@@ -47,9 +47,9 @@ class Tridiagonal:
         return values[-count:].flip(0), chosen.T.to(self.basis.dtype) @ self.basis
 
     def quadrature(self) -> tuple[Tensor, Tensor]:
-        """Return nodes and weights, shapes (m,), with qᵀf(A)q ≈ Σ w·f(node), q the unit vector of the start.
+        """Return nodes and weights, shapes (m,), with qᵀf(A)q ≈ Σ w·f(node), q the first basis vector.
 
-        Exact where f is a polynomial of degree up to 2m − 1 (Golub and Meurant 2010).
+        Exact if f is a polynomial of degree up to 2m − 1 (Golub and Meurant 2010).
         """
         values, vectors = self.ritz()
         return values, vectors[0].square()
@@ -58,9 +58,9 @@ class Tridiagonal:
 def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
     """Run Lanczos from ``start``, shape (n,), with full reorthogonalisation, for min(iterations, n) products.
 
-    Every new vector is made orthogonal to all earlier ones twice ("twice is enough", Parlett 1998), so that no
-    eigenvalue appears more often than the operator has it. Where the vectors found span an invariant subspace, the
-    next one is ``start`` rolled along its elements, made orthogonal, and the tridiagonal matrix splits there.
+    Every new vector is orthogonalised against all earlier vectors twice ("twice is enough", Parlett 1998), so that no
+    eigenvalue is duplicated. If the vectors span an invariant subspace, the next one is ``start`` rolled along its
+    elements and orthogonalised, and the tridiagonal matrix splits into blocks.
     """
     size = min(iterations, start.numel())
     basis = start.new_zeros(size, start.numel())
@@ -68,6 +68,7 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
     diagonal, off_diagonal = start.new_zeros(size), start.new_zeros(max(size - 1, 0))
     scale = start.new_zeros(())
     for index in range(size):
+        # β_j·q_{j+1} = A q_j − α_j·q_j − β_{j−1}·q_{j−1}, with α the diagonal and β the off-diagonal
         rest = product(basis[index])
         diagonal[index] = torch.dot(rest, basis[index])
         if index + 1 == size:
@@ -87,18 +88,18 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
 
 
 def residuals(product: Product, values: Tensor, vectors: Tensor) -> Tensor:
-    """Return ‖Av − λv‖₂ of unit vectors v, the rows of ``vectors``, shape (count,): one product each.
+    """Return ‖Av − λv‖₂ of unit vectors v, the rows of ``vectors``, shape (count,), with one product each.
 
-    Within that distance of λ there is an eigenvalue of A.
+    A has an eigenvalue within this distance of λ.
     """
     wide = values.to(vectors.dtype)
-    misses = [product(vector) - value * vector for value, vector in zip(wide, vectors, strict=True)]
-    lengths: Tensor = torch.linalg.vector_norm(torch.stack(misses), dim=1)
+    differences = [product(vector) - value * vector for value, vector in zip(wide, vectors, strict=True)]
+    lengths: Tensor = torch.linalg.vector_norm(torch.stack(differences), dim=1)
     return lengths
 
 
 def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of at least two samples and its standard error s/√n, s² with the divisor n − 1."""
+    """Return the mean of n ≥ 2 samples and its standard error s/√n, with divisor n − 1 in s²."""
     return samples.mean(), samples.std(correction=1) / math.sqrt(samples.numel())
 
 
@@ -109,7 +110,7 @@ def jackknife_error(estimate: Callable[[Sequence[Tridiagonal]], Tensor], runs: S
 
 @dataclass(frozen=True)
 class Density:
-    """A spectral density as point masses: ``nodes`` and ``weights``, shapes (points,), the weights adding up to 1."""
+    """A spectral density as point masses: ``nodes`` and ``weights``, shapes (points,), with weights of sum 1."""
 
     nodes: Tensor
     weights: Tensor
@@ -125,19 +126,19 @@ class Density:
         return (self.weights * self.nodes.pow(power)).sum()
 
     def negative_energy(self) -> Tensor:
-        """Return the share of tr(A²) that belongs to negative eigenvalues."""
+        """Return the share of negative eigenvalues in tr(A²)."""
         return (self.weights * self.nodes.clamp(max=0).square()).sum() / self.moment(2)
 
     def grid(self, points: int) -> Tensor:
-        """Return an even grid over the nodes and three steps beyond on either side, shape (points,)."""
+        """Return an even grid over the nodes with three extra steps on each side, shape (points,)."""
         lowest, highest = self.nodes.min(), self.nodes.max()
         steps = torch.arange(points, device=self.nodes.device, dtype=self.nodes.dtype) - 3
         return lowest + (highest - lowest) / (points - 7) * steps
 
     def smoothed(self, grid: Tensor) -> Tensor:
-        """Return the density on an even grid, in its shape, each mass spread by a Gaussian of one step.
+        """Return the density on an even grid, with its shape, smoothed by a Gaussian whose σ is one grid step.
 
-        NaN if all nodes of the grid are equal.
+        NaN if all points of the grid are equal.
         """
         spacing = grid[1] - grid[0]
         distances = (grid[:, None] - self.nodes) / spacing

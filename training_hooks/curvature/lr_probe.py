@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
-    """Return ``steps`` learning rates from ``lowest`` to ``highest`` that grow by one factor.
+    """Return ``steps`` learning rates from ``lowest`` to ``highest`` in a geometric progression.
 
     >>> growing_rates(0.01, 1.0, 3)
     [0.01, 0.1, 1.0]
@@ -23,10 +23,9 @@ def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 
 def exponential_mean(values: Tensor, decay: float) -> Tensor:
-    """Return s_i = Σ_{j≤i} β^(i−j)·v_j / Σ_{j≤i} β^(i−j) of the values v, shape (n,), β = ``decay``.
+    """Return s_i = Σ_{j≤i} β^(i−j)·v_j / Σ_{j≤i} β^(i−j) for the values v, shape (n,), with β = ``decay``.
 
-    A value that is not finite leaves the earlier means as they are. Of a straight line the mean is the value
-    β/(1 − β) steps before.
+    A non-finite value does not change earlier means. For a straight line the mean lags by β/(1 − β) steps.
 
     >>> exponential_mean(torch.tensor([4.0, 1.0]), 0.5).tolist()
     [4.0, 2.0]
@@ -39,29 +38,30 @@ def exponential_mean(values: Tensor, decay: float) -> Tensor:
 
 
 def range_metrics(rates: Tensor, losses: Tensor, *, skip: int, divergence: float) -> dict[str, Tensor]:
-    """Read a range test: smoothed ``losses`` at learning ``rates``, both of shape (n,), without the first ``skip``.
+    """Evaluate a range test: smoothed ``losses`` at learning ``rates``, both of shape (n,), without the first ``skip``.
 
-    Every result is NaN if it does not occur: a loss that falls, a loss that is finite, a loss that diverges.
+    A result is NaN if the loss never falls, is never finite, or never diverges.
     """
     rates, losses = rates[skip:], losses[skip:]
     finite = losses.isfinite()
-    known = torch.where(finite, losses, math.inf)
-    lowest = known.argmin()
+    finite_losses = torch.where(finite, losses, math.inf)
+    lowest = finite_losses.argmin()
+    # ds/d ln η by central differences, shape (n − skip,)
     slopes = torch.gradient(losses, spacing=(rates.log(),))[0]
     falls = (torch.arange(len(rates), device=rates.device) < lowest) & (slopes < 0)
     steepest = torch.where(falls, slopes, 0.0).argmin()
-    best = known.cummin(dim=0).values
-    exceeds = ~finite | (known > best + (divergence - 1) * best.abs())
+    best = finite_losses.cummin(dim=0).values
+    exceeds = ~finite | (finite_losses > best + (divergence - 1) * best.abs())
     return {
         "suggested_lr": torch.where(falls.any(), rates[steepest], math.nan),
         "min_loss_lr": torch.where(finite.any(), rates[lowest], math.nan),
-        "min_loss": torch.where(finite.any(), known[lowest], math.nan),
+        "min_loss": torch.where(finite.any(), finite_losses[lowest], math.nan),
         "divergence_lr": torch.where(exceeds.any(), rates[exceeds.int().argmax()], math.nan),
     }
 
 
 def coming_batches(loader: Loader, step: int) -> Iterator[Batch]:
-    """Yield the batches that a run sees after ``step`` steps, epoch after epoch without end."""
+    """Yield the batches of a run after ``step`` steps, over all following epochs without end."""
     first, start = divmod(step, len(loader))
     for epoch in count(first):
         yield from loader.batches(epoch, start if epoch == first else 0)
@@ -72,25 +72,25 @@ def coming_batches(loader: Loader, step: int) -> Iterator[Batch]:
 class LrProbe(InterventionHook):
     """Test a range of learning rates: train with a growing learning rate, record the losses, and roll back.
 
-    The range test of Smith (arXiv 1506.01186) with exponential growth: from the present parameters, optimizer state and
-    all, ``steps`` training steps on the batches that come next, with a learning rate that grows from ``lr_min`` to
-    ``lr_max``. Where parameter groups have different learning rates, the largest is the one that grows and the others
-    keep their ratio to it. The loss of a step is that before its update, in training mode, smoothed over the steps; the
-    smoothed loss lags by smoothing/(1 − smoothing) steps, and its first 1/(1 − smoothing) steps, rounded up, are not
-    read. Schedulers stand still, and commits of other hooks (clipping) are not made.
+    This is the range test of Smith (arXiv 1506.01186) with exponential growth: from the current training state it takes
+    ``steps`` steps on the next batches, with a learning rate that grows from ``lr_min`` to ``lr_max``. If parameter
+    groups have different learning rates, the largest grows in this way, and the others keep their ratio to it. The loss
+    of a step is the training loss before its update, smoothed over the steps. The smoothed loss lags by
+    smoothing/(1 − smoothing) steps, and its first 1/(1 − smoothing) steps, rounded up, are ignored. Schedulers do not
+    advance, and commits of other hooks (clipping) are disabled.
 
     The test is rolled back, so it does not change the run; it costs ``steps`` training steps.
 
-    Assumes that one batch's loss can be compared with the next one's: in a sorted order a change of data looks like an
-    effect of the learning rate.
+    Assumes comparable losses of successive batches: in a sorted order a change of data looks like an effect of the
+    learning rate.
 
     Args:
-        divergence: how many times the smallest smoothed loss so far counts as divergence.
-        every: measure at ``every``-th SNAPSHOT, counted from the first, which is one.
+        divergence: multiple of the smallest smoothed loss so far that counts as divergence.
+        every: measure at the first SNAPSHOT, then at every ``every``-th.
         lr_max: the last learning rate.
         lr_min: the first learning rate.
-        smoothing: weight of the past in the smoothed loss, from 0 (none) to below 1.
-        steps: training steps.
+        smoothing: weight of earlier steps in the smoothed loss, from 0 (none) to below 1.
+        steps: number of training steps.
     """
 
     name = "lr_probe"
@@ -101,18 +101,20 @@ class LrProbe(InterventionHook):
     metrics = """
         suggested_lr | η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr
             | [lr_min, lr_max]
-            | The learning rate at which the loss falls fastest; a value to start from. NaN: the loss never falls.
+            | The learning rate at which the loss falls fastest; a good initial value. NaN: the loss never falls.
         min_loss_lr | η at which s is smallest | [lr_min, lr_max]
-            | Too high to train with; a tenth of it is a common choice. Compare it with the run's learning rate.
-        min_loss | the smallest s | (−∞, ∞) | How far the growing learning rate brought the loss.
+            | Too high for training; a tenth of it is a common choice. Compare it with the run's learning rate.
+        min_loss | the smallest s | (−∞, ∞) | The lowest smoothed loss in the test.
         divergence_lr | the first η at which s > b + (divergence − 1)·|b|, b the smallest s so far, or s is not finite
             | [lr_min, lr_max]
-            | Training does not survive it. NaN: the range ends before; a rising loss near 0 looks alike.
-        rates | η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1 | (0, ∞) | The range.
+            | The learning rate at which training diverges. NaN: it does not diverge in the range. A slight rise of a
+            loss near 0 also counts as divergence.
+        rates | η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1 | (0, ∞)
+            | The tested learning rates.
         losses | L_i, the training loss of step i before its update | (−∞, ∞)
-            | The raw curve, one value for each of rates; NaN or infinite after the weights have overflowed.
+            | The raw curve with one value per learning rate; NaN or infinite after the weights have overflowed.
         smoothed_losses | s_i = Σ_{j≤i} β^(i−j)·L_j / Σ_{j≤i} β^(i−j), β = smoothing | (−∞, ∞)
-            | The curve to plot against the logarithm of rates.
+            | The curve to plot over the logarithm of rates.
     """
 
     divergence: float = 4.0
@@ -127,11 +129,11 @@ class LrProbe(InterventionHook):
         sentence = f"lr_probe.lr_min is {lr_min} and lr_probe.lr_max is {lr_max}; they must be positive and ascending."
         require(0 < lr_min < lr_max < math.inf, sentence)
         require(0 <= smoothing < 1, f"lr_probe.smoothing is {smoothing}; it must be at least 0 and below 1.")
-        self._skip = math.ceil(round(1 / (1 - smoothing), 6))  # 1 / (1 − 0.8) is 5 and a bit
+        self._skip = math.ceil(round(1 / (1 - smoothing), 6))  # in floating point, 1 / (1 − 0.8) is slightly above 5
         if steps < self._skip + 3:
             raise UsageError(
                 f"lr_probe.steps is {steps}; with lr_probe.smoothing = {smoothing} it must be at least "
-                f"{self._skip + 3}, of which the first {self._skip} are not read."
+                f"{self._skip + 3}, of which the first {self._skip} are ignored."
             )
         require(self.divergence > 1, f"lr_probe.divergence is {self.divergence}; it must be above 1.")
         require(self.every >= 1, f"lr_probe.every is {self.every}; it must be at least 1.")
@@ -142,13 +144,15 @@ class LrProbe(InterventionHook):
         self._snapshots += 1
         if (self._snapshots - 1) % self.every:
             return {}
-        own_rates = [group.lr for group in run_ctx.optimizer_groups]
-        largest = max(own_rates)
-        ratios = [rate / largest if largest else 1.0 for rate in own_rates]
+        group_rates = [group.lr for group in run_ctx.optimizer_groups]
+        largest = max(group_rates)
+        ratios = [rate / largest if largest else 1.0 for rate in group_rates]
         pairs = zip(self.rates, coming_batches(model_ctx.loader, run_ctx.step), strict=False)
-        taken = [model_ctx.take_step(batch, learning_rates=[rate * each for each in ratios]) for rate, batch in pairs]
-        losses = torch.stack(taken)
+        step_losses = [
+            model_ctx.take_step(batch, learning_rates=[rate * ratio for ratio in ratios]) for rate, batch in pairs
+        ]
+        losses = torch.stack(step_losses)
         means = exponential_mean(losses.to(torch.promote_types(losses.dtype, torch.float32)), self.smoothing)
         rates = torch.tensor(self.rates, device=means.device)
-        found = range_metrics(rates, means, skip=self._skip, divergence=self.divergence)
-        return {**found, "rates": self.rates, "losses": list(losses), "smoothed_losses": list(means)}
+        metrics = range_metrics(rates, means, skip=self._skip, divergence=self.divergence)
+        return {**metrics, "rates": self.rates, "losses": list(losses), "smoothed_losses": list(means)}

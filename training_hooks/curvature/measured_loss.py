@@ -22,7 +22,7 @@ Rise = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """The Hessian of the mean loss over one batch of so many ``rows``."""
+    """The Hessian of the mean loss over one batch with ``rows`` rows; ``times`` multiplies a vector by it."""
 
     rows: int
     times: Callable[[Vector], Vector]
@@ -30,11 +30,10 @@ class Part:
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    """The mean training loss over the rows of ``batches``, in the model's present modes.
+    """The mean training loss over the rows of ``batches``, in the current modes of the model.
 
-    Each batch is passed through the model by itself, with its own BatchNorm statistics, and each from the present state
-    of the random streams: as long as nothing is drawn from torch's, a batch has one dropout mask for all that is
-    measured.
+    Each batch has a separate forward pass, with its own BatchNorm statistics, from the current state of the random
+    streams. Unless torch's stream advances in between, a batch therefore has the same dropout mask in all measurements.
     """
 
     model_ctx: ModelDataContext
@@ -47,7 +46,7 @@ class MeasuredLoss:
 
     @cached_property
     def rows(self) -> list[int]:
-        """The rows of each batch, on all ranks together."""
+        """Number of rows of each batch, summed over ranks."""
         return [self.model_ctx.rows(batch) for batch in self.batches]
 
     def value(self) -> Tensor:
@@ -60,17 +59,18 @@ class MeasuredLoss:
 
     def hessians(self, method: Method, epsilon: float) -> list[Part]:
         """Return the Hessian of each batch; exact ones keep the graphs of all batches."""
-        products = [self.model_ctx.hessian_operator(each, method=method, epsilon=epsilon) for each in self.batches]
+        products = [self.model_ctx.hessian_operator(batch, method=method, epsilon=epsilon) for batch in self.batches]
         return [Part(*pair) for pair in zip(self.rows, products, strict=True)]
 
     def product(self, parts: Sequence[Part]) -> Product:
         """Return the product of the Hessian of the mean loss over the rows of ``parts`` with flat vectors."""
-        everything = sum(part.rows for part in parts)
+        total_rows = sum(part.rows for part in parts)
 
         def product(flat: Tensor) -> Tensor:
+            # Hv = Σ_b (rows_b / rows)·H_b v, shape (n,)
             vector = self.space.vector(flat)
-            each = (self.space.flat(part.times(vector)).mul_(part.rows / everything) for part in parts)
-            return reduce(Tensor.add_, each)
+            terms = (self.space.flat(part.times(vector)).mul_(part.rows / total_rows) for part in parts)
+            return reduce(Tensor.add_, terms)
 
         return product
 
@@ -79,11 +79,11 @@ class MeasuredLoss:
         """Yield c ↦ L(θ + c·direction) − L(θ), which moves the parameters; restore them at the end."""
         live = trainable(self.model_ctx.model)
         start = copied(live)
-        before = self.value()
+        start_loss = self.value()
 
         def rise(step: Tensor) -> Tensor:
             overwrite(live, axpy(step, direction, start))
-            return self.value() - before
+            return self.value() - start_loss
 
         try:
             yield rise
@@ -101,42 +101,45 @@ def gradient_metrics(loss: MeasuredLoss, preconditioner: Tensor | None, first: f
     flat = {"critical_sharpness": downhill}
     if preconditioner is not None:
         flat["preconditioned_critical_sharpness"] = downhill / preconditioner
-    return {name: 2 / critical_multiple(loss, loss.space.vector(each), first, passes) for name, each in flat.items()}
+    return {
+        name: 2 / critical_multiple(loss, loss.space.vector(direction), first, passes)
+        for name, direction in flat.items()
+    }
 
 
 def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes: int) -> dict[str, Tensor]:
-    """Search for the critical multiple of the step that the optimizer would now make from the loss's first batch."""
+    """Search for the critical multiple of the step that the optimizer would now take on the first batch of ``loss``."""
     batch, model_ctx = loss.batches[0], loss.model_ctx
-    own = MeasuredLoss(model_ctx, [batch])
+    batch_loss = MeasuredLoss(model_ctx, [batch])
     live = trainable(model_ctx.model)
     start = copied(live)
     with model_ctx.branch():
         model_ctx.take_step(batch)
         update = minus(live, start)
     uphill = dot(model_ctx.compute_batch_gradients(batch), update) > 0
-    multiple = torch.where(uphill, 0.0, critical_multiple(own, update, 1.0, passes))
-    found = {"update_critical_ratio": 1 / multiple}
+    multiple = torch.where(uphill, 0.0, critical_multiple(batch_loss, update, 1.0, passes))
+    metrics = {"update_critical_ratio": 1 / multiple}
     rates = {group.lr for group in groups}
     if len(rates) == 1:
         rate = rates.pop()
-        found |= {"update_critical_lr": multiple * rate, "update_critical_sharpness": 2 / (multiple * rate)}
-    return found
+        metrics |= {"update_critical_lr": multiple * rate, "update_critical_sharpness": 2 / (multiple * rate)}
+    return metrics
 
 
 def critical_multiple(loss: MeasuredLoss, direction: Vector, first: float, passes: int) -> Tensor:
-    """Return the multiple of ``direction`` at which the loss is back where it was, see :func:`critical_step`."""
+    """Return the multiple of ``direction`` at which the loss returns to its start, as :func:`critical_step` does."""
     with loss.along(direction) as rise:
         return critical_step(rise, torch.tensor(first, device=loss.model_ctx.device), passes)
 
 
 def critical_step(rise: Rise, first: Tensor, passes: int) -> Tensor:
-    """Return the multiple c of a direction at which the loss is back where it began: ``rise`` ≤ 0 below, > 0 above.
+    """Return the multiple c of a direction at which the loss returns to its start: ``rise`` ≤ 0 below c, > 0 above.
 
-    From ``first`` on, positive and zero-dimensional, the multiple is quartered while the loss rises, or taken four
-    times while it does not; once c lies between two multiples, their geometric mean is tried. ``passes`` evaluations
-    in all, without a look at the device's values. After b of them within the bracket c is known to a factor of
-    2^±(2^−b). NaN if no bracket is found. A loss that is not finite counts as a rise. If the loss crosses its first
-    value more than once, c is one of the crossings.
+    The search starts at ``first``, positive and zero-dimensional. It divides the multiple by four while the loss rises,
+    and multiplies it by four while it does not. When two multiples bracket c, it continues with their geometric mean.
+    It evaluates ``rise`` ``passes`` times, without transferring values from the device. After b evaluations inside the
+    bracket the uncertainty of c is a factor of 2^±(2^−b). The result is NaN without a bracket. A non-finite loss counts
+    as a rise. If the loss returns to its start several times, c is one of these crossings.
     """
     below, above = torch.zeros_like(first), torch.full_like(first, math.inf)
     step = first
@@ -151,17 +154,17 @@ def critical_step(rise: Rise, first: Tensor, passes: int) -> Tensor:
 
 CRITICAL_SHARPNESS = """
     critical_sharpness | 2/η_c, L(θ − η_c·g) = L(θ), g = ∇L(θ) | (0, ∞)
-        | The curvature along the gradient as finite steps meet it; at most sharpness on a quadratic loss. NaN here and
-        below: η_c is not within a factor of 4^critical_passes of the present learning rate.
+        | The curvature along the gradient for finite steps; at most sharpness on a quadratic loss. NaN here and below:
+        η_c is not within a factor of 4^critical_passes of the current learning rate.
     preconditioned_critical_sharpness | 2/η_c, L(θ − η_c·P⁻¹g) = L(θ) | (0, ∞)
-        | The same along Adam's direction without momentum; at most preconditioned_sharpness on a quadratic loss.
+        | The same in Adam's direction without momentum; at most preconditioned_sharpness on a quadratic loss.
     update_critical_ratio | 1/c, L(θ + c·Δθ) = L(θ), L the loss of the first batch, Δθ the step that the optimizer would
-        now make from it, momentum and weight decay included | (0, ∞]
-        | η/η_c. 1/2: the step leads to the minimum along its line; above 1: it raises the loss of the batch it is made
-        from. Infinite: the step goes uphill from its start.
-    update_critical_lr | η_c = c·η, η the present learning rate of all parameter groups (left out if they differ)
+        now take on it, with momentum and weight decay | (0, ∞]
+        | η/η_c. 1/2: the step leads to the minimum along its line; above 1: it raises the loss of its own batch.
+        Infinite: the step goes uphill from the start.
+    update_critical_lr | η_c = c·η, η the current learning rate of all parameter groups (missing if they differ)
         | [0, ∞) | The learning rate above which the next step raises the loss of its batch.
     update_critical_sharpness | 2/η_c = 2/(c·η) | (0, ∞]
-        | The critical sharpness of arXiv 2601.16979; rises with training until it hovers near 2/η, or above under
+        | The critical sharpness of arXiv 2601.16979; rises in training until it stays near 2/η, or higher with
         momentum.
 """

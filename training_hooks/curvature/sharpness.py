@@ -1,4 +1,4 @@
-"""The curvature of the training loss: largest eigenvalues, trace, spectral density, critical sharpness."""
+"""Curvature of the training loss: largest eigenvalues, trace, spectral density, critical sharpness."""
 
 import math
 import random
@@ -36,12 +36,12 @@ def top_metrics(product: Product, run: Tridiagonal, count: int) -> dict[str, Met
 
 
 def rows_metrics(
-    loss: MeasuredLoss, parts: Sequence[Part], start: Tensor, iterations: int, whole: Tensor
+    loss: MeasuredLoss, parts: Sequence[Part], start: Tensor, iterations: int, sharpness: Tensor
 ) -> dict[str, MetricValue]:
-    """Compare the largest eigenvalue of few rows with ``whole``, that of all: its mean excess and its spread.
+    """Return mean excess over ``sharpness`` and spread of the largest eigenvalue of few rows.
 
-    Disjoint groups of 1, 2, 4, ... parts are measured as all rows were, as long as there are two groups; a smaller last
-    batch belongs to none.
+    ``sharpness`` is the largest eigenvalue of all rows. The few rows are disjoint groups of 1, 2, 4, ... batches, as
+    long as there are two groups. A smaller last batch is excluded.
     """
     even = [part for part in parts if part.rows == parts[0].rows]
     bias, spread, size = {}, {}, 1
@@ -49,78 +49,80 @@ def rows_metrics(
         groups = [even[first : first + size] for first in range(0, len(even) - size + 1, size)]
         values = torch.stack([lanczos(loss.product(group), start, iterations).largest(1)[0][0] for group in groups])
         rows = str(size * parts[0].rows)
-        bias[rows], spread[rows] = values.mean() - whole, values.std(correction=1)
+        bias[rows], spread[rows] = values.mean() - sharpness, values.std(correction=1)
         size *= 2
     return {"sharpness_bias_by_rows": bias, "sharpness_spread_by_rows": spread} if bias else {}
 
 
 def density_metrics(runs: Sequence[Tridiagonal], points: int) -> dict[str, MetricValue]:
-    """Return moments and density of a spectrum from the Lanczos runs of probes; from two probes on, with errors."""
+    """Return moments and density of a spectrum from Lanczos runs of probes, with errors for two or more probes."""
     grid, size = Density.of(runs).grid(points), runs[0].basis.shape[1]
 
     def estimate(some: Sequence[Tridiagonal]) -> Tensor:
         density = Density.of(some)
+        # √(tr(A²)/n), (Σ|λ|)²/Σλ², and the share of negative eigenvalues in tr(A²)
         square, mean_size = density.moment(2), (density.weights * density.nodes.abs()).sum()
         moments = [square.sqrt(), size * mean_size.square() / square, density.negative_energy()]
         return torch.cat([torch.stack(moments), density.smoothed(grid)])
 
     names = ("eigenvalue_rms", "effective_directions", "negative_energy")
-    found: dict[str, MetricValue] = {"density_grid": list(grid)}
+    metrics: dict[str, MetricValue] = {"density_grid": list(grid)}
     for suffix, values in (("", estimate(runs)), *((("_error", jackknife_error(estimate, runs)),) if runs[1:] else ())):
-        found |= {f"{name}{suffix}": value for name, value in zip(names, values[:3], strict=True)}
-        found[f"density{suffix}"] = list(values[3:])
-    return found
+        metrics |= {f"{name}{suffix}": value for name, value in zip(names, values[:3], strict=True)}
+        metrics[f"density{suffix}"] = list(values[3:])
+    return metrics
 
 
 SPECTRUM = """
     {prefix}sharpness | largest eigenvalue of {operator} | (−∞, ∞)
-        | The curvature along the steepest direction; a lower bound, good to the first of the residuals.
+        | The curvature in the direction of largest curvature; a lower bound, accurate to the first of the residuals.
     {prefix}eigenvalues | the k largest Ritz values λ of {operator} | (−∞, ∞), descending
-        | A few far above the rest are typical: about as many as there are classes.
+        | Typically a few are far above the rest, about as many as there are classes.
     {prefix}residuals | ‖Av − λv‖₂, v the Ritz vectors, A = {operator} | [0, ∞)
-        | An eigenvalue lies within this distance of λ. Large: raise iterations.
+        | The operator has an eigenvalue within this distance of λ. Large: increase iterations.
     {prefix}smallest_eigenvalue | smallest Ritz value of {operator} | (−∞, ∞)
-        | Below 0: there is a direction of negative curvature.
+        | Below 0: a direction of negative curvature exists.
 """
 MOMENTS = """
-    rows | the rows of which H is the mean Hessian | [1, ∞) | Compare sharpness only at equal numbers of rows.
+    rows | number of rows over which H is the mean Hessian | [1, ∞) | Compare sharpness only at equal numbers of rows.
     sharpness_bias_by_rows | mean over disjoint groups of r of the rows of the group's sharpness, minus sharpness, by r
-        | [0, ∞) up to residuals, if the groups hold all rows
-        | How far fewer rows lie above these. The largest eigenvalue is convex in H, so fewer rows are never too low on
-        average: if it still falls from one r to its double, more rows would be lower yet. Left out below two batches.
+        | [0, ∞) up to residuals, if the groups contain all rows
+        | The average excess of sharpness with fewer rows. The largest eigenvalue is convex in H, so fewer rows never
+        give lower values on average. If it still falls when r doubles, more rows than these would give lower values
+        yet. Missing for fewer than two batches.
     sharpness_spread_by_rows | standard deviation over the same groups (divisor groups − 1), by r | [0, ∞)
-        | How much sharpness depends on which r rows are drawn; that of all rows varies by less than the last.
+        | The variation of sharpness with the choice of r rows; with all rows it is smaller than the last value.
     trace | mean over probes z of zᵀHz, z random ±1 (Hutchinson) | (−∞, ∞)
-        | The sum of all eigenvalues, estimated; read it with trace_error.
+        | An estimate of the sum of all eigenvalues, with the error trace_error.
     trace_error | s/√probes, s the standard deviation of zᵀHz over the probes (divisor probes − 1) | [0, ∞)
-        | The standard error of trace. Where many eigenvalues share the curvature, trace ± t·trace_error holds the truth
-        in 95 of 100 draws, t Student's for probes − 1 degrees of freedom (2.57 for 6); where one has it all, in about
-        84. Left out with one probe.
+        | The standard error of trace. If many eigenvalues share the curvature, trace ± t·trace_error contains the true
+        value in 95 of 100 draws, with Student's t for probes − 1 degrees of freedom (2.57 for 6); if one eigenvalue
+        has all of it, in about 84. Missing for one probe.
     eigenvalue_rms | √(tr(H²)/n), n the number of parameters, by quadrature | [0, ∞)
-        | The root mean square of all eigenvalues; far below sharpness: a few directions have the curvature.
+        | The root mean square of all eigenvalues; far below sharpness: the curvature is in a few directions.
     effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature | [1, n]
-        | How many directions share the curvature: m if m eigenvalues have one size and the rest are zero.
-    negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1] | 0: a convex valley; falls as training settles.
+        | The effective number of directions with curvature: m if m eigenvalues are equal in size and the others zero.
+    negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1] | 0: the loss is convex here; falls in training.
     eigenvalue_rms_error | {jackknife}, e = eigenvalue_rms | [0, ∞) | {error}
     effective_directions_error | {jackknife}, e = effective_directions | [0, ∞) | {error}
     negative_energy_error | {jackknife}, e = negative_energy | [0, ∞) | {error}
-    density_grid | density_points even steps over the quadrature nodes and three steps beyond on either side
-        | (−∞, ∞), ascending | The eigenvalues at which density is given.
+    density_grid | density_points even steps over the quadrature nodes with three extra steps on each side
+        | (−∞, ∞), ascending | The eigenvalues at which density is reported.
     density | Σ w·N(grid; node, step²) over nodes and weights of stochastic Lanczos quadrature (arXiv 1901.10159)
-        | [0, ∞) | The share of eigenvalues per unit of λ, smoothed by one grid step; look at it on a logarithmic axis.
+        | [0, ∞) | The share of eigenvalues per unit of λ, smoothed by one grid step; plot it on a logarithmic axis.
     density_error | {jackknife}, e = density, at each λ of density_grid | [0, ∞) | {error}
 """.format(
-    jackknife="√((K−1)/K·Σ(e₋ᵢ − ē)²), e₋ᵢ from all K density probes but the i-th, ē their mean (jackknife)",
-    error="The standard error over the probes, read like trace_error with t for density_probes − 1 (12.7 for 2); "
-    "what too few iterations blur is not in it. Left out with one density probe.",
+    jackknife="√((K−1)/K·Σ(e₋ᵢ − ē)²), e₋ᵢ without the i-th of the K density probes, ē their mean (jackknife)",
+    error="The standard error over the probes, to be used like trace_error with t for density_probes − 1 (12.7 for 2); "
+    "it excludes the error of too few iterations. Missing for one density probe.",
 )
 STABILITY = """
     stability_ratio | SGD: sharpness/(2/η), with momentum μ and dampening τ sharpness/((2+2μ)/((1−τ)η)), with Nesterov
         momentum sharpness/((2+2μ)/((1+2μ)η)), weight decay λ subtracted from each of these thresholds; Adam and AdamW:
-        preconditioned_sharpness/((1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)), t the steps taken | (−∞, ∞)
-        | Hovers about 1 at the edge of stability (arXiv 2103.00065, 2207.14484); at β₁ = 0.9 the threshold grows from
-        3.8/η to 38/η. Few rows raise it as they raise sharpness. Left out for other optimizers, for parameter groups
-        with different settings, and where weight decay alone diverges.
+        preconditioned_sharpness/((1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)), t the number of steps | (−∞, ∞)
+        | Near 1 at the edge of stability (arXiv 2103.00065, 2207.14484); for β₁ = 0.9 the threshold grows from 3.8/η
+        to 38/η. Too few rows increase it like sharpness. Missing for other optimizers, for parameter groups with
+        different settings, and if weight decay alone diverges.
 """
 
 
@@ -136,42 +138,42 @@ class Sharpness(InterventionHook):
     the statistics of each batch, and dropout has one mask per batch, fixed within a hook call. Eigenvalues are Ritz
     values of Lanczos with full reorthogonalisation, each with its residual.
 
-    The largest eigenvalue of few rows is too high, and scatters: ``sharpness_bias_by_rows`` and
-    ``sharpness_spread_by_rows`` tell by how much, from parts of the rows. The preconditioned one, measured on the same
-    rows, is not taken apart so. Time grows with ``batches``, and the groups of 1, 2, 4, ... of them cost
-    ``iterations`` products with all rows for each size: with 4 batches and Adam 90 products are made in place of 58,
-    with 8 batches 106 of twice the rows.
+    The largest eigenvalue of few rows is too high, and scatters. ``sharpness_bias_by_rows`` and
+    ``sharpness_spread_by_rows`` estimate both from groups of the rows, but not for the preconditioned eigenvalue. Time
+    grows with ``batches``, and the groups of 1, 2, 4, ... batches cost ``iterations`` products with all rows per size:
+    with 4 batches and Adam 90 products instead of 58, with 8 batches 106 with twice the rows.
 
-    With Adam and AdamW the same is measured for P^(−1/2)·H·P^(−1/2), P = √v̂ + ε, on which their stability depends.
+    With Adam and AdamW the hook also measures P^(−1/2)·H·P^(−1/2), P = √v̂ + ε, which determines their stability.
 
-    Critical sharpness (arXiv 2601.16979) needs forward passes only: it is 2/η_c, η_c the learning rate at which the
-    loss after a step along a direction u is back at its value before, L(θ − η_c·u) = L(θ). On a quadratic loss that is
-    uᵀHu/gᵀu: for u = g, the gradient, the curvature along g, for u = P⁻¹g that of the preconditioned Hessian along its
-    own gradient; neither exceeds the largest eigenvalue. It is also measured along the step that the optimizer itself,
-    momentum and weight decay included, would now make from the first of the batches, on that batch.
+    Critical sharpness (arXiv 2601.16979) needs only forward passes. It is 2/η_c, with η_c the learning rate at which
+    the loss after a step along a direction u returns to its earlier value, L(θ − η_c·u) = L(θ). On a quadratic loss it
+    is uᵀHu/gᵀu: for u = g, the gradient, the curvature along g; for u = P⁻¹g the curvature of the preconditioned
+    Hessian along its own gradient. Neither exceeds the largest eigenvalue. It is also measured along the step that the
+    optimizer would now take on the first of the batches, with momentum and weight decay, for the loss of that batch.
 
-    While it runs, Lanczos keeps ``iterations`` vectors as long as the parameters (for each of the ``density_probes``).
-    With exact products it also keeps the graph of the gradient, with all activations, of each of the ``batches``. On
-    sharded models each rank keeps them whole, and only ``method="finite_difference"`` works. Over several processes a
-    batch is made of those of all ranks, which each of them draws of what its loader has: the numbers are those of one
-    process where the loaders part batches that they all draw alike, as a distributed sampler does, and of other rows
-    if each loader has different rows.
+    During a call, Lanczos needs memory for ``iterations`` vectors of the size of the parameters (for each of the
+    ``density_probes``). Exact products also need the graph of the gradient, with all activations, of each of the
+    ``batches``. On sharded models each rank stores unsharded vectors, and only ``method="finite_difference"`` works.
+    With several processes a batch consists of the batches of all ranks, which each rank draws from its loader. The
+    metrics equal those of one process if the loaders split batches that all ranks draw alike, as a distributed sampler
+    does; if each loader has different rows, they are those of other rows.
 
-    Assumes that the loss is twice differentiable; ReLU networks are taken piece by piece. The thresholds assume a
-    quadratic loss, the gradient of the full data, and for Adam a constant P. Weight decay is not part of H: SGD's is
-    in the threshold, Adam's is left out.
+    Assumes a twice differentiable loss; for ReLU networks the derivatives are those of the current linear piece. The
+    thresholds assume a quadratic loss, the gradient of the full data, and for Adam a constant P. Weight decay is not
+    part of H: SGD's is in the threshold, and Adam's is ignored.
 
     Args:
-        batches: how many batches of the loader's size are drawn; their bias and spread need at least 2.
-        critical_passes: forward passes of each search for a critical sharpness; 0: none.
-        density_points: points of the grid on which the density is reported.
-        density_probes: random vectors for the density, ``iterations`` products each; 0: no density. Its errors need at
-            least 2.
+        batches: number of batches of the loader's size to draw; bias and spread need at least 2.
+        critical_passes: number of forward passes per search for a critical sharpness; 0: no search.
+        density_points: number of grid points of the density.
+        density_probes: number of random vectors for the density, with ``iterations`` products each; 0: no density. Its
+            errors need at least 2.
         epsilon: absolute step of ``finite_difference`` along the normalised vector.
-        iterations: Lanczos steps, one Hessian-vector product each; 0: no spectrum, critical sharpness only.
-        k: how many of the largest eigenvalues are reported.
-        method: Hessian-vector products ``"exact"`` (reverse over reverse) or by central ``"finite_difference"``.
-        probes: random vectors for the trace, those of the density included; its error needs at least 2.
+        iterations: number of Lanczos steps, with one Hessian-vector product each; 0: only critical sharpness.
+        k: number of largest eigenvalues to report.
+        method: method for Hessian-vector products, ``"exact"`` (reverse over reverse) or central
+            ``"finite_difference"``.
+        probes: number of random vectors for the trace, including those of the density; its error needs at least 2.
     """
 
     name = "sharpness"
@@ -209,25 +211,29 @@ class Sharpness(InterventionHook):
             raise UsageError(f"sharpness.iterations is {iterations}; for k = {k} eigenvalues it must be at least {k}.")
         if density_probes > probes:
             raise UsageError(
-                f"sharpness.density_probes is {density_probes}; it must be at most sharpness.probes ({probes}), of "
-                "which they are the first."
+                f"sharpness.density_probes is {density_probes}; it must be at most sharpness.probes ({probes}), "
+                "because the density uses the first of these probes."
             )
         if not iterations and not self.critical_passes:
-            raise UsageError("sharpness.iterations and sharpness.critical_passes are both 0; nothing is left to do.")
+            raise UsageError("sharpness.iterations and sharpness.critical_passes are both 0; set at least one of them.")
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
-        """Store the optimizer's class; raises :class:`UnsuitableError` if shards rule out exact products."""
+        """Store the optimizer's class, and issue notices about missing errors.
+
+        Raises:
+            UnsuitableError: the parameters are sharded, and ``method`` is ``"exact"``.
+        """
         if self.method == "exact" and self.iterations:
             refuse_exact_on_shards(self.name, run.model)
         self._optimizer_class = run.optimizer_class
         sentences = [
-            f"sharpness/{metric} has no error: that needs sharpness.{option} to be at least 2, and it is 1."
+            f"sharpness.{option} is 1; the error of sharpness/{metric} needs at least 2."
             for metric, option in {"trace": "probes", "density": "density_probes", "sharpness": "batches"}.items()
             if vars(self)[option] == 1
         ]
         if self.batches > 1 and run.steps_per_epoch == 1:
-            sentences.append("sharpness/sharpness has no error: that needs 2 batches, and the data are one.")
+            sentences.append("The data are a single batch; the error of sharpness/sharpness needs at least 2.")
         for sentence in sentences if self.iterations else ():
             notice(sentence)
 
@@ -243,9 +249,9 @@ class Sharpness(InterventionHook):
             metrics |= self._spectra(loss, preconditioner)
             steps = steps_taken(model_ctx.optimizer_state)
             threshold = stability_threshold(self._optimizer_class, groups, steps)
-            deciding = "preconditioned_sharpness" if issubclass(self._optimizer_class, Adam) else "sharpness"
-            if threshold is not None and deciding in metrics:
-                metrics["stability_ratio"] = metrics[deciding] / threshold
+            metric = "preconditioned_sharpness" if issubclass(self._optimizer_class, Adam) else "sharpness"
+            if threshold is not None and metric in metrics:
+                metrics["stability_ratio"] = metrics[metric] / threshold
         if self.critical_passes:
             first = max(group.lr for group in groups) or 1.0
             metrics |= gradient_metrics(loss, preconditioner, first, self.critical_passes)
@@ -261,7 +267,9 @@ class Sharpness(InterventionHook):
         return torch.where(flat > 0, flat, math.inf)
 
     def _spectra(self, loss: MeasuredLoss, preconditioner: Tensor | None) -> dict[str, MetricValue]:
-        generator = torch.Generator().manual_seed(random.getrandbits(63))  # leaves torch's stream to dropout
+        generator = torch.Generator().manual_seed(
+            random.getrandbits(63)
+        )  # torch's random stream must not advance: it determines the dropout masks
         like = torch.empty(0, dtype=loss.space.dtype, device=loss.model_ctx.device)
         probes = rademacher(loss.space.size, self.probes, generator, like)
         parts = loss.hessians(self.method, self.epsilon)
@@ -269,18 +277,18 @@ class Sharpness(InterventionHook):
         metrics = self._spectrum(product, probes) | {"rows": sum(part.rows for part in parts)}
         metrics |= rows_metrics(loss, parts, probes[0], self.iterations, metrics["sharpness"])
         if preconditioner is not None:
-            root = preconditioner.rsqrt()
+            root = preconditioner.rsqrt()  # P^(−1/2), shape (n,); zero for parameters without a step
             preconditioned: Product = lambda flat: root * product(root * flat)
             run = lanczos(preconditioned, root.sign() * probes[0], self.iterations)
-            found = top_metrics(preconditioned, run, self.k)
-            metrics |= {f"preconditioned_{name}": value for name, value in found.items()}
+            top = top_metrics(preconditioned, run, self.k)
+            metrics |= {f"preconditioned_{name}": value for name, value in top.items()}
         return metrics
 
     def _spectrum(self, product: Product, probes: Tensor) -> dict[str, MetricValue]:
         """Measure the operator's spectrum from probes of ±1, shape (probes, n).
 
-        The first probe starts the search for the largest eigenvalues. Of every probe z the first Lanczos step gives
-        zᵀAz, a sample of the trace; that of the first ``density_probes`` is followed by the rest of a quadrature.
+        The first probe starts the search for the largest eigenvalues. The first Lanczos step of every probe z gives
+        zᵀAz, a sample of the trace. The first ``density_probes`` continue to a full quadrature.
         """
         size = probes.shape[1]
         depths = [self.iterations if index < max(1, self.density_probes) else 1 for index in range(len(probes))]

@@ -42,8 +42,8 @@ def _threshold_of(group: OptimizerGroup, steps: float, *, adam: bool) -> float:
     momentum, dampening = float(group.options["momentum"]), float(group.options["dampening"])
     if momentum == 0:
         return 2 / group.lr - group.weight_decay
-    passed_on = 1 + 2 * momentum if group.options["nesterov"] else 1 - dampening
-    return (2 + 2 * momentum) / (passed_on * group.lr) - group.weight_decay
+    factor = 1 + 2 * momentum if group.options["nesterov"] else 1 - dampening
+    return (2 + 2 * momentum) / (factor * group.lr) - group.weight_decay
 
 
 def steps_taken(states: Mapping[str, Mapping[str, Any]]) -> float:
@@ -57,7 +57,7 @@ def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequenc
 
     With amsgrad v is the running maximum of the second moments.
     """
-    found: dict[str, Tensor] = {}
+    preconditioner: dict[str, Tensor] = {}
     for group in groups:
         beta = float(group.options["betas"][1])
         for name in group.names:
@@ -65,8 +65,8 @@ def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequenc
                 moment = state["max_exp_avg_sq" if group.options["amsgrad"] else "exp_avg_sq"]
                 steps = torch.as_tensor(state["step"], dtype=torch.float64)
                 wide = moment.to(torch.promote_types(moment.dtype, torch.float32))
-                found[name] = (wide / (1 - beta**steps)).sqrt() + group.options["eps"]
-    return found
+                preconditioner[name] = (wide / (1 - beta**steps)).sqrt() + group.options["eps"]
+    return preconditioner
 
 
 def refuse_exact_on_shards(hook: str, model: nn.Module) -> None:

@@ -18,16 +18,17 @@ def outliers(own: Tensor, others: Tensor) -> list[int]:
     are positive. Rows with values that are not finite stand out.
     """
     places: set[int] = set()
-    for mine, theirs in zip(own, others, strict=True):
-        known = theirs[theirs.isfinite()]
-        if not len(known):
+    for values, other_values in zip(own, others, strict=True):
+        finite = other_values[other_values.isfinite()]
+        if not len(finite):
             continue
-        if bool((known > 0).all()) and bool((mine > 0).all()):
-            mine, known = mine.log(), known.log()
-        middle = known.median()
-        spread = 1.4826 * (known - middle).abs().median()
-        far = (mine > middle + STANDS_OUT * spread) & (mine > known.max())
-        places.update((far | ~mine.isfinite()).nonzero().flatten().tolist())
+        if bool((finite > 0).all()) and bool((values > 0).all()):
+            values, finite = values.log(), finite.log()
+        middle = finite.median()
+        # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution.
+        spread = 1.4826 * (finite - middle).abs().median()
+        far = (values > middle + STANDS_OUT * spread) & (values > finite.max())
+        places.update((far | ~values.isfinite()).nonzero().flatten().tolist())
     return sorted(places)
 
 
@@ -37,7 +38,7 @@ def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
     contents = row_contents(batch)
     counts = Counter(contents)
     firsts = {content: place for place, content in reversed([*enumerate(contents)])}
-    return [place for place, each in enumerate(contents) if place != firsts[each] and counts[each] > 2 * most]
+    return [place for place, row in enumerate(contents) if place != firsts[row] and counts[row] > 2 * most]
 
 
 def row_contents(batch: Batch) -> list[bytes]:
@@ -49,12 +50,12 @@ def row_contents(batch: Batch) -> list[bytes]:
 
 def exclude_shared_rows(batch: Batch, others: Sequence[Batch]) -> list[Batch]:
     """Return the other batches without rows that are also in ``batch``; omits batches that lose more than half."""
-    own, found = {*row_contents(batch)}, []
+    own_rows, kept = {*row_contents(batch)}, []
     for other in others:
-        places = [place for place, row in enumerate(row_contents(other)) if row not in own]
+        places = [place for place, row in enumerate(row_contents(other)) if row not in own_rows]
         if 2 * len(places) >= rows(other):
-            found.append(other if len(places) == rows(other) else part_of(other, places))
-    return found
+            kept.append(other if len(places) == rows(other) else part_of(other, places))
+    return kept
 
 
 def copies(batch: Batch) -> int:

@@ -31,20 +31,20 @@ def record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     For a layer that is called several times in a pass, the largest output counts.
     """
-    found: dict[str, Tensor] = {}
+    sizes: dict[str, Tensor] = {}
 
-    def note(name: str, output: Any) -> None:
+    def record(name: str, output: Any) -> None:
         tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         for tensor in tensors[:1]:
             size = largest_magnitude(tensor)
-            found[name] = torch.maximum(found[name], size) if name in found else size
+            sizes[name] = torch.maximum(sizes[name], size) if name in sizes else size
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if not name or next(module.children(), None) is None:
-                seen = lambda _module, _inputs, output, name=name or "logits": note(name, output)
-                stack.callback(module.register_forward_hook(seen).remove)
-        yield found
+                hook = lambda _module, _inputs, output, name=name or "logits": record(name, output)
+                stack.callback(module.register_forward_hook(hook).remove)
+        yield sizes
 
 
 @HookRegistry.register
@@ -96,15 +96,16 @@ class StepHistory(DebugInterventionHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return loss and gradients."""
         live = {name: leaf.grad for name, leaf in trainable(ctx.model).items() if leaf.grad is not None}
+        # torch._foreach_norm is private, but one call saves a kernel launch per parameter.
         norms = torch._foreach_norm([*live.values()]) if live else []
-        found = {"loss": ctx.loss} if ctx.loss is not None else {}
-        return {**found, "gradient": dict(zip(live, norms, strict=True))}
+        losses = {"loss": ctx.loss} if ctx.loss is not None else {}
+        return {**losses, "gradient": dict(zip(live, norms, strict=True))}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the quantities that are available before the step."""
         with eagerly(), record_outputs(model_ctx.model) as outputs:
             model_ctx.compute_batch_loss()
-        found: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "lr": max((float(group.lr) for group in run_ctx.optimizer_groups), default=math.nan),
             "output": outputs,
             "copies": copies(run_ctx.batch_data),
@@ -113,9 +114,9 @@ class StepHistory(DebugInterventionHook):
         }
         weights = {name: leaf.detach() for name, leaf in trainable(model_ctx.model).items()}
         if self._weights.keys() == weights.keys():
-            found["update"] = {name: largest_magnitude(leaf - self._weights[name]) for name, leaf in weights.items()}
+            metrics["update"] = {name: largest_magnitude(leaf - self._weights[name]) for name, leaf in weights.items()}
         self._weights = {name: leaf.clone() for name, leaf in weights.items()}
-        return found
+        return metrics
 
     def _next_batch(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Batch:
         """Return the batch of the next step, from an iterator that continues from step to step."""
@@ -127,9 +128,9 @@ class StepHistory(DebugInterventionHook):
 
 def _sizes(state: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the root mean square of each entry that has the shape of its parameter, by entry and parameter."""
-    found: dict[str, dict[str, Tensor]] = {}
+    sizes: dict[str, dict[str, Tensor]] = {}
     for name, parameter in parameters.items():
         for entry, value in state.get(name, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                found.setdefault(entry, {})[name] = torch.linalg.vector_norm(value) / max(1, value.numel()) ** 0.5
-    return found
+                sizes.setdefault(entry, {})[name] = torch.linalg.vector_norm(value) / max(1, value.numel()) ** 0.5
+    return sizes

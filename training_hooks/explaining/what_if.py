@@ -111,11 +111,11 @@ class WhatIf(DebugInterventionHook):
             raise UnsuitableError("Hook 'what_if' measures row by row, so it needs a run of one process.")
         layers = dict(run.model.named_modules())
         kind, _, name = self.watch.partition("/")
-        known = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}, "copies": {""}}
-        known["update"] = known["gradient"]
-        if self.watch and name not in known.get(kind, ()):
-            choices = [f"{each}/{one}" for each, names in known.items() for one in names]
-            raise unknown("thing to watch", self.watch, choices)
+        names_by_kind = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}, "copies": {""}}
+        names_by_kind["update"] = names_by_kind["gradient"]
+        if self.watch and name not in names_by_kind.get(kind, ()):
+            choices = [f"{choice}/{item}" for choice, names in names_by_kind.items() for item in names]
+            raise unknown("watched quantity", self.watch, choices)
         if self.layer and self.layer not in layers:
             raise unknown("layer", self.layer, layers)
 
@@ -135,8 +135,8 @@ class WhatIf(DebugInterventionHook):
         model_ctx, batch = branches.model_ctx, run_ctx.batch_data
         rates = [float(group.lr) for group in run_ctx.optimizer_groups]
         mode, wide = Widened(), Widened(torch.float64)
-        found_rows, out = self._rows(run_ctx, model_ctx, fresh)
-        rest = [place for place in range(rows(batch)) if place not in out]
+        row_values, outlier_places = self._rows(run_ctx, model_ctx, fresh)
+        rest = [place for place in range(rows(batch)) if place not in outlier_places]
         results = {
             "as_it_was": [branches.run(batch, draws=draws) for draws in range(5)],
             "fresh": [branches.run(other) for other in fresh],
@@ -146,7 +146,7 @@ class WhatIf(DebugInterventionHook):
         }
         with suppress(RuntimeError):  # a GradScaler, for example, accepts only float32
             results["float64"] = [branches.run(batch, within=lambda: wide)]
-        if out and rest:
+        if outlier_places and rest:
             results["without_rows"] = [branches.run(part_of(batch, rest))]
         if self.usual_norm:
             results["clipped"] = [branches.run(batch, max_norm=self.usual_norm)]
@@ -156,16 +156,16 @@ class WhatIf(DebugInterventionHook):
             module = model_ctx.model.get_submodule(self.layer)
             results["layer_in_float32"] = [branches.run(batch, within=lambda: widen_layer(module, Widened()))]
         numbers = {
-            name: {branch: [each[place] for each in found] for branch, found in results.items()}
+            name: {branch: [values[place] for values in trials] for branch, trials in results.items()}
             for place, name in enumerate(("loss", "effect", "later"))
         }
         if self.watch and not self.watch.startswith("update"):
-            own = {"as_it_was": [batch], "fresh": fresh}
-            own |= {"without_rows": [part_of(batch, rest)]} if out and rest else {}
-            numbers["size"] = {name: [self._size(model_ctx, each) for each in given] for name, given in own.items()}
+            batches = {"as_it_was": [batch], "fresh": fresh}
+            batches |= {"without_rows": [part_of(batch, rest)]} if outlier_places and rest else {}
+            numbers["size"] = {name: [self._size(model_ctx, item) for item in items] for name, items in batches.items()}
             with mode:
                 numbers["size"]["float32"] = [self._size(model_ctx, batch)]
-        return {**numbers, "low_precision": mode.converted_count, "rows": found_rows, "standing_out": out}
+        return {**numbers, "low_precision": mode.converted_count, "rows": row_values, "standing_out": outlier_places}
 
     def _size(self, model_ctx: ModelDataContext, batch: Batch) -> float:
         kind, _, name = self.watch.partition("/")
@@ -182,19 +182,20 @@ class WhatIf(DebugInterventionHook):
         self, run_ctx: RunDataContext, model_ctx: ModelDataContext, fresh: Sequence[Batch]
     ) -> tuple[dict[str, list[float]], list[int]]:
         """Return the measurements of each row of the batch, and the positions of the rows that stand out."""
-        own, several, count = self._measure_rows(model_ctx, run_ctx.batch_data), [], 0
+        measured, fresh_measured, count = self._measure_rows(model_ctx, run_ctx.batch_data), [], 0
         for other in fresh:
             if count < MOST_ROWS:
-                several.append(self._measure_rows(model_ctx, other))
+                fresh_measured.append(self._measure_rows(model_ctx, other))
                 count += rows(other)
-        found = dict(zip(("loss", "gradient_norm", "size"), own.tolist(), strict=False))
+        values = dict(zip(("loss", "gradient_norm", "size"), measured.tolist(), strict=False))
         if run_ctx.row_indices is not None:
-            found["index"] = run_ctx.row_indices.tolist()
-        return found, sorted({*outliers(own, torch.cat(several, 1)), *repeated(run_ctx.batch_data, fresh)})
+            values["index"] = run_ctx.row_indices.tolist()
+        places = {*outliers(measured, torch.cat(fresh_measured, 1)), *repeated(run_ctx.batch_data, fresh)}
+        return values, sorted(places)
 
     def _measure_rows(self, model_ctx: ModelDataContext, batch: Batch) -> Tensor:
         """Return loss, gradient norm and, if an output is watched, its size for each row; shape (2 or 3, rows)."""
-        measured = [each.cpu() for each in model_ctx.measure_rows(batch)]
+        measured = [values.cpu() for values in model_ctx.measure_rows(batch)]
         if self.watch.startswith("output/"):
             sizes = [self._size(model_ctx, part_of(batch, [place])) for place in range(rows(batch))]
             measured.append(torch.tensor(sizes, dtype=torch.float64))
@@ -210,21 +211,22 @@ class WhatIf(DebugInterventionHook):
         with model_ctx.branch():
             overwrite(parameters, self._before)
             before = branches.losses()
-        found: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
-        known = {name: leaf for name, leaf in parameters.items() if name in self._before}
-        alone = [(name, *_most_changed(self._before[name], leaf)) for name, leaf in known.items()]
-        name, place, size = max(alone, key=lambda each: each[2], default=("", 0, 0.0))
-        if size >= ALONE:
-            was, now = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
+        metrics: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
+        common = {name: leaf for name, leaf in parameters.items() if name in self._before}
+        changes = [(name, *_most_changed(self._before[name], leaf)) for name, leaf in common.items()]
+        name, place, ratio = max(changes, key=lambda change: change[2], default=("", 0, 0.0))
+        if ratio >= ALONE:
+            old, new = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
             with model_ctx.branch(), torch.no_grad():
-                parameters[name][torch.unravel_index(torch.tensor(place), parameters[name].shape)] = was
-                found["effect"]["element_restored"] = float((branches.losses() - before).mean())
-            found["element"] = {name: [place, was, now]}
+                parameters[name][torch.unravel_index(torch.tensor(place), parameters[name].shape)] = old
+                metrics["effect"]["element_restored"] = float((branches.losses() - before).mean())
+            metrics["element"] = {name: [place, old, new]}
             if self.watch == f"update/{name}":
                 change = (parameters[name].detach() - self._before[name]).abs()
-                found["size"] = {"run": float(change.max()), "element_restored": float(change.flatten().topk(2)[0][1])}
+                second_largest = float(change.flatten().topk(2)[0][1])
+                metrics["size"] = {"run": float(change.max()), "element_restored": second_largest}
         self._before = {}
-        return found
+        return metrics
 
 
 class Branches:
@@ -264,7 +266,7 @@ class Branches:
             prepared(self.model_ctx)
             loss = self.model_ctx.take_step(batch, passes=within(), **changed)
             after = self.losses(within)
-            later = [self.model_ctx.take_step(each, passes=within()).double() for each in self._follow]
+            later = [self.model_ctx.take_step(following, passes=within()).double() for following in self._follow]
         effects = ((after - before).mean(), (torch.stack(later) - before[: len(later)]).mean())
         return (float(loss), *map(float, effects))  # type: ignore[return-value]
 

@@ -30,15 +30,15 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call the function with low-precision arguments widened."""
-        given = (tuple(args), dict(kwargs or {}))
+        inputs = (tuple(args), dict(kwargs or {}))
         # A private function, since torch has no public way to detect a running backward pass.
-        backward = torch._C._current_graph_task_id() != -1
-        kinds = {leaf.dtype for leaf in tree_iter(given) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+        in_backward = torch._C._current_graph_task_id() != -1
+        dtypes = {leaf.dtype for leaf in tree_iter(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
         if function._schema.is_mutable:
-            given = tree_map(self._caster(_written_tensors(function, *given)), given)
-        elif kinds and (not backward or len(kinds) > 1):  # factory functions may create a scaler's tensors
-            given = tree_map(self._widen, given)
-        return function(*given[0], **given[1])
+            inputs = tree_map(self._caster(_written_tensors(function, *inputs)), inputs)
+        elif dtypes and (not in_backward or len(dtypes) > 1):  # factory functions may create a scaler's tensors
+            inputs = tree_map(self._widen, inputs)
+        return function(*inputs[0], **inputs[1])
 
     def _caster(self, written: list[Tensor]) -> Callable[[Any], Any]:
         """Return a function that casts wide tensors to the dtype of the written tensor."""
@@ -75,10 +75,10 @@ def widen_layer(layer: nn.Module, mode: Widened) -> Iterator[None]:
     def leave(*_: Any) -> None:
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    begin = layer.register_forward_pre_hook(enter, prepend=True)
-    end = layer.register_forward_hook(leave, always_call=True)
+    pre_hook = layer.register_forward_pre_hook(enter, prepend=True)
+    post_hook = layer.register_forward_hook(leave, always_call=True)
     try:
         yield
     finally:
-        begin.remove()
-        end.remove()
+        pre_hook.remove()
+        post_hook.remove()

@@ -286,7 +286,7 @@ def still_task(order, batch_size: int = 4) -> TrainingTask:
 
 def test_single_batch_data_is_reported():
     """A notice reports that the measurement needs two batches."""
-    with pytest.warns(RunNotice, match="needs 2 batches, and the data are one"):
+    with pytest.warns(RunNotice, match="The data are a single batch; the error of sharpness/sharpness needs"):
         measured(still_task(ORDERS["random"], 40), Sharpness(critical_passes=0))
 
 
@@ -337,7 +337,7 @@ def test_bias_and_spread_match_dense_hessians():
 def test_too_few_samples_omit_errors_with_notice(option, metrics):
     """With a single probe or batch, the value is reported without its error."""
     few = {option: 1} | ({"density_probes": 1} if option == "probes" else {})
-    with pytest.warns(RunNotice, match=rf"has no error: that needs sharpness\.{option} to be at least 2, and it is 1"):
+    with pytest.warns(RunNotice, match=rf"sharpness\.{option} is 1; the error of sharpness/\w+ needs at least 2"):
         values, _ = measured(still_task(ORDERS["random"]), Sharpness(critical_passes=0, **few))
     full, _ = measured(still_task(ORDERS["random"]), Sharpness(critical_passes=0))
     assert metrics <= full.keys() - values.keys()
@@ -377,7 +377,7 @@ def test_repeatedly_measured_run_matches_bare_run(case):
         ({"density_probes": 7, "probes": 6}, "sharpness.density_probes is 7; it must be at most sharpness.probes (6)"),
         ({"method": "exakt"}, "Unknown sharpness.method 'exakt'. Did you mean 'exact'"),
         ({"epsilon": math.inf}, "sharpness.epsilon is inf"),
-        ({"iterations": 0, "critical_passes": 0}, "are both 0; nothing is left to do"),
+        ({"iterations": 0, "critical_passes": 0}, "are both 0; set at least one of them"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, sentence):

@@ -198,7 +198,7 @@ def test_options_are_checked(options, sentence):
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [({"layer": "9"}, "Unknown layer '9'"), ({"watch": "gradient/x"}, "Unknown thing to watch 'gradient/x'")],
+    [({"layer": "9"}, "Unknown layer '9'"), ({"watch": "gradient/x"}, "Unknown watched quantity 'gradient/x'")],
 )
 def test_what_the_model_has_not_is_refused(options, sentence, tmp_path):
     with pytest.raises(UsageError, match=sentence):
