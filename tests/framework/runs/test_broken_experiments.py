@@ -525,11 +525,13 @@ def test_late_mistakes_leave_no_files(case, loop, tmp_path, monkeypatch, capfd) 
 
 @pytest.mark.parametrize("method", ["build_model", "build_loader", "build_optimizer", "strategy_hooks"])
 def test_broken_run_keeps_earlier_run(method: str, tmp_path: Path, monkeypatch) -> None:
-    """A build method that returns None raises InvalidExperimentError, and overwrite=True does not touch the earlier files."""
+    """A build method that returns None raises an error, and overwrite=True does not touch the earlier files."""
     session(tmp_path, strategies=["plain"]).run()
     before = contents(tmp_path)
     monkeypatch.setattr(Small, method, lambda self, *arguments: None)
-    with pytest.raises(InvalidExperimentError, match=rf"{method}\(\) of experiment 'small' .*returned None; it must be "):
+    with pytest.raises(
+        InvalidExperimentError, match=rf"{method}\(\) of experiment 'small' .*returned None; it must be "
+    ):
         session(tmp_path, strategies=["plain"], overwrite=True).run()
     assert contents(tmp_path) == before
 
@@ -562,7 +564,7 @@ def test_numbers_of_any_kind_become_plain_ones(tmp_path: Path, monkeypatch) -> N
 
 
 def test_nameless_base_is_refused_and_subclass_runs(tmp_path: Path) -> None:
-    """Registering a base class without a name raises InvalidExperimentError; its subclass with a name can be trained."""
+    """Registering a base class without a name raises an error; its subclass with a name can be trained."""
 
     class Base(ExperimentRunner[SmallConfig]):
         loop = "epoch"

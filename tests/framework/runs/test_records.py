@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.durable_files import save_tensors, write_json, write_atomically
+from loopscope.durable_files import save_tensors, write_atomically, write_json
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
 from loopscope.runs import RunFolder, build_run
