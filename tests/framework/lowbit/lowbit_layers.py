@@ -1,4 +1,4 @@
-"""Small low-bit layers and models that the tests share, and what comes out of them."""
+"""Small low-bit layers and models for the tests, and helpers for their results."""
 
 from collections.abc import Callable
 

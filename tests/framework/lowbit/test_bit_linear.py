@@ -33,7 +33,7 @@ from tests.framework.lowbit.lowbit_layers import (
 
 
 def by_hand(layer: nn.Linear, recipe: Recipe, x: Tensor) -> list[Tensor]:
-    """Return the same by casts and matrix products alone."""
+    """Return the results of a layer, computed only with casts and matrix products."""
     cast = lambda role, values: recipe.casts[role](values) if role in recipe.casts else values
     if recipe.along_sum:
         return along_the_sum(layer, recipe, x)
@@ -47,7 +47,7 @@ def by_hand(layer: nn.Linear, recipe: Recipe, x: Tensor) -> list[Tensor]:
 
 
 def along_the_sum(layer: nn.Linear, recipe: Recipe, x: Tensor) -> list[Tensor]:
-    """Return the same where blocks lie along the sum of each product, after the random Hadamard transform in dW."""
+    """Return the results with blocks along the sum of each product, and the random Hadamard transform in dW."""
     weight, casts = layer.weight.detach(), recipe.casts
     bias = None if layer.bias is None else layer.bias.detach()
     y = functional.linear(casts["forward_input"](x), casts["forward_weight"](weight), bias)
@@ -225,7 +225,7 @@ def kept_for_backward(layer: nn.Module, x: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("recipe", ["fp4_block", "nvfp4", "fp8", STOCHASTIC, DELAYED], ids=named)
-def test_kept_for_backward_are_input_and_weight_themselves(recipe):
+def test_backward_saves_only_input_and_weight(recipe):
     layer, x = lowbit(recipe), drawn(6, 20).requires_grad_(True)
     assert kept_for_backward(layer, x) == [x.data_ptr(), layer.weight.data_ptr()]
     assert kept_for_backward(layer, x.detach()) == [x.data_ptr()]
@@ -247,7 +247,7 @@ def test_quantization_hook_receives_every_cast():
     assert not layer._quantization_hooks
 
 
-def test_what_no_gradient_needs_is_not_cast():
+def test_unneeded_matrices_are_not_cast():
     layer, recorded = lowbit("fp4_block"), Recorder()
     layer.register_quantization_hook(recorded)
     layer.weight.requires_grad_(False)
@@ -255,7 +255,7 @@ def test_what_no_gradient_needs_is_not_cast():
     assert recorded.roles == ["forward_input", "forward_weight"]
 
 
-def test_integers_are_refused_in_a_sentence():
+def test_integer_inputs_are_refused():
     with pytest.raises(UsageError, match=r"A tensor of torch\.int64 cannot be cast"):
         lowbit("fp4_block")(torch.ones(6, 20, dtype=torch.int64))
 
@@ -271,7 +271,7 @@ def test_the_gradient_can_be_differentiated_straight_through():
     torch.testing.assert_close(found, (second * (BLOCK(x) @ v.T)).T @ BLOCK(x))
 
 
-def test_a_layer_of_its_own_names_its_recipe():
+def test_standalone_layer_shows_its_recipe():
     layer = BitLinear(20, 12, recipe=uniform("mine", BLOCK))
     assert "recipe='mine'" in repr(layer)
     assert layer(drawn(6, 20)).shape == (6, 12)

@@ -1,4 +1,4 @@
-"""Models made low-bit and plain again, in place, and what keeps holding for them: checkpoints, hooks, sharding."""
+"""Conversion of models to low-bit layers and back, in place, with checkpoints, hooks and sharding."""
 
 import copy
 from functools import cache
@@ -257,7 +257,7 @@ def test_generator_and_histories_belong_to_training_state(case):
 
 
 @both_loops
-def test_a_checkpoint_brings_generator_and_histories_back(case, tmp_path):
+def test_checkpoint_restores_generator_and_histories(case, tmp_path):
     kept: list[Any] = []
 
     def save(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Calls of low-bit layers: what they draw and remember, repeated by checkpointing, differentiated twice, copied."""
+"""Calls of low-bit layers: random draws and histories, activation checkpointing, second derivatives, copies."""
 
 import copy
 import io
@@ -52,7 +52,7 @@ def test_stochastic_rounding_is_unbiased():
         assert ((found.mean(0) - exact).abs() <= 5 * error + 1e-6).all()
 
 
-def test_the_products_of_a_pass_draw_apart():
+def test_products_of_a_pass_draw_separately():
     layer = lowbit(replace(Recipe("x"), forward_input=replace(BLOCK, rounding="stochastic")))
     seen = {layer.calls.start_call("weight", layer.recipe, layer.generator).seed for _ in range(50)}
     assert len(seen) == 50
@@ -73,7 +73,7 @@ def test_activation_checkpointing_changes_no_bit(recipe):
     assert torch.equal(saving[0].generator.get_state(), ordinary[0].generator.get_state())
 
 
-def test_what_checkpointing_repeats_is_counted_once():
+def test_recomputed_casts_are_counted_once():
     model, recorded = stack("fp4_block"), Recorder()
     for index in (0, 2, 4):
         model[index].register_quantization_hook(recorded)
@@ -122,7 +122,7 @@ def test_repeating_an_older_call_is_refused():
         early.sum().backward()
 
 
-def test_delayed_scaling_scales_by_the_tensors_before():
+def test_delayed_scaling_uses_earlier_tensors():
     layer, cast = lowbit(DELAYED), Cast("e4m3", "delayed")
     for number, size in enumerate((1.0, 8.0, 0.5)):
         x = drawn(6, 20) * size

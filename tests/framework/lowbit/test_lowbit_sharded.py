@@ -1,4 +1,4 @@
-"""Low-bit layers on two processes: sharded weights are whole when they are cast."""
+"""Low-bit layers on two processes: sharded weights are gathered before their casts."""
 
 import warnings
 from typing import Any

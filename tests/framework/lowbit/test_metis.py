@@ -1,4 +1,4 @@
-"""The low-rank cast against NumPy's decomposition in float64, on planted spectra, and on what decompositions fear."""
+"""The low-rank cast against NumPy's decomposition in float64, on known spectra and on degenerate matrices."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def planted(rows: int, columns: int, spectrum: Tensor, seed: int = 2) -> Tensor:
 
 
 def long_tail(rank: int) -> Tensor:
-    """Return singular values of which a few stand far out of a slowly falling tail."""
+    """Return singular values with a few large ones and a slowly falling tail."""
     return 100.0 * torch.arange(1, rank + 1).double() ** -1.5
 
 
@@ -40,7 +40,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_at_full_rank_it_is_that_of_numpy(shape):
+def test_full_rank_decomposition_matches_numpy(shape):
     matrix = planted(*shape, spectrum=torch.linspace(9.0, 1.0, min(shape)))
     u, s, v = randomised_svd(matrix, min(shape), 0, source())
     left, values, right = np.linalg.svd(matrix.numpy(), full_matrices=False)
@@ -116,7 +116,7 @@ def test_decomposition_uses_only_the_given_generator():
 @pytest.mark.parametrize("cast", [BLOCK, Cast("e4m3", "tensor"), Cast("e2m1", "mx_rceil")], ids=str)
 @pytest.mark.parametrize("gains", ["none", "long_tail"])
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
-def test_the_cast_is_that_composed_of_numpys_decomposition(shape, gains, cast):
+def test_cast_matches_numpy_composition(shape, gains, cast):
     matrix = planted(*shape, spectrum=long_tail(16))
     left, values, right = np.linalg.svd(matrix.numpy(), full_matrices=False)
     signs = np.sign(right[np.arange(16), np.abs(right).argmax(1)])
@@ -191,7 +191,7 @@ def test_compensated_cast_only_rounds_the_residual():
     torch.testing.assert_close(found, matrix)
 
 
-def test_compensated_gains_are_what_they_say_too():
+def test_compensated_gains_have_nominal_values():
     spectrum, factors_cast = torch.tensor([64.0, 32, 16, 8, 4, 2, 1, 0.25]), iter([BLOCK, BLOCK, identity])
     options = MetisOptions(7, gains="long_tail", niter=20, compensated=True)
     found = low_rank_cast(planted(30, 20, spectrum), lambda x: next(factors_cast)(x), options, source())
@@ -237,7 +237,7 @@ def test_the_result_has_the_type_of_the_matrix(dtype):
         ({"forward_warmup_steps": -2}, "forward_warmup_steps of Metis is -2"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, said):
+def test_invalid_options_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
         MetisOptions(**options)
 

@@ -235,7 +235,7 @@ def test_patterns_choose_matrices_and_cast_ones_are_refused():
         quantize_model(mixture(), "fp8", exclude=["attention.in_proj"])
 
 
-def test_splitting_leaves_all_but_linear_layers_whole():
+def test_only_linear_layers_are_split():
     model = mixture("fp4_metis")
     assert [name for name, each in model.named_modules() if isinstance(each, BitLinear) and each.factors] == ["head"]
     assert model(drawn(4, 4)).isfinite().all()
@@ -254,7 +254,7 @@ def test_recomputation_repeats_every_product(recipe):
 
 
 @pytest.mark.compile
-def test_a_compiled_model_makes_the_same_products():
+def test_compiled_model_has_equal_products():
     model, x = mixture("nvfp4"), drawn(4, 4)
     expected = model(x)
     model.compile(backend="eager")
@@ -318,7 +318,7 @@ class Head(nn.Module):
         return self.lm_head(self.norm(self.block(self.wte(tokens))))
 
 
-def told(model: nn.Module, **options: Any) -> tuple[Any, list[str]]:
+def quantize_with_notices(model: nn.Module, **options: Any) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         names = quantize_model(model, "nvfp4", **options)
@@ -328,10 +328,10 @@ def told(model: nn.Module, **options: Any) -> tuple[Any, list[str]]:
 
 def test_shares_match_manual_count():
     """The shares of matrix parameters and multiplications are exact, and a small share is reported."""
-    names, notes = told(Head(tied=False), include=["lm_head"])
+    names, notes = quantize_with_notices(Head(tied=False), include=["lm_head"])
     assert (names, names.matrix_share, names.flop_share) == (["lm_head"], 400 / 864, 400 / 464)
     assert (names.left, names.tied, notes) == ({"block": 64}, {}, [])
-    names, notes = told(Head(tied=False), exclude=["lm_head"])
+    names, notes = quantize_with_notices(Head(tied=False), exclude=["lm_head"])
     assert (names.matrix_share, names.flop_share, names.left) == (64 / 864, 64 / 464, {"lm_head": 400})
     assert notes == [
         "Only 13.8% of the multiplications by matrices are cast (7.4% of the matrix parameters); "
@@ -341,12 +341,12 @@ def test_shares_match_manual_count():
 
 def test_tied_head_is_reported_unless_excluded():
     """The note names the head and the embedding that share the matrix."""
-    names, notes = told(Head())
+    names, notes = quantize_with_notices(Head())
     assert (names.matrix_share, names.flop_share, names.tied) == (1.0, 1.0, {"lm_head": "wte"})
     assert len(notes) == 1
     assert notes[0].startswith("The layer 'lm_head' shares its matrix with the embedding 'wte' (tied): ")
     assert len(notes[0]) <= 300
-    assert told(Head(), exclude=["lm_head"])[0].tied == {}
+    assert quantize_with_notices(Head(), exclude=["lm_head"])[0].tied == {}
 
 
 def test_shares_include_earlier_quantization():
@@ -369,7 +369,7 @@ def test_gpt2_is_quantized_except_embeddings():
     )
     model, tokens = transformers.GPT2LMHeadModel(config).eval(), torch.arange(32).view(2, 16)
     expected, state = model(tokens).logits, copy.deepcopy(model.state_dict())
-    names, notes = told(model, exclude=["lm_head"])
+    names, notes = quantize_with_notices(model, exclude=["lm_head"])
     assert [name.removeprefix("transformer.") for name in names] == [
         f"h.{block}.{name}" for block in (0, 1) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]

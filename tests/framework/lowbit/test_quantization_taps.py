@@ -1,4 +1,4 @@
-"""Taps on quantisers receive the counts of a run's own passes; taps on inputs receive the inputs of modules."""
+"""Taps on quantisers receive the counts of the training step; taps on inputs receive the inputs of modules."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_counts_add_up_until_their_owner_clears_them():
     assert elements(counts) == once
 
 
-def test_two_listeners_have_counts_of_their_own():
+def test_two_listeners_have_separate_counts():
     first, second = {}, {}
     model = quantised()
     attached(model, QuantizationTap("0", first), QuantizationTap("0", second))
@@ -87,7 +87,7 @@ def test_a_module_that_does_not_quantise_is_refused():
         attached(quantised(), QuantizationTap("nine", {}))
 
 
-def test_a_listener_copies_what_it_is_given():
+def test_listener_copies_received_counts():
     kept: dict[str, Counts] = {}
     listener, given = QuantizationListener(lambda: True, kept), Counts.zeros()
     listener.record("any", given)

@@ -1,4 +1,4 @@
-"""Recipes: what each of them casts, and how one is made from another or from a text."""
+"""Recipes: their casts, changes to them, and recipes in text form."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from loopscope.lowbit.recipes import parse_cast, uniform
 from torch import nn
 
 
-def test_the_recipes_are_those_of_the_issue():
+def test_recipe_names_match_the_specification():
     expected = ["fp32", "fp8", "fp4_direct", "fp4_block", "nvfp4", "mxfp4", "fp4_metis"]
     expected += ["fp8_delayed", "fp8_rowwise", "fp8_block", "int8"]
     assert list(RECIPES) == expected
@@ -185,7 +185,7 @@ def test_first_and_last_layers_stay_unquantized():
         find_recipe("nvfp4,keep_last=9").layers_to_cast(list("abcde"))
 
 
-def test_nvfp4_is_that_of_nvidias_report():
+def test_nvfp4_matches_nvidias_report():
     """arXiv 2509.25149: 2D scales of weights, stochastic gradients, and a transform of size 16 for the weight's."""
     recipe = RECIPES["nvfp4"]
     assert recipe.forward_weight == recipe.backward_weight == Cast("e2m1", "nvfp4", rows=16)
@@ -195,7 +195,7 @@ def test_nvfp4_is_that_of_nvidias_report():
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
-def test_forward_and_backward_see_one_weight(name):
+def test_forward_and_backward_use_equal_weights(name):
     weight = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
     cast = RECIPES[name].forward_weight
     assert torch.equal(cast(weight), cast(weight.t()).t())
@@ -209,7 +209,7 @@ def test_metis_can_round_every_role_stochastically():
     assert find_recipe(text) == replace(recipe, name=text)
 
 
-def test_a_cast_is_read_as_it_is_written():
+def test_cast_text_describes_every_option():
     assert parse_cast("e4m3/tensor/nearest/q_scalar=2") == Cast("e4m3", "tensor", q_scalar=2.0)
 
 

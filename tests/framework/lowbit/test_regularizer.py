@@ -87,6 +87,6 @@ def test_a_pattern_that_matches_nothing_is_refused():
 
 @pytest.mark.parametrize("option", ["weight", "large", "small"])
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
-def test_options_that_make_no_sense_are_refused(option, value):
+def test_invalid_options_are_refused(option, value):
     with pytest.raises(UsageError, match=f"The {option} of the range penalty is {value}"):
         RangePenalty(**{option: value})

@@ -1,4 +1,4 @@
-"""Split layers: the function stays, the state dict is that of a plain layer, and merging gives the weight back."""
+"""Split layers keep their function, have the state dict of a plain layer, and can be merged."""
 
 import copy
 import io
@@ -189,7 +189,7 @@ def test_split_state_dict_loads_into_plain_layer():
     torch.testing.assert_close(plain(x), layer(x))
 
 
-def test_loading_a_plain_weight_takes_the_split_back():
+def test_loading_plain_weight_ends_the_split():
     layer, plain = split(layer_of()), nn.Linear(12, 8)
     layer.load_state_dict(plain.state_dict())
     assert not layer.is_split
@@ -197,7 +197,7 @@ def test_loading_a_plain_weight_takes_the_split_back():
     assert [name for name, parameter in layer.named_parameters() if parameter.requires_grad] == ["weight", "bias"]
 
 
-def test_loading_the_bias_alone_leaves_the_split():
+def test_loading_only_the_bias_keeps_the_split():
     layer = split(layer_of())
     layer.load_state_dict({"bias": torch.zeros(8)}, strict=False)
     assert layer.is_split
@@ -242,14 +242,14 @@ def test_factors_are_frozen_zeros_until_the_split():
     assert [tuple(p.shape) for p in layer.factors.parameters()] == [(8, 4), (4,), (4, 12)]
 
 
-def test_a_weight_that_is_shared_gets_none():
+def test_shared_weight_has_no_factors():
     model = TiedModel()
     quantize_model(model, "fp4_metis")
     assert model.decoder.factors is None
     assert model.mix.factors is not None
 
 
-def test_recipes_without_metis_give_none():
+def test_recipes_without_metis_give_no_factors():
     assert all(layer_of(recipe).factors is None for recipe in RECIPES.values() if recipe.metis is None)
 
 
@@ -263,7 +263,7 @@ def test_too_large_rank_is_refused_without_changes():
     assert all(type(layer) is nn.Linear for layer in model)
 
 
-def test_a_split_layer_is_the_formula():
+def test_split_layer_matches_the_formula():
     layer, x = layer_of(dtype=torch.float64), inputs(5, 12).double()
     for parameter in (*layer.factors.parameters(), layer.weight, layer.bias):
         parameter.data = inputs(*parameter.shape).double()

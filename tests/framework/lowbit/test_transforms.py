@@ -1,4 +1,4 @@
-"""Low-bit layers under torch.func, vmap, torch.export, on meta tensors and after to_empty; what is refused, and how."""
+"""Low-bit layers under torch.func, vmap and torch.export, on meta tensors and after to_empty, with their errors."""
 
 from collections import OrderedDict
 from collections.abc import Callable

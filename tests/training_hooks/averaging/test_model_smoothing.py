@@ -1,4 +1,4 @@
-"""Smoothing against its closed form, by itself and as a hook, on one process and on two."""
+"""Smoothing against its closed form, without the framework and as a hook, on one process and on two."""
 
 import math
 import sys
@@ -126,7 +126,7 @@ def test_frozen_parameters_are_not_smoothed():
     assert all(map(torch.equal, before, (model.weight.data, model.bias.data, smoother.buffers["weight"])))
 
 
-def test_the_buffer_is_the_only_memory_of_it():
+def test_smoothing_stores_only_the_buffer():
     model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20))
     kept = ModelSmoother(model).state_dict()["copies"]
     assert sum(value.nbytes for value in kept.values()) == sum(value.nbytes for value in model.parameters())
@@ -293,7 +293,7 @@ def test_initially_frozen_parameters_are_named_once():
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_resumed_run_is_the_uninterrupted_one(model, loop, tmp_path):
+def test_resumed_run_matches_uninterrupted_run(model, loop, tmp_path):
     case = Case(model, loop=loop)
     one, two, middle = in_one_and_two(case, lambda: ModelSmoothing(update_interval=4, alpha=0.4), tmp_path)
     assert not differences(one.final, two.final)
@@ -314,7 +314,7 @@ def test_hook_refuses_state_of_another_model():
 
 
 def smoothed(kind: str | None, hooks: list[ModelSmoothing]) -> dict[str, Any]:
-    """Train with a hook, or with a smoother by hand; return the whole weights and what the hook reported."""
+    """Train with a hook, or with a smoother in a custom loop; return the full weights and the reported metrics."""
     task, state = sharded(kind)
     sink = RecordingSink()
     manager = HookManager(hooks, task, state, sinks=[sink], audit=True)
@@ -343,7 +343,7 @@ class ByHand(NoProgress):
 
 
 def all_results() -> dict[str, Any]:
-    """Train every kind of model with the hook and by hand."""
+    """Train every kind of model with the hook and with a smoother."""
     return {kind: {way: smoothed(kind, hooks()) for way, hooks in WAYS.items()} for kind in KINDS}
 
 

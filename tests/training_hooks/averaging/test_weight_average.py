@@ -100,7 +100,7 @@ def test_bfloat16_weights_are_averaged_in_float32():
         average.sample(model, step)
         nn.init.constant_(model.weight, 1.0078125)  # the next bfloat16
     found = average.weights(model)["weight"]
-    rounding = 2**-24 / (1 - 0.999)  # below it what is added is rounded away in float32, too
+    rounding = 2**-24 / (1 - 0.999)  # smaller additions are lost to rounding in float32, too
     assert found.dtype is torch.float32
     assert found.item() == pytest.approx(1.0078125, abs=rounding)
     in_bfloat16 = torch.ones((), dtype=torch.bfloat16)
@@ -319,7 +319,7 @@ def test_a_model_without_trained_parameters_is_refused():
         ({"averages": "emma"}, "Unknown choice of weight_average.averages: 'emma'. Did you mean 'ema'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
         WeightAverage(**options)
 

@@ -67,7 +67,7 @@ def adagc(table: list[list[float]], rule: AdaGC = ADAGC) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_zclip_is_the_papers_rule_at_every_step(seed):
+def test_zclip_matches_the_paper_at_every_step(seed):
     series = norms(seed)
     kept, _ = zclip(series)
     assert kept == pytest.approx(zclip_by_hand(series), rel=1e-12)

@@ -1,4 +1,4 @@
-"""Provenance is the gradients of an untied twin, exactly, and takes nothing from the run."""
+"""Provenance equals the gradients of an untied twin exactly, and does not change the run."""
 
 from typing import Any
 

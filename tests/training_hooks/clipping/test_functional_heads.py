@@ -1,4 +1,4 @@
-"""Heads that are no modules, matrices that only look like heads, and what the model's output shows of them."""
+"""Functional heads, matrices that only look like heads, and their detection from the model's output."""
 
 import warnings
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def both_gradients(net: Model, batch: tuple[Tensor, Tensor], micro: int = 1) -> tuple[Tensor, Tensor]:
-    """Compute g_in and g_out by brute force: each product's matrix apart, summed in float32 or wider."""
+    """Compute g_in and g_out by brute force: a separate matrix for each product, summed in float32 or wider."""
     total: list[Any] = [0, 0]
     for tokens, targets in zip(batch[0].chunk(micro), batch[1].chunk(micro), strict=True):
         parts = [net.wte.weight.detach().clone().requires_grad_() for _ in range(2)]

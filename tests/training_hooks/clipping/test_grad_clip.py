@@ -1,3 +1,5 @@
+"""The rules of grad_clip against torch's functions, published code and given norms."""
+
 import math
 from collections.abc import Callable
 
@@ -121,7 +123,7 @@ def test_sum_of_norms_matches_published_code(share):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0)
 
 
-def test_the_metrics_describe_what_happened_to_the_norm():
+def test_metrics_describe_the_change_of_norm():
     free = column(train(Case(), [GradClip(max_norm=1e9)]), "norm_before")
     run = train(Case(), [GradClip(max_norm=free[0] / 4)], steps=1)
     assert column(run, "norm_before")[0] == free[0]
@@ -151,7 +153,7 @@ def test_gradients_within_limit_are_unchanged(options):
 
 
 class Planted:
-    """Gradients of a model that are written by hand, step after step, with a clip hook on them."""
+    """Given gradients of a model at each step, with a clip hook."""
 
     def __init__(self, **options) -> None:
         self.task, self.state = build(Case("tied"))
@@ -160,7 +162,7 @@ class Planted:
         self.named = trainable(self.task.model)
 
     def step(self, norms: list[float]) -> list[float]:
-        """Give every parameter a gradient of its norm and return what clipping makes of the norms."""
+        """Give every parameter a gradient with its norm, and return the norms after clipping."""
         self.state.loop.step += 1
         for parameter, norm in zip(self.named.values(), norms, strict=True):
             parameter.grad = torch.zeros_like(parameter)

@@ -113,7 +113,7 @@ def train_plainly(micro: int, *, enabled: bool = True, **options: Any) -> tuple[
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("scope", ["weight", "logits"])
 @pytest.mark.parametrize("options", [PLAIN, ROLLING], ids=["previous", "rolling"])
-def test_training_is_that_of_the_reference(options: dict[str, Any], scope: str, micro: int) -> None:
+def test_clipped_training_matches_the_reference(options: dict[str, Any], scope: str, micro: int) -> None:
     reference = Reference(**options, scope=scope)
     for step in batches(micro):
         reference.step(step)
@@ -126,7 +126,7 @@ def test_training_is_that_of_the_reference(options: dict[str, Any], scope: str, 
     assert "output_proj_clip_threshold" not in rows[0]
 
 
-def test_switched_off_it_leaves_the_gradients_alone() -> None:
+def test_disabled_clipping_keeps_gradients() -> None:
     off, rows = train_plainly(1, enabled=False, **PLAIN)
     unclipped, _ = train_plainly(1, window_size=1, scale_factor=1e6)
     assert rows == [{}] * STEPS

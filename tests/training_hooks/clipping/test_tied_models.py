@@ -1,4 +1,4 @@
-"""Provenance and clipping on models of others, compiled ones, and in fp16: the same as on our own."""
+"""Provenance and clipping on third-party models, on compiled models and in fp16."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_embedding_pair_matches_model_accessors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_provenance_is_the_gradients_of_the_untied_twin(name: str) -> None:
+def test_provenance_matches_untied_twin_gradients(name: str) -> None:
     model, twin = MODELS[name](), untied_twin(name)
     clipping = TiedGradientClipping(model, OPTIONS)
     clipping.enable()
@@ -134,7 +134,7 @@ def rows(run: Run, hook: str) -> dict[tuple[str, int], float]:
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
-def test_compiled_models_give_the_numbers_of_eager_ones(hook: type[Any], loop: str, micro_batches: int) -> None:
+def test_compiled_models_match_eager_models(hook: type[Any], loop: str, micro_batches: int) -> None:
     eager, fast = (
         train(Case("tied", loop=loop), [hook()], steps=4, introduce=introduce, accumulation_steps=micro_batches)
         for introduce in (without_dropout, compiled)

@@ -1,4 +1,4 @@
-"""Small runs of models with and without quantised layers, and what their casts lose counted by brute force."""
+"""Small runs of models with and without quantised layers, and brute-force counts of their losses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ class LowBitRun:
         return self
 
     def values(self, step: int) -> dict[str, Any]:
-        """Return what the hook reported at a step, the entries of a dict each by itself."""
+        """Return the metrics that the hook reported at a step, with dicts flattened."""
         found = {name.removeprefix(NAME): value for name, _, at, value in self.sink.rows(NAME) if at == step}
         nested = {name: value for name, value in found.items() if isinstance(value, dict)}
         inner = {f"{name}/{key}": entry for name, value in nested.items() for key, entry in value.items()}

@@ -1,4 +1,4 @@
-"""Losses counted in pieces are those that the cast itself counts."""
+"""Losses counted in pieces equal the counts of the cast."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_losses_match_casts_of_all_formats(kind):
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "non-finite", "bfloat16", "transposed", "number"])
-def test_it_does_not_matter_where_a_piece_ends(kind, monkeypatch):
+def test_piece_boundaries_do_not_change_the_result(kind, monkeypatch):
     monkeypatch.setattr(cast_losses, "PIECE", 200)
     assert_counted_alike(tensors()[kind], [Cast("e2m1", rule) for rule in RuleRegistry.names()])
 
@@ -116,7 +116,7 @@ def test_delayed_scales_use_the_history(past):
     assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "delayed"), Cast("e5m2", "delayed")], earlier)
 
 
-def test_what_is_counted_is_left_as_it_was():
+def test_counting_does_not_change_tensors():
     values = tensors()["non-finite"]
     before, version = values.clone(), values._version
     losses([values], CASTS)

@@ -1,4 +1,4 @@
-"""The observer of overflow against brute force, in quantised layers and asked what if, through real training."""
+"""gradient_overflow against brute force in real training, for quantised layers and for hypothetical casts."""
 
 import math
 import warnings
@@ -405,7 +405,7 @@ def test_many_operands_are_compared_early(monkeypatch):
 
 
 class Hesitant(RuleRegistry.get("tensor")):
-    """A rule that looks at what a tensor holds, which no vectorised call can."""
+    """A rule that reads the values of a tensor, which is impossible in a vectorised call."""
 
     name = "hesitant"
 
@@ -563,12 +563,12 @@ def test_custom_format_and_rule_match_brute_force():
 
 
 def scaled_loss(factors: list[float]):
-    """Return a loss that is multiplied by a factor for each call, which a delayed scale cannot know before."""
+    """Return a loss that is multiplied by another factor in each call, which a delayed scale does not anticipate."""
     calls = iter(factors)
     return lambda model, batch: cross_entropy(model, batch) * next(calls)
 
 
-def told(hook: GradientOverflow, factors: list[float]) -> list[tuple[bool, str]]:
+def recorded_warnings(hook: GradientOverflow, factors: list[float]) -> list[tuple[bool, str]]:
     run = LowBitRun(network(), [hook], steps=len(factors), options={"compute_loss": scaled_loss(factors)}, audit=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -581,7 +581,7 @@ def test_overflow_start_and_end_are_reported_once():
     """One warning lists the casts that overflow, and one notice reports that none overflows any more."""
     options = {"formats": "e4m3", "rules": "delayed", "of": "gradients"}
     hook = GradientOverflow(**ALWAYS, **options, overflow_threshold=0.2, noise_threshold=0)
-    found = told(hook, [1.0, 1000.0, 1.0, 1.0])
+    found = recorded_warnings(hook, [1.0, 1000.0, 1.0, 1.0])
     assert [(notice, sentence.split(":")[0]) for notice, sentence in found] == [(False, "Step 2"), (True, "Step 3")]
     assert "4 of 4 casts overflow in more than 0.2 of their elements: " in found[0][1]
     assert "0.weight gradients/e4m3/delayed (" in found[0][1]
@@ -591,24 +591,24 @@ def test_overflow_start_and_end_are_reported_once():
 def test_noisy_gradients_warn_and_weights_do_not():
     """One warning counts the gradients whose gradient-to-noise ratio is below the threshold."""
     options = {"formats": "e2m1", "rules": "tensor", "noise_threshold": 1e6}
-    found = told(GradientOverflow(**ALWAYS, **options, of="gradients"), [1.0, 1.0])
+    found = recorded_warnings(GradientOverflow(**ALWAYS, **options, of="gradients"), [1.0, 1.0])
     assert len(found) == 1
     assert "4 of 4 casts have a gradient-to-noise ratio below 1e+06: " in found[0][1]
-    assert told(GradientOverflow(**ALWAYS, **options, of="weights"), [1.0, 1.0]) == []
+    assert recorded_warnings(GradientOverflow(**ALWAYS, **options, of="weights"), [1.0, 1.0]) == []
 
 
 def test_warning_is_not_repeated_after_checkpoint():
     """The reported conditions are part of the state of the hook."""
     hook = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
-    assert len(told(hook, [1.0])) == 1
+    assert len(recorded_warnings(hook, [1.0])) == 1
     resumed = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
     resumed.load_state_dict(hook.state_dict())
-    assert told(resumed, [1.0]) == []
+    assert recorded_warnings(resumed, [1.0]) == []
 
 
 def test_default_formats_cause_no_warnings():
     """The thresholds apply only to formats that the user has named."""
-    assert told(GradientOverflow(**ALWAYS, noise_threshold=1e6, overflow_threshold=1e-9), [1.0, 1.0]) == []
+    assert recorded_warnings(GradientOverflow(**ALWAYS, noise_threshold=1e6, overflow_threshold=1e-9), [1.0, 1.0]) == []
 
 
 # Refusals
@@ -628,7 +628,7 @@ def test_default_formats_cause_no_warnings():
         ({"noise_threshold": math.nan}, "gradient_overflow.noise_threshold is nan"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, words):
+def test_invalid_options_are_refused(options, words):
     with pytest.raises(UsageError) as error:
         GradientOverflow(**options)
     assert words in str(error.value)

@@ -1,4 +1,4 @@
-"""The split of low-bit weights in a run: when, from what, what it leaves alone, and what other hooks make of it."""
+"""The split of low-bit weights in a run: schedule, draws, unchanged state, and other hooks."""
 
 import warnings
 from collections.abc import Iterator
@@ -143,7 +143,7 @@ def test_split_resets_only_factor_optimizer_state():
     assert {count for name, count in steps[6].items() if name not in factors} == {6}
 
 
-def test_the_metrics_are_those_of_the_decomposition():
+def test_metrics_match_the_decomposition():
     tables: dict[str, list[Tensor]] = {}
 
     def spy(name: str, point: HookPoint, read) -> SpyHook:
@@ -163,7 +163,7 @@ def test_the_metrics_are_those_of_the_decomposition():
     assert found["layers"] == len(whole)
 
 
-def test_a_frozen_weight_is_left_alone():
+def test_frozen_weight_is_not_split():
     freeze = lambda task, state: task.model.get_submodule("0").weight.requires_grad_(False)
     run = train(Case("lowbit_mlp"), [MetisSplit()], steps=3, introduce=freeze)
     assert [layer.is_split for layer in layers(run.task.model).values()] == [False, True]
@@ -320,7 +320,7 @@ def test_compiled_split_model_matches_eager_one():
 # Refusals
 
 
-def test_a_model_that_cannot_be_split_is_refused():
+def test_unsplittable_model_is_refused():
     with pytest.raises(UnsuitableError, match="'metis_split' needs low-bit layers that can be split"):
         train(Case(), [MetisSplit()])
 

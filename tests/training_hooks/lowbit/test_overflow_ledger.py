@@ -1,4 +1,4 @@
-"""Readings of counts, and the ledger that keeps them by layer and role, on one rank and on two."""
+"""Metrics of counts, and the ledger with counts by layer and role, on one rank and on two."""
 
 import math
 import warnings

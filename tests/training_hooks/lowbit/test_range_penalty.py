@@ -1,4 +1,4 @@
-"""range_penalty: means by brute force, the penalty that the loss holds, and what it refuses."""
+"""range_penalty: means by brute force, the penalty in the loss, and errors."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def report(net: nn.Module, loss: Tensor | None = None, **options: float | str) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_means_are_those_of_every_element_together(dtype: torch.dtype) -> None:
+def test_means_include_every_element(dtype: torch.dtype) -> None:
     net = model(dtype)
     values = [value for index in (0, 2) for value in net.get_parameter(f"{index}.weight").flatten().tolist()]
     square, inverse = mean_squares(list(penalised_matrices(net).values()))

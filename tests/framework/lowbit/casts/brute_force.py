@@ -1,4 +1,4 @@
-"""Casts and counts as their definitions say, number by number in Python; what the tests of lowbit compare with."""
+"""Reference casts and counts, computed from their definitions number by number in Python."""
 
 import math
 from bisect import bisect_left
@@ -78,7 +78,7 @@ def largest(values: Tensor, block: int | None, rows: int = 1) -> list[float]:
 
 
 def narrowed(magnitude: float) -> float:
-    """Return the smallest float32 number that is not below, or the largest there is."""
+    """Return the smallest float32 number that is not below the magnitude, at most the largest one."""
     end = float(np.finfo(np.float32).max)
     if magnitude >= end:
         return end
@@ -120,7 +120,7 @@ def cast_by_hand(cast: Cast, values: Tensor, scales: Sequence[float]) -> Tensor:
 
 
 def counts_by_hand(cast: Cast, values: Tensor, rounded: Tensor, scales: Sequence[float]) -> dict[str, float]:
-    """Count what was lost, one number after the other, in float64."""
+    """Count the losses number by number, in float64."""
     sums, maxima = dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)
     before, after = flat(values), flat(rounded)
     for block, scale in zip(blocks_of(values, cast.blocks(), cast.rows), scales, strict=True):

@@ -1,4 +1,4 @@
-"""Compiled casts: the same bits and counts as uncompiled ones, in every mode; and nothing else is touched."""
+"""Compiled casts have the bits and counts of uncompiled ones in every mode, without side effects."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ def gaussian(*shape: int) -> Tensor:
 
 
 def hostile() -> Tensor:
-    """Return numbers of all magnitudes, and what is no number: NaN of several bits, inf, -0, subnormal numbers."""
+    """Return numbers of all magnitudes, NaNs with several bit patterns, inf, -0 and subnormal numbers."""
     values = gaussian(64, 64) / gaussian(64, 64).t()
     values[3], values[4], values[5, ::3], values[6, ::5] = 0.0, torch.inf, torch.nan, -torch.inf
     values[7], values[8], values[9], values[10] = -0.0, 1e-42, 3.3e38, values[10] * 1e-30
@@ -58,7 +58,7 @@ def hostile() -> Tensor:
 
 
 def wide() -> Tensor:
-    """Return finite numbers of many magnitudes, blocks of zeros, and numbers that lie on the ends of the grid."""
+    """Return finite numbers of many magnitudes, blocks of zeros, and numbers at the ends of the grid."""
     values = gaussian(64, 96) * torch.logspace(-7, 3, 64).unsqueeze(1) / gaussian(64, 96)
     values[3], values[4, ::3], values[5] = 0.0, -0.0, torch.tensor([6.0, -3.0, 0.25, 0.75]).repeat(24)
     values[6, :32] = 1e-25
@@ -82,7 +82,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **op
 
 
 def everything(cast: Cast, values: Tensor, **options: Any) -> list[Tensor]:
-    """Return scales, the cast, the cast that is counted, and the counts."""
+    """Return the scales, the cast, the cast with counts, and the counts."""
     seeded = [torch.Generator().manual_seed(7) for _ in range(2)]
     rounded, counts = cast.with_counts(values, generator=seeded[0], **options)
     return [
@@ -414,7 +414,7 @@ def test_without_a_compiler_casts_run_uncompiled_and_silent(tmp_path):
     assert float(found.stdout) == Cast("e2m1", "block")(gaussian(512, 256)).sum().item()
 
 
-def test_what_does_not_suit_runs_uncompiled(compiler, monkeypatch):
+def test_unsuitable_tensors_run_uncompiled(compiler, monkeypatch):
     good = gaussian(64)
     assert compiler.attempt(largest_per_block, good) is not None
     for other in (good[:1], good[:0], good.double(), good.to("meta"), good.clone().requires_grad_(), Marked(good)):

@@ -1,4 +1,4 @@
-"""Casts: arbitrary tensors against brute force, laws, stochastic and soft rounding, what is refused."""
+"""Casts: arbitrary tensors against brute force, laws, stochastic and soft rounding, errors."""
 
 import math
 import random
@@ -201,7 +201,7 @@ def test_stochastic_rounding_keeps_grid_values():
     assert beyond[3].isnan()
 
 
-def test_stochastic_rounding_draws_from_its_own_generator_alone():
+def test_stochastic_rounding_draws_only_from_given_generator():
     values, cast = torch.randn(100), Cast("e2m1", "mx_floor", "stochastic")
     streams = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()]
     own = generator(7)
@@ -228,7 +228,7 @@ def published(values: Tensor, scale: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("q_scalar", [1.0, 0.5, 0.1])
-def test_soft_rounding_is_the_published_arithmetic(q_scalar):
+def test_soft_rounding_matches_published_arithmetic(q_scalar):
     values = torch.randn(64, 100, generator=generator(8))
     cast = Cast("e2m1", "tensor", "soft", q_scalar=q_scalar)
     assert torch.equal(cast(values), published(values, cast.scales(values)).float())

@@ -92,7 +92,7 @@ def check_counts(counts: Counts, expected: dict[str, float]) -> None:
 
 @every_cast
 @every_input
-def test_numbers_and_counts_are_those_of_brute_force(cast, values):
+def test_numbers_and_counts_match_brute_force(cast, values):
     check_cast(cast, values)
 
 

@@ -1,4 +1,4 @@
-"""Counts: what Gaussian tensors lose under the published rules, and that counts add up."""
+"""Counts: losses of Gaussian tensors under the published rules, and sums of counts."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_zero_scale_blocks_count_as_underflow_only():
     assert counts["squared_error"] == 16
 
 
-def test_underflow_is_what_becomes_zero_and_was_not():
+def test_underflow_counts_nonzero_values_that_become_zero():
     counts = loss_counts("e2m1", "current", torch.tensor([6.0, 0.25, -0.25, 0.26, 0.0, -0.0, 1e-30]))
     assert counts["underflow_elements"] == 3
 
@@ -131,7 +131,7 @@ def test_the_smallest_scale_leaves_out_scales_of_zero():
     assert loss_counts("e2m1", "nvfp4", torch.zeros(1, 16))["inverse_scale_max"] == 0
 
 
-def test_sums_are_those_of_float64():
+def test_sums_match_float64():
     values = gaussian(64) * 1e-4
     rounded, counts = Cast("e4m3", "current").with_counts(values)
     error = (rounded.double() - values.double()).square().sum().item()

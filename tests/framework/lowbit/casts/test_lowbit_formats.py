@@ -50,7 +50,7 @@ def by_ml_dtypes(name: str, values: Tensor) -> Tensor:
 
 
 @every_format
-def test_magnitudes_are_those_of_the_decoded_codes(name):
+def test_magnitudes_match_decoded_codes(name):
     assert FormatRegistry.get(name).magnitudes().tolist() == decoded(FormatRegistry.get(name))
 
 
@@ -65,7 +65,7 @@ def test_e2m1_ties_round_as_specified():
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_magnitudes_are_those_of_ml_dtypes(name):
+def test_magnitudes_match_ml_dtypes(name):
     bits = 1 + FormatRegistry.get(name).exponent_bits + FormatRegistry.get(name).mantissa_bits
     numbers = np.arange(2**bits, dtype=np.uint8).view(TYPES[name]).astype(np.float64)
     expected = np.unique(np.abs(numbers[np.isfinite(numbers)]))
@@ -75,7 +75,7 @@ def test_magnitudes_are_those_of_ml_dtypes(name):
 
 @every_format
 @every_width
-def test_numbers_of_the_format_stay_as_they_are(name, dtype):
+def test_format_numbers_do_not_change(name, dtype):
     numbers = FormatRegistry.get(name).magnitudes().to(dtype)
     for values in (numbers, -numbers):
         assert same(to_grid(values, FormatRegistry.get(name)), values)
@@ -190,7 +190,7 @@ def make(**attributes) -> type[FloatFormat]:
         ({"maximum": float("inf")}, "'made', inf, is not one of its normal numbers"),
     ],
 )
-def test_a_class_that_describes_no_format_is_refused(attributes, words):
+def test_invalid_format_class_is_refused(attributes, words):
     with pytest.raises(UsageError, match=words):
         check_format(make(**attributes))
 

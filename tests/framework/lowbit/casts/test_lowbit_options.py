@@ -40,7 +40,7 @@ def by_numpy(values: Tensor) -> Tensor:
 
 
 @every_option
-def test_casts_with_options_are_those_of_brute_force(cast):
+def test_cast_options_match_brute_force(cast):
     for values in INPUTS.values():
         check_cast(cast, values)
     for shape in [(), (0,), (3, 0), (0, 3), (1,), (40,), (3, 2, 19, 21), (130, 1)]:
@@ -138,7 +138,7 @@ def rows(seed: int, count: int) -> Tensor:
     )
 
 
-def torchaos(module: str) -> object:
+def load_torchao(module: str) -> object:
     try:
         return torchao.load(module, "torchao")
     except ImportError as error:
@@ -146,8 +146,8 @@ def torchaos(module: str) -> object:
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(80_000, marks=pytest.mark.slow)])
-def test_fp8_rowwise_is_that_of_torchao(count):
-    utils, config = torchaos("float8.float8_utils"), torchaos("float8.config")
+def test_fp8_rowwise_matches_torchao(count):
+    utils, config = load_torchao("float8.float8_utils"), load_torchao("float8.config")
     values = rows(2, count)
     by_row = {"scaling_granularity": config.ScalingGranularity.AXISWISE, "axiswise_dim": -1}
     inverse = utils.tensor_to_scale(values, torch.float8_e4m3fn, round_scales_to_power_of_2=True, **by_row)
@@ -159,7 +159,7 @@ def test_fp8_rowwise_is_that_of_torchao(count):
 def test_int8_matches_torchao_except_near_ties():
     """Torchao multiplies by reciprocals, so only quotients close to a tie may differ."""
     values, cast = rows(3, 400), RECIPES["int8"].forward_input
-    numbers, scales = torchaos("prototype.quantized_training.int8").quantize_int8_rowwise(values)
+    numbers, scales = load_torchao("prototype.quantized_training.int8").quantize_int8_rowwise(values)
     found = cast.scales(values)
     torch.testing.assert_close(found[:, 0], scales, rtol=2e-7, atol=0)
     differ = (cast(values) / found).round() != numbers

@@ -1,4 +1,4 @@
-"""Scaling rules: the scales of every rule in exact arithmetic, and what a class must say to be one."""
+"""Scaling rules: the scales of every rule in exact arithmetic, and the checks of rule classes."""
 
 import math
 from fractions import Fraction
@@ -48,7 +48,7 @@ def smallest_covering_exponent(largest: float, maximum: float) -> int:
 
 
 def shared_exponent(rule: str, name: str, largest: float) -> int:
-    """Return the exponent of the block's scale as the published definitions have it, before it is clamped."""
+    """Return the exponent of the block's scale by the published definitions, before clamping."""
     if rule == "mx_floor":
         return log2(largest) - TOP_EXPONENT[name]
     if rule == "mx_ceil":
@@ -74,7 +74,7 @@ def test_real_scales_cover_largest_magnitude(name, largest, rule):
 
 
 @given(name=formats, largest=magnitudes.filter(lambda value: value > 0), rule=st.sampled_from(MICROSCALING))
-def test_microscaling_exponents_are_those_of_exact_arithmetic(name, largest, rule):
+def test_microscaling_exponents_match_exact_arithmetic(name, largest, rule):
     exponent = min(max(shared_exponent(rule, name, largest), -127), 127)
     assert scale(rule, name, largest) == 2.0**exponent
 
@@ -104,7 +104,7 @@ def test_covering_rules_cover_largest_float32(name, rule):
 
 
 def nvfp4_by_hand(largest: list[float], name: str) -> list[float]:
-    """Return the scales in exact arithmetic but for the roundings that the definition has."""
+    """Return the scales in exact arithmetic, with only the roundings of the definition."""
     of_tensor = max(as_float32(Fraction(max(largest)) / Fraction(MAXIMUM[name] * 448)), 2.0**-126)
     ratios = [
         as_float32(Fraction(as_float32(Fraction(x) / Fraction(MAXIMUM[name]))) / Fraction(of_tensor)) for x in largest
@@ -175,7 +175,7 @@ def make(**attributes) -> type[ScalingRule]:
         ({"history": 2}, "set overflows = True"),
     ],
 )
-def test_a_class_that_describes_no_rule_is_refused(attributes, words):
+def test_invalid_rule_class_is_refused(attributes, words):
     with pytest.raises(UsageError, match=words):
         check_rule(make(**attributes))
 

@@ -1,4 +1,4 @@
-"""Formats, microscaling and NVFP4 against torchao's own code on the CPU, and where the two differ by definition."""
+"""Formats, microscaling and NVFP4 against torchao's code on the CPU, with the differences by definition."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.framework.lowbit.casts import torchao_reference as torchao
 
 try:
     torchao.load("kernels")
-except ImportError as error:  # each torchao is made for a few versions of torch
+except ImportError as error:  # each version of torchao supports only a few versions of torch
     pytest.skip(f"this torchao does not work with torch {torch.__version__}: {error}", allow_module_level=True)
 MODES = ["FLOOR", "CEIL", "RCEIL", "EVEN"]
 every_format = pytest.mark.parametrize("name", torchao.ELEMENTS)
@@ -55,7 +55,7 @@ def test_millions_of_random_numbers_round_as_in_torchao(name, seed):
 @every_format
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_microscaling_is_that_of_torchao(name, mode, dtype):
+def test_microscaling_matches_torchao(name, mode, dtype):
     check_microscaling(blocks(100, seed=3, dtype=dtype), name, mode)
 
 
@@ -64,7 +64,7 @@ def test_microscaling_is_that_of_torchao(name, mode, dtype):
     ("name", "mode"),
     [*((name, "RCEIL") for name in torchao.ELEMENTS), *(("e2m1", mode) for mode in MODES if mode != "RCEIL")],
 )
-def test_microscaling_of_millions_is_that_of_torchao(name, mode):
+def test_microscaling_of_millions_matches_torchao(name, mode):
     check_microscaling(blocks(8192, seed=4), name, mode)
 
 
@@ -89,7 +89,7 @@ def test_nan_spoils_its_block_only_in_torchao():
 
 
 def quotient_near_a_tie(values: Tensor, scales: Tensor) -> Tensor:
-    """Tell where dividing and multiplying by the reciprocal may end on two sides of a tie of e2m1."""
+    """Return where division and multiplication by the reciprocal may round to different sides of a tie of e2m1."""
     quotients = values.double().abs() / scales.double().repeat_interleave(16, -1)
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
     return ((quotients.unsqueeze(-1) - middles).abs() < 1e-6).any(-1)

@@ -1,4 +1,4 @@
-"""What torchao makes of the same numbers, decoded to float32; importing it takes seconds and speaks to the console."""
+"""Reference results of torchao, decoded to float32; importing torchao takes seconds and prints to the console."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ ELEMENTS = {
 
 
 def load(module: str, package: str = "torchao.prototype.mx_formats") -> ModuleType:
-    """Import a module of torchao, by default of its MX formats, without what it prints, logs and warns of."""
+    """Import a module of torchao, by default of its MX formats, without its output, logs and warnings."""
     previous = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -32,7 +32,7 @@ def load(module: str, package: str = "torchao.prototype.mx_formats") -> ModuleTy
 
 
 def decoded(codes: Tensor, name: str) -> Tensor:
-    """Return the numbers that unpacked codes (FP4, FP6) or torch's own types (FP8) stand for."""
+    """Decode unpacked codes (FP4, FP6) or torch's dtypes (FP8) to numbers."""
     kernels = load("kernels")
     if name == "e2m1":
         return kernels.f4_unpacked_to_f32(codes)
