@@ -51,6 +51,7 @@ def blend_buffers(live: Vector, buffers: Vector, alpha: float, *, write_back: bo
     live_shards, buffer_shards = local_shards(live.values()), local_shards(buffers.values())
     with step_markers(live_shards):
         for parameters, copies in _blocks(live_shards, buffer_shards):
+            # torch._foreach_* is private, but one call replaces a call, on an accelerator a kernel launch, per tensor.
             torch._foreach_lerp_(copies, parameters, 1 - alpha)
             if write_back:
                 torch._foreach_copy_(parameters, copies)

@@ -76,6 +76,7 @@ class Average(Remembering):
 
 def _move(averages: list[Tensor], live: list[Tensor], weight: float) -> None:
     """Move averages towards tensors of the same or a narrower dtype, in place."""
+    # lerp_ needs equal dtypes, so only such pairs share one call of the private torch._foreach_lerp_.
     pairs = list(zip(averages, live, strict=True))
     alike = [pair for pair in pairs if pair[0].dtype is pair[1].dtype]
     if alike:
@@ -106,6 +107,7 @@ def averaged_state_dict(model: nn.Module, averages: Mapping[str, Tensor]) -> dic
     """
     live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = {id(tensor): name for name, tensor in live.items()}
+    # keep_vars returns the parameters themselves, whose identity leads to the names of the averages.
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -247,7 +249,7 @@ class WeightAverage(TrainingHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the number of SNAPSHOTs so far."""
-        return super().state_dict() | {kind: each.state_dict() for kind, each in self._averages.items()}
+        return super().state_dict() | {kind: average.state_dict() for kind, average in self._averages.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from :meth:`state_dict`, with the averages that this hook keeps."""

@@ -46,9 +46,11 @@ class ZClip:
         norm, (count, mean, variance) = norm.double(), history.unbind()
         warm, std, above = count < self.warmup, variance.sqrt(), norm - mean
         spike = ~warm & (above > self.z_threshold * std) & norm.isfinite()
+        # μ + (z_thres²/z)·σ = μ + z_thres²·σ²/(‖g‖ − μ), which does not divide by σ
         kept = torch.where(spike, mean + self.z_threshold**2 * variance / above, norm)
         share = torch.where(warm, 1 / (count + 1), 1 - self.alpha)
         # During the warm-up this is Welford's recurrence for mean and variance of all norms so far.
+        # After it ‖g‖ − μ_new = α·(‖g‖ − μ_old), hence the factor α².
         scatter = (kept - mean).square() * torch.where(warm, 1 - share, (1 - share) ** 2)
         new = torch.stack([count + 1, mean + share * (kept - mean), (1 - share) * variance + share * scatter])
         judged = torch.stack([mean, std, above / std, mean + self.z_threshold * std])
@@ -93,6 +95,7 @@ class AdaGC:
         norms = norms.double()
         joint = torch.linalg.vector_norm(norms)
         usable, warm, limits = joint.isfinite(), taken < self.warmup, self.lambda_rel * gammas
+        # c = min(1, λ_abs/‖g‖) in the warm-up, then c_p = min(1, λ_rel·γ_p/‖g_p‖), shape (n,)
         in_common = torch.where(joint > self.lambda_abs, self.lambda_abs / joint, 1.0)
         by_itself = torch.where(norms > limits, limits / norms, 1.0)
         factors = torch.where(usable, torch.where(warm, in_common, by_itself), 1.0)

@@ -175,6 +175,7 @@ class GradClip(InterventionHook):
     def _by_norm_sum(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norms = stacked(norm_of_each(live).values())
         total = norms.sum()
+        # c = min(1, max_norm/Σ_p ‖g_p‖)
         factor = torch.where(total < self.max_norm, 1.0, self.max_norm / total)
         model_ctx.scale_gradients(factor)
         return _scaled(torch.linalg.vector_norm(norms), factor)

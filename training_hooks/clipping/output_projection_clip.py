@@ -150,6 +150,7 @@ class OutputProjectionClipper:
         change = None
         if mean is not None and threshold is not None:
             metrics |= {"embedding_grad_rolling_avg": mean, "output_proj_clip_threshold": threshold}
+            # g_in + c·g_out = g + (c − 1)·g_out, where ``output`` is g_out multiplied by the loss scale
             change = (output, (factors[0] - 1) / loss_scale) if self.options.scope == "weight" else None
         self.history.add(input_norm)
         return metrics, change
@@ -301,9 +302,9 @@ class TiedGradientClipping:
     def _verify(self, seen: Pass) -> None:
         """Raise :class:`UnsuitableError` if the first pass shows another pair."""
         self._watch.close()
-        if (found := EmbeddingPair.of(self._model, NAME, *self._wanted, seen)) != self.clipper.pair:
-            found.must_be_tied(NAME)
-            raise UnsuitableError(f"{NAME} was to clip {self.clipper.pair}; the model's output shows {found}.")
+        if (pair := EmbeddingPair.of(self._model, NAME, *self._wanted, seen)) != self.clipper.pair:
+            pair.must_be_tied(NAME)
+            raise UnsuitableError(f"{NAME} should clip {self.clipper.pair}, but the model's output depends on {pair}.")
 
     def disable(self) -> None:
         """Stop clipping, but keep the history."""
@@ -313,14 +314,14 @@ class TiedGradientClipping:
 
     @torch.no_grad()
     def clip(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Clip, after all backward passes of a step and before ``optimizer.step()``; returns what was measured.
+        """Clip, after all backward passes of a step and before ``optimizer.step()``; returns the metrics.
 
-        Gradients are unscaled, and ``loss_scale`` is what the loss was multiplied by.
+        Gradients are unscaled; ``loss_scale`` is the factor on the loss.
         """
         gradient = self._weight.grad
         metrics, change = self.clipper.decide(gradient, loss_scale)
         if change is not None and gradient is not None:
-            gradient.addcmul_(*(each.to(gradient) for each in change))
+            gradient.addcmul_(*(factor.to(gradient) for factor in change))
         return metrics
 
     def state_dict(self) -> dict[str, Tensor]:

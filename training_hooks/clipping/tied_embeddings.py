@@ -62,20 +62,21 @@ def watch(model: nn.Module, seen: Pass, on_output: Callable[[], None] = lambda: 
 def output_matrices(output: object) -> list[Tensor]:
     """Return the parameters of the last matrix products before an output, found by walking its graph backwards."""
     nodes: list[Any] = [leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
-    seen, found = set(nodes), list[Tensor]()
+    seen, output_factors = set(nodes), list[Tensor]()
     for node in nodes:  # the loop appends to this list
         sources = [source for source, _ in node.next_functions if source is not None]
         # Custom autograd functions have names without a number.
         multiplies = node.name().startswith(PRODUCTS) or not node.name()[-1].isdigit()
         matrices = [matrix for source in sources if (matrix := _matrix(source)) is not None] if multiplies else []
-        found += matrices
+        output_factors += matrices
         nodes += [source for source in dict.fromkeys(sources) if not matrices and source not in seen]
         seen.update(sources)
-    return found
+    return output_factors
 
 
 def _matrix(node: Any) -> Tensor | None:
-    """Return the matrix parameter of which a node is a view, cast or multiple, or ``None``."""
+    """Return the matrix parameter if a node is a view, cast or multiple of one; else ``None``."""
+    # Only the node that accumulates a parameter's gradient has the attribute ``variable``, the parameter.
     while not hasattr(node, "variable"):
         sources = [source for source, _ in node.next_functions if source is not None]
         if len(sources) != 1 or node.name().startswith((*PRODUCTS, *LOOK_UPS)):
@@ -111,28 +112,28 @@ class EmbeddingPair:
         if embedding is not None and embedding == projection:
             raise UsageError(
                 f"{hook}.embedding and {hook}.projection are both {embedding!r}; name two modules, or the embedding "
-                "alone where the head uses the embedding's own weight."
+                "alone if the head uses the embedding's weight."
             )
         modules = dict(model.named_modules())
         pairs = cls._candidates(modules, seen)
-        chosen = [each for each in pairs if embedding in (None, each.embedding)]
-        chosen = [each for each in chosen if projection in (None, each.projection)]
+        chosen = [pair for pair in pairs if embedding in (None, pair.embedding)]
+        chosen = [pair for pair in chosen if projection in (None, pair.projection)]
         if len(chosen) != 1 and embedding is not None and projection is not None:
             chosen = [cls._named(modules, hook, embedding, projection, seen)]
         if len(chosen) == 1:
             chosen[0].check(model, hook)
             return chosen[0]
-        found = ", ".join(f"{pair.embedding} with {pair.projection or 'a functional head'}" for pair in pairs)
+        candidates = ", ".join(f"{pair.embedding} with {pair.projection or 'a functional head'}" for pair in pairs)
         raise UnsuitableError(
-            f"Hook {hook!r} needs an embedding and its output projection; the model has {found or 'none'}. Name them "
-            f"with --hook-config {hook}.embedding=NAME {hook}.projection=NAME."
+            f"Hook {hook!r} needs an embedding and its output projection; the model has {candidates or 'none'}. Name "
+            f"them with --hook-config {hook}.embedding=NAME {hook}.projection=NAME."
         )
 
     @classmethod
     def tied_in(cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None) -> "EmbeddingPair":
         """Find a pair without a pass: modules that share a weight, else a functional head on the only embedding."""
         modules = dict(model.named_modules())
-        tables = [name for name, each in modules.items() if isinstance(each, nn.Embedding)]
+        tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
         tables = [name for name in tables if modules[name]._parameters.get("weight") is not None]
         tables = [name for name in tables if embedding in (None, name)]
         shared = any(pair.tied for pair in cls._candidates(modules, None))
@@ -154,11 +155,11 @@ class EmbeddingPair:
             matrix = table._parameters.get("weight")
             if not isinstance(table, nn.Embedding) or matrix is None:
                 continue
-            weights = {other: each._parameters.get("weight") for other, each in live.items() if each is not table}
+            weights = {other: leaf._parameters.get("weight") for other, leaf in live.items() if leaf is not table}
             sharing = [other for other, weight in weights.items() if weight is matrix and makes_output(weight)]
             if seen is not None:
                 sharing = [other for other in sharing if not isinstance(live[other], nn.Embedding)]
-                sharing = sharing or [""] * any(each is matrix for each in seen.of_output)
+                sharing = sharing or [""] * any(factor is matrix for factor in seen.of_output)
             linear = {other: weight for other, weight in weights.items() if isinstance(live[other], nn.Linear)}
             shaped = [other for other, weight in linear.items() if weight is not None and weight.shape == matrix.shape]
             alike = [other for other in shaped if makes_output(weights[other])]
@@ -222,8 +223,8 @@ def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | No
     """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and issue a notice with its names."""
     if fully_sharded_modules(run.model):
         raise UnsuitableError(
-            f"Hook {hook!r} tells two gradients of one whole matrix apart, and FSDP2 (fully_shard) never has it whole "
-            "in backward; measure in a run under DistributedDataParallel."
+            f"Hook {hook!r} separates two gradients of one unsharded matrix, which FSDP2 (fully_shard) does not have "
+            "in the backward pass; measure in a run under DistributedDataParallel."
         )
     seen: Pass | None = None
     if run.first_pass is not None:
@@ -231,11 +232,11 @@ def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | No
             with watch(run.model, seen := Pass()):
                 seen.of_loss += output_matrices(run.first_pass())
         except Exception as error:  # the run raises the same error at its first step
-            said = f"{hook} takes the pair by its names and shapes: the loss of the first batch cannot be computed"
-            warnings.warn(f"{said} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
+            problem = f"{hook} selects the pair by names and shapes: the loss of the first batch cannot be computed"
+            warnings.warn(f"{problem} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
             seen = None
     pair = EmbeddingPair.of(run.model, hook, embedding, projection, seen)
-    warnings.warn(f"{hook} has found {pair}.", RunNotice, stacklevel=3)
+    warnings.warn(f"{hook} uses {pair}.", RunNotice, stacklevel=3)
     return pair
 
 
@@ -325,8 +326,8 @@ class TiedGradients:
         if ranks.agree(self.output is None or gradient is None):
             self.output = None
             return
-        kept = [each for each in (self.output, self._input) if each is not None]
-        self.output, self._input = [*ranks.means(kept), None][:2]
+        gradients = [part for part in (self.output, self._input) if part is not None]
+        self.output, self._input = [*ranks.means(gradients), None][:2]
 
 
 def _added(total: Tensor | None, gradient: Tensor, *, is_owned: bool) -> Tensor:

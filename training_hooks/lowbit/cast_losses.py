@@ -214,7 +214,9 @@ class _Group:
         non_finite, above_zero, squared_norm = tensor_sums
         overflowing, upper_half, kept, excess, _, error = pieces.double().sum(0)
         square, overflows = unit.double() ** 2, overflowing > 0
+        # The pieces have the excess (|x| − s·M)/(s·M), so adding 1 for each overflowing element gives |x|/(s·M).
         worst = torch.where(overflows, pieces[:, 4].amax(0).double() + 1, 0.0)
+        # Errors and norms are those of values multiplied by ``unit``; dividing by unit² undoes that.
         sums = (
             *(torch.ones_like(square), overflows.double(), self.sizes, overflowing, above_zero - kept, non_finite),
             *(-upper_half, excess + overflowing, error / square, squared_norm / square),

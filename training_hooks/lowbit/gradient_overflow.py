@@ -70,7 +70,7 @@ class GradientOverflow(TrainingHook):
     counts continue over the run and through checkpoints. The counts of quantised layers and activations are summed over
     ranks with different rows. Each rank casts its own rows, so a per-tensor scale covers one rank's part, as in
     training; gradients and weights are cast whole. The run's end shows a table for the whole run, which the summary
-    contains. A warning names layers and roles that start to overflow, or whose gradients start to drown in noise, and a
+    contains. A warning names layers and roles that start to overflow, or whose gradients become mostly noise, and a
     notice reports their recovery; both cover quantised layers and explicitly given formats only.
 
     Assumes that the blocks of a parameter or its gradient are along its last dimension as stored, in hypothetical

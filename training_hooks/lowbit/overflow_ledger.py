@@ -34,6 +34,7 @@ def readings(sums: Numbers, maxima: Numbers) -> dict[str, Numbers]:
     """
     of = dict(zip(SUMS + MAXIMA, np.moveaxis(np.concatenate([sums, maxima], -1), -1, 0), strict=True))
     elements, overflowing = of["total_elements"], of["total_overflow_elements"]
+    # Tables are combined by sums and maxima only, so the smallest scale is stored as the largest 1/s.
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
             "element_overflow_rate": overflowing / elements,
@@ -117,7 +118,7 @@ def describe_readings() -> list[MetricInfo]:
             | The layers that overflow most. The names, <layer>/<role>, may change from step to step.
         topk_gradient_to_noise_ratio/<parameter> | of the top_k layers of each role of gradients where it is smallest:
             {READINGS["gradient_to_noise_ratio"].formula} | [0, ∞)
-            | The layers whose gradients drown most in the noise of their quantisation.
+            | The layers whose gradients have the most quantisation noise.
     """)
     return [
         *_family(READINGS, "{}", "over all roles"),
@@ -328,11 +329,11 @@ def readings_by_role(page: Page, top_k: int) -> Values:
 
 
 class Alarm(Remembering):
-    """Warns when layers start to overflow, or their gradients to drown in noise, and reports their recovery.
+    """Warnings about layers that start to overflow or whose gradients become mostly noise, and about their recovery.
 
     Args:
         most_overflow: a layer overflows in a role if more than this share of its elements does.
-        least_ratio: a gradient drowns below this gradient-to-noise ratio.
+        least_ratio: a gradient is mostly noise below this gradient-to-noise ratio.
     """
 
     alerts = Remembered(lambda alarm: Alerts(alarm.phrases, noun="cast"), by_options=True, merged=True)
@@ -346,7 +347,7 @@ class Alarm(Remembering):
         }
 
     def update(self, page: Page, step: int) -> None:
-        """Queue warnings for the layers on a page that overflow, or whose gradients drown in noise."""
+        """Queue warnings for the layers on a page that overflow, or whose gradients are mostly noise."""
         values = readings(page.sums, page.maxima)
         overflow, noise = values[OVERFLOW], values[NOISE].copy()
         noise[:, [not is_gradient_role(role) for role in page.roles]] = np.nan

@@ -80,6 +80,7 @@ def product_errors(layers: Sequence[Sequence[Tensor]], casts: Sequence[Cast]) ->
         exact = (left @ right.T).double()
         rounded = (narrow_left @ narrow_right.mT).double()  # (casts, rows, columns)
         exact_norm, rounded_norms = exact.norm(), rounded.norm(dim=(1, 2))
+        # ‖P̂ − P‖/‖P‖ and ⟨P̂, P⟩/(‖P̂‖‖P‖), shapes (casts,)
         errors = (rounded - exact).norm(dim=(1, 2)) / exact_norm
         cosines = torch.where(rounded_norms > 0, (rounded * exact).sum((1, 2)) / (exact_norm * rounded_norms), 0.0)
         numbers = torch.stack([errors, cosines, torch.ones_like(errors)], 1)

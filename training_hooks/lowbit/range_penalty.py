@@ -19,6 +19,7 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """
     elements = sum(matrix.numel() for matrix in matrices)
     wide = (matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
+    # mean (w + 1e-6)⁻² = ‖(w + 1e-6)⁻¹‖²/n over all n elements, from one norm per matrix
     inverse_norm = torch.linalg.vector_norm(norms(matrix.add(OFFSET).reciprocal_() for matrix in wide))
     return joint_norm(list(matrices)).square() / elements, inverse_norm.square() / elements
 
@@ -30,7 +31,7 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
     """
     wide = (matrix.detach().double() for matrix in matrices)
     # d/dw of λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) is (2λ/n)·(α₁·w − α₂·(w + 1e-6)⁻³), elementwise.
-    slopes = (each.mul(penalty.large).sub_(each.add(OFFSET).pow_(-3), alpha=penalty.small) for each in wide)
+    slopes = (matrix.mul(penalty.large).sub_(matrix.add(OFFSET).pow_(-3), alpha=penalty.small) for matrix in wide)
     elements = sum(matrix.numel() for matrix in matrices)
     return torch.mul(torch.linalg.vector_norm(norms(slopes)), 2 * penalty.weight / elements)
 
