@@ -19,6 +19,7 @@ def preserved_streams() -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy.random")
     torch: Any = sys.modules.get("torch.random")
     python_state = random.getstate()
+    # legacy=False, since the legacy tuple exists only for MT19937: with another bit generator NumPy warns.
     numpy_state = None if numpy is None else numpy.get_state(legacy=False)
     torch_state = None if torch is None else torch.get_rng_state()
     try:

@@ -47,6 +47,7 @@ def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: Draw) -> Iter
     size: int = batches.batch_size
     full = size if batches.drop_last else 1
     rows = rows_from(batches.sampler, start * size, draw)
+    # iter() stops at the first empty batch; a short last batch is dropped if ``full`` is the batch size.
     return (batch for batch in iter(lambda: list(islice(rows, size)), []) if len(batch) >= full)
 
 
@@ -82,6 +83,7 @@ def random_blocks(rows: int, total: int, start: int, draw: Draw, *, replacement:
     size = BLOCK if replacement else rows
     if not size:
         return
+    # item i of the order = item i % size of block i // size; the last block ends at ``total``
     for block in count(start // size):
         first, stop = max(0, start - block * size), min(size, total - block * size)
         if first >= stop:

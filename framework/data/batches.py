@@ -57,6 +57,7 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
             f"A batch whose tensors have {sorted(lengths)} rows cannot be split into micro-batches; "
             "set accumulation_steps to 1, or give every tensor one row per sample."
         )
+    # rows per part, rounded up, so that there are at most ``pieces`` parts
     size = -(-count // pieces)
     return [part_of(batch, slice(first, first + size)) for first in range(0, count, size)]
 

@@ -50,6 +50,7 @@ def _arrays(arrays: Sequence[Tensor | np.ndarray], large: bool) -> Iterator[Buff
         yield f"{array.dtype} {tuple(array.shape)}".encode()
         piece = max(1, PIECE * len(array) // max(1, array.nbytes)) if large else len(array)  # rows
         last = max(0, len(array) - piece)
+        # piece n of count starts at row floor(last * n / (count - 1)): evenly spaced, with the first and the last rows
         for place in dict.fromkeys(last * number // max(1, count - 1) for number in range(count)) if large else [0]:
             yield _bytes(array[place : place + piece])
 

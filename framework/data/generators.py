@@ -63,8 +63,10 @@ def seed(generator: Generator, number: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(number)
     elif isinstance(generator, np.random.RandomState):
+        # NumPy takes seeds of 32 bits.
         generator.seed(number & 0xFFFFFFFF)
     else:
+        # A bit generator has no public method that seeds it again, so it gets the state of a new one.
         kind: Any = type(generator.bit_generator)
         generator.bit_generator.state = kind(number).state
 

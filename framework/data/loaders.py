@@ -144,6 +144,7 @@ class TensorLoader(Loader):
         return type(self).batches is TensorLoader.batches
 
     def __len__(self) -> int:
+        # rounded up, since the last batch may be shorter
         return -(-len(self._tensors[0]) // self._batch_size)
 
     def shuffled(self, seed: int) -> "TensorLoader":

@@ -44,6 +44,7 @@ class RowsOfRank(CopyingLoader):
         return None if indices is None else (batch[self._share(len(batch))] for batch in indices)
 
     def _share(self, size: int) -> slice:
+        # rank r of n gets rows floor(size * r / n) to floor(size * (r + 1) / n), so sizes differ by at most one row
         return slice(size * self._rank // self._count, size * (self._rank + 1) // self._count)
 
     @property

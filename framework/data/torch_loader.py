@@ -151,9 +151,11 @@ class TorchLoader(Loader):
             return
         batched = source.batch_sampler is not None
         with self._streams.preserved():
+            # iter() of a DataLoader draws the base seed of its workers from torch's global generator.
             self._streams.derive("loader", "workers", epoch)
             dataloader: DataLoader[Any] = DataLoader(
                 SeededBatches(source.dataset, source.collate_fn, self._streams, epoch, batched=batched),
+                # Without torch's batching, each item of the sampler, (number, indices), makes one complete batch.
                 batch_size=None,
                 sampler=enumerate(self._indices(source, epoch, start), start),
                 collate_fn=return_unchanged,
@@ -162,6 +164,7 @@ class TorchLoader(Loader):
             )
             iterator = iter(dataloader)
         while True:
+            # Without workers, the batch is made in this process, where it seeds the global generators.
             with self._streams.preserved():
                 try:
                     batch = next(iterator)

@@ -38,6 +38,7 @@ def digests(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Return the digest of each tensor or plain value by its name; it includes name, dtype and shape."""
     pieces = [(name, text, tensor) for name, leaf in leaves.items() for text, tensor in _pieces(leaf)]
     numbers = iter(_sums([tensor for *_, tensor in pieces if tensor is not None]))
+    # digest = xxh3_128(algorithm, name, then for every piece: text, [S[0], S[1]])
     summaries: dict[str, xxhash.xxh3_128] = {}
     for name, text, tensor in pieces:
         summary = summaries.setdefault(name, xxhash.xxh3_128(f"{ALGORITHM}\0{name}".encode()))
@@ -47,6 +48,7 @@ def digests(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 def link(previous: str, step: int, entries: Mapping[str, str]) -> str:
     """Return the next link of a chain of digests (32 hexadecimal digits); ``previous`` is empty for the first link."""
+    # link[n] = xxh3_128(algorithm, link[n - 1], step, entries sorted by name)
     lines = [f"{ALGORITHM}\0{previous}\0{step}", *[f"{name}\0{value}" for name, value in sorted(entries.items())]]
     return xxhash.xxh3_128_hexdigest("\0".join(lines).encode())
 
@@ -79,6 +81,7 @@ def _sums(tensors: list[Tensor]) -> list[list[int]]:
         return []
     all_sums = [_sums_of_shard(tensor) if is_sharded(tensor) else sums(tensor) for tensor in tensors]
     device = next((item.device for item in all_sums if item.device.type != "cpu"), all_sums[0].device)
+    # shape (2, tensors), so that the sums of all shards need one all-reduce per process group
     table = torch.stack([item.to(device) for item in all_sums], 1)
     return over_shards(table, groups_of(tensors)).t().tolist()  # type: ignore[no-any-return]
 

@@ -66,10 +66,12 @@ def _runs(part: Tensor, offsets: Sequence[int], full_shape: Sequence[int]) -> It
     if not part.numel():
         return
     row = prod(full_shape[1:])
+    # position of the first byte = (index of the first row) * (elements per row) * (bytes per element)
     start = offsets[0] * row * part.itemsize if full_shape else 0
     if tuple(part.shape[1:]) == tuple(full_shape[1:]):
         yield start, in_bytes(part, torch.int8)
         return
+    # The shard has only parts of the rows: they are embedded in complete rows of zeros, which add nothing.
     inside = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
     for rows in torch.split(part, max(1, _SLAB_BYTES // (row * part.itemsize))):
         slab = part.new_zeros((len(rows), *full_shape[1:]))
@@ -86,6 +88,7 @@ def _blocks(run: Tensor, start: int, at_once: int) -> Iterator[tuple[int, Tensor
             run, piece = run[BLOCK - lead :], run[: BLOCK - lead]
             blocks = functional.pad(piece, (lead, BLOCK - lead - piece.numel()))
         else:
+            # Either the rest of one chunk or several complete chunks, since Q differs from chunk to chunk.
             if room == _CHUNK_BYTES:
                 room *= max(1, min(at_once, size // room))
             taken = min(room, size // BLOCK * BLOCK)
@@ -99,11 +102,14 @@ def _weighted(blocks: Tensor, first: int) -> Tensor:
     chunk, block = divmod(first, CHUNK)
     count = min(len(blocks), CHUNK)
     device = blocks.device
+    # weights: P[i, b, j] of these blocks, shape (2, count * COLUMNS); columns: y[c, b, j], (chunks, count * COLUMNS)
     weights = _constants(device)[1][:, block * COLUMNS : (block + count) * COLUMNS]
     columns = _projected(blocks).to(torch.int64).view(-1, count * COLUMNS)
+    # S[i] = sum over c of Q[i, c] * sum over b, j of P[i, b, j] * y[c, b, j]; int64 wraps around, so modulo 2**64
     if len(columns) == 1 and device.type == "cpu":  # CUDA has no int64 matrix product
         return torch.mv(weights, columns[0]).mul_(_of_chunk(chunk, device))
     of_chunks = torch.stack([_of_chunk(chunk + index, device) for index in range(len(columns))], 1)
+    # (2, 1, count * COLUMNS) * (chunks, count * COLUMNS), summed: (2, chunks); times Q, (2, chunks), summed: (2,)
     return ((weights[:, None] * columns).sum(-1) * of_chunks).sum(-1)
 
 
@@ -119,6 +125,7 @@ def _projected(blocks: Tensor) -> Tensor:
             # This sum prefetches at full memory bandwidth, which the product does not reach: a fifth less time.
             blocks.view(torch.int64).sum()
         return torch._int_mm(blocks, projection)[:count]
+    # float32 is exact, since BLOCK * 128 * 128 = 2**24; autocast would compute in a shorter dtype.
     with torch.autocast(device, enabled=False):
         wide = projection.float()
         return torch.cat([few.float() @ wide for few in torch.split(blocks, 128)])

@@ -135,6 +135,7 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
     copies = [tensor.detach().clone() for tensor in tensors]
     # Tensors are not copied here: load_state_dict may keep a reference to the very tensors.
     kept = deepcopy(states, {id(tensor): tensor for tensor in tensors})
+    # Copying the bytes back would count as a write, as in _borrowed_objects.
     with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield

@@ -191,6 +191,7 @@ class Isolation:
         """Return whether this call gets a complete check; record bytes for it and for calls that rewrite bytes."""
         key = call[:2]
         seen = self._calls[key] = self._calls.get(key, 0) + 1
+        # seen & (seen - 1) is 0 exactly for powers of two
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
         if is_full or key in self._rewriting_calls:
             tripwire.record_bytes(everywhere=self._audit.enabled)

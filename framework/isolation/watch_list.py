@@ -157,6 +157,7 @@ def _first_difference(previous: tuple[Any, ...], now: tuple[Any, ...]) -> int:
 
 
 def _value_views(containers: list[Any]) -> list[Any]:
+    # The view of a dict shows its current values, so it is created once and read at every sweep.
     return [container.values() if isinstance(container, dict) else container for container in containers]
 
 

@@ -58,6 +58,7 @@ def _is_readable_block(tensor: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    # The shape twice, as the general way adds it: for the tensor and again with its bytes.
     return f"{dtype}cpu{tuple(shape)}{tuple(shape)}".encode()
 
 

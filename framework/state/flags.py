@@ -262,6 +262,7 @@ _SLOW = {
     "NNPACK": Flag(_C._get_nnpack_enabled, _C._set_nnpack_enabled),
     "quantised engine": Flag(_C._get_qengine, _C._set_qengine),
 }
+# torch.set_float32_matmul_precision() also sets the precision of oneDNN's matrix products.
 _FOLLOWS = {"float32 matmul precision": "oneDNN matmul precision"}
 if (opt_einsum := torch.backends.opt_einsum).is_available():
     _SLOW["opt_einsum"] = Flag(partial(getattr, opt_einsum, "enabled"), partial(setattr, opt_einsum, "enabled"))

@@ -129,6 +129,7 @@ class HookCounts:
 
     def read(self) -> tuple[int, ...]:
         """Return the number of hooks in each table that is not empty."""
+        # next_id is undocumented: the number of the next handle, which becomes the key of its hook in a table.
         if RemovableHandle.next_id != self._handles:
             self._handles, self._counts = RemovableHandle.next_id, (*map(len, filter(None, self._tables())),)
         return self._counts

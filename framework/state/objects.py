@@ -51,6 +51,7 @@ def _read_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 def _write_array(array: Any, saved: tuple[str, tuple[int, ...], bytes]) -> None:
     _, shape, content = saved
     if array.shape != tuple(shape):
+        # NumPy's check would reject the array, since other objects refer to it.
         array.resize(shape, refcheck=False)
     if content:  # frombuffer rejects an empty buffer
         np.copyto(array, np.frombuffer(content, array.dtype).reshape(shape))
@@ -247,6 +248,7 @@ def _slots(kind: type) -> tuple[str, ...] | None:
     """Return the names of the slots of a Python class, ``None`` for a class with a native (C) state."""
     if kind is CellType:
         return ("cell_contents",)
+    # SimpleNamespace is a C class, but its only state is its __dict__.
     bases = [base for base in kind.__mro__ if base not in (object, SimpleNamespace)]
     slots = [(name, item) for base in bases for name, item in vars(base).items()]
     names = tuple([name for name, item in slots if isinstance(item, MemberDescriptorType)])
@@ -327,6 +329,7 @@ def referenced_objects(value: Any) -> tuple[Any, ...]:
     if isinstance(value, partial):
         return (value.func, value.args, value.keywords)
     if isinstance(value, _VIEWS):
+        # Views have no public reference to their dict: ``mapping`` of keys, values and items is a read-only proxy.
         return tuple(gc.get_referents(value))  # the dict of the view, which its owner may change
     if isinstance(value, BuiltinFunctionType):
         inert = isinstance(value.__self__, (ModuleType, type, type(None))) or value.__name__ in _ONLY_WRITES

@@ -50,6 +50,7 @@ NOWHERE = Place(0, 0)
 
 def _place_in_python() -> Place:
     """Find position and words of Python's generator, which follow the object's header in CPython."""
+    # Memory holds the position, then the words; getstate() returns the words, then the position.
     place, twin = Place(object.__basicsize__, TWISTER), random.Random(1)
     if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < sum(place):  # type: ignore[union-attr]
         return NOWHERE
@@ -76,6 +77,7 @@ def _place_in_torch() -> Place:
     """Find seed, position, words and cached Gaussians of a CPU generator: one block in the C++ object."""
     twin, other = torch.Generator(), torch.Generator()
     address = getattr(twin.manual_seed(1), "_cdata", 0)
+    # get_state() turns every word into eight bytes; three entries precede them: seed, left and seeded, next.
     first = struct.pack("4I", *[word & 0xFFFFFFFF for word in twin.get_state().view(torch.int64)[3:7].tolist()])
     words = bytes_at(address, 256).find(first) if address else -1  # the object is 2.6 KB large
     torch.randn(1, dtype=torch.float64, generator=twin)
@@ -91,7 +93,10 @@ def _place_in_torch() -> Place:
 
 
 _IN_PYTHON, _IN_NUMPY, _IN_TORCH = _place_in_python(), _place_in_numpy(), _place_in_torch()
+# Saving and restoring all generators takes 9 µs as bytes and 187 µs by documented functions (docs/decisions/0001).
 _PLACES_KNOWN = NOWHERE not in (_IN_PYTHON, _IN_NUMPY, _IN_TORCH)
+# id() is the address in CPython. Their modules keep these objects alive, so the addresses stay valid; NumPy's
+# set_bit_generator() changes the bit generator within the RandomState, not the RandomState itself.
 _AT_PYTHON = id(_PYTHON) + _IN_PYTHON.offset
 _AT_GAUSSIAN = id(_RANDOM_STATE) + _IN_NUMPY.offset
 _AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _PLACES_KNOWN else 0  # type: ignore[attr-defined]
@@ -115,6 +120,7 @@ class StreamState:
     def restore(self) -> None:
         """Restore every generator."""
         if _NUMPY.get_bit_generator() is not self.bit_generator:
+            # This drops the Gaussian that NumPy has cached; it is restored below.
             _NUMPY.set_bit_generator(self.bit_generator)
         if _PLACES_KNOWN:
             ctypes.memmove(_AT_TORCH, self.of_torch, _IN_TORCH.size)
@@ -270,6 +276,7 @@ class RandomStreams:
 
     def derive(self, name: str, point: str, step: int) -> None:
         """Seed every generator for one call of one hook."""
+        # The seed is the xxh3_64 hash of the text "run seed/name/point/step".
         seed = xxhash.xxh3_64_intdigest(b"%d/%b/%b/%d" % (self.seed, name.encode(), point.encode(), step))
         seed_everything(seed)
         for generator in self.owned:
@@ -287,6 +294,7 @@ class RandomStreams:
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of torch, Python and NumPy; ``seed`` is an integer in [0, 2**64)."""
+    # Not torch.manual_seed, which takes 130 µs instead of 1 µs; accelerators are seeded below.
     torch.default_generator.manual_seed(seed)
     _SEED_PYTHON(_PYTHON, seed)  # as random.seed does for an integer, without its Python function
     _PYTHON.gauss_next = None

@@ -105,6 +105,7 @@ class FullSharding:
         for group in self._groups:
             group._to_sharded()  # reshard() does nothing during a forward pass
         for space in self._phases:
+            # FSDP2's enum of phases is private; reading its class from the value needs no import.
             space["_training_state"] = type(space["_training_state"]).IDLE
         for space, key in self._under_way:
             space[key].clear()

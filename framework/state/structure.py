@@ -147,6 +147,7 @@ class Structure:
 
     def _contents(self) -> Iterator[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:
         """Yield every non-empty container with its saved keys and values (the items of a sequence are values)."""
+        # The saved tuple starts with the values of all tables; then come their keys and the items of all sequences.
         entries = sum(self._lengths[: len(self._tables)])
         values, rest = iter(self._saved_contents[:entries]), iter(self._saved_contents[entries:])
         lengths = iter(self._lengths)
@@ -157,6 +158,7 @@ class Structure:
 
     def _object_identities(self) -> Iterator[tuple[Any, type, dict[str, Any]]]:
         count = len(self._objects)
+        # The saved tuple ends with the types and then the __dict__ of all objects, as _read() builds it.
         identities = self._saved_contents[len(self._saved_contents) - 2 * count :]
         yield from zip(self._objects, identities[:count], identities[count:], strict=True)
 

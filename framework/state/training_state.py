@@ -94,6 +94,7 @@ def _watch_extras(state: StateObjects) -> Watched:
 
     def read_values() -> tuple[Any, ...]:
         leaves = [leaf for _, leaf in _extra_leaves(state)]
+        # Only the private _version tells whether a tensor was written to without reading its bytes.
         tensors = () if are_copies else [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
         return (*chain.from_iterable(tensors), *[described(leaf) for leaf in leaves if not isinstance(leaf, Tensor)])
 
@@ -181,6 +182,7 @@ EXTRAS = Part(
     _extra_leaves,
     Guarded(
         save=lambda state, owners: deepcopy(_extra_states(state)),
+        # Copied again, since load_state_dict may keep what it gets, and one snapshot is restored several times.
         restore=lambda state, owners, saved: _load_extras(state, deepcopy(saved)),
     ),
     _watch_extras,
@@ -240,6 +242,7 @@ class TrainingState(StateObjects):
 
     def __post_init__(self) -> None:
         """Add random generators of modules, such as for stochastic rounding, to the run's generators."""
+        # The inner module: DDP's reducer keeps state in C++, which no rollback restores.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module
         refuse_unprotected({parameter.device for parameter in self.model.parameters()})

@@ -59,6 +59,7 @@ def laid_out_like(tensor: Any, owner: Any) -> Any:
     mesh = owner.device_mesh
     if not is_sharded(tensor):
         module: Any = sys.modules["torch.distributed.tensor"]
+        # run_check would communicate to make the ranks equal; the caller promises that they are.
         tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
     return tensor.redistribute(mesh, owner.placements)
 
@@ -92,6 +93,7 @@ def joint_norm(tensors: list[Tensor]) -> Tensor:
     Equals ``torch.nn.utils.get_total_norm`` bit for bit for plain float32 and float64 tensors. float16 and bfloat16 are
     reduced in float32, since a float16 norm overflows at 65504.
     """
+    # torch._foreach_norm returns the norms of a DTensor's local shards, without communication.
     if any(map(is_sharded, tensors)):
         return _dot(zip(tensors, tensors, strict=True)).sqrt()
     if not tensors:
@@ -117,6 +119,7 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
     """
     groups: Groups = {}
     all_norms = _stacked([_norms([_part(tensor, position, groups)])[0] for position, tensor in enumerate(tensors)])
+    # ||t|| = sqrt(sum over shards s of ||s||**2), in float64, where the square of a float32 does not overflow
     return over_shards(all_norms.double().square(), groups).sqrt().to(all_norms.dtype) if groups else all_norms
 
 
@@ -133,6 +136,7 @@ def max_abs(a: Vector) -> Tensor:
     """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
     groups: Groups = {}
     parts = [_part(tensor, position, groups).abs() for position, tensor in enumerate(a.values())]
+    # amax() rejects a tensor without elements; the sum of none is zero.
     largest = _stacked([_wide(part).amax() if part.numel() else _wide(part).sum() for part in parts])
     return over_shards(largest, groups, largest=True).max() if parts else largest.sum()
 
@@ -183,6 +187,7 @@ def _as_laid_out(tensor: Any, like: Any) -> Any:
 def overwrite(targets: Vector, values: Vector) -> None:
     """Copy every tensor of ``values`` into the target of its name, in place."""
     if values:
+        # On the local shards, since _foreach_copy_ does not work on DTensors.
         torch._foreach_copy_(local_shards([targets[name] for name in values]), local_shards(values.values()))
 
 
@@ -207,6 +212,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     groups: Groups = {}
+    # a·b = sum over tensors and shards of Re(sum of a * conj(b)); one product for each tensor on this rank
     products = [
         _plain_dot(_part(a, position, groups), _part(b, position, {}, a)) for position, (a, b) in enumerate(pairs)
     ]
