@@ -104,6 +104,7 @@ class Driver:
             loop.running_loss, loop.running_steps = None, 0
         if loop.gradient_sum is not None:
             with torch.no_grad():
+                # Mean gradient = (Σ over the counted steps of g) / their number, in one call for all tensors.
                 torch._foreach_div_(local_shards(loop.gradient_sum.values()), loop.gradient_steps)
             loop.accumulated_grads, loop.gradient_sum, loop.gradient_steps = loop.gradient_sum, None, 0
         self._recorder.forget_parameters()
@@ -185,5 +186,6 @@ def _append_column(loop: LoopState, gradients: list[Tensor]) -> None:
     elif count == series.shape[1]:
         series = torch.cat([series, torch.zeros_like(series)], dim=1)
     loss = unsharded(loop.loss).double()
+    # Column t holds the loss L_t and ‖g_t‖₂, the joint norm over all parameters.
     series[:, count] = torch.stack([loss, joint_norm(gradients).to(loss)])
     loop.step_series, loop.series_steps = series, count + 1

@@ -27,6 +27,7 @@ class StateOffload:
     def call(self, hook: TrainingHook, function: Callable[[], Result]) -> Result:
         """Load a hook's state, call ``function``, and offload the state again, even after an error."""
         if hook.name in self._devices:
+            # tree_leaves and tree_map_only visit leaves in the same order: the n-th device belongs to the n-th tensor.
             devices = iter(self._devices.pop(hook.name))
             hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(devices)), hook.state_dict()))
         try:

@@ -53,6 +53,7 @@ class Remembered(Generic[Value]):
         """Return a fresh value, and store it on the owner, so that Python does not call this method again."""
         if owner is None:
             return self
+        # The class defines no __set__, so an entry of the same name in the owner's __dict__ takes precedence over it.
         value = vars(owner)[self.name] = self.make(owner)
         return value
 
@@ -124,6 +125,7 @@ class Remembering:
 
 def _copied(value: Any) -> Any:
     """Copy lists and dicts, so that the memory and a saved state share none; tensors are shared."""
+    # tree_map rebuilds every container; the identity keeps the leaves.
     return tree_map(lambda leaf: leaf, value)
 
 

@@ -81,10 +81,12 @@ def _uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
 
 
 def _is_leaf(node: Any, weight: Tensor) -> bool:
+    # AccumulateGrad is the node that adds gradients to a leaf, and its `variable` is the leaf itself.
     return node is not None and node.name() == "torch::autograd::AccumulateGrad" and node.variable is weight
 
 
 def _is_cast(node: Any, weight: Tensor) -> bool:
+    # ToCopyBackward0 is the node of a conversion to another dtype or device, here directly of the leaf.
     return node.name() == "ToCopyBackward0" and _is_leaf(node.next_functions[0][0], weight)
 
 
@@ -92,6 +94,7 @@ def _apply_tap(
     on_gradient: OnGradient, dtype: torch.dtype, index: int, gradients: tuple[Tensor | None, ...], _: object
 ) -> tuple[Tensor | None, ...] | None:
     """Pass a node's gradient at ``index`` to a tap, in the weight's dtype, and return the gradients with its result."""
+    # A node's hook receives the gradients of all inputs of the node, and may return others in their place.
     gradient = gradients[index]
     if gradient is None or (replacement := on_gradient(gradient.to(dtype))) is None:
         return None

@@ -13,6 +13,7 @@ from ..training import TrainingTask
 
 def _scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
     """Return the current scale of the gradients, or ``None`` if they are not scaled."""
+    # The scaler creates its private _scale only when it scales its first loss.
     if scaler is None or not scaler.is_enabled() or scaler._scale is None:
         return None
     # Private: torch has no public way to ask whether the loop has already called scaler.unscale_(optimizer).
@@ -46,6 +47,7 @@ def unscaled_gradients(task: TrainingTask, *, keeps: bool) -> Iterator[bool]:
         if keeps:
             with torch.no_grad():
                 for leaf, gradient in zip(leaves, scaled, strict=True):
+                    # g ← g · scale: the scaler unscales these gradients again before the update.
                     gradient.copy_(leaf.grad * scale)
     finally:
         for leaf, gradient in zip(leaves, scaled, strict=True):

@@ -203,10 +203,12 @@ class TrainerEvents(TrainerCallback):
         is_part = any(part is batch for part in self._parts)
         count = len(self._parts) if is_part else 1
         model.train()
+        # Private: with these functions the Trainer itself prepares a micro-batch and counts its items.
         inputs = trainer._prepare_inputs(dict(batch))
         items = self._items if is_part else trainer._get_num_items_in_batch([batch], trainer.args.device)
         with trainer.compute_loss_context_manager():
             loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        # The Trainer's own rule: a loss that is not scaled yet is divided by the number of micro-batches.
         scaled = trainer.loss_is_scaled_for_ga
         if scaled is None:
             scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None

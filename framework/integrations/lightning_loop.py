@@ -243,6 +243,7 @@ class LightningLoop(Transient):
         """Return the loss that Lightning would differentiate for a micro-batch, without logging."""
         trainer, module, count = self._trainer, cast(Any, model), int(self._trainer.accumulate_grad_batches)
         loop = trainer.fit_loop.epoch_loop
+        # Private: Lightning decides only here whether training_step also takes batch_idx.
         inputs = loop._build_kwargs(OrderedDict(), batch, loop.batch_idx)
         with (
             trainer.precision_plugin.train_step_context(),

@@ -88,6 +88,7 @@ def dequantize_model(model: nn.Module) -> list[str]:
             make_plain_linear(module)
         elif isinstance(module, CastsProducts):
             stop_casting_products(module)
+        # Private: torch removes a hook through its handle, but the handle of a model does not apply to its copies.
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _require_call]:
             del module._forward_pre_hooks[key]
     return list(cast_matrices)

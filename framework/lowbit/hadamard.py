@@ -39,6 +39,7 @@ def hadamard_transform(matrix: Tensor, size: int) -> Tensor:
         return matrix
     wide = computable(matrix)
     padded = zero_padded(wide, -wide.shape[1] % size)
+    # (blocks, size) @ (size, size), the blocks of all rows in one product.
     blocks = padded.reshape(-1, size) @ random_hadamard_matrix(size).to(wide)
     transformed: Tensor = blocks.reshape(padded.shape).to(matrix.dtype)
     return transformed

@@ -92,6 +92,7 @@ class BitLinear(SplitLinear):
 
         Histories of a meta device have no values, and ``to_empty`` would fill them with uninitialised memory.
         """
+        # Private: to(), cuda(), float() and to_empty() all call _apply, and torch has no public hook for them.
         histories = {name: self.get_buffer(name) for name in _history_lengths(self.recipe)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, history in histories.items():
@@ -109,6 +110,7 @@ class BitLinear(SplitLinear):
         """Map (..., in_features) to (..., out_features); a compiled model runs this between its graphs."""
         if not self.recipe.casts and self.factors is None:
             return functional.linear(x, self.weight, self.bias)
+        # Nothing is compiled before torch._dynamo is imported, so the wrapper is not needed until then.
         run = _forward_between_graphs if "torch._dynamo" in sys.modules else _forward
         output: Tensor = run(self, x)
         return output

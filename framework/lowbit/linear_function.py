@@ -48,6 +48,7 @@ class LayerCall:
 
     def transposed(self) -> "LayerCall":
         """Return the call for casts of transposed matrices, which have different random draws and losses."""
+        # Each cast is seeded with seed + index of its role, an index below len(ROLES): the two calls share no seed.
         return replace(self, seed=self.seed + len(ROLES), forward_counts={})
 
     def generator(self, role: Role, device: torch.device) -> torch.Generator:
@@ -145,6 +146,7 @@ class QuantizedLinear(torch.autograd.Function):
             parts.append(functional.linear(dx, ctx.quantize("forward_weight", weight, call)))
         if dw is not None:
             parts.append(functional.linear(ctx.quantize("forward_input", x, call), dw))
+        # db alone has shape (out), but the tangent needs the shape of y.
         total = sum(parts[1:], start=parts[0])
         return total.expand(*x.shape[:-1], weight.shape[0])
 
@@ -209,6 +211,7 @@ def _differentiates_a_gradient(ctx: Any) -> bool:
     may run several independent backward passes (``jacrev`` in chunks). All of them share the call.
     """
     if ctx.is_differentiated:
+        # Private: contexts of plain autograd have this class, those of torch.func have others.
         return ctx.comes_after or type(ctx) is QuantizedLinear._backward_cls
     ctx.comes_after = bool(ctx.call.recorded)
     if torch.is_grad_enabled():

@@ -133,6 +133,7 @@ def cast_names(model: nn.Module, names: list[str]) -> CastNames:
             elements[id(parameter)] = parameter.numel()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 embeddings.setdefault(id(parameter), name)
+            # Private: torch has no public base class of all convolutions.
             elif not isinstance(module, nn.modules.conv._ConvNd):
                 work += parameter.numel()
                 if id(parameter) not in cast_ids:

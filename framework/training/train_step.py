@@ -208,6 +208,7 @@ def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) 
     task.optimizer.zero_grad()
     losses = []
     model = task.replica if trains and task.replica is not None else task.model
+    # L = Σ w_k·L_k over the micro-batches k; each backward pass adds w_k·∇L_k to the gradients.
     for part, weight in task.micro_batches(batch):
         loss = task.compute_loss(model, part)
         if weight != 1:

@@ -27,6 +27,8 @@ LIMITS: dict[str, Any] = (
 """torch before 2.10 has a common limit of 8 for all functions; further variants run uncompiled, with the same bits."""
 
 Function = Callable[..., Any]
+# Inductor's options for the bits of eager mode: no fused multiply-adds, no unsafe optimisations by the C++ compiler,
+# and intermediate results of narrow dtypes are rounded as eager mode rounds them.
 SAME_BITS: dict[str, str | int | bool | Function] = {
     "cpp.enable_floating_point_contract_flag": "off",
     "cpp.enable_unsafe_math_opt_flag": False,
@@ -120,6 +122,7 @@ def compile_function(function: Function, arguments: tuple[Any, ...]) -> Function
             views = [tensor.detach().view(tensor.shape) for tensor in tensors]
             for view in views:
                 if view.ndim:
+                    # Not torch.compile(dynamic=True), which makes all dimensions variable: only n varies.
                     torch._dynamo.mark_dynamic(view, 0)
             compiled: Function = torch.compile(on_tensors, fullgraph=True, options=SAME_BITS, **LIMITS)
             compiled(*views)

@@ -106,6 +106,7 @@ def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor, total
     )
     maxima = excess.new_zeros(len(MAXIMA))
     if excess.numel():
+        # A scale of 0 has no inverse, so it counts as infinite in max(1 / scale).
         smallest = torch.where(scales > 0, scales.double(), torch.inf).min()
         maxima = torch.stack([excess.max(), scales.max().double(), 1 / smallest])
     return Counts(torch.stack([number.double() for number in sums]), maxima)

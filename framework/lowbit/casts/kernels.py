@@ -15,7 +15,7 @@ CHUNK = 512
 """Number of values summed in float32 (``LONGEST`` for longer blocks), so that sums of squares have six exact digits."""
 LONGEST = 2048
 FIELD = 2.0 * LONGEST
-"""The value of a second flag: sums of up to ``LONGEST`` of it and of the first flag, 1, are exact in float32."""
+"""The value of the second of two flags, the first being 1: sums of up to ``LONGEST`` of each are exact in float32."""
 
 
 def zero_padded(matrices: Tensor, columns: int, rows: int = 0) -> Tensor:
@@ -59,6 +59,7 @@ class Layout:
         matrices = values.reshape(values.shape[:-2].numel(), height, length)
         padded = zero_padded(matrices, -length % block, -height % rows)
         down, per_row = padded.shape[1] // rows, padded.shape[2] // block
+        # (matrices, down · rows, per_row · block) → (matrices, down, per_row, rows, block): blocks side by side.
         if rows > 1:
             padded = padded.reshape(len(matrices), down, rows, per_row, block).transpose(2, 3)
         return cls(padded.reshape(len(matrices) * down * per_row, rows * block), values.shape, per_row, rows)
@@ -70,6 +71,7 @@ class Layout:
         ``CHUNK`` values, one per chunk.
         """
         if self.per_row is None:
+            # The greatest common divisor divides the length, so that no chunk is shorter than the others.
             group, block = 1, math.gcd(len(self.blocks), CHUNK)
         else:
             block = self.blocks.shape[-1]
@@ -90,6 +92,7 @@ class Layout:
         if self.rows > 1 and self.per_row is not None:
             height, length = self.shape[-2:] if len(self.shape) > 1 else (1, self.shape.numel())
             down, block = -(-height // self.rows), blocks.shape[-1] // self.rows
+            # (matrices, down, per_row, rows, block) → (matrices, down · rows, per_row · block): the inverse of ``of``.
             tiles = blocks.reshape(self.shape[:-2].numel(), down, self.per_row, self.rows, block).transpose(2, 3)
             matrices = tiles.reshape(len(tiles), down * self.rows, self.per_row * block)
             return matrices[:, :height, :length].reshape(self.shape)
@@ -284,6 +287,7 @@ def counts_are_exact(sums: Tensor, maxima: Tensor, elements: int) -> bool:
     return (
         all(map(math.isfinite, by_name.values()))
         and (by_name["total_overflow_elements"] > 0) == (by_name["excess_max"] > 0)
+        # A mean squared error of at least 2^20 · 2^-126.
         and by_name["squared_error"] >= elements * 2.0**-106
         and max(by_name["scale_max"], by_name["inverse_scale_max"]) <= 2.0**100
     )

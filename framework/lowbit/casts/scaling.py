@@ -218,6 +218,7 @@ class Even(Microscaling):
 
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
         """Return 1 for blocks whose rounded mantissa reaches 2; halves are rounded up."""
+        # Adding half of the last kept mantissa bit increments the exponent if and only if the mantissa is rounded to 2.
         half = 1 << (MANTISSA_BITS - number_format.top_bits() - 1)
         return _exponent((largest.view(torch.int32) + half).view(torch.float32)) - _exponent(largest)
 
@@ -225,15 +226,18 @@ class Even(Microscaling):
 def to_e8m0(scales: Tensor) -> Tensor:
     """Round scales up to the powers of two of E8M0, 2^-127 to 2^127; 0 becomes 2^-127."""
     bits = scales.view(torch.int32)
+    # Up to 2^-127 the exponent is -127 already. Above it, add 1 unless all mantissa bits are 0.
     return _power(_exponent(scales) + ((bits > SUBNORMAL) & (bits & MANTISSA > 0)).int())
 
 
 def _exponent(magnitude: Tensor) -> Tensor:
     """Return floor(log2) of positive float32 numbers, int32; −127 for 0 and subnormal ones."""
+    # The exponent bits of a normal number are floor(log2) + 127; those of 0 and subnormal numbers are 0.
     return (magnitude.view(torch.int32) >> MANTISSA_BITS) - BIAS
 
 
 def _power(exponent: Tensor) -> Tensor:
     """Return 2^exponent, float32, the exponent (int32) clamped to E8M0's −127..127."""
+    # 2^-127 is subnormal in float32, so its exponent bits are 0 and it needs a mantissa bit.
     normal = (exponent.clamp(1 - BIAS, BIAS) + BIAS) << MANTISSA_BITS
     return torch.where(exponent > -BIAS, normal, SUBNORMAL).view(torch.float32)
