@@ -103,6 +103,7 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
     names = [name for name in history if _order(name) is not None]
     ranked = len(steps) - WINDOW
     looked_at = min(LOOKED_AT, int(LEVEL * (ranked + 1)))
+    # The smallest possible p of n tested steps, n/(earlier steps + 1), must not exceed the level.
     while looked_at > 0 and looked_at > LEVEL * (ranked - looked_at + 1):
         looked_at -= 1
     if looked_at < 1:
@@ -122,6 +123,7 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
     found_departures = []
     for place, number in enumerate(steps[-looked_at:]):
         sizes = np.minimum(z[:, earlier.shape[1] + place], 1e12) / limits
+        # p = tested steps · (1 + earlier steps that departed at least as far)/(earlier steps + 1)
         p = looked_at * (1 + int((null >= sizes.max()).sum())) / (len(null) + 1)
         if p <= LEVEL and sizes.max() > 1:
             departed = [index for index in range(len(names)) if sizes[index] > max(1.0, float(null.max()))]
@@ -176,6 +178,7 @@ def _scaled(series: Mapping[int, float], steps: Sequence[int], name: str) -> lis
     with np.errstate(divide="ignore", invalid="ignore"):
         if len(finite) and (finite >= 0).all():
             least = finite[finite > 0].min() if (finite > 0).any() else 1.0
+            # Zeros count as a thousandth of the smallest positive value, since log 0 is infinite.
             logs = np.log(np.where(np.isfinite(values), np.maximum(values, least * 1e-3), values))
             return list(np.diff(logs, prepend=logs[:1])) if name.startswith("state/") else list(logs)
     size = float(np.median(np.abs(finite))) if len(finite) else 1.0

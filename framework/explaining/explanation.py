@@ -98,6 +98,7 @@ def explain(
     place = folder / REWINDS / label
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / EXPLANATION, explanation.as_dict())
+    # The dataclass is frozen; this sets the folder once its file is written.
     object.__setattr__(explanation, "folder", place)
     return explanation
 

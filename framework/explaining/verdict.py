@@ -73,6 +73,7 @@ def middle_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Return the median of the finite values, and 1.4826 times their median distance from it."""
     finite = np.array([value for value in values if np.isfinite(value)] or [np.inf])
     middle = float(np.median(finite))
+    # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution.
     return middle, 1.4826 * float(np.median(np.abs(finite - middle))) if np.isfinite(middle) else 0.0
 
 
@@ -81,6 +82,7 @@ def is_beyond(value: float, usual: Sequence[float]) -> bool:
     value = np.inf if np.isnan(value) else value
     above = sum(not other < value for other in usual)
     middle, spread = middle_and_spread(usual)
+    # p = (1 + usual values at least as high)/(usual values + 1)
     return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + FAR * spread
 
 

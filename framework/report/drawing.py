@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "lines.solid_joinstyle": "round",
     "savefig.dpi": 150,
     "svg.fonttype": "none",
+    # Without a salt, the ids in an SVG are random, and equal plots give different files.
     "svg.hashsalt": "loopscope",
     "pdf.fonttype": 42,
 }

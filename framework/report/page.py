@@ -191,6 +191,7 @@ def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
     places = (curve.steps - curve.steps[0]) / (curve.steps[-1] - curve.steps[0])
     pixel = np.minimum(places * pixels, pixels - 1).astype(np.intp)
     finite = np.flatnonzero(curve.finite)
+    # In order of columns, then values, the first point of a column is its minimum and the last its maximum.
     order = finite[np.lexsort((curve.values[finite], pixel[finite]))]
     begins = np.flatnonzero(np.diff(pixel[order], prepend=-1))
     ends = np.flatnonzero(np.diff(pixel[order], append=pixels))
@@ -236,4 +237,5 @@ def tables_of(runs: Sequence[ShownRun]) -> str:
 
 def packed(content: str) -> str:
     """Compress a text into base64, which needs no escaping in HTML."""
+    # mtime=0: otherwise the result would contain the time.
     return base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()

@@ -78,6 +78,7 @@ class Scan:
         for emit in islice(sink.read(path), self.emits):
             for name, steps, values in series_in(emit.step, emit.metrics):
                 pairs = zip(steps, values, strict=True) if name in names else ()
+                # Texts of NaN are equal, unlike NaN itself; a hash takes less memory than a text.
                 yield from ((emit.step, side, name, step, hash(repr(value))) for step, value in pairs)
 
 

@@ -109,6 +109,7 @@ def copying_score(output: Tensor, value: Tensor) -> Tensor:
     """
     small = value.double() @ output.double()
     finite = small.isfinite().all(dim=(1, 2))
+    # A NaN can crash the process in eigvals (oneMKL), so decompose zeros instead and replace the result.
     eigenvalues = torch.linalg.eigvals(small.where(finite[:, None, None], 0))
     score = torch.div(eigenvalues.real.sum(dim=-1), eigenvalues.abs().sum(dim=-1))
     return score.where(finite, torch.nan)

@@ -58,6 +58,7 @@ def fused_rows(total: int, queries: int, heads: int, *, grouped: bool) -> tuple[
         return None
     if not grouped:
         return rows[:queries], rows[queries : queries + others], rows[queries + others :]
+    # (key heads, query heads per key head + 2, head_dim): the last two are the key and the value
     parts = rows.view(shared, -1, head_dim)
     return parts[:, :-2].flatten(), parts[:, -2].flatten(), parts[:, -1].flatten()
 

@@ -134,6 +134,7 @@ def read_scaled_dot_product(
     """Record a call of :func:`torch.nn.functional.scaled_dot_product_attention` on (batch, heads, tokens, head_dim)."""
     if query.ndim != 4 or query.is_nested:
         return None
+    # True in a boolean mask means visible here, but hidden in multi_head_attention_forward.
     bias = None if attn_mask is None else additive(attn_mask, hides=False)
     if is_causal:  # hides key j from query i for j > i
         hidden = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(diagonal=1)
@@ -163,6 +164,7 @@ def read_multi_head(*args: Any, **kwargs: Any) -> AttentionCall | None:
         return None
     if query.ndim == 2:
         query, key = query.unsqueeze(1), key.unsqueeze(1)
+    # The function does not return its scores, so project queries and keys again.
     is_separate = given["use_separate_proj_weight"]
     weights = (given["q_proj_weight"], given["k_proj_weight"]) if is_separate else given["in_proj_weight"].chunk(3)
     biases = (None, None) if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
@@ -182,6 +184,7 @@ def _merged_bias(given: Mapping[str, Any], batch: int, heads: int, extra: int) -
     bias: Tensor | None = None
     if given["attn_mask"] is not None:
         mask = _wide(additive(given["attn_mask"], hides=True))
+        # A mask has shape (queries, keys) or (batch · heads, queries, keys).
         bias = mask if mask.ndim == 2 else mask.reshape(batch, heads, *mask.shape[1:])
     if given["key_padding_mask"] is not None:
         padding = _wide(additive(given["key_padding_mask"], hides=True)).view(batch, 1, 1, -1)
@@ -238,6 +241,8 @@ class AttentionReader(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Record a call if it computes attention, and run it."""
+        # Module hooks receive only inputs and outputs of modules; a function mode receives the arguments of the
+        # attention.
         if self._running and func in READERS:
             call = READERS[func](*args, **(kwargs or {}))
             previous = self.calls.get(self._running[-1])

@@ -180,6 +180,7 @@ def _projections(sweep: Sweep, p: int, basis: Tensor, member: Tensor, taking: Te
     # Sums over the groups of each variant, shape (V, 1 + 2K, p), divided by their numbers of pairs.
     has_group = (taking.double() @ member.double().T > 0).to(sums.dtype)
     averages = torch.einsum("vg,gkp->vkp", has_group, sums) / torch.einsum("vg,gkp->vkp", has_group, counts)
+    # basisᵀ·L̄ with L̄_s the mean logits at s is p times the mean over pairs, since every s has equally many pairs.
     return averages[:, 0], averages[:, 1:] * p, basis
 
 

@@ -29,6 +29,7 @@ def agreement(rows: Tensor, norms: Tensor) -> dict[str, Tensor]:
     The mean cosine over all pairs of the m nonzero rows is (‖Σ u‖² − m) / (m(m − 1)), where u are the rows divided by
     their norms. It is NaN for fewer than two nonzero rows.
     """
+    # ‖Σu‖² = m + Σ_{i≠j} uᵢ·uⱼ; shared_fraction = V·‖mean of the rows‖²/Σ‖row‖², the mean of shape (width,)
     directions = rows / torch.where(norms > 0, norms, 1)[:, None]
     count = (norms > 0).sum()
     return {

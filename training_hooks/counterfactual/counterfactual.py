@@ -57,6 +57,7 @@ def ordering_split(gram: Tensor) -> dict[str, Tensor]:
     others = {k: [j for j in shuffles if j != k] for k in shuffles}
     matched = torch.stack([energy_outside(gram, 0, others[k]) for k in shuffles]).mean()
     null = torch.stack([energy_outside(gram, k, others[k]) for k in shuffles]).mean()
+    # ‖c̄‖² = mean of c_j·c_k, g·c̄ = mean of g·c_k; content g·c̄/‖c̄‖, and ‖ordering‖² = ‖g‖² − (g·c̄)²/‖c̄‖²
     mean_norm = gram[1:, 1:].mean().sqrt()
     projection = gram[0, 1:].mean() / mean_norm
     lengths = gram.diagonal().clamp(min=0).sqrt()

@@ -79,6 +79,7 @@ def observed_variance(gram: Tensor, shuffles: Tensor) -> Tensor:
     for i, j in combinations(range(count), 2):
         others = shuffles[:, [k for k in range(count) if k not in (i, j)]]
         change = gram[shuffles[:, i]] - gram[shuffles[:, j]]
+        # g·m, ‖g‖²‖m‖², and (cᵢ − cⱼ)·(m − (g·m/‖g‖²) g), shapes (s,)
         along = gram[0, others].mean(1).clamp(min=0)
         energies = gram[0, 0] * gram[others[:, :, None], others[:, None, :]].mean((1, 2))
         slope = change.gather(1, others).mean(1) - along / gram[0, 0] * change[:, 0]

@@ -57,6 +57,7 @@ class Trail:
             self.length = length
             return {}
         self.length = self.length.to(length.device) + length
+        # cos(E, E′), and ‖ΣE‖/Σ‖E‖ over the burst
         return {"coherence": cosine(change, last), "burst_coherence": norm(self.total) / self.length}
 
 
@@ -218,6 +219,7 @@ class Hessian(InterventionHook):
         update = minus(live, start)
         overwrite(live, start)
         before = model_ctx.compute_batch_gradients()
+        # E = g_B(θ + Δθ) − g_B(θ), exact for every optimizer
         change = minus(after, before)
         size = norm(change)
         metrics = {
@@ -281,5 +283,6 @@ def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
         "own_gain_ratio": loss_change / predicted,
         "own_entanglement_ratio": norm(change) / norm(before),
         "own_entanglement_cosine": cosine(change, before),
+        # g(θ + Δθ) − g(θ) = ∫₀¹ H(θ + tΔθ)Δθ dt, so this is the mean of ΔθᵀHΔθ/‖Δθ‖² along the step.
         "own_curvature": curvature_along(update, change),
     }

@@ -80,6 +80,8 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
         for _ in range(2):
             candidates = candidates - (candidates @ earlier.T) @ earlier
         lengths = torch.linalg.vector_norm(candidates, dim=1)
+        # A remainder of the size of rounding errors means an invariant subspace; torch.where does not wait for the
+        # device.
         scale = torch.maximum(scale, diagonal[index].abs() + lengths[0])
         is_independent = lengths[0] > torch.finfo(start.dtype).eps * scale
         off_diagonal[index] = torch.where(is_independent, lengths[0], 0.0)
@@ -131,6 +133,7 @@ class Density:
 
     def grid(self, points: int) -> Tensor:
         """Return an even grid over the nodes with three extra steps on each side, shape (points,)."""
+        # grid_i = lowest + (i − 3)·step, i = 0..points − 1, with points − 7 steps from the lowest to the highest node
         lowest, highest = self.nodes.min(), self.nodes.max()
         steps = torch.arange(points, device=self.nodes.device, dtype=self.nodes.dtype) - 3
         return lowest + (highest - lowest) / (points - 7) * steps
@@ -140,6 +143,7 @@ class Density:
 
         NaN if all points of the grid are equal.
         """
+        # p(x) = Σ_j w_j·N(x; node_j, spacing²): (points, nodes) @ (nodes,)
         spacing = grid[1] - grid[0]
         distances = (grid[:, None] - self.nodes) / spacing
         kernel = torch.exp(-distances.square() / 2) / (math.sqrt(2 * math.pi) * spacing)

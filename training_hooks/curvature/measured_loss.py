@@ -116,6 +116,7 @@ def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes:
     with model_ctx.branch():
         model_ctx.take_step(batch)
         update = minus(live, start)
+    # Uphill the loss rises at once: c = 0, and the ratio 1/c is infinite.
     uphill = dot(model_ctx.compute_batch_gradients(batch), update) > 0
     multiple = torch.where(uphill, 0.0, critical_multiple(batch_loss, update, 1.0, passes))
     metrics = {"update_critical_ratio": 1 / multiple}
@@ -144,9 +145,11 @@ def critical_step(rise: Rise, first: Tensor, passes: int) -> Tensor:
     below, above = torch.zeros_like(first), torch.full_like(first, math.inf)
     step = first
     for _ in range(passes):
+        # Negated, so that a NaN counts as a rise
         rises = ~(rise(step) <= 0)
         below = torch.where(rises, below, step)
         above = torch.where(rises, step, above)
+        # √below·√above, since the product below·above may leave the range of float32
         middle = below.sqrt() * above.sqrt()
         step = torch.where(below == 0, above / 4, torch.where(above.isinf(), below * 4, middle))
     return torch.where((below > 0) & above.isfinite(), below.sqrt() * above.sqrt(), math.nan)

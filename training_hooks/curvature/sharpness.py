@@ -88,8 +88,8 @@ MOMENTS = """
     sharpness_bias_by_rows | mean over disjoint groups of r of the rows of the group's sharpness, minus sharpness, by r
         | [0, ∞) up to residuals, if the groups contain all rows
         | The average excess of sharpness with fewer rows. The largest eigenvalue is convex in H, so fewer rows never
-        give lower values on average. If it still falls when r doubles, more rows than these would give lower values
-        yet. Missing for fewer than two batches.
+        give lower values on average. If it still falls when r doubles, more rows would give even lower
+        values. Missing for fewer than two batches.
     sharpness_spread_by_rows | standard deviation over the same groups (divisor groups − 1), by r | [0, ∞)
         | The variation of sharpness with the choice of r rows; with all rows it is smaller than the last value.
     trace | mean over probes z of zᵀHz, z random ±1 (Hutchinson) | (−∞, ∞)
@@ -138,7 +138,7 @@ class Sharpness(InterventionHook):
     the statistics of each batch, and dropout has one mask per batch, fixed within a hook call. Eigenvalues are Ritz
     values of Lanczos with full reorthogonalisation, each with its residual.
 
-    The largest eigenvalue of few rows is too high, and scatters. ``sharpness_bias_by_rows`` and
+    The largest eigenvalue of the Hessian on few rows is too high, and varies. ``sharpness_bias_by_rows`` and
     ``sharpness_spread_by_rows`` estimate both from groups of the rows, but not for the preconditioned eigenvalue. Time
     grows with ``batches``, and the groups of 1, 2, 4, ... batches cost ``iterations`` products with all rows per size:
     with 4 batches and Adam 90 products instead of 58, with 8 batches 106 with twice the rows.
@@ -293,6 +293,7 @@ class Sharpness(InterventionHook):
         size = probes.shape[1]
         depths = [self.iterations if index < max(1, self.density_probes) else 1 for index in range(len(probes))]
         runs = [lanczos(product, probe, depth) for probe, depth in zip(probes, depths, strict=True)]
+        # Lanczos starts from q = z/√n for z of ±1, so zᵀAz = n·qᵀAq = n·α₁.
         samples = size * torch.stack([run.diagonal[0] for run in runs])
         metrics = top_metrics(product, runs[0], self.k) | {"trace": samples.mean()}
         if len(runs) > 1:

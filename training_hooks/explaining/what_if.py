@@ -103,6 +103,7 @@ class WhatIf(DebugInterventionHook):
         require(self.fresh >= 2, f"what_if.fresh is {self.fresh}; a spread needs at least 2.")
         require(self.usual_norm >= 0, f"what_if.usual_norm is {self.usual_norm}; it must be at least 0.")
         require(self.usual_rate > 0, f"what_if.usual_rate is {self.usual_rate}; it must be positive.")
+        # A single burst: this step and the next
         self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=2, warmup=self.step - 1)
 
     def start(self, run: RunInfo) -> None:

@@ -34,6 +34,7 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A private function, since torch has no public way to detect a running backward pass.
         in_backward = torch._C._current_graph_task_id() != -1
         dtypes = {leaf.dtype for leaf in tree_iter(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+        # The schema of an operator, private in torch, shows which arguments the operator writes to.
         if function._schema.is_mutable:
             inputs = tree_map(self._caster(_written_tensors(function, *inputs)), inputs)
         elif dtypes and (not in_backward or len(dtypes) > 1):  # factory functions may create a scaler's tensors

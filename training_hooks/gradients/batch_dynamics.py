@@ -41,6 +41,7 @@ def accumulation_efficiency(gram: Tensor, window: int) -> Tensor:
     0.5
     """
     newest = gram[-window:, -window:]  # its entries add up to ‖Σg‖², its diagonal holds ‖g‖²
+    # Rounding can make the sum slightly negative if the gradients cancel.
     return newest.sum().clamp(min=0).sqrt() / newest.diagonal().sqrt().sum()
 
 
@@ -135,6 +136,7 @@ class BatchDynamics(TrainingHook):
 
     def _measure(self) -> Metrics:
         gram = self._history.gram()
+        # The eigenvalues of XXᵀ are σ², σ the singular values of the gradients as rows of X; shape (k,).
         values = spectrum(gram, self._history.resolution)[0].sqrt()
         lags = {f"autocorrelation_lag_{n}": autocorrelation(gram, n) for n in LAGS if n < len(gram)}
         windows = {f"accumulation_efficiency_{n}": accumulation_efficiency(gram, n) for n in WINDOWS if n <= len(gram)}

@@ -183,6 +183,7 @@ class GradientFlow(TrainingHook):
         return chain.from_iterable(self._chains.values())
 
     def _add_square(self, block: str, gradient: Tensor) -> None:
+        # Micro-batches and uses are separate parts of one output vector, so their squared norms add up.
         square = square_norm(gradient)
         self._squares[block] = self._squares[block] + square if block in self._squares else square
 
@@ -210,6 +211,7 @@ class GradientFlow(TrainingHook):
             reached = [block for block in blocks if block in norms]
             metrics |= {f"norm/{block}": norms[block] for block in reached}
             pairs = [pair for pair in pairwise(blocks) if norms.keys() >= set(pair)]
+            # gain = ‖∂L/∂h_i‖/‖∂L/∂h_{i+1}‖ of block i + 1; neighbours of a block without a gradient form no pair.
             gains |= {block: norms[previous] / norms[block] for previous, block in pairs}
             if len(reached) > 1:
                 metrics[f"total_gain/{name}"] = norms[reached[0]] / norms[reached[-1]]

@@ -81,6 +81,7 @@ def row_products(new_rows: Tensor, rows: Tensor) -> Tensor:
     Blocks of at least 8192 columns are multiplied in the dtype of the rows and added up in float64, which keeps the
     error of float32 products to about 1e-7 of the largest.
     """
+    # Σ_c A_c·B_cᵀ over blocks c of columns, shape (m, k)
     width = rows.shape[1]
     step = max(COLUMNS, width // 1024)
     total = rows.new_zeros(len(new_rows), len(rows), dtype=torch.float64)
@@ -132,6 +133,7 @@ class GradientHistory(Remembering):
             rows = self._rows[: len(self)]
             new_indices = [index % self.capacity for index in range(self.count - self._waiting, self.count)]
             first, last = new_indices[0], new_indices[-1] + 1
+            # A range of rows is a view; a range that wraps around the end of the buffer needs a copy.
             new_rows = rows[first:last] if first < last else torch.cat([rows[first:], rows[:last]])
             products = row_products(new_rows, rows)
             self._gram = self._gram.to(products.device)
@@ -140,6 +142,7 @@ class GradientHistory(Remembering):
             self._waiting = 0
         if self.count <= self.capacity:
             return self._gram[: self.count, : self.count]
+        # In a full ring buffer the row to be overwritten next is the oldest.
         start = self.count % self.capacity
         return self._gram.roll((-start, -start), dims=(0, 1))
 

@@ -209,9 +209,11 @@ class GradientNoiseScale(TrainingHook):
         if len(parts) < 2 or any(len(counts) != len(parts) for counts in rank_counts):
             return {}
         counts = [sum(part_counts) * ranks.size // len(rank_counts) for part_counts in zip(*rank_counts, strict=True)]
+        # B_small = B/n for n parts, as in part_norms
         norms = part_norms(map(ctx.compute_batch_gradients, parts), counts)
         estimates = signal_and_noise(norms, sum(counts) / len(parts), sum(counts))
         newest = torch.stack([torch.ones_like(estimates[0]), *estimates])
+        # With u = (1, |G|², S) of each measurement, k measurements ago: Σ decay^k·u, Σ decay^(2k)·uuᵀ, Σ decay^(3k).
         self._sums = self.decay * self._sums.to(newest.device) + newest
         self._moments = self.decay**2 * self._moments.to(newest.device) + torch.outer(newest, newest)
         has_errors = self._cubes * self.decay > 0

@@ -17,6 +17,7 @@ def descent_metrics(layout: FlatLayout, gradient: Tensor, remaining: Tensor) -> 
         gradient: ḡ, shape (elements,).
         remaining: d, shape (elements,).
     """
+    # cos(−ḡ, d) = −ḡ·d/(‖ḡ‖‖d‖), and −ḡ·d/‖d‖ is the decrease of the loss per unit of distance.
     product, distance = -layout.dot(gradient, remaining), layout.norm(remaining)
     return {"gradient_cosine": product / (layout.norm(gradient) * distance), "gradient_projection": product / distance}
 
@@ -35,6 +36,7 @@ def progress_metrics(layout: FlatLayout, moved: Tensor, remaining: Tensor, route
     length, progress = squares.sum().sqrt(), along.sum() / squares.sum()
     deviation = torch.addcmul(moved, route, -progress.to(route.dtype))
     orthogonal, distance = layout.norm(deviation) / length, layout.norm(remaining)
+    # Both parts are orthogonal and relative to ‖D‖, so cos(θ − θ₀, D) = progress/√(progress² + orthogonal²).
     metrics = {
         "distance": distance,
         "relative_distance": distance / length,

@@ -62,6 +62,7 @@ def merge(chunks: Sequence[Chunk], layout: FlatLayout) -> Chunk:
     mean, merged = torch.zeros_like(chunks[0].mean), Chunk.empty(layout)
     for chunk in chunks:
         mean.add_(chunk.mean, alpha=chunk.count / count)
+    # The change into a chunk (its link) counts inside the window; that into the first chunk is before the window.
     for chunk in chunks:
         difference = chunk.mean - mean
         merged.scatter += chunk.scatter + layout.dots(difference, difference) * chunk.count
@@ -72,14 +73,17 @@ def merge(chunks: Sequence[Chunk], layout: FlatLayout) -> Chunk:
 
 def statistics(window: Chunk, layout: FlatLayout) -> dict[str, Tensor]:
     """Return the metrics of :class:`Variance` from a window's moments."""
+    # tr Σ̂ = Σ_t ‖g_t − ḡ‖²/(W − 1) by parameter, shape (parameters,); the total is the sum over parameters.
     count = window.count
     signals, variances = layout.dots(window.mean, window.mean), window.scatter / (count - 1)
     signal, variance = signals.sum(), variances.sum()
+    # The difference of two independent draws has twice their variance: Σ_t ‖g_{t+1} − g_t‖²/(2(W − 1)).
     successive = window.changes / (2 * (count - 1))
     metrics = {
         "total_variance": variance,
         "mean_norm": signal.sqrt(),
         "signal_to_noise": signal / variance,
+        # E‖ḡ‖² = ‖E g‖² + tr Σ/W, so noise contributes 1/W to the ratio.
         "noise_corrected_signal_to_noise": signal / variance - 1 / count,
         "successive_variance": successive,
         "successive_ratio": successive / variance,

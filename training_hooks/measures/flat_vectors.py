@@ -84,6 +84,7 @@ class FlatLayout:
         self.device = shards[0].device
         self._groups = groups_of(self.parameters.values())
         self._sharded = any(map(is_sharded, self.parameters.values()))
+        # One product over the whole vector saves a call per parameter; sums over ranks need one product per parameter.
         self._fits_one_dot = not self._groups and sum(self._sizes) <= LONGEST_DOT
 
     def zeros(self) -> FlatVector:

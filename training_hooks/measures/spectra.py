@@ -6,6 +6,7 @@ from torch import Tensor
 
 def smaller_gram(matrix: Tensor) -> Tensor:
     """Return the smaller one of WWᵀ and WᵀW, in float64; shape (n, n), n = min(rows, columns)."""
+    # Both products have the same nonzero eigenvalues σ², so the smaller one suffices.
     wide = matrix.double()
     return wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
 
@@ -19,6 +20,7 @@ def singular_values(grams: Tensor) -> Tensor:
     >>> singular_values(smaller_gram(torch.diag(torch.tensor([3.0, 4.0])))[None]).tolist()
     [[4.0, 3.0]]
     """
+    # eigvalsh raises an error for a matrix with a NaN, so decompose zeros instead and replace the result.
     finite = grams.isfinite().flatten(start_dim=1).all(dim=1)
     # σᵢ = √λᵢ(WWᵀ); rounding can make a zero eigenvalue slightly negative.
     squares: Tensor = torch.linalg.eigvalsh(grams.where(finite[:, None, None], 0)).flip(-1)

@@ -142,6 +142,7 @@ def compute_sums(update: Update, gradient: Tensor, group: OptimizerGroup, refere
     gradient = -gradient if group.options["maximize"] else gradient
     zero = gradient.new_zeros(())
     remaining = None if reference is None else reference - update.before  # d = θ_ref − θ₋
+    # Adam(weight_decay=λ) adds λθ₋ to the gradient: ‖λθ₋‖² = λ²·‖θ₋‖².
     coupled = 0.0 if group.options["decoupled_weight_decay"] else group.weight_decay**2
     return Sums(
         first=square_norm(update.moment),
@@ -178,6 +179,7 @@ def moment_metrics(sums: Sums, rates: Tensor) -> dict[str, Tensor]:
     first, second, update, gradient = (value.sqrt() for value in (sums.first, sums.second, sums.update, sums.gradient))
     decay, coupled = sums.decay.sqrt(), sums.coupled_decay.sqrt()
     levels = torch.tensor(list(PERCENTILES.values()), dtype=rates.dtype, device=rates.device)
+    # cos(Δθ, −g) = −Δθ·g/(‖Δθ‖‖g‖); decay_share = ‖ηλθ₋‖/(‖ηλθ₋‖ + ‖η·m̂/(√v̂+ε)‖)
     return {
         "first_moment_norm": first,
         "second_moment_norm": second,
@@ -194,6 +196,7 @@ def moment_metrics(sums: Sums, rates: Tensor) -> dict[str, Tensor]:
 
 def solution_metrics(sums: Sums) -> dict[str, Tensor]:
     """Return the metrics of update and gradient relative to d, the vector from the parameters to the reference."""
+    # cos(Δθ, d), cos(−g, d), and Δθ·d/‖d‖², from the sums Δθ·d, g·d and ‖d‖²
     distance = sums.distance.sqrt()
     return {
         "update_solution_cosine": sums.update_distance / (sums.update.sqrt() * distance),

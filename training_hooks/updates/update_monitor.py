@@ -199,6 +199,7 @@ class WeightUpdateMonitor(Remembering):
             mean_abs=column[2] / count if len(column) > 1 else math.nan,
             learning_rate=self._rates.get(name, UNKNOWN)[0],
             is_vanishing=norm <= self.vanishing_grad_threshold,
+            # Not ``>=``, which would be false for NaN
             is_exploding=not norm < self.exploding_grad_threshold,
         )
 
@@ -220,6 +221,7 @@ class WeightUpdateMonitor(Remembering):
         share = self._watched[name].share
         weight_norm, update_norm = column[0] * math.sqrt(share), column[1] * math.sqrt(share)
         driven, stuck, decayed, undecayed = (count * share for count in column[2:])
+        # r = ‖Δw‖₂/(‖w‖₂ + ε), w the weights before the step
         ratio = update_norm / (weight_norm + EPSILON)
         is_still = ratio <= self.frozen_update_ratio_threshold
         losses = {"gradient": stuck > 0 and (is_still or stuck == driven), "decay": undecayed > 0 and is_still}

@@ -381,6 +381,7 @@ def _reduce(tensor: Tensor, order: float) -> Tensor:
     if tensor.numel() <= SHORT or tensor.device.type != "cpu":
         return tensor
     if math.isinf(order):
+        # max |x| is the larger magnitude of minimum and maximum, so no tensor of |x| is needed.
         return torch.stack(torch.aminmax(tensor))
     flat = tensor.reshape(-1)
     end = flat.numel() // ROW * ROW

@@ -47,6 +47,7 @@ def fit_power_law(values: Tensor, min_tail: int) -> PowerLawFit:
     counts = torch.arange(size, 0, -1, dtype=logs.dtype, device=logs.device)
     excess = logs.flip(-1).cumsum(-1).flip(-1) / counts - logs  # mean of ln(x/x_min) over the tail: 1/(α − 1)
     starts = (ascending > largest * (size * torch.finfo(logs.dtype).eps)) & (excess > 0)
+    # A tail has all values ≥ x_min, so only the first of equal values starts one.
     starts[:, 1:] &= ascending[:, 1:] > ascending[:, :-1]
 
     distances = _distances(logs, excess, counts, max(size - min_tail + 1, 0))
@@ -55,6 +56,7 @@ def fit_power_law(values: Tensor, min_tail: int) -> PowerLawFit:
         return PowerLawFit(*torch.full((3, len(values)), torch.nan, dtype=logs.dtype, device=logs.device))
     distances = distances.where(starts[:, :candidates], torch.inf)
     best = distances.min(dim=-1, keepdim=True)
+    # α = 1 + 1/(mean of ln(x/x_min)), shape (samples, 1)
     best_fits = torch.stack([1 + 1 / excess, counts.expand_as(excess)]).take_along_dim(best.indices[None], dim=-1)
     exponent, distance, count = torch.cat([best_fits[:1], best.values[None], best_fits[1:]]).squeeze(-1)
     fitted = distance.isfinite()
