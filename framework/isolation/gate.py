@@ -16,7 +16,7 @@ from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
 # Most faults show in the first calls. Later calls share one complete check at the end of the visit, except when the
-# number of calls is a power of two: that also finds late mutations that do not move a tensor's version.
+# number of calls is a power of two: that also finds late mutations that do not increment a tensor's version counter.
 CALLS_CHECKED_ALONE = 3
 
 
@@ -36,8 +36,8 @@ class Call(NamedTuple):
 class Isolation:
     """Keeps hooks, evaluation, checkpoints and sinks from changing the training state.
 
-    A visit starts with :meth:`start_visit` and ends with :meth:`end_visit`. In between, each call runs on a derived
-    random stream, and the state is compared with the state after the previous call.
+    A visit is the group of calls at one hook point, from :meth:`start_visit` to :meth:`end_visit`. Each call runs on a
+    derived random stream, and the state is compared with the state after the previous call.
     """
 
     def __init__(

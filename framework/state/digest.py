@@ -19,6 +19,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def digest(leaf: Any) -> int:
     """Return the digest of a tensor (of this rank's shard of a DTensor) or of another value's description."""
+    # xxh3_64 reads at memory speed, 14 ms per 400 MB. torch.hash_tensor is an XOR, which ignores the order of elements.
     kind = type(leaf)
     if kind in _FREQUENT:
         return _digest_of_frequent(leaf)

@@ -120,7 +120,7 @@ def _watch_gradient_hooks(state: StateObjects) -> Watched:
 
 
 class HookCounts:
-    """Counts hooks, again only if torch has created a handle since: handles are numbered consecutively."""
+    """Counts hooks; counts them again only if torch has created a handle since the last reading."""
 
     def __init__(self, tables: Callable[[], Iterable[dict[int, Any] | None]]) -> None:
         self._tables = tables
@@ -129,7 +129,7 @@ class HookCounts:
 
     def read(self) -> tuple[int, ...]:
         """Return the number of hooks in each table that is not empty."""
-        # next_id is undocumented: the number of the next handle, which becomes the key of its hook in a table.
+        # next_id is undocumented: torch numbers handles consecutively, and a handle's number is the key of its hook.
         if RemovableHandle.next_id != self._handles:
             self._handles, self._counts = RemovableHandle.next_id, (*map(len, filter(None, self._tables())),)
         return self._counts

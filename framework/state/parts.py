@@ -182,8 +182,8 @@ class Guarded:
             may carry a gradient.
         temporary: returns the objects in the result of ``save`` that are walked and copied at every save.
         restore: restores the result of ``save``, beyond the contents of the walked objects.
-        restored_first: whether ``restore`` runs before objects and tensors are restored, because it would undo that, or
-            that requires it.
+        restored_first: whether ``restore`` must run before objects and tensors are restored, either because it would
+            overwrite them, or because they cannot be restored without it.
     """
 
     persistent: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
@@ -210,7 +210,7 @@ class Watched(NamedTuple):
             per dispatch.
         containers: containers whose contents are compared once per dispatch.
         read_values: returns plain values that are compared once per dispatch.
-        decides_containers: whether other values of ``read_values`` require other containers to be read.
+        decides_containers: whether a change of ``read_values`` changes which containers must be read.
         label: names the difference if the result of ``read_tensors`` or ``read_values`` differs.
         differences: names the differences more precisely, given the earlier result of ``read_values``.
         restore: restores the earlier result of ``read_values``, or else of ``read_tensors``, if that costs little.

@@ -183,6 +183,7 @@ def _global_states(bits: Any) -> Globals:
 def _restore_by_public_functions(state: StreamState) -> None:
     torch.default_generator.set_state(_as_tensor(state.of_torch))
     position, *words = struct.unpack(f"{WORDS + 1}I", state.of_python)
+    # 3 is the version of Python's format; with this version, setstate() takes the words unchanged.
     random.setstate((3, (*words, position), state.python_gaussian))
     *key, position = struct.unpack(f"{WORDS + 1}I", state.of_numpy)
     np.random.set_state(("MT19937", key, position, *struct.unpack("i4xd", state.numpy_gaussian)))

@@ -33,7 +33,7 @@ _ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device
 class Structure:
     """Containers reachable from some objects, their contents, and all tensors and objects with a native (C) state.
 
-    Restoring a structure restores the very objects in every container, and the class of every object. The identities
+    Restoring puts the same objects back into every container, and restores the class of every object. The identities
     of tensors are restored by ``tensor_identity``, their bytes by ``guardian``.
     """
 

@@ -112,7 +112,7 @@ def _misfit_of_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> str:
 
 
 def _regroup(form: Any, count: int, places: Sequence[int]) -> Any:
-    """Return a scheduler's plain form; its lists of ``count`` items, one per group, keep the items at ``places``."""
+    """Return a scheduler's plain form whose lists with one item per group (``count``) have the items at ``places``."""
     if isinstance(form, list):
         return [_regroup(item, count, places) for item in form]
     if not isinstance(form, Mapping):
