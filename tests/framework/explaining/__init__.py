@@ -1,1 +1,1 @@
-"""Explaining steps: departures by ranks, verdicts, planted causes."""
+"""Tests of explanations: departures by ranks, verdicts, planted causes."""

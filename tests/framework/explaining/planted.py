@@ -1,4 +1,4 @@
-"""An experiment whose runs have a planted cause at one step, and what is made of them by explaining."""
+"""An experiment with a planted cause at one step, and explanations of its runs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,10 +37,10 @@ class PlantedConfig(ExperimentConfig):
     """Options of planted.
 
     Args:
-        steps: how many to train.
-        plant: what happens at ``plant_step``.
-        plant_step: counted from 1.
-        dropout: probability.
+        steps: number of training steps.
+        plant: the event at ``plant_step``.
+        plant_step: step of the event, counted from 1.
+        dropout: dropout probability.
     """
 
     steps: int = 300
@@ -53,7 +53,7 @@ class PlantedConfig(ExperimentConfig):
 
 
 class PlantedLoader(TensorLoader):
-    """Has a bad batch: a row that is corrupted, or one that stands there many times."""
+    """Loader with a bad batch, which has a corrupted row or many copies of one row."""
 
     def __init__(self, config: PlantedConfig, data: tuple[Tensor, Tensor]) -> None:
         super().__init__(data, config.batch_size, random_order(ROWS, config.seed))
@@ -85,7 +85,7 @@ class PlantedLoader(TensorLoader):
 
 
 class PlantedAdamW(AdamW):
-    """Forgets its second moments, or flips a bit of a weight, in one step."""
+    """AdamW that resets its second moments, or flips a bit of a weight, in one step."""
 
     config: PlantedConfig
 
@@ -104,7 +104,7 @@ class PlantedAdamW(AdamW):
 
 
 class Overflowing(nn.Module):
-    """Computes in bfloat16 or float16 what overflows there once."""
+    """Identity in bfloat16 with an overflow at one step."""
 
     def __init__(self, config: PlantedConfig) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Overflowing(nn.Module):
 
 
 class Planted(ExperimentRunner[PlantedConfig]):
-    """Tell classes apart that a random network has drawn."""
+    """Classification with labels of a random network."""
 
     name = "planted"
     config_class = PlantedConfig
@@ -177,22 +177,22 @@ def session(folder: Path, hooks: Mapping[str, Mapping[str, Any]] | None = None, 
     return Session(Planted(PlantedConfig(output_dir=folder, **options)), run, lambda: [JSONLSink()])
 
 
-def explained(folder: Path, step: int, **options: Any) -> Explanation:
+def explanation_of(folder: Path, step: int, **options: Any) -> Explanation:
     """Train a run, then explain a step of it."""
     session(folder, **options).run()
 
-    def again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
+    def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
         return session(folder, {hook: hook_options}, **options).rewind(stretch)[0]
 
     runner = Planted(PlantedConfig(**options))
-    return explain(again, folder / "planted/plain", step, describe_row=runner.describe_row)
+    return explain(train_again, folder / "planted/plain", step, describe_row=runner.describe_row)
 
 
 def explained_plant(folder: Path, plant: str, seed: int) -> tuple[int, Explanation]:
-    """Explain the step after the planted one, of a run that ends soon after it; its place depends on the seed."""
+    """Explain the step after the planted one in a short run; the planted step depends on the seed."""
     step = 150 + seed * 29 % 90
     options = {"plant": plant, "plant_step": step, "seed": seed, "steps": step + 12, "dropout": 0.1 * (seed % 2)}
-    return step, explained(folder, step + 1, **options)
+    return step, explanation_of(folder, step + 1, **options)
 
 
 explained_plants = {plant: partial(explained_plant, plant=plant) for plant in PLANTS}

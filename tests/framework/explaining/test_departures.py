@@ -1,4 +1,4 @@
-"""The first thing to leave its history: the definition by plain loops, planted jumps found, few false ones."""
+"""Departures compared with a definition by loops, on planted jumps, and on noise."""
 
 import math
 from statistics import median
@@ -13,12 +13,12 @@ LENGTH = HISTORY + WINDOW + LOOKED_AT
 
 
 def first_departure(history: dict[str, dict[int, float]], step: int) -> tuple[Departure | None, str]:
-    found, why = departures(history, step)
-    return (found or [None])[0], why
+    found, reason = departures(history, step)
+    return (found or [None])[0], reason
 
 
 def noise(seed: int, quantities: int = 30, heavy: bool = False) -> dict[str, dict[int, float]]:
-    """Return positive series around a falling level, and losses."""
+    """Return losses and gradient norms that scatter about a falling level."""
     generator = np.random.default_rng(seed)
     draws = generator.standard_t(3, (quantities, LENGTH)) if heavy else generator.normal(size=(quantities, LENGTH))
     values = np.exp(0.2 * draws - np.linspace(0, 1, LENGTH))
@@ -74,7 +74,7 @@ def test_planted_jump_is_found(name, late):
 
 
 @pytest.mark.parametrize("value", [math.inf, 1e300])
-def test_what_is_infinite_leaves_its_history(value):
+def test_infinite_value_is_a_departure(value):
     history = noise(2)
     history["output/first"] = dict(history["gradient/layer.1"])
     history["output/second"] = dict(history["gradient/layer.2"])

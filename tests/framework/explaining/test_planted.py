@@ -36,14 +36,14 @@ def planted():
 
 
 def rows_at(step: int, seed: int, plant: str) -> list[int]:
-    """Return the numbers of the rows of a batch, which a corrupted one stands in at place 7."""
+    """Return the row indices of a batch; a corrupted row has position 7."""
     config = PlantedConfig(seed=seed, plant=plant, plant_step=step)
     loader = PlantedLoader(config, Planted(config).data())
     epoch, start = divmod(step - 1, len(loader))
     return next(loader.row_indices(epoch, start)).tolist()
 
 
-def names_what_was_planted(found: Explanation, plant: str, step: int, seed: int) -> bool:
+def names_planted_cause(found: Explanation, plant: str, step: int, seed: int) -> bool:
     """Return whether step, row, layer or parameter are those that were planted."""
     rows = rows_at(step, seed, plant)
     out = {row.index for row in found.standing_out}
@@ -65,7 +65,7 @@ def test_planted_cause_is_identified(plant, tmp_path):
     """The explanation and its JSON file contain the planted cause, step and location."""
     step, found = explained_plant(tmp_path, plant, seed=3)
     assert found.cause == CAUSES[plant], found.verdict
-    assert names_what_was_planted(found, plant, step, 3), found.where
+    assert names_planted_cause(found, plant, step, 3), found.where
     written = json.loads((found.folder / "explanation.json").read_text())
     assert written["cause"] == found.cause
     assert written["where"]["step"] == step
@@ -79,13 +79,13 @@ def test_most_planted_causes_are_identified(plant, tmp_path):
     for seed in range(RUNS):
         step, found = explained_plant(tmp_path / str(seed), plant, seed)
         causes[found.cause] += 1
-        named += plant == "none" or names_what_was_planted(found, plant, step, seed)
+        named += plant == "none" or names_planted_cause(found, plant, step, seed)
     assert causes[CAUSES[plant]] >= (0.95 if plant == "none" else 0.9) * RUNS, causes
     assert named >= 0.9 * RUNS
 
 
 def printed_by(*words: str) -> str:
-    """Return what a command that succeeds prints."""
+    """Return the output of a successful command."""
     with redirect_stdout(io.StringIO()) as out:
         assert main(list(words)) == 0
     return out.getvalue()
@@ -102,7 +102,7 @@ def test_command_explains_recorded_spike(tmp_path):
         run = tmp_path / "planted/plain"
         out = printed_by("rewind", str(run), "--spike")
         assert "Step 131: The " in out
-        assert "Where: step 130: the learning rate was 0.3, its median before 0.003" in out
+        assert "Where: step 130: the learning rate was 0.3, its earlier median 0.003" in out
         assert re.search(r"the usual learning rate +\S+ +\S+ +\S+ +\d+%", out)
         assert "Step size: the losses of the next batches rise by " in out
         assert json.loads((run / "rewinds/explained_step_131/explanation.json").read_text())["cause"] == "step size"

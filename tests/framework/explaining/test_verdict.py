@@ -1,4 +1,4 @@
-"""Verdicts from branches: each cause by the branch that shows it, and none where none does."""
+"""Verdicts from branches: each cause by its branch, and no cause without such a branch."""
 
 import math
 
@@ -13,13 +13,13 @@ LOW = [0.0]
 
 
 def judged(effects=(), sizes=None, loss=1.0, fresh=(), low_precision=0, **more):
-    """Judge a step whose branches, but for those given, all have the effect 2."""
+    """Return the verdict on a step whose branches have the effect 2, except those in ``effects``."""
     names = ("half_rate", "fresh_state", "float32", "float64", "clipped", "without_rows")
     effect = {"run": 2.0, "as_it_was": [2.0] * 5, "fresh": fresh or [2.0] * 39, **{name: [2.0] for name in names}}
-    found = {"effect": effect | dict(effects), "loss": {"as_it_was": [loss], "fresh": [1 + each for each in FRESH]}}
-    found |= {"low_precision": low_precision} | ({"size": sizes} if sizes else {}) | more
-    own = {"loss": loss} | ({"size": sizes["as_it_was"][0]} if sizes else {})
-    return verdict(found, harms(found, own, USUAL, "output of fc"), ["row 7"])
+    values = {"effect": effect | dict(effects), "loss": {"as_it_was": [loss], "fresh": [1 + item for item in FRESH]}}
+    values |= {"low_precision": low_precision} | ({"size": sizes} if sizes else {}) | more
+    run_values = {"loss": loss} | ({"size": sizes["as_it_was"][0]} if sizes else {})
+    return verdict(values, harms(values, run_values, USUAL, "output of fc"), ["row 7"])
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def judged(effects=(), sizes=None, loss=1.0, fresh=(), low_precision=0, **more):
 )
 def test_cause_is_the_branch_that_removes_harm(case, cause):
     """Without such a branch the cause is None, and the sentence reports no cause."""
-    found = judged(**case)
-    assert found.cause == cause
-    assert found.sentence.startswith("Inconclusive:" if cause is None else cause.capitalize())
+    result = judged(**case)
+    assert result.cause == cause
+    assert result.sentence.startswith("Inconclusive:" if cause is None else cause.capitalize())
 
 
-def test_a_sentence_has_its_numbers_and_rows():
-    found = judged(fresh=FRESH, effects={"without_rows": [0.05]})
-    assert found.sentence.startswith("Data: the losses of the next batches rise by 2 on this batch, ")
-    assert found.sentence.endswith("p = 0.025), and 0.05 without row 7.")
+def test_sentence_has_numbers_and_rows():
+    result = judged(fresh=FRESH, effects={"without_rows": [0.05]})
+    assert result.sentence.startswith("Data: the losses of the next batches rise by 2 on this batch, ")
+    assert result.sentence.endswith("p = 0.025), and 0.05 without row 7.")
 
 
 def test_outlier_needs_rank_and_distance():

@@ -17,7 +17,7 @@ from loopscope.hooks import ALERTS
 from loopscope.report import find_runs, recording
 from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, Stretch
 
-from tests.framework.explaining.planted import explained, session
+from tests.framework.explaining.planted import explanation_of, session
 from tests.framework.report.pages import ReadPage, reported
 from tests.framework.report.plotted import curve_record
 
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"plant": "corrupted_row", "plant_step": 60, "steps": 
 def explanation(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
     """Train a run, explain a step of it, and train a stretch again with other hooks."""
     folder = tmp_path_factory.mktemp("rewound")
-    explanation = explained(folder, 60, **OPTIONS)
+    explanation = explanation_of(folder, 60, **OPTIONS)
     session(folder, {"variance": {"window": 2, "every": 10}}, **OPTIONS).rewind(Stretch(55, 58))
     return explanation
 

@@ -21,7 +21,7 @@ Rows = dict[int, dict[str, float]]
 
 
 class Point(nn.Module):
-    """A point in the plane, for quadratic losses."""
+    """A model whose parameter is a point in the plane, for quadratic losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Point(nn.Module):
 
 
 def quadratic(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """½ θᵀAθ − bᵀθ, A and b the means over the batch."""
+    """Return ½ θᵀAθ − bᵀθ, A and b the means over the batch."""
     matrix, linear = batch[0].mean(dim=0), batch[1].mean(dim=0)
     return model.place @ matrix @ model.place / 2 - linear @ model.place
 
@@ -42,7 +42,7 @@ def bowls() -> tuple[Tensor, Tensor]:
 
 
 class Path(TrainingHook):
-    """Keeps the parameters before every step, and after the last."""
+    """Records the parameters before every step, and after the last."""
 
     name = "path"
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
@@ -60,7 +60,7 @@ class Path(TrainingHook):
 
 
 def measured(task: TrainingTask, hook: Hessian, reference: dict[str, Tensor] | None = None) -> tuple[Rows, Path]:
-    """Run the step loop; return what the hook reports by step, and the path of the parameters."""
+    """Run the step loop; return the metrics by step, and the path of the parameters."""
     path, sink = Path(), RecordingSink()
     state = TrainingState(task.model, task.optimizer, RandomStreams(7))
     manager = HookManager([path, hook], task, state, loop="step", sinks=[sink], reference_weights=reference)
@@ -131,7 +131,7 @@ def test_metrics_match_closed_form_on_quadratic_losses(method, optimizer, lr):
 def against_threshold(
     optimizer: str, lr: float, gradients: list[Tensor], update: Tensor, product: Tensor
 ) -> dict[str, Tensor]:
-    """Return the curvature along an update over what the optimizer bears after these gradients."""
+    """Return the curvature along an update divided by the optimizer's threshold after these gradients."""
     if optimizer == "SGD":
         return {"stability_ratio": (update @ product) / (update @ update) / (2 / lr)}
     moment = sum(0.001 * 0.999**age * each.square() for age, each in enumerate(reversed(gradients)))
@@ -142,7 +142,7 @@ def against_threshold(
 
 
 def own_step(a: Tensor, b: Tensor, now: Tensor, after: Tensor) -> dict[str, Tensor]:
-    """Return what a step from ``now`` to ``after`` does to the quadratic loss that it was made from."""
+    """Return the metrics of a step from ``now`` to ``after`` on its own quadratic loss."""
     update, gradient = after - now, a @ now - b
     change, predicted = a @ update, gradient @ update
     actual = predicted + update @ change / 2
@@ -206,7 +206,7 @@ def test_sgd_formula_fails_under_adam():
     assert row["sgd_error"] > 0.8
 
 
-def test_finite_differences_report_what_exact_products_do():
+def test_finite_differences_match_exact_products():
     exact = measured(network_task(0.2), Hessian(**ALWAYS))[0]
     differences = measured(network_task(0.2), Hessian(method="finite_difference", epsilon=1e-4, **ALWAYS))[0]
     for step, row in exact.items():
@@ -230,11 +230,11 @@ def test_zero_length_step_has_no_entanglement():
 
 
 def round_bowl(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """3‖θ − c‖²/2, c the mean over the batch."""
+    """Return 3‖θ − c‖²/2, c the mean over the batch."""
     return 1.5 * (model.place - batch[1].mean(dim=0)).square().sum()
 
 
-def test_entanglements_that_all_point_one_way_are_coherent():
+def test_parallel_entanglements_are_coherent():
     task = quadratic_task("SGD", lr=0.01)
     still = TensorLoader((bowls()[0], torch.ones(8, 3, dtype=torch.float64)), 2, fixed_order(torch.arange(8)))
     task.loader, task.compute_loss = still, round_bowl
@@ -264,7 +264,7 @@ def test_threshold_uses_learning_rate_of_its_step():
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop"])
-def test_what_is_not_known_is_left_out(optimizer):
+def test_unknown_metrics_are_omitted(optimizer):
     row = measured(quadratic_task(optimizer, lr=0.01), Hessian(**ALWAYS))[0][3]
     assert not [name for name in row if "solution" in name]
     assert ("preconditioned_curvature" in row) == (optimizer == "Adam")
@@ -272,7 +272,7 @@ def test_what_is_not_known_is_left_out(optimizer):
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_bursts_report_entanglement_from_their_second_step_on(loop):
+def test_bursts_report_entanglement_from_second_step(loop):
     case = Case("transformer", "adamw_fused", loop)
     run = train(case, [Hessian(every_n_steps=5, burst_length=3, warmup=2)], steps=12)
     found = {(point, step) for name, point, step, _ in run.sink.rows("hessian")}
@@ -281,7 +281,7 @@ def test_bursts_report_entanglement_from_their_second_step_on(loop):
     assert_same_bytes(run, case, 12)
 
 
-def test_bursts_that_touch_are_one():
+def test_adjacent_bursts_are_one_burst():
     run = train(Case("tied"), [Hessian(every_n_steps=2, burst_length=2)], steps=6)
     assert [row[2] for row in run.sink.rows("hessian/entanglement_norm")] == [2, 3, 4, 5, 6]
 
@@ -312,7 +312,7 @@ def run_steps(task: TrainingTask, manager: HookManager) -> None:
 
 
 def resumed(*, with_state: bool) -> Rows:
-    """Run two steps, then two more with a new hook that has, or has not, the state of the first."""
+    """Run two steps, then two more with a new hook, optionally with the state of the first hook."""
     task, sink, first, second = network_task(0.2, length=2), RecordingSink(), Hessian(**ALWAYS), Hessian(**ALWAYS)
     state = TrainingState(task.model, task.optimizer, RandomStreams(7))
     run_steps(task, HookManager([first], task, state, loop="step"))
@@ -345,7 +345,7 @@ def test_resumed_burst_matches_uninterrupted_burst():
         ({"warmup": -1}, "warmup is -1"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
     with pytest.raises(UsageError) as caught:
         Hessian(**options)
     assert sentence in str(caught.value)

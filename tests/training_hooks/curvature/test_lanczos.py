@@ -32,7 +32,7 @@ def start(size: int = N, seed: int = 1, dtype: torch.dtype = torch.float64) -> T
 
 
 def clustered() -> Tensor:
-    """Return a spectrum as networks have it: a bulk at zero, a cluster, three outliers, one negative."""
+    """Return a spectrum like that of networks: a bulk at zero, a cluster, three outliers, one negative."""
     bulk = torch.linspace(-0.01, 0.01, N - 14, dtype=torch.float64)
     cluster = 1 + torch.linspace(0, 1e-6, 10, dtype=torch.float64)
     return torch.cat([bulk, cluster, torch.tensor([-2.0, 5.0, 8.0, 8.1], dtype=torch.float64)])
@@ -51,14 +51,14 @@ def test_extreme_eigenvalues_match_scipy():
 
 
 def test_full_run_finds_whole_spectrum_without_duplicates():
-    """As many steps as dimensions resolve clusters too."""
+    """With as many steps as dimensions, clusters are resolved too."""
     matrix = symmetric(clustered())
     values = lanczos(matrix.mv, start(), N).ritz()[0]
     np.testing.assert_allclose(values, scipy.linalg.eigvalsh(matrix.numpy()), atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_basis_stays_orthonormal_though_eigenvalues_have_converged(dtype):
+def test_basis_stays_orthonormal_after_convergence(dtype):
     diagonal = torch.cat([torch.linspace(0, 1e-3, N - 1), torch.tensor([1e3])]).to(dtype)
     basis = lanczos(lambda v: diagonal * v, start(dtype=dtype), 30).basis
     error = (basis.double() @ basis.double().T - torch.eye(30, dtype=torch.float64)).abs().max()
@@ -121,7 +121,7 @@ def test_basis_averaged_density_has_spectral_moments():
     )
 
 
-def test_random_probes_give_the_moments_within_their_scatter():
+def test_random_probes_estimate_the_moments():
     matrix = symmetric(clustered())
     probes = rademacher(N, 400, torch.Generator().manual_seed(3), matrix)
     runs = [lanczos(matrix.mv, probe, 3) for probe in probes]
@@ -164,7 +164,7 @@ def moments(eigenvalues: Tensor) -> dict[str, float]:
 
 
 def trials(eigenvalues: Tensor, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Estimate the moments ``count`` times from random probes; return by name how far off, and the errors stated."""
+    """Estimate the moments ``count`` times from random probes; return deviations and stated errors by name."""
     matrix, generator = symmetric(eigenvalues), torch.Generator().manual_seed(7)
     missed: dict[str, list] = {name: [] for name in moments(eigenvalues)}
     stated: dict[str, list] = {name: [] for name in missed}

@@ -56,7 +56,7 @@ def test_non_finite_loss_counts_as_divergence(blow_up):
     assert found["suggested_lr"] < RATES[29].item()
 
 
-def test_what_does_not_occur_is_nan():
+def test_missing_events_are_nan():
     rising, falling = read(5 + DECADES / 10), read(5 - DECADES / 10)
     assert math.isnan(rising["suggested_lr"])
     assert math.isnan(rising["divergence_lr"])
@@ -66,7 +66,7 @@ def test_what_does_not_occur_is_nan():
     assert all(math.isnan(value) for name, value in read(torch.full((61,), math.nan)).items() if name[0] != "d")
 
 
-def test_the_first_steps_are_not_read():
+def test_first_steps_are_ignored():
     losses = planted()
     losses[0], losses[1] = -3.0, 40.0
     assert read(losses)["min_loss_lr"] == pytest.approx(1e-6)
@@ -95,7 +95,7 @@ def test_smoothed_line_lags_as_documented():
     assert found[-1].item() == pytest.approx(399 - 0.8 / 0.2)
 
 
-def test_rates_grow_by_one_factor_between_their_bounds():
+def test_rates_grow_geometrically_between_bounds():
     logs = RATES.log()
     torch.testing.assert_close(logs.diff(), torch.full((60,), math.log(1e6) / 60, dtype=torch.float64))
     assert (RATES[0].item(), RATES[-1].item()) == (1e-6, 1.0)
@@ -111,7 +111,7 @@ def test_probe_uses_the_next_batches(step):
 
 
 class Plane(nn.Module):
-    """Two parameters, of different parameter groups."""
+    """A model of two parameters in different parameter groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_losses_match_manual_range_test(momentum):
     assert last["losses"][0] != found["losses"][0]
 
 
-def test_a_rate_beyond_stability_is_found_to_diverge():
+def test_unstable_learning_rate_diverges():
     task = task_of()
     ((_, found), _) = measured(task, LrProbe(steps=200, smoothing=0.0, lr_min=1e-4, lr_max=100.0))
     threshold = 2 / (6 * 1.5)  # of y, whose curvature is 6a
@@ -176,7 +176,7 @@ def test_a_rate_beyond_stability_is_found_to_diverge():
     assert found["suggested_lr"] < threshold
 
 
-def test_rates_that_are_zero_grow_all_the_same():
+def test_zero_learning_rates_grow_too():
     task = task_of()
     for group in task.optimizer.param_groups:
         group["lr"] = 0.0
@@ -228,7 +228,7 @@ def test_snapshot_interval_survives_resume():
         ({"every": 0}, "lr_probe.every is 0; it must be at least 1"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
     with pytest.raises(UsageError) as caught:
         LrProbe(**options)
     assert sentence in str(caught.value)

@@ -1,4 +1,4 @@
-"""Sharpness and the range test on two processes under FSDP2 report what they report on one."""
+"""Sharpness and range test on two FSDP2 ranks compared with one process."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def build(*, sharded: bool) -> tuple[TrainingTask, TrainingState]:
 
 
 def measured(*, sharded: bool) -> list[dict[str, Any]]:
-    """Train an epoch with the hooks and return what they report."""
+    """Train an epoch with the hooks, and return their metrics."""
     task, state = build(sharded=sharded)
     sharpness = Sharpness(batches=3, iterations=12, critical_passes=20, **DIFFERENCES)
     sink, hooks = RecordingSink(), [sharpness, LrProbe(steps=12, smoothing=0.5)]
@@ -49,7 +49,7 @@ def measured(*, sharded: bool) -> list[dict[str, Any]]:
 
 
 def refusals() -> list[str]:
-    """Return what hooks with exact products say of a sharded model, before any step."""
+    """Return the errors of hooks with exact products on a sharded model, before any step."""
     task, state = build(sharded=True)
     said = []
     for hook in (Sharpness(), Hessian()):
@@ -61,7 +61,7 @@ def refusals() -> list[str]:
 
 
 def round_trip() -> bool:
-    """Tell whether flat vectors of sharded parameters come back as the shards that they were."""
+    """Return whether flat vectors of sharded parameters convert back to the same shards."""
     task, _ = build(sharded=True)
     vector: Vector = trainable(task.model)
     space = FlatSpace(vector)
@@ -75,12 +75,12 @@ def all_results() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return what each of two processes computed."""
+    """Return the results of each of two processes."""
     return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 
 def doubled(name: str, value: Any) -> Any:
-    """Return what is expected of two ranks, both of which have the rows of one process."""
+    """Return the expected results of two ranks that both have the rows of one process."""
     if name == "sharpness/rows":
         return 2 * value
     if name.endswith("_by_rows"):
@@ -89,7 +89,7 @@ def doubled(name: str, value: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_sharded_runs_report_what_one_process_does(ranks):
+def test_sharded_metrics_match_one_process(ranks):
     expected = measured(sharded=False)
     assert described(ranks[0]["metrics"]) == described(ranks[1]["metrics"])
     for found, metrics in zip(ranks[0]["metrics"], expected, strict=True):

@@ -36,7 +36,7 @@ def task_of(name: str, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
 
 
 def measured(task: TrainingTask, hook: Sharpness) -> tuple[Values, ModelDataContext]:
-    """Train with the hook; return its metrics, and a model context at the end on the random stream that it had."""
+    """Train with the hook; return its metrics, and a model context with its random stream at the end."""
     state, sink = TrainingState(task.model, task.optimizer, RandomStreams(7)), RecordingSink()
     manager = HookManager([hook], task, state, sinks=[sink], audit=True)
     manager.start(run_info(task, manager, "epoch"))
@@ -49,14 +49,14 @@ def measured(task: TrainingTask, hook: Sharpness) -> tuple[Values, ModelDataCont
     return {name.removeprefix("sharpness/"): value for name, value in row[0].items()}, ctx
 
 
-def rows_measured(ctx: ModelDataContext) -> list[tuple[Tensor, Tensor]]:
+def measured_batches(ctx: ModelDataContext) -> list[tuple[Tensor, Tensor]]:
     return list(drawn_loader("sharpness", ctx.loader).batches(0))
 
 
 def hessian(ctx: ModelDataContext) -> Tensor:
-    """Return the dense Hessian of the mean loss over all rows, each batch differentiated by itself."""
+    """Return the dense Hessian of the mean loss over all rows, the weighted sum over batches."""
     total = 0.0
-    for batch in rows_measured(ctx):
+    for batch in measured_batches(ctx):
         ctx._state.loop.batch = batch
         total = total + dense_hessian(ctx) * len(batch[0]) / ROWS
     return total
@@ -64,8 +64,8 @@ def hessian(ctx: ModelDataContext) -> Tensor:
 
 def gradient(ctx: ModelDataContext) -> dict[str, Tensor]:
     """Return the gradient of the mean loss over all rows."""
-    each = [(len(batch[0]) / ROWS, ctx.compute_batch_gradients(batch)) for batch in rows_measured(ctx)]
-    return {name: sum(share * vector[name] for share, vector in each) for name in each[0][1]}
+    parts = [(len(batch[0]) / ROWS, ctx.compute_batch_gradients(batch)) for batch in measured_batches(ctx)]
+    return {name: sum(share * vector[name] for share, vector in parts) for name in parts[0][1]}
 
 
 def flat(vector: dict[str, Tensor]) -> Tensor:
@@ -73,7 +73,7 @@ def flat(vector: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_eigenvalues_are_those_of_the_dense_hessian(name):
+def test_eigenvalues_match_dense_hessian(name):
     values, ctx = measured(task_of(name), Sharpness(**WHOLE))
     expected = scipy.linalg.eigvalsh(hessian(ctx).numpy())
     np.testing.assert_allclose(values["eigenvalues"], expected[::-1][:4], rtol=1e-7, atol=1e-9)
@@ -195,12 +195,12 @@ def test_preconditioned_critical_sharpness_is_rayleigh_quotient():
 
 
 def next_update(ctx: ModelDataContext) -> Tensor:
-    """Let the optimizer make its next step from the first batch, by hand; return the change of the parameters."""
-    before = flat(trainable(ctx.model))
+    """Take the optimizer's next step on the first batch manually, and return the change of the parameters."""
+    start = flat(trainable(ctx.model))
     ctx._task.optimizer.zero_grad()
-    ctx._task.compute_loss(ctx.model, rows_measured(ctx)[0]).backward()
+    ctx._task.compute_loss(ctx.model, measured_batches(ctx)[0]).backward()
     ctx._task.optimizer.step()
-    return flat(trainable(ctx.model)) - before
+    return flat(trainable(ctx.model)) - start
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def next_update(ctx: ModelDataContext) -> Tensor:
 def test_update_critical_lr_is_root_of_loss(optimizer, options):
     """At this learning rate, the optimizer's next step returns the loss of the batch to its current value."""
     values, ctx = measured(linear_task(optimizer, **options), Sharpness(**CRITICAL))
-    batch = rows_measured(ctx)[0]
+    batch = measured_batches(ctx)[0]
     g, hessian = flat(ctx.compute_batch_gradients(batch)), 2 * batch[0].T @ batch[0] / BATCH
     step = next_update(ctx)
     multiple = -2 * (g @ step) / (step @ hessian @ step)
@@ -228,7 +228,7 @@ def test_update_critical_lr_is_root_of_loss(optimizer, options):
 def test_uphill_step_has_zero_critical_lr():
     """The next update increases the loss, so the critical ratio is infinite."""
     values, ctx = measured(linear_task(lr=1.5, momentum=0.99), Sharpness(**CRITICAL))
-    batch = rows_measured(ctx)[0]
+    batch = measured_batches(ctx)[0]
     g = flat(ctx.compute_batch_gradients(batch))
     assert g @ next_update(ctx) > 0
     assert values["update_critical_ratio"] == math.inf
@@ -241,7 +241,7 @@ def test_critical_step_restores_loss_with_same_dropout(name):
     values, ctx = measured(task_of(name), Sharpness(**CRITICAL))
 
     def loss() -> Tensor:
-        return sum(ctx.compute_batch_loss(batch) * len(batch[0]) / ROWS for batch in rows_measured(ctx))
+        return sum(ctx.compute_batch_loss(batch) * len(batch[0]) / ROWS for batch in measured_batches(ctx))
 
     before, direction = loss(), gradient(ctx)
     rate = 2 / values["critical_sharpness"]
@@ -251,14 +251,14 @@ def test_critical_step_restores_loss_with_same_dropout(name):
             assert (loss() - before).sign() == sign
 
 
-def test_finite_differences_find_the_same_spectrum():
+def test_finite_differences_match_exact_spectrum():
     exact, _ = measured(task_of("mlp"), Sharpness(**WHOLE))
     other, _ = measured(task_of("mlp"), Sharpness(**WHOLE, method="finite_difference", epsilon=1e-4))
     assert other["eigenvalues"] == pytest.approx(exact["eigenvalues"], rel=1e-4)
     assert other["trace"] == pytest.approx(exact["trace"], rel=1e-4)
 
 
-def test_what_is_not_known_is_left_out():
+def test_unknown_metrics_are_omitted():
     task = task_of("mlp")
     groups = [{"params": task.model[0].parameters(), "lr": 0.1}, {"params": task.model[2].parameters(), "lr": 0.2}]
     task.optimizer = torch.optim.SGD(groups)
@@ -275,7 +275,7 @@ ORDERS = {
 
 
 def still_task(order, batch_size: int = 4) -> TrainingTask:
-    """Make two epochs that leave the weights where they are."""
+    """Make a task of two epochs with a learning rate of zero."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     rows = (torch.randn(40, 3, dtype=torch.float64), torch.arange(40) % 3)
@@ -306,7 +306,7 @@ def test_bias_and_spread_match_dense_hessians():
     """The eigenvalues of groups of 4, 8 and 16 rows are compared with that of all 36 rows."""
     values, ctx = measured(still_task(ORDERS["random"]), Sharpness(batches=9, iterations=30, critical_passes=0))
     each = []
-    for batch in rows_measured(ctx)[:9]:
+    for batch in measured_batches(ctx)[:9]:
         ctx._state.loop.batch = batch
         each.append(dense_hessian(ctx))
 
@@ -380,7 +380,7 @@ def test_repeatedly_measured_run_matches_bare_run(case):
         ({"iterations": 0, "critical_passes": 0}, "are both 0; set at least one of them"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
     with pytest.raises(UsageError) as caught:
         Sharpness(**options)
     assert sentence in str(caught.value)

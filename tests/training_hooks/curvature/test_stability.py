@@ -14,7 +14,7 @@ LR = 0.01
 
 
 def grows(optimizer_class, curvature: float, steps: int = 4000, **options) -> bool:
-    """Tell whether an optimizer runs away from the minimum of ½λx²."""
+    """Return whether an optimizer diverges from the minimum of ½λx²."""
     model = nn.ParameterDict({"x": nn.Parameter(torch.ones(1, dtype=torch.float64))})
     optimizer = optimizer_class(model.parameters(), lr=LR, **options)
     for _ in range(steps):
@@ -86,11 +86,11 @@ def test_early_adam_threshold_includes_bias_correction(beta):
             assert (np.abs(np.linalg.eigvals(matrix)).max() < 1) == stable
 
 
-def test_weight_decay_that_diverges_alone_leaves_no_threshold():
+def test_divergent_weight_decay_leaves_no_threshold():
     assert threshold(torch.optim.SGD, weight_decay=2.1 / LR) is None
 
 
-def test_adam_steps_are_those_of_oldest_parameter():
+def test_step_count_is_that_of_oldest_parameter():
     """The count is the largest one in the optimizer state, or zero without state."""
     assert steps_taken({}) == 0
     assert steps_taken({"a": {"step": torch.tensor(3.0)}, "b": {"step": 7}, "c": {}}) == 7
@@ -101,7 +101,7 @@ def test_default_adam_threshold_is_38_over_lr():
     assert threshold(torch.optim.Adam) == pytest.approx(38 / LR)
 
 
-def test_no_threshold_is_given_where_none_is_known():
+def test_unknown_thresholds_are_none():
     assert threshold(torch.optim.RMSprop) is None
     model = nn.Linear(2, 2)
     for rates in ([0.1, 0.2], [0.0, 0.0]):
@@ -111,7 +111,7 @@ def test_no_threshold_is_given_where_none_is_known():
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
-def test_the_preconditioner_is_what_adam_divides_by(optimizer_class, amsgrad):
+def test_preconditioner_matches_adam_denominator(optimizer_class, amsgrad):
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     model.unused = nn.Linear(1, 1)
@@ -142,7 +142,7 @@ def test_critical_step_matches_the_parabola_root(crossing, curvature):
     assert abs(math.log2(found.item() / crossing)) <= 2.0 ** -(20 - bracketing) + 1e-9
 
 
-def test_a_critical_step_out_of_reach_is_nan():
+def test_unreachable_critical_step_is_nan():
     first = torch.tensor(1.0)
     assert critical_step(lambda step: -step, first, 8).isnan()
     assert critical_step(lambda step: step, first, 8).isnan()

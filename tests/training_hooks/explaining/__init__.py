@@ -1,1 +1,1 @@
-"""What led to a step: sizes of everything, branches, wider passes."""
+"""Hooks that explain a step: sizes of its quantities, branches, passes in wider precision."""

@@ -1,4 +1,4 @@
-"""Every branch of ``what_if`` is, number for number, the run that was really trained that way."""
+"""Every branch of ``what_if`` compared with a run that was trained in that way."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ STEP = 12
 
 
 class Rates(Planted):
-    """Has another rate in one step."""
+    """Planted experiment with another learning rate in one step."""
 
     factor = 1.0
 
@@ -47,7 +47,7 @@ class HalfRate(Rates):
 
 
 class Forgetful(Planted):
-    """Has an optimizer that remembers nothing in one step."""
+    """Planted experiment whose optimizer is reset in one step."""
 
     def build_optimizer(self, model):
         class Forgets(PlantedAdamW):
@@ -64,7 +64,7 @@ class Forgetful(Planted):
 
 
 class Once(Planted):
-    """Has each of the repeated rows once."""
+    """Planted experiment without repeated rows."""
 
     def build_loader(self, strategy):
         class Unrepeated(PlantedLoader):
@@ -76,7 +76,7 @@ class Once(Planted):
 
 
 def measured(folder: Path, runner: type[Planted] = Planted, hooks: tuple[str, ...] = (), **options: Any) -> Any:
-    """Train a run and return what ``what_if`` measured of the step, by metric and branch."""
+    """Train a run, and return the metrics of ``what_if`` by metric and branch."""
     of_hook = {"step": STEP, **options.pop("what_if", {})}
     options = {"output_dir": folder, "steps": STEP + 6, "plant_step": STEP, **options}
     run = RunOptions(
@@ -100,7 +100,7 @@ def usual(tmp_path_factory):
 
 
 @own_process
-def test_the_step_again_is_the_runs_own_step(usual):
+def test_repeated_step_matches_run(usual):
     found, folder = usual
     recorded = inspect_run(folder / "planted/plain").points
     (norm,) = [
@@ -120,7 +120,7 @@ def test_branch_matches_run_trained_that_way(branch, runner, usual, tmp_path):
 
 
 @own_process
-def test_the_usual_rate_is_the_run_with_it(usual, tmp_path):
+def test_usual_rate_branch_matches_run(usual, tmp_path):
     class Faster(Rates):
         factor = 30.0
 
@@ -166,7 +166,7 @@ def test_outliers_exceed_all_other_rows():
     assert outliers(torch.full((2, 3), 2.05).double(), others) == []
 
 
-def test_rows_are_repeated_where_other_batches_have_none():
+def test_repeated_rows_need_unique_rows_elsewhere():
     batch = (torch.tensor([[1.0], [2.0], [1.0], [1.0]]), torch.tensor([0, 1, 0, 0]))
     single = (torch.arange(4.0)[:, None], torch.arange(4))
     assert repeated(batch, [single]) == [2, 3]
@@ -200,6 +200,6 @@ def test_options_are_checked(options, sentence):
     ("options", "sentence"),
     [({"layer": "9"}, "Unknown layer '9'"), ({"watch": "gradient/x"}, "Unknown watched quantity 'gradient/x'")],
 )
-def test_what_the_model_has_not_is_refused(options, sentence, tmp_path):
+def test_names_not_in_model_are_refused(options, sentence, tmp_path):
     with pytest.raises(UsageError, match=sentence):
         measured(tmp_path, what_if=options)

@@ -1,4 +1,4 @@
-"""Passes in a wider precision: as if nothing asked for a low one, with gradients in the parameters' own dtype."""
+"""Passes in a wider precision compared with full precision, with gradients in the dtype of the parameters."""
 
 import copy
 
@@ -46,7 +46,7 @@ def test_bfloat16_model_computes_in_float32():
 
 
 @pytest.mark.parametrize(("wide", "is_finite"), [(torch.float32, False), (torch.float64, True)])
-def test_what_overflows_in_float32_does_not_in_float64(wide, is_finite):
+def test_float64_prevents_overflow_of_float32(wide, is_finite):
     x = torch.full((3,), 1e38, requires_grad=True)
     with Widened(wide):
         y = (x * 100) / 1e38
@@ -55,7 +55,7 @@ def test_what_overflows_in_float32_does_not_in_float64(wide, is_finite):
     assert x.grad.dtype == torch.float32
 
 
-def test_one_layer_alone_is_widened():
+def test_single_layer_is_widened():
     model, x = model_and_batch()
     mode = Widened()
     with torch.autocast("cpu", torch.bfloat16), widen_layer(model[0], mode):
@@ -67,7 +67,7 @@ def test_one_layer_alone_is_widened():
     assert not model[0]._forward_pre_hooks
 
 
-def test_a_layer_that_raises_leaves_the_mode():
+def test_mode_ends_when_layer_raises():
     model, x = model_and_batch()
     mode = Widened()
     with widen_layer(model[0], mode), pytest.raises(RuntimeError):
