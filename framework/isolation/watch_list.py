@@ -70,7 +70,7 @@ class WatchList:
         return addresses(tensors) == self._tensor_addresses and addresses(others) == self._other_addresses
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
-        """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors than before."""
+        """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors now."""
         if any(self.empty) or not self.holds(tensors, others):
             return False
         if any([tuple(read()) != previous for read, previous in self._deciding_values]):
