@@ -35,12 +35,14 @@ SETTINGS: dict[str, Any] = {
     "grid.linewidth": 0.7,
     "lines.solid_joinstyle": "round",
     "savefig.dpi": 150,
+    # Text stays text, not outlines.
     "svg.fonttype": "none",
     # Without a salt, the ids in an SVG are random, and equal plots give different files.
     "svg.hashsalt": "loopscope",
     "pdf.fonttype": 42,
 }
 STYLE: Sequence[str | dict[str, Any]] = ["default", SETTINGS]
+# With a date, equal plots would give different files.
 UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 DESCRIPTION = {"svg": "Description", "pdf": "Subject", "png": "Description"}
 GREY = "#666666"

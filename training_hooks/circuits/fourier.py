@@ -267,6 +267,7 @@ class Fourier(TrainingHook):
                 rows = unsharded(ctx.model.get_parameter(decoder))[: len(table)]
                 metrics |= spectrum(one_sided_power(rows), self.top_k, "decoder_")
             if harmonics := stride_harmonics(len(table), self.stride or data_stride(ctx.config, len(table))):
+                # Σ f_k over the harmonics H, and its ratio to the share |H|/F of a flat spectrum of F frequencies
                 share = power[[frequency - 1 for frequency in harmonics]].sum() / power.sum()
                 metrics |= {"stride_share": share, "stride_excess": share * (len(power) / len(harmonics))}
         if ctx.hook_point is HookPoint.SNAPSHOT:
@@ -314,6 +315,7 @@ class Fourier(TrainingHook):
         pairs = rows_of_pairs(sampled_rows(p, NEURON_ROWS).to(device), p)
         captured = ctx.forward(pairs, capture=layers).captured
         power = neuron_spectra([captured[layer] for layer in layers], p)
+        # max_k P_k/ΣP is NaN for a constant neuron, which nanmean leaves out.
         purity = (power.max(dim=0).values / power.sum(dim=0)).nanmean()
         return spectrum(power.sum(dim=1), self.top_k, "neuron_") | {"neuron_purity": purity}
 

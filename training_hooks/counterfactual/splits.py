@@ -59,6 +59,7 @@ def squared_errors(gram: Tensor, shuffles: Tensor) -> Splits:
         others = torch.cat([shuffles[:, :i], shuffles[:, i + 1 :]], dim=1)
         left_out.append(splits(gram, first, others))
         placebos.append(splits(gram, shuffles[:, i], others).excess)
+    # (K−1)/K·Σᵢ(x₋ᵢ − mean x₋)² and (1 − 1/K²)·mean pᵢ², shapes (s,)
     jackknife = [jackknife_variance(torch.stack(values)) for values in zip(*left_out, strict=True)]
     placebo = torch.stack(placebos).square().mean(dim=0) * (1 - 1 / count**2)
     chance = torch.maximum(jackknife[2], placebo)

@@ -51,6 +51,7 @@ def range_metrics(rates: Tensor, losses: Tensor, *, skip: int, divergence: float
     falls = (torch.arange(len(rates), device=rates.device) < lowest) & (slopes < 0)
     steepest = torch.where(falls, slopes, 0.0).argmin()
     best = finite_losses.cummin(dim=0).values
+    # b + (divergence − 1)·|b| is divergence·b for b > 0, and above b also for a negative loss.
     exceeds = ~finite | (finite_losses > best + (divergence - 1) * best.abs())
     return {
         "suggested_lr": torch.where(falls.any(), rates[steepest], math.nan),

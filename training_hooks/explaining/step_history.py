@@ -132,5 +132,6 @@ def _sizes(state: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Tens
     for name, parameter in parameters.items():
         for entry, value in state.get(name, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                # √(mean x²) = ‖x‖/√n
                 sizes.setdefault(entry, {})[name] = torch.linalg.vector_norm(value) / max(1, value.numel()) ** 0.5
     return sizes

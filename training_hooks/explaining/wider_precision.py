@@ -77,6 +77,7 @@ def widen_layer(layer: nn.Module, mode: Widened) -> Iterator[None]:
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     pre_hook = layer.register_forward_pre_hook(enter, prepend=True)
+    # With always_call the mode also ends if the layer raises an error.
     post_hook = layer.register_forward_hook(leave, always_call=True)
     try:
         yield

@@ -69,7 +69,9 @@ def _hash(indices: Tensor, multiplier: int, offset: int) -> Tensor:
 
 def chunk_keys(key: int, chunks: int) -> list[list[int]]:
     """Return an odd multiplier and an offset for every chunk: SplitMix64 numbers, truncated to 32 bits."""
+    # Every key has 2⁴⁰ numbers; a key below 2²³ keeps their indices within int64.
     numbers = splitmix64(0, 2 * chunks, skip=key << 40).int().view(-1, 2)
+    # Multiplication by an odd number is a bijection modulo 2³², so no two indices of a chunk collide in it.
     numbers[:, 0] |= 1
     return numbers.tolist()  # type: ignore[no-any-return]
 

@@ -172,7 +172,7 @@ class GradientOverflow(TrainingHook):
                 notice(f"gradient_overflow omits layers {reason}: {listed(computed, 3)}.")
 
     def _fit_schedule(self) -> None:
-        """Fire where quantisers are counted; what if is asked at some of these steps."""
+        """Run at the steps that count quantisers; some of these steps also make the hypothetical casts."""
         every = self.count_interval
         if self._makes_casts and self.interval % every:
             raise UsageError(

@@ -18,6 +18,7 @@ def delta_metrics(layout: FlatLayout, previous: Tensor, current: Tensor) -> dict
         current: θ, shape (elements,).
     """
     previous_squares = layout.dots(previous, previous)
+    # The change and its magnitudes overwrite ``previous``, so that no third vector is needed.
     delta = torch.sub(current, previous, out=previous)
     squares, changed, largest = layout.dots(delta, delta), layout.nonzeros(delta), layout.maxima(delta.abs_())
     metrics = {
