@@ -10,9 +10,9 @@ LEVEL = 0.05
 REMOVES = 0.5
 """The share of the harm that a branch must remove to show its cause."""
 SLACK = 0.1
-"""A branch must remove this share more than fresh batches do, for its cause to replace the data."""
+"""A branch must remove at least this share more of the harm than fresh batches do; otherwise the data are the cause."""
 FAR = 3.0
-"""Number of spreads above the usual median at which a value is harm."""
+"""A value this many spreads above the usual median is harmful."""
 MOST = 1e9
 """Upper bound of the number of spreads, also for infinite harm."""
 TIMES = 1.5
@@ -52,15 +52,17 @@ class Harm:
     def removed_share(self, branch: str) -> float:
         """Return the share of the harm that a branch removes; −∞ if the branch does not exist.
 
-        Harm is log(1 + spreads above the usual value), so that a blow-up of a tenth of the size still counts as one.
+        Harm is log(1 + spreads above the usual value): on this scale a branch that only divides a divergence by ten
+        has removed little of it.
         """
         value = self.branches.get(branch, np.inf)
+        # 1 − log(1 + spreads in the branch)/log(1 + spreads in the run)
         return 1 - self._size(value) / self._size(self.run) if np.isfinite(value) else -np.inf
 
     def _size(self, value: float) -> float:
         return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MOST)))
 
-    def gained(self, branch: str) -> float:
+    def extra_removed_share(self, branch: str) -> float:
         """Return the share that a branch removes, less the share that repeating the same step removes."""
         return self.removed_share(branch) - max(0.0, self.removed_share("as_it_was"))
 
@@ -165,7 +167,7 @@ def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[s
 
 def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     names = ("float32", "float64") if branch_values["low_precision"] else ("float64",)
-    if (name := next((name for name in names if harm.gained(name) >= REMOVES), None)) is None:
+    if (name := next((name for name in names if harm.extra_removed_share(name) >= REMOVES), None)) is None:
         return None
     layer = "layer_in_float32"
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
@@ -175,10 +177,11 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
 
 def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     # One fresh batch may be as bad, since a bad row returns in the next epoch.
-    if harm.by_chance > LEVEL or harm.gained("fresh") < max(REMOVES, max(map(harm.gained, STATES)) - SLACK):
+    best_update = max(map(harm.extra_removed_share, STATES))
+    if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(REMOVES, best_update - SLACK):
         return None
     names = ""
-    if harm.gained("without_rows") >= REMOVES:
+    if harm.extra_removed_share("without_rows") >= REMOVES:
         names = f", and {harm.value_text('without_rows')} without {', '.join(rows)}"
     return Verdict(
         "data",
@@ -188,10 +191,11 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
 
 
 def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    best = max(STATES, key=harm.gained)
-    if harm.gained("usual_rate") >= REMOVES:  # this branch exists only if the learning rate has left its history
+    best = max(STATES, key=harm.extra_removed_share)
+    # The branch at the usual learning rate exists only if the learning rate has left its history.
+    if harm.extra_removed_share("usual_rate") >= REMOVES:
         best = "usual_rate"
-    if harm.gained(best) < REMOVES:
+    if harm.extra_removed_share(best) < REMOVES:
         return None
     cause, words = STATES[best]
     return Verdict(

@@ -20,11 +20,12 @@ ROWS_TOGETHER = 512
 ELEMENTS_TOGETHER = 2**20
 """Number of elements whose magnitudes are in memory at once."""
 PICTURE = "provenance"
+"""The picture that the hooks about the two gradients share."""
 NORMS = {
     "embedding_grad_l2_norm": "through the input embedding (g_in)",
     "output_proj_grad_l2_norm": "through the output projection (g_out)",
 }
-"""The picture that the hooks about the two gradients share, and its labels of their norms."""
+"""Labels of the two norms in that picture."""
 
 PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "Convolution")
 """Prefixes of the names of autograd nodes that multiply by a matrix."""
@@ -185,7 +186,8 @@ class EmbeddingPair:
     def __str__(self) -> str:
         """Return the names of both, and whether they are tied."""
         head = f"output projection {self.projection!r}" if self.projection else "a functional head"
-        return f"embedding {self.embedding!r} and {head}, {'one matrix' if self.tied else 'a matrix each'}"
+        kind = "tied (one matrix)" if self.tied else "untied (two matrices)"
+        return f"embedding {self.embedding!r} and {head}, {kind}"
 
     def taps(self, gradients: "TiedGradients", *, replaces: bool = False) -> list[GradientTap]:
         """Return the taps of the gradients through the output projection and through the embedding."""
@@ -269,11 +271,11 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 class TiedGradients:
-    """Follows the two gradients of a tied matrix through a step, keeping no more than the output projection's.
+    """Separates the two gradients of a tied matrix in a step: g_in of the embedding, g_out of the output projection.
 
-    One pass with one use of each module is measured while the gradients flow. With micro-batches, or with a module used
-    more than once, g_in is the difference of the whole gradient and the sum of g_out, right to float32. Weights below
-    float32 sum up the whole in their own precision: of those both parts are kept and summed in float32.
+    If each module is used once in the step, both gradients are measured during the backward pass. Otherwise only the
+    sum of g_out is kept, and g_in is the total gradient minus that sum, accurate to float32. For weights narrower than
+    float32 the total gradient is too imprecise, so both sums are kept in float32.
     """
 
     def __init__(self, sums: Sums) -> None:
@@ -285,17 +287,18 @@ class TiedGradients:
         self.output: Tensor | None = None
         """The sum of g_out so far, scaled like the loss."""
         self._input: Tensor | None = None
-        """That of g_in, where weights are below float32."""
+        """The sum of g_in so far, for weights narrower than float32 only."""
         self._seen = [0, 0]
         self._measured: Tensor | None = None
 
     def see_output(self, gradient: Tensor) -> None:
-        """Add to g_out what a tap has seen of it."""
+        """Add a gradient of the output projection to g_out."""
         self._seen[1] += 1
+        # The first gradient is torch's own tensor; only the sum, a new tensor from the second call on, is ours.
         self.output = _added(self.output, gradient, is_owned=self._seen[1] > 2)
 
     def see_input(self, gradient: Tensor) -> None:
-        """Measure a first g_in at once; add it to the sum where the whole gradient would be less precise."""
+        """Measure the first g_in immediately; add it to a sum for weights narrower than float32."""
         self._seen[0] += 1
         self._measured = self._sums(gradient, self.output) if self._seen == [1, 1] and self.output is not None else None
         if gradient.dtype not in WIDE:
@@ -304,7 +307,8 @@ class TiedGradients:
     def measure(self, gradient: Tensor | None, loss_scale: float, ranks: Ranks | None = None) -> Tensor | None:
         """Return the sums over the step, of gradients scaled like the loss; ``None`` if nothing flowed.
 
-        ``gradient`` is the whole gradient of the matrix, unscaled, a mean over the ``ranks``: g_out becomes that, too.
+        ``gradient`` is the total gradient of the matrix, unscaled and averaged over the ``ranks``; this method averages
+        g_out in the same way.
         """
         if ranks is not None and ranks.data:
             self._average(ranks, gradient)
@@ -322,7 +326,7 @@ class TiedGradients:
 
     def _average(self, ranks: Ranks, gradient: Tensor | None) -> None:
         ranks.join()
-        self._measured = None  # of this rank's rows alone
+        self._measured = None  # it covers the rows of this rank only
         if ranks.agree(self.output is None or gradient is None):
             self.output = None
             return
@@ -331,7 +335,10 @@ class TiedGradients:
 
 
 def _added(total: Tensor | None, gradient: Tensor, *, is_owned: bool) -> Tensor:
-    """Return a sum in float32 or wider, in place if that ``is_owned``; a first gradient stands for itself."""
+    """Add a gradient to a total in float32 or wider; without a total return the gradient itself.
+
+    The addition is in place if the total ``is_owned``, that is, not a tensor of torch.
+    """
     if total is None:
         return gradient
     if is_owned:

@@ -136,13 +136,13 @@ def test_every_tied_head_kind_is_measured_exactly(head: str, micro: int) -> None
     cosine = (g_in * g_out).sum() / g_in.norm() / g_out.norm()
     assert found["cosine"] == pytest.approx(cosine.item(), rel=1e-8)
     named = "output projection 'lm_head'" if head == "module" else "a functional head"
-    assert f"embedding_provenance uses embedding 'wte' and {named}, one matrix." in said
+    assert f"embedding_provenance uses embedding 'wte' and {named}, tied (one matrix)." in said
 
 
 def test_untied_head_is_found_next_to_decoy() -> None:
     """The notice names the module of the head and reports separate matrices."""
     _, said, _ = run(model("untied"), [EmbeddingProvenance()])
-    assert "embedding_provenance uses embedding 'wte' and output projection 'lm_head', a matrix each." in said
+    assert "embedding_provenance uses embedding 'wte' and output projection 'lm_head', untied (two matrices)." in said
 
 
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
@@ -298,7 +298,7 @@ def test_loss_error_passes_through_unchanged() -> None:
     [
         (
             "module unused",
-            "should clip embedding 'wte' and output projection 'lm_head', one matrix, but the model's output",
+            "should clip embedding 'wte' and output projection 'lm_head', tied (one matrix), but the model's output",
         ),
         ("untied", "wte and lm_head have a matrix each"),
         ("hidden", "the model has none"),
