@@ -101,6 +101,7 @@ def flatten_state(content: Any, model: nn.Module, ranks: Ranks) -> dict[str, Ten
     file = BytesIO()
     layout = {"own": rank_paths, "ranks": ranks.arrangement(model)}
     write_tensors({**separated._asdict(), "tensors": None, **layout}, file)
+    # A bytearray, since torch.frombuffer warns about memory that is read-only, such as bytes.
     values = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     return {**named, RANK_VALUES.format(ranks.place[0]): values}
 

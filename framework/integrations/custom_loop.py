@@ -160,6 +160,7 @@ class CustomLoop(Transient):
             self.record_loss(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
         else:
             count = self._accelerator.gradient_accumulation_steps
+            # accelerator.backward divides a copy of the loss by the count, so the recorded loss is divided here.
             mean_share = loss.detach() / count if count > 1 else loss.detach()
             self.record_loss(mean_share, complete=last or self._accelerator.sync_gradients)
 

@@ -65,6 +65,7 @@ class Profiler:
                 bytes_before, read_peak = memory
                 self.peak_bytes[name] = max(read_peak() - bytes_before, self.peak_bytes.get(name, 0))
         tensors = [leaf for leaf in tree_leaves(state_of()) if isinstance(leaf, Tensor)]
+        # Tensors that share a storage are counted once, by its address.
         bytes_by_storage = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in tensors}
         self.state_bytes[name] = max(sum(bytes_by_storage.values()), self.state_bytes.get(name, 0))
         return result

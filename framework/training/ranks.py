@@ -192,7 +192,7 @@ class Ranks:
 
     def exchange_failures(self, failures: Any) -> list[tuple[int, Any]] | None:
         """Exchange failures, and return those of all ranks with their ranks; ``None`` if no rank has any."""
-        # First an all-reduce of one number: 190 µs on two gloo ranks, 455 µs on three (busy machine). Failures are rare.
+        # Failures are rare, so one number first: its all-reduce takes 190 µs on 2 gloo ranks, 455 on 3 (busy machine).
         if not self.are_many or not self.agree(failures is not None):
             return None
         by_rank = zip(self.members, self.gather(failures), strict=True)

@@ -24,6 +24,7 @@ def critical_t(freedom: float, confidence: float = 0.95) -> float:
     (4.303, 2.365)
     """
     low, high = 0.0, 1e9
+    # P(|T| ≥ t) decreases in t: keep the half of [low, high] in which it passes 1 − confidence.
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if two_sided_p(middle, freedom) > 1 - confidence else (low, middle)

@@ -88,6 +88,7 @@ def can_run_compiled(blocks: Tensor) -> bool:
     """Return whether compiled arithmetic is faster for a tensor, and known to be correct for it."""
     return (
         SMALLEST <= blocks.numel() <= LARGEST
+        # torch treats dimensions of size 0 and 1 as constants, so such a tensor would need another compilation.
         and len(blocks) > 1
         and blocks.device.type == "cpu"
         and blocks.dtype is not torch.float64
