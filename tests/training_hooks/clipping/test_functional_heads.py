@@ -298,7 +298,7 @@ def test_loss_error_passes_through_unchanged() -> None:
     [
         (
             "module unused",
-            "should clip embedding 'wte' and output projection 'lm_head', tied (one matrix), but the model's output",
+            r"should clip embedding 'wte' and output projection 'lm_head', tied \(one matrix\), but the model's output",
         ),
         ("untied", "wte and lm_head have a matrix each"),
         ("hidden", "the model has none"),
