@@ -195,7 +195,7 @@ class LightningLoop(Transient):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """End the step after its last micro-batch; schedulers with a step interval have already stepped."""
-        # Private: no event tells whether this micro-batch completes a step.
+        # Private: Lightning's own test of whether further micro-batches of this step follow.
         if self._is_on and self._stage and not trainer.fit_loop._should_accumulate():
             self._run.driver.after_update(skipped=self._stage != "updating")
             self._forget_step()
