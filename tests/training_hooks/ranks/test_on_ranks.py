@@ -302,7 +302,7 @@ def check_reductions(kind, count, of_ranks):
 
 
 @pytest.mark.parametrize(("kinds", "count"), SIZES)
-def test_every_rank_measures_what_one_process_measures(kinds, count, of_ranks):
+def test_metrics_on_ranks_match_one_process(kinds, count, of_ranks):
     """All checks are one test, because every worker that takes a test starts its own group of processes."""
     for kind in kinds:
         check_metrics_match_one_process(kind, count, of_ranks)
