@@ -302,7 +302,7 @@ class HookSet:
                 self._drop(hook)
         require(bool(self._hooks), f"No selected hook can run here: {reason}")
 
-    def drop_earlier_dropouts(self) -> None:
+    def disable_dropped_hooks(self) -> None:
         """Drop the hooks that the run had already dropped before it was interrupted; called after the start."""
         dropped = self.failures.merge_earlier()
         for hook in [hook for hook in self._hooks if hook.name in dropped]:

@@ -177,12 +177,12 @@ class HookManager:
             error = UsageError(f"A hook taps a compiled model, which needs a separate pass; {missing}.")
             self.hooks.leave_out(self._taps.hooks_with_separate_pass, "start", error)
 
-    def drop_earlier_dropouts(self) -> None:
+    def disable_dropped_hooks(self) -> None:
         """Disable hooks that the interrupted run had already dropped; called once state and hooks are restored.
 
         Hooks that need the state before the epoch wait for the next epoch if the checkpoint does not contain it.
         """
-        self.hooks.drop_earlier_dropouts()
+        self.hooks.disable_dropped_hooks()
         if self.is_mid_epoch() and self.state.loop.pre_epoch is None:
             self.hooks.listeners.postpone("needs_pre_epoch_state", EPOCH_END, self.state.loop.epoch + 1)
 

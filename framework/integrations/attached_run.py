@@ -238,7 +238,7 @@ class AttachedRun:
             manager.hooks.check_first_batch(first)
         info = replace(info, metric_infos=manager.hooks.metric_infos())
         if stored is not None:
-            manager.hooks.drop_earlier_dropouts()
+            manager.hooks.disable_dropped_hooks()
         self._ranks.call_on_all(partial(self._begin_record, record, info))
         return info
 

@@ -1,8 +1,8 @@
 """The tripwire, which detects most changes of the training state in microseconds, and the audit, which detects all.
 
 The tripwire compares identities, pointers, versions and modes. It cannot prove that nothing changed: fused optimizers,
-``.data`` and NumPy views write without moving a version. The audit compares a digest of every byte before and after
-every call.
+``.data`` and NumPy views write without incrementing a version counter. The audit compares a digest of every byte before
+and after every call.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ from .watch_list import WatchList, same_values
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
 # map() with attrgetter is the fastest reader: 9 µs for 150 tensors, and as long again for their pointers.
 _version = attrgetter("_version")
-# An assignment to ``.data`` moves no version and shows only as another pointer.
+# An assignment to ``.data`` increments no version counter and shows only as another pointer.
 _pointer = Tensor.data_ptr
 
 
@@ -164,7 +164,7 @@ class Tripwire:
         frequent = [*map(tuple, map(call, watch.tensor_readers))]
         temporary = [tensor for group in frequent for tensor in group if tensor is not None]
         tensors = [*pure, *watch.nested_tensors, *temporary]
-        # Writes to the local shard of a DTensor do not move the version of the DTensor itself.
+        # Writes to the local shard of a DTensor do not increment the version counter of the DTensor itself.
         if watch.sharded:
             tensors = local_shards(tensors)
         return (pure, mixed, *frequent, _column(_version, tensors)), tensors

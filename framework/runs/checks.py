@@ -259,7 +259,7 @@ def plain(value: Any) -> Any:
     return value.item() if scalar else value
 
 
-def _meet(some: Iterable[Any], *others: Iterable[Any]) -> bool:
+def _have_common_item(some: Iterable[Any], *others: Iterable[Any]) -> bool:
     return not {id(item) for item in some}.isdisjoint(map(id, chain(*others)))
 
 
@@ -276,13 +276,13 @@ RULES: list[tuple[str, Callable[..., Any], str]] = [
     ("build_optimizer", lambda it, _: hasattr(it, "param_groups"), "an optimizer, such as AdamW(model.parameters())"),
     (
         "build_optimizer",
-        lambda it, model: _meet(model.parameters(), *(of["params"] for of in it.param_groups)),
+        lambda it, model: _have_common_item(model.parameters(), *(of["params"] for of in it.param_groups)),
         OF_THE_MODEL,
     ),
     ("build_scheduler", lambda it, _: it is None or hasattr(it, "step"), "a scheduler of torch's, or None"),
     (
         "build_scheduler",
-        lambda it, of: _meet((getattr(it, "optimizer", None) or of).param_groups, of.param_groups),
+        lambda it, of: _have_common_item((getattr(it, "optimizer", None) or of).param_groups, of.param_groups),
         "one of the optimizer it is given",
     ),
     ("build_loader", lambda it, _: not isinstance(it, DataLoader), WRAPPED),

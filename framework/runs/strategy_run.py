@@ -211,7 +211,7 @@ class StrategyRun:
             )
         self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
         if self.resumed is not None:
-            self.manager.drop_earlier_dropouts()
+            self.manager.disable_dropped_hooks()
             self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
             self._rows.truncate_to(self.state.loop)
             if position := self.resumed.manifest.get("digests"):

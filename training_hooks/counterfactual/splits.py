@@ -47,10 +47,11 @@ def squared_errors(gram: Tensor, shuffles: Tensor) -> Splits:
     for a fixed observed epoch. The error of the excess is the larger of its jackknife and of the placebos: with pᵢ the
     excess of shuffle i instead of the observed epoch against the K − 1 others, (1 − 1/K²) mean pᵢ². If the fractions of
     single epochs scatter about a common value with variance σ², the variance of an excess is σ²(1 + 1/K) with K
-    shuffles, and that of a placebo σ²(1 + 1/(K−1)); the factor is their quotient. Placebos scatter too little if
-    shuffles hardly agree, unlike the jackknife, and they are not valid for an epoch whose order has an effect. If the
-    excess is outside the 95 % interval about zero, the error is therefore at least the jackknife plus
-    :func:`observed_variance`.
+    shuffles, and that of a placebo σ²(1 + 1/(K−1)); the factor is their quotient.
+
+    Placebos vary too little if the shuffles hardly agree; the jackknife does not have this fault. Placebos are also
+    invalid for an epoch whose order has an effect. Therefore, if the excess is outside the 95 % interval around zero,
+    the error is at least the jackknife plus :func:`observed_variance`.
     """
     sets, count = shuffles.shape
     first = torch.zeros(sets, dtype=torch.long, device=gram.device)

@@ -20,11 +20,11 @@ from .element_samples import local_indices, sample_indices
 PIECE = 2**17
 """Elements that are copied or compared together, so that they stay in a processor's cache."""
 SAMPLED_PIECE = 2**15
-"""The same for sampled elements; fewer, since comparing them temporarily takes as much memory again."""
+"""The same for sampled elements; fewer, because the comparison needs temporary memory of the same size."""
 ROW = 1024
-"""Elements that are added up in one operation: the rounding error is 1e-7, for a million elements it would be 1e-5."""
+"""Elements per float32 sum: the rounding error is 1e-7; with a million elements it would be 1e-5."""
 SHORT = 2 * ROW
-"""Elements up to which a tensor is added up in one operation all the same: the calls of rows would cost more."""
+"""Tensors with at most this many elements are summed in one operation, because summing rows would cost more calls."""
 KIND = attrgetter("shape", "dtype", "device")
 Named = Mapping[str, nn.Parameter]
 
@@ -138,9 +138,9 @@ class ElementBuffer:
     ) -> list[Tensor]:
         """Return the norms of the changes since :meth:`keep`, and four counts for weights narrower than float32.
 
-        An element is driven if its gradient is not zero, and stuck if it is driven but only moved by decay. It is
-        decayed if it is not zero and has a decay, and undecayed if it is decayed but decay alone, rounded, would not
-        change it. The counts are 0 for float32 and wider. Overwrites the copies.
+        An element is driven if its gradient is not zero, and stuck if it is driven but only weight decay changed it. It
+        is decayed if weight decay applies to it and it is not zero, and undecayed if, in addition, the decay alone is
+        rounded away. The counts are 0 for float32 and wider. Overwrites the copies.
 
         Args:
             shards: this rank's parts of the parameters after the step.
