@@ -19,7 +19,7 @@ QUICK := not slow and not statistical and not process and not ranks and not comp
 # do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)
 
-.PHONY: types run fast fast-oldest fast-newest test slow oracle oracle-update lint docs site bench fastai xla clean
+.PHONY: types run fast fast-oldest fast-newest test slow oracle oracle-update shape lint docs site bench fastai xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -75,6 +75,10 @@ oracle-update: $(STAMP)
 types:
 	rm -rf build/types && mkdir -p build/types/loopscope
 	ln -s $(CURDIR)/framework/* $(foreach folder,training_hooks sinks experiments,$(CURDIR)/$(folder)) build/types/loopscope/
+
+# The structure of the source code in numbers; ARGS=--step lists the functions of one step, ARGS=--imports the modules.
+shape: $(STAMP)
+	@$(BIN)/python -m tests.shape $(ARGS)
 
 lint: $(STAMP) types
 	$(BIN)/ruff format --check .

@@ -24,7 +24,7 @@ KEYS = {"state", "pre_epoch", "hooks", "metrics", "samples", "errors", "left_out
 
 def capture_state(state: TrainingState, streams: StreamState) -> dict[str, Any]:
     """Return the training state by reference, as tensors and plain values, with the run's random ``streams``."""
-    return {part.name: part.stored.read(state, streams) for part in state.parts if part.stored is not None}
+    return {part.name: part.store(state, streams) for part in state.parts if part.is_stored}
 
 
 def restore_state(captured: Any, state: TrainingState, where: Path) -> None:
@@ -34,15 +34,15 @@ def restore_state(captured: Any, state: TrainingState, where: Path) -> None:
         UsageError: if it belongs to another model, optimizer, scheduler or loader, or is no complete training state.
             The message names its source, ``where``.
     """
-    stored = {part.name: part.stored for part in state.parts if part.stored is not None}
-    if not isinstance(captured, Mapping) or captured.keys() != stored.keys():
+    parts = [part for part in state.parts if part.is_stored]
+    if not isinstance(captured, Mapping) or captured.keys() != {part.name for part in parts}:
         raise UsageError(f"{where} does not contain a complete training state.")
     try:
-        for name, part in stored.items():
-            if misfit := part.misfit(state, captured[name]):  # checked for all parts before any is loaded
+        for part in parts:
+            if misfit := part.misfit(state, captured[part.name]):  # checked for all parts before any is loaded
                 raise UsageError(f"{where} {misfit}.")
-        for name, part in stored.items():
-            part.load(state, captured[name])
+        for part in parts:
+            part.load(state, captured[part.name])
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         text = str(error).strip().partition("\n")[0].rstrip(".")
         raise UsageError(f"{where} does not fit this run: {type(error).__name__}: {text}.") from error

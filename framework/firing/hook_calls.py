@@ -90,7 +90,8 @@ class HookCalls:
                 due_listeners = [listener for listener in due_listeners if listener in remaining]
             for listener in due_listeners:
                 if listener.intervention is None:
-                    self._observe(listener, context)
+                    observe = partial(self._observe, listener, context)
+                    self._hooks.call(listener.hook, listener.where, loop.step, observe)
                 else:
                     self._intervene(listener, listener.intervention, context)
             isolation.complete_checks()
@@ -103,10 +104,9 @@ class HookCalls:
             isolation.end_visit()
 
     def _observe(self, listener: Listener, context: RunDataContext) -> None:
-        hook, point, step = listener.hook, listener.point, self._state.loop.step
         # Metrics are added within the call, so that a tensor of a wrong shape is an error of the hook.
-        add = self._dispatch.add
-        self._hooks.call(hook, listener.where, step, lambda: add(hook, point, step, hook.compute(context)))
+        hook = listener.hook
+        self._dispatch.add(hook, listener.point, self._state.loop.step, hook.compute(context))
 
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
         point, step = listener.point, self._state.loop.step
@@ -158,6 +158,7 @@ class HookCalls:
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         series = loop.step_series if point in EPOCH_END else None
+        previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
         losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
         learning_rate = task.optimizer.param_groups[0]["lr"]
@@ -180,10 +181,10 @@ class HookCalls:
             step_lr=learning_rate if loop.step_lr is None else loop.step_lr,
             loss_scale=None if loop.loss is None else loop.loss_scale,
             skipped_steps=loop.skipped_steps,
-            accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
+            accumulated_grads=None if at_step or accumulated is None else MappingProxyType(accumulated),
             step_losses=losses,
             step_grad_norms=grad_norms,
-            prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
+            prev_step_grads=None if previous is None or not at_step else MappingProxyType(previous),
             target_grad=_frozen(self._isolated_target_grad(point)) if self._needs_target_grad else None,
             reference_weights=self._reference_weights,
         )

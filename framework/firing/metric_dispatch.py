@@ -1,12 +1,14 @@
-"""Delivery of metrics from hooks to sinks: full names, buffering, one transfer to the host, failed sinks."""
+"""Delivery of metrics from hooks to sinks: buffering, one transfer to the host, full names, failed sinks."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ..errors import RunNotice, StateMutationError, UsageError, nearest
@@ -17,7 +19,7 @@ from ..hooks import (
     MetricInfo,
     Metrics,
     MetricSink,
-    PendingMetrics,
+    MetricValue,
     RunInfo,
     Series,
     SinkRegistry,
@@ -25,6 +27,159 @@ from ..hooks import (
     collect_alerts,
 )
 from ..isolation import Call, Isolation
+
+Group = tuple[torch.device, torch.dtype]
+Origin = TypeVar("Origin")
+
+
+class PendingMetrics(Generic[Origin]):
+    """A queue of metrics whose tensors stay on their devices, as copies that later changes do not affect.
+
+    ``add`` copies the tensors of one hook call into one small vector per device and dtype; ``to_host`` concatenates the
+    vectors of all calls and moves them to the host in one transfer per device, for all dtypes together.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Origin, Metrics, list[Group]]] = []
+        self._packed: dict[Group, list[Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, origin: Origin, metrics: Metrics) -> Metrics:
+        """Queue the metrics of one hook call, identified by its ``origin``, and return them with copied tensors.
+
+        Raises:
+            ValueError: a tensor is not zero-dimensional.
+            TypeError: ``metrics`` is not a mapping from strings to metric values.
+        """
+        if type(metrics) is not dict or {*map(type, metrics)} != {str}:
+            _require_names(metrics)
+        leaves: list[Tensor] = []
+        copied: dict[str, MetricValue] = {}
+        is_flat = True
+        for name, value in metrics.items():
+            kind = type(value)
+            if kind is Tensor and not value.ndim and value.dtype.is_floating_point and not value.is_meta:
+                leaves.append(value)
+            elif kind is not float:
+                value, is_flat = _copied_value(value, leaves, name), False
+            copied[name] = value
+        if not leaves:
+            self._entries.append((origin, copied, []))
+            return copied
+        keys: list[Group] = []
+        groups: dict[Group, list[Tensor]] = {}
+        for leaf in leaves:
+            keys.append((leaf.device, leaf.dtype))
+            groups.setdefault(keys[-1], []).append(leaf)
+        copies: dict[Group, Iterator[Tensor]] = {}
+        for key, group in groups.items():
+            vector = torch.stack(group).detach()
+            self._packed.setdefault(key, []).append(vector)
+            copies[key] = iter(vector.unbind())
+        self._entries.append((origin, copied, keys))
+        if not is_flat:
+            return _substituted(copied, keys, copies)
+        # The most frequent metrics, numbers and tensors without containers, are replaced without further calls.
+        result: dict[str, MetricValue] = {}
+        remaining_keys = iter(keys)
+        for name, value in copied.items():
+            result[name] = value if type(value) is float else next(copies[next(remaining_keys)])
+        return result
+
+    def on_host(self) -> list[tuple[Origin, dict[str, Any]]]:
+        """Return the origin and the host values of every queued call, in order."""
+        numbers = _on_host({key: torch.cat(vectors) for key, vectors in self._packed.items()})
+        return [(origin, _substituted(metrics, keys, numbers)) for origin, metrics, keys in self._entries]
+
+    def to_host(self) -> list[tuple[Origin, dict[str, Any]]]:
+        """Return the result of :meth:`on_host` and clear the queue."""
+        host = self.on_host()
+        self._entries.clear()
+        self._packed.clear()
+        return host
+
+
+def _on_host(vectors: Mapping[Group, Tensor]) -> dict[Group, Iterator[Any]]:
+    """Return the exact numbers of each vector, after one transfer per device.
+
+    Vectors of several dtypes are transferred as bytes, the widest dtype first, so that every vector is aligned.
+    """
+    by_device: dict[torch.device, list[Group]] = {}
+    for group in sorted(vectors, key=lambda group: group[1].itemsize, reverse=True):
+        by_device.setdefault(group[0], []).append(group)
+    numbers: dict[Group, Iterator[Any]] = {}
+    for groups in by_device.values():
+        if len(groups) == 1:
+            numbers[groups[0]] = iter(vectors[groups[0]].tolist())
+            continue
+        raw = torch.cat([vectors[group].view(torch.uint8) for group in groups]).cpu()
+        parts = raw.split_with_sizes([vectors[group].nbytes for group in groups])
+        numbers |= {group: iter(part.view(group[1]).tolist()) for group, part in zip(groups, parts, strict=True)}
+    return numbers
+
+
+def _substituted(metrics: Metrics, keys: list[Group], values: Mapping[Group, Iterator[Any]]) -> dict[str, Any]:
+    """Return the metrics with each tensor replaced by the next value of its group."""
+    if not keys:
+        return dict(metrics)
+    replacements = iter([next(values[key]) for key in keys])
+    return {name: _with_numbers(value, replacements) for name, value in metrics.items()}
+
+
+def _require_names(metrics: object) -> None:
+    """Raise ``TypeError`` unless ``metrics`` is a mapping whose keys are strings."""
+    if not isinstance(metrics, Mapping):
+        kind = "None" if metrics is None else f"a {type(metrics).__name__}"
+        raise TypeError(f"returned {kind}; a hook returns a dict of metrics, {{}} if it has none")
+    if invalid := [name for name in metrics if not isinstance(name, str)]:
+        raise TypeError(f"returned a metric under the name {invalid[0]!r}; names of metrics are strings")
+
+
+def _copied_value(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
+    """Copy the containers of a metric value, which its hook may reuse, and append its tensors to ``leaves``.
+
+    NumPy scalars and zero-dimensional arrays become Python numbers.
+    """
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        kind, shape = "a tensor" if isinstance(value, Tensor) else "an array", tuple(value.shape)
+        remedy = "metrics are zero-dimensional tensors: return its mean or norm, or .tolist()"
+        raise ValueError(f"returned {kind} of shape {shape} as {name!r}; {remedy}")
+    if isinstance(value, Tensor) and not (value.is_complex() or value.is_meta):
+        leaves.append(value)
+        return value
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = float(value) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, Mapping):
+        return {_plain_key(key): _copied_value(item, leaves, key) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied_value(item, leaves, name) for item in value]
+    if not isinstance(value, (int, float)):
+        kind = f"tensor of {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        remedy = "a metric is a float, int, bool or zero-dimensional tensor, or a list or dict of these"
+        raise TypeError(f"returned a {kind} as a metric; {remedy}; its name is {name!r}")
+    return value
+
+
+def _plain_key(key: object) -> object:
+    if isinstance(key, np.generic):
+        key = key.item()
+    if not isinstance(key, (str, int, float)):
+        raise TypeError(f"returned a dict with the key {key!r} as a metric; such keys are strings or numbers")
+    return key
+
+
+def _with_numbers(value: MetricValue, numbers: Iterator[Any]) -> Any:
+    """Return ``value`` with its tensors replaced, in order, by the next items of ``numbers``."""
+    if isinstance(value, Tensor):
+        return next(numbers)
+    if isinstance(value, Mapping):
+        return {key: _with_numbers(item, numbers) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_numbers(item, numbers) for item in value]
+    return value
+
 
 RowsOf = Callable[[int], Tensor | None]
 """Returns the row numbers of a step, or ``None`` if they are unknown."""

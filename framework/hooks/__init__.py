@@ -10,7 +10,7 @@ from .contexts import (
 from .hook_points import (
     ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
 )
-from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
+from .metrics import Metrics, MetricSink, MetricValue, Series
 from .model_data_context import ModelDataContext
 from .selection import (
     GROUPS, KEYWORDS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks,
@@ -48,7 +48,6 @@ __all__ = [
     "ModelDataContext",
     "ObserverServices",
     "OptimizerGroup",
-    "PendingMetrics",
     "Recovery",
     "Remembered",
     "Remembering",

@@ -79,6 +79,8 @@ class TapSet:
         self._separate: list[tuple[TapOwner, nn.Module, ForwardCallbacks]] = []
         self._disabled_depth = 0
         self._in_separate_pass = False
+        self.is_idle = not self._compiled
+        """Whether :meth:`disabled` has no effect: no tap was attached, and the model is not compiled."""
         self._stances = ExitStack()
 
     def attach(self, owner: TapOwner, taps: Iterable[Tap]) -> None:
@@ -89,6 +91,7 @@ class TapSet:
         """
         try:
             for tap in taps:
+                self.is_idle = False
                 if isinstance(tap, QuantizationTap):
                     self._attach_to_quantizers(owner, tap)
                 else:

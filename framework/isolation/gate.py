@@ -1,5 +1,6 @@
 """The gate for all user code: derived random streams, checks of read-only calls, rollback of interventions."""
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
-from ..state import StreamState, TrainingState, entered_modes, leave_modes
+from ..state import MODE_COUNTERS, StreamState, TrainingState, entered_modes, leave_modes
 from .guardian import Snapshot
 from .tripwire import Audit, Tripwire
 
@@ -49,9 +50,10 @@ class Isolation:
         self._audit = Audit(state, enabled=audit)
         self._guardian = Snapshot(guardian_device)
         self._saved_streams: StreamState | None = None
-        self._is_saved = False
+        self._is_saved = self._holds_copies = False
         self._has_commit = False
-        self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
+        self._modes: tuple[int, ...] = entered_modes()
+        self._grad_mode = torch.is_grad_enabled()
         self._unfinished_calls: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
         self._rewriting_calls: set[tuple[str, str]] = set()
@@ -71,7 +73,7 @@ class Isolation:
         self._saved_streams = self._streams.save()
         self._is_saved = self._has_commit = False
         self._unfinished_calls = []
-        self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
+        self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
         if self._audit.enabled:
             self.rebase()
         else:
@@ -81,9 +83,12 @@ class Isolation:
         """Complete the pending checks and restore the run's random streams, also after an error."""
         # Cleared first, so that the next visit starts from a clean state even if an error is raised below.
         saved, self._saved_streams = self._saved_streams, None
-        self._guardian.release()
+        if self._holds_copies:
+            self._holds_copies = False
+            self._guardian.release()
         try:
-            self.complete_checks()
+            if self._unfinished_calls:
+                self.complete_checks()
         finally:
             self._tripwire.release()
             if saved is not None:
@@ -135,7 +140,8 @@ class Isolation:
             raise
         finally:
             torch._C._set_grad_enabled(self._grad_mode)
-            leave_modes(self._modes)
+            if (*map(operator.call, MODE_COUNTERS),) != self._modes:
+                leave_modes(self._modes)
             if is_full:
                 self.check(call)
             else:
@@ -213,7 +219,7 @@ class Isolation:
             self._state.sharding.refuse_gathered()
             with library_warnings_ignored():
                 self._guardian.save(self._state)
-            self._is_saved = True
+            self._is_saved = self._holds_copies = True
         if not mutates:
             self._needs_full_check(call, self._tripwire)
         self._streams.derive(call.name, call.where, call.step)
@@ -270,7 +276,7 @@ class Isolation:
             self._saved_streams.restore()
 
 
-def _restore_cheaply(tripwire: Tripwire, modes: tuple[int, int]) -> None:
+def _restore_cheaply(tripwire: Tripwire, modes: tuple[int, ...]) -> None:
     """Undo the cheap changes of a call that raised, so that its own error is reported if that suffices."""
     leave_modes(modes)  # first, since an entered mode could intercept the other operations
     with library_warnings_ignored():  # a warning raised as an error would leave the rollback incomplete

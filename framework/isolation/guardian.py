@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..state import (
     GENERATORS,
     BriefIdentities,
-    Guarded,
+    Part,
     Structure,
     TensorIdentities,
     TrainingState,
@@ -88,7 +88,7 @@ class Snapshot(Transient):
         self._temporary: tuple[Structure, BriefIdentities | TensorIdentities] | None = None
         self._persistent_bytes = Buffers(device)
         self._temporary_bytes = Buffers(device)
-        self._saved_parts: list[tuple[Guarded, Any]] = []
+        self._kept_parts: list[tuple[Part, Any]] = []
         self._natives: list[list[Any]] = []
 
     @property
@@ -106,13 +106,13 @@ class Snapshot(Transient):
         Raises:
             UsageError: if the state of an object is out of reach; the error names the object.
         """
-        parts = [part.guarded for part in state.parts if self._with_streams or part is not GENERATORS]
+        parts = [part for part in state.parts if self._with_streams or part is not GENERATORS]
         state.sharding.scatter()  # otherwise a gathered copy that an intervention left would be saved
         with torch.no_grad():
             persistent = self._refresh_persistent(state, parts)
-        self._saved_parts = [(part, part.save(state, persistent.identities.owners)) for part in parts]
+        self._kept_parts = [(part, part.keep(state, persistent.identities.owners)) for part in parts]
         temporary_roots = chain.from_iterable(
-            [part.temporary(saved) for part, saved in self._saved_parts if part.temporary is not None]
+            [part.temporary(kept) for part, kept in self._kept_parts if part.has_temporary]
         )
         with torch.no_grad():
             structure = Structure(temporary_roots, excluded=persistent.structure.seen)
@@ -129,7 +129,7 @@ class Snapshot(Transient):
         copy_each(self._copies, persistent.identities.bytes + identities.bytes)
         return self
 
-    def _refresh_persistent(self, state: TrainingState, parts: list[Guarded]) -> Objects:
+    def _refresh_persistent(self, state: TrainingState, parts: list[Part]) -> Objects:
         roots = (*chain.from_iterable([part.persistent(state) for part in parts]),)
         persistent = self._persistent
         if persistent is None or addresses(roots) != addresses(self._roots) or not persistent.is_current():
@@ -144,16 +144,16 @@ class Snapshot(Transient):
         if persistent is None or temporary is None:
             raise RuntimeError("restore() was called before save(), so the snapshot is empty; call save() first.")
         owners = persistent.identities.owners
-        for part, saved in self._saved_parts:
+        for part, kept in self._kept_parts:
             # Settings such as inference mode, under which tensors cannot be restored.
             if part.restored_first:
-                part.restore(state, owners, saved)
+                part.restore(state, owners, kept)
         with torch.no_grad():
             for objects in (persistent.structure, persistent.identities, *temporary):
                 objects.restore()
-        for part, saved in self._saved_parts:
+        for part, kept in self._kept_parts:
             if not part.restored_first:
-                part.restore(state, owners, saved)
+                part.restore(state, owners, kept)
         for structure, states in zip((persistent.structure, temporary[0]), self._natives, strict=True):
             structure.write_natives(states)
         # Bytes last, into the restored storages.
@@ -162,7 +162,7 @@ class Snapshot(Transient):
     def release(self) -> None:
         """Drop gradients and accumulators, so that their memory can be freed."""
         self._temporary = None
-        self._saved_parts = []
+        self._kept_parts = []
         self._natives = []
 
 

@@ -5,20 +5,19 @@ The tripwire compares identities, pointers, versions and modes. It cannot prove 
 and after every call.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain
+from functools import partial, wraps
+from itertools import chain, islice
 from operator import attrgetter, call
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..errors import StateMutationError, listed
+from ..errors import StateMutationError, library_warnings_ignored, listed
 from ..state import TrainingState, differing, digest_of, local_shards
 from .guardian import Objects
-from .warned_checks import unaffected_by_warnings
-from .watch_list import WatchList, same_values
+from .watch_list import WatchList, in_flight, same_values
 
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
 # map() with attrgetter is the fastest reader: 9 µs for 150 tensors, and as long again for their pointers.
@@ -28,6 +27,36 @@ _pointer = Tensor.data_ptr
 
 
 Sweep = tuple[Any, ...]
+Checker = TypeVar("Checker", bound=type)
+
+
+def unaffected_by_warnings(*methods: str) -> Callable[[Checker], Checker]:
+    """Return a class decorator for methods that read the state and raise :class:`StateMutationError` for a change.
+
+    If a warning filter turns a library's warning into an error, the method is called again with warnings ignored.
+    Ignoring them from the start would cost each call 2 µs.
+    """
+
+    def decorate(checker: Checker) -> Checker:
+        for name in methods:
+            setattr(checker, name, _unaffected(getattr(checker, name)))
+        return checker
+
+    return decorate
+
+
+def _unaffected(method: Callable[..., None]) -> Callable[..., None]:
+    @wraps(method)
+    def check(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except (Warning, StateMutationError) as error:
+            if not isinstance(error, Warning) and not isinstance(error.__cause__, Warning):
+                raise
+            with library_warnings_ignored():
+                method(*args, **kwargs)
+
+    return check
 
 
 @unaffected_by_warnings("take_baseline", "record_bytes", "check_bytes", "check_quickly", "check_rest")
@@ -53,6 +82,8 @@ class Tripwire:
 
     def take_baseline(self) -> None:
         """Take the baseline of a dispatch."""
+        if not self.watch.has_equal_keys():
+            self.watch = WatchList(self._state)
         self._quick, tensors = self._sweep()
         self._rest = self._sweep_rest(tensors)
         if not self.watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
@@ -114,22 +145,23 @@ class Tripwire:
 
     def _quick_is_same(self, now: Sweep) -> bool:
         """Return whether a quick sweep read the same objects or equal values, and no tensor was written to."""
-        if self.watch.holds(now[0], now[1]) and _equal(now[2:], self._quick[2:]):
-            return True
+        try:
+            if self.watch.holds(now[0], now[1]) and now[2:] == self._quick[2:]:
+                return True
+        except Exception:  # the comparison of two different tensors may raise
+            pass
         return all(map(same_values, self._quick[:-1], now[:-1])) and self._quick[-1] == now[-1]
-
-    def _rest_is_same(self, now: Sweep) -> bool:
-        """Return whether the rest of a complete sweep read the same objects or equal values."""
-        if self._attribute_addresses != self.watch.attribute_addresses and not same_values(self._rest[0], now[0]):
-            return False
-        return _equal(now[1:], self._rest[1:])
 
     def check_rest(self, culprit: object) -> None:
         """Extend the latest quick sweep to a complete one; raise :class:`StateMutationError` for changes."""
         try:
-            rest = self._sweep_rest(self._swept)
-            differs = not self._rest_is_same(rest) or any(self.watch.empty)
-            changes = self._changes_of_rest(rest) if differs else []
+            rest, previous = self._sweep_rest(self._swept), self._rest
+            has_equal_attributes = self._attribute_addresses == self.watch.attribute_addresses
+            try:
+                is_same = (has_equal_attributes or same_values(previous[0], rest[0])) and rest[1:] == previous[1:]
+            except Exception:  # the comparison of two different tensors may raise
+                is_same = False
+            changes = [] if is_same and not any(self.watch.empty) else self._changes_of_rest(rest)
         except Exception as error:
             raise unreadable_state(culprit, error) from error
         if changes:
@@ -143,7 +175,8 @@ class Tripwire:
         """
         watch = self.watch
         pairs = (
-            *zip(watch.value_parts, self._rest[1:], strict=False),
+            *zip(watch.getter_parts, self._readings(self._rest[2]), strict=False),
+            *zip(watch.value_parts, self._rest[3:], strict=False),
             *zip(watch.tensor_parts, self._quick[2:], strict=False),
         )
         steps: list[Callable[[], object]] = [partial(part.restore, value) for part, value in pairs if part.restore]
@@ -161,7 +194,7 @@ class Tripwire:
         watch = self.watch
         pure = (*chain.from_iterable(watch.pure_views),)
         mixed = (*chain.from_iterable(watch.mixed_views),)
-        frequent = [*map(tuple, map(call, watch.tensor_readers))]
+        frequent = [*map(tuple, map(call, watch.tensor_readers)), *map(in_flight, watch.flights)]
         temporary = [tensor for group in frequent for tensor in group if tensor is not None]
         tensors = [*pure, *watch.nested_tensors, *temporary]
         # Writes to the local shard of a DTensor do not increment the version counter of the DTensor itself.
@@ -173,7 +206,11 @@ class Tripwire:
         """Return the contents of attributes, the plain values, versions of tensors on attributes, and pointers."""
         watch = self.watch
         attributes = watch.read_attributes()
-        values = map(tuple, map(call, watch.value_readers))
+        try:
+            readings = (*map(call, chain.from_iterable(watch.getters)),)
+        except Exception:  # a setting cannot be read while it contradicts another
+            readings = tuple([_reading(getter) for getter in chain.from_iterable(watch.getters)])
+        values = (watch.read_spaces(), readings, *map(tuple, map(call, watch.value_readers)))
         attribute_tensors = watch.tensors_of(attributes)
         if not attribute_tensors:
             return (attributes, *values, (), _column(_pointer, tensors))
@@ -186,13 +223,19 @@ class Tripwire:
             _column(_pointer, [*tensors, *attribute_tensors]),
         )
 
+    def _readings(self, flat: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """Yield the results of each part's getters."""
+        rest = iter(flat)
+        for getters in self.watch.getters:
+            yield (*islice(rest, len(getters)),)
+
     def _changes(self, now: Sweep) -> list[str]:
         """Name the differences between a quick sweep and the baseline."""
         previous, watch = self._quick, self.watch
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), previous, now, strict=False)
         changes = [watch.place(containers, old, names) for containers, old, new in tables if not same_values(old, new)]
-        frequent = zip(watch.tensor_parts, previous[2:], now[2:], strict=False)
+        frequent = zip((*watch.tensor_parts, *watch.flight_parts), previous[2:], now[2:], strict=False)
         changes += [part.label for part, old, new in frequent if not same_values(old, new)]
         if changes or len(previous[-1]) != len(now[-1]):
             return changes
@@ -204,7 +247,11 @@ class Tripwire:
         changes: list[str] = []
         if not same_values(previous[0], now[0]):
             changes.append(watch.attribute(previous[0], now[0], self._state.names()))
-        for part, old, new in zip(watch.value_parts, previous[1:], now[1:], strict=False):
+        if not same_values(previous[1], now[1]):
+            changes.append(watch.part_of_space(previous[1], now[1]).label)
+        readings = zip(watch.getter_parts, self._readings(previous[2]), self._readings(now[2]), strict=True)
+        values = zip(watch.value_parts, previous[3:], now[3:], strict=False)
+        for part, old, new in chain(readings, values):
             if not same_values(old, new):
                 changes += part.differences(old) if part.differences is not None else [part.label]
         attribute_tensors = watch.tensors_of(now[0])
@@ -254,12 +301,11 @@ def _number(read: Callable[[Tensor], int], tensor: Tensor) -> int:
         return -1
 
 
-def _equal(previous: Sweep, now: Sweep) -> bool:
-    """Compare two sweeps; a comparison that raises, as that of two different tensors may, counts as unequal."""
+def _reading(getter: Callable[[], Any]) -> Any:
     try:
-        return bool(previous == now)
+        return getter()
     except Exception:
-        return False
+        return None
 
 
 def mutation_error(culprit: object, changes: list[str]) -> StateMutationError:

@@ -1,16 +1,17 @@
 """Flat lists of everything that a sweep of the tripwire reads, and the comparison of two sweeps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import call, itemgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..state import ATOMS, TrainingState, addresses, is_sharded, nested
+from ..state import ATOMS, TrainingState, Transient, Watched, addresses, is_sharded, nested, tensors_of
 
 _NOT_CONTAINERS = (*ATOMS, Tensor)
 _MISSING = object()
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class WatchList:
@@ -22,7 +23,7 @@ class WatchList:
 
     def __init__(self, state: TrainingState) -> None:
         self.parameters = [*state.model.parameters()]
-        watched = [(part.name, part.watched(state)) for part in state.parts]
+        watched = [(part.name, part.watch(state)) for part in state.parts]
         self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.containers)}
         self._owners |= {id(space): name for name, part in watched for space, _ in part.named_attributes}
         tables = [table for _, part in watched for table in part.tables]
@@ -38,13 +39,21 @@ class WatchList:
         entries = [entry for _, part in watched for entry in part.named_attributes]
         self._spaces, self._getters = [space for space, _ in entries], [itemgetter(*keys) for _, keys in entries]
         self._attribute_keys = [(space, key) for space, keys in entries for key in keys]
-        tensor_parts = [(part.read_tensors, part) for _, part in watched if part.read_tensors is not None]
-        value_parts = [(part.read_values, part) for _, part in watched if part.read_values is not None]
-        self.tensor_readers, self.tensor_parts = [read for read, _ in tensor_parts], [part for _, part in tensor_parts]
-        self.value_readers, self.value_parts = [read for read, _ in value_parts], [part for _, part in value_parts]
-        deciding = [part.read_values for _, part in watched if part.read_values is not None and part.decides_containers]
-        self._deciding_values = [(read, tuple(read())) for read in deciding]
-        self._keys = _keys_by_container([*tables, *containers])
+        parts = [part for _, part in watched]
+        self.tensor_parts = [part for part in parts if part.read_tensors is not None]
+        self.tensor_readers = [part.read_tensors for part in parts if part.read_tensors is not None]
+        self.flight_parts = [part for part in parts if part.in_flight]
+        self.flights = [_value_views([*part.in_flight]) for part in self.flight_parts]
+        self.value_parts = [part for part in parts if part.read_values is not None]
+        self.value_readers = [part.read_values for part in parts if part.read_values is not None]
+        self.getter_parts = [part for part in parts if part.getters]
+        self.getters = [part.getters for part in self.getter_parts]
+        spaces = [(space, part) for part in parts for space in part.spaces]
+        self._value_spaces, self._space_parts = [space for space, _ in spaces], [part for _, part in spaces]
+        self._space_views = _value_views(self._value_spaces)
+        self._keyed = [(part.key, part.refresh) for part in parts if part.key is not None]
+        self._keys_read = [tuple(read()) for read, _ in self._keyed]
+        self._keys = _keys_by_container([*tables, *containers, *self._value_spaces])
         self.tensors = (*chain.from_iterable(self.pure_views),)
         self.other_values = (*chain.from_iterable(self.mixed_views),)
         self._tensor_addresses, self._other_addresses = addresses(self.tensors), addresses(self.other_values)
@@ -55,6 +64,15 @@ class WatchList:
         direct = {*map(id, self.tensors)}
         self.nested_tensors = [leaf for leaf in leaves if id(leaf) not in direct]
         self.sharded = any(map(is_sharded, self.parameters))
+
+    def has_equal_keys(self) -> bool:
+        """Return whether all parts still have the containers of this list, after refreshing parts whose key differs."""
+        for index, (read, refresh) in enumerate(self._keyed):
+            if (key := tuple(read())) != self._keys_read[index]:
+                if refresh is None or not refresh():
+                    return False
+                self._keys_read[index] = key
+        return True
 
     def read_attributes(self) -> tuple[Any, ...]:
         """Return the numbers of attributes of objects, the compared attributes, and the contents of containers."""
@@ -69,11 +87,26 @@ class WatchList:
         """Return whether the tables still hold the same objects as when this list was built."""
         return addresses(tensors) == self._tensor_addresses and addresses(others) == self._other_addresses
 
+    def read_spaces(self) -> tuple[Any, ...]:
+        """Return the sizes of the watched dicts, and all of their values with their types.
+
+        By their types ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons.
+        """
+        values = (*chain.from_iterable(self._space_views),)
+        return (*map(len, self._space_views), *values, *map(type, values))
+
+    def part_of_space(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> Watched:
+        """Return the part of the first dict that differs between two results of :meth:`read_spaces`."""
+        index, count = _first_difference(previous, now), len(self._value_spaces)
+        if index < count:
+            return self._space_parts[index]
+        # The sizes are equal, so that the position of a value or type gives its dict.
+        owners = [part for part, size in zip(self._space_parts, now[:count], strict=True) for _ in range(size)]
+        return owners[(index - count) % len(owners)]
+
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
         """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors now."""
         if any(self.empty) or not self.holds(tensors, others):
-            return False
-        if any([tuple(read()) != previous for read, previous in self._deciding_values]):
             return False
         # Plain values are new objects at most steps, so different addresses do not yet require a new list.
         now = self.attribute_addresses  # the addresses of ``attributes``: tensors_of() was just called with them
@@ -129,6 +162,26 @@ class WatchList:
                 key = _changed_key(dict(zip(keys if len(keys) == size else container, former, strict=False)), container)
                 return f"{self.name(container, names)}.{_key_name(key, names)}"
         return "a container"
+
+
+def in_flight(views: Sequence[Iterable[Any]]) -> tuple[Tensor, ...]:
+    """Return the tensors of a step, such as batch, losses and gradients, in the values of some dicts, given as views.
+
+    Nearly every value is a tensor, or a tuple or dict of plain tensors; only other batches are walked completely.
+    """
+    tensors: list[Tensor] = []
+    for value in chain.from_iterable(views):
+        kind = type(value)
+        if kind is Tensor:
+            tensors.append(value)
+        elif kind not in ATOMS and not issubclass(kind, Transient):
+            items = [*value.values()] if kind is dict else [*value] if kind in (tuple, list) else [value]
+            kinds = {*map(type, items)}
+            if kinds <= _PLAIN:
+                tensors += items
+            elif not kinds <= ATOMS:
+                tensors += tensors_of(value)
+    return tuple(tensors)
 
 
 def _keys_by_container(containers: list[Any]) -> dict[int, tuple[Any, ...]]:

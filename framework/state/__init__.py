@@ -3,10 +3,10 @@
 from .accelerators import reset_memory_peak
 from .digest import described
 from .digest import digest as digest_of
-from .flags import deterministic, entered_modes, explain_nondeterminism, leave_modes, settings
+from .flags import MODE_COUNTERS, deterministic, entered_modes, explain_nondeterminism, leave_modes, settings
 from .model_parts import InternalFunction, InternalHook
 from .objects import ATOMS, Transient
-from .parts import Guarded, LoopState, Part, Stored, Watched, copy_of_batch, nested, tensors_of, visited
+from .parts import LoopState, Part, Watched, copy_of_batch, nested, tensors_of, visited
 from .random_streams import RandomStreams, StreamState, seed_everything
 from .sharding import fully_sharded_modules, resharded_afterwards
 from .structure import Structure
@@ -22,14 +22,14 @@ from .vectors import (
 )
 
 __all__ = [
-    "ATOMS", "BY_GROUP", "EXTRAS", "GENERATORS", "ON_DEMAND", "PARTS", "SPLIT_FROM", "WIDE", "BriefIdentities",
-    "Guarded", "InternalFunction", "InternalHook", "LoopState", "Part", "RandomStreams", "Stored", "StreamState",
+    "ATOMS", "BY_GROUP", "EXTRAS", "GENERATORS", "MODE_COUNTERS", "ON_DEMAND", "PARTS", "SPLIT_FROM", "WIDE",
+    "BriefIdentities", "InternalFunction", "InternalHook", "LoopState", "Part", "RandomStreams", "StreamState",
     "Structure", "TensorIdentities", "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses",
-    "axpy", "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "described", "deterministic", "differing",
-    "digest_of", "dot", "dtensor_class", "entered_modes", "explain_nondeterminism", "fully_sharded_modules",
-    "gradients", "groups_of", "in_bytes", "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "is_uninitialised",
-    "joint_norm", "laid_out_like", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested",
-    "norm", "norm_of_each", "norms", "optimizers_of", "over_shards", "overwrite", "reachable_from_modules",
-    "reset_memory_peak", "resharded_afterwards", "scaled", "seed_everything", "settings", "tensors_of", "trainable",
-    "unsharded", "visited", "widened", "without_on_demand",
+    "axpy", "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "described", "deterministic",
+    "differing", "digest_of", "dot", "dtensor_class", "entered_modes", "explain_nondeterminism",
+    "fully_sharded_modules", "gradients", "groups_of", "in_bytes", "inner_tensors", "is_cut_off", "is_partial",
+    "is_sharded", "is_uninitialised", "joint_norm", "laid_out_like", "leave_modes", "live_gradients", "local_shards",
+    "max_abs", "minus", "nested", "norm", "norm_of_each", "norms", "optimizers_of", "over_shards", "overwrite",
+    "reachable_from_modules", "reset_memory_peak", "resharded_afterwards", "scaled", "seed_everything", "settings",
+    "tensors_of", "trainable", "unsharded", "visited", "widened", "without_on_demand",
 ]

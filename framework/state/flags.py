@@ -3,11 +3,12 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import call
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from operator import call, eq
+from typing import Any
 
 import torch
 from torch.backends import mha
@@ -53,11 +54,98 @@ MISSING = " does not have a deterministic implementation"
 _guards: list[Any] = []
 
 
-class Flag(NamedTuple):
-    """Getter and setter of one setting."""
+class Flag:
+    """Getter and setter of one setting.
 
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
+    A subclass whose getter is a Python function also returns readers, functions implemented in C that a tripwire calls
+    instead, and computes the setting from what they return.
+    """
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.get, self.put = get, put
+
+    def readers(self) -> Sequence[Callable[[], Any]]:
+        """Return functions without arguments that together read the setting."""
+        return (self.get,)
+
+    def value_of(self, readings: Sequence[Any]) -> Any:
+        """Return the setting, given the results of the readers; a reader that raised gives ``None``."""
+        return readings[0]
+
+
+class ModeStack(Flag):
+    """A stack of entered modes: one reader for its length and one for each mode that is entered now."""
+
+    def __init__(
+        self, length: Callable[[], int], at: Callable[[int], Any], put: Callable[[tuple[Any, ...]], None]
+    ) -> None:
+        self.length, self._at = length, at
+        super().__init__(self._modes, put)
+
+    def _modes(self) -> tuple[Any, ...]:
+        length = self.length()
+        return tuple([self._at(index) for index in range(length)]) if length else ()
+
+    def readers(self) -> Sequence[Callable[[], Any]]:
+        """Return the readers, which are valid while the stack is not longer."""
+        return (self.length, *[partial(self._at, index) for index in range(self.length())])
+
+    def value_of(self, readings: Sequence[Any]) -> Any:
+        """Return the modes; with a newer mode, which has no reader, those that are entered now."""
+        return self.get() if readings[0] > len(readings) - 1 else tuple(readings[1 : 1 + readings[0]])
+
+
+class DefaultDevice(Flag):
+    """The device of ``torch.set_default_device``: a mode on the function stack, stored per thread, and its device."""
+
+    def readers(self) -> Sequence[Callable[[], Any]]:
+        """Read both places; the attribute of a thread-local object is looked up at every call."""
+        context: Any = torch._GLOBAL_DEVICE_CONTEXT  # type: ignore[attr-defined]
+        return (partial(getattr, context, "device_context", None), partial(getattr, default_device, "CURRENT_DEVICE"))
+
+    def value_of(self, readings: Sequence[Any]) -> Any:
+        """Return the mode and the device."""
+        return tuple(readings)
+
+
+class AutocastNesting(Flag):
+    """The nesting depth of autocast, which torch returns only when it changes it: incremented, then decremented."""
+
+    def readers(self) -> Sequence[Callable[[], Any]]:
+        """Return two functions whose calls in this order leave the depth unchanged."""
+        return (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+
+    def value_of(self, readings: Sequence[Any]) -> Any:
+        """Return the depth after the decrement."""
+        return readings[1]
+
+
+class MatmulPrecision(Flag):
+    """The legacy precision of float32 products, whose C getter raises while it contradicts those by backend."""
+
+    def readers(self) -> Sequence[Callable[[], Any]]:
+        """Return the C getter; the value of a reader that raises is ``None``."""
+        return (_C._get_float32_matmul_precision,)
+
+
+class HooksOfAll(Flag):
+    """The hooks on all modules or optimizers; almost always there are none, which one call can tell."""
+
+    def readers(self) -> Sequence[Callable[[], Any]]:
+        """Return one reader of all tables if they are empty, otherwise one per table."""
+        if any(_HOOKS_OF_ALL):
+            return [partial(tuple, table.items()) for table in _HOOKS_OF_ALL]
+        return (partial(any, _HOOKS_OF_ALL),)
+
+    def value_of(self, readings: Sequence[Any]) -> Any:
+        """Return the items of every table, or an empty list if all are empty."""
+        if len(readings) == 1:
+            return self.get() if readings[0] else []
+        return [[*items] for items in readings] if any(readings) else []
+
+
+MODE_COUNTERS = (_C._len_torch_function_stack, _C._len_torch_dispatch_stack)
+"""C functions that return the numbers of entered function modes and dispatch modes."""
 
 
 def entered_modes() -> tuple[int, int]:
@@ -65,20 +153,15 @@ def entered_modes() -> tuple[int, int]:
     return _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
 
 
-def leave_modes(previous: tuple[int, int]) -> None:
+def leave_modes(previous: tuple[int, ...]) -> None:
     """Leave the modes entered since ``entered_modes`` returned ``previous``; they could intercept any check."""
     if previous != (_C._len_torch_function_stack(), _C._len_torch_dispatch_stack()):
-        _set_function_modes(_function_modes()[: previous[0]])
-        _set_dispatch_modes(_dispatch_modes()[: previous[1]])
+        _set_function_modes(_FUNCTION_MODES.get()[: previous[0]])
+        _set_dispatch_modes(_DISPATCH_MODES.get()[: previous[1]])
 
 
 # torch has no public functions to read or set the two stacks of modes. Its own context managers use these private ones
 # (torch/overrides.py, torch/utils/_python_dispatch.py), which torch 2.9 to 2.15 have.
-
-
-def _function_modes() -> tuple[Any, ...]:
-    length = _C._len_torch_function_stack()
-    return tuple([_C._get_function_stack_at(index) for index in range(length)]) if length else ()
 
 
 def _set_function_modes(modes: tuple[Any, ...]) -> None:
@@ -88,13 +171,8 @@ def _set_function_modes(modes: tuple[Any, ...]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-def _dispatch_modes() -> tuple[Any, ...]:
-    length = _C._len_torch_dispatch_stack()
-    return tuple([_C._get_dispatch_stack_at(index) for index in range(length)]) if length else ()
-
-
 def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
-    entered = _dispatch_modes()  # torch 2.9 crashes when it pops a mode without another reference, so one is kept here
+    entered = _DISPATCH_MODES.get()  # kept, since torch 2.9 crashes when it pops a mode without another reference
     for _ in entered:
         _C._pop_torch_dispatch_stack(None)
     for mode in modes:
@@ -105,6 +183,10 @@ def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
     _dispatch._is_in_any_mode_without_ignore_compile_internals = not all(
         mode.ignore_compile_internals() for mode in modes
     )
+
+
+_FUNCTION_MODES = ModeStack(_C._len_torch_function_stack, _C._get_function_stack_at, _set_function_modes)
+_DISPATCH_MODES = ModeStack(_C._len_torch_dispatch_stack, _C._get_dispatch_stack_at, _set_dispatch_modes)
 
 
 def _set_inference_mode(enabled: bool) -> None:
@@ -153,6 +235,14 @@ def set_deterministic_algorithms(on: bool, warn_only: bool = False) -> None:
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
     else:
         _C._set_deterministic_algorithms(on, warn_only=warn_only)
+
+
+def _set_deterministic(on: bool) -> None:
+    set_deterministic_algorithms(on, _C._get_deterministic_algorithms_warn_only())
+
+
+def _set_deterministic_warnings(warn_only: bool) -> None:
+    set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only)
 
 
 def _precisions(keys: list[tuple[str, str]]) -> list[str]:
@@ -205,47 +295,48 @@ def _anomaly() -> tuple[bool, bool]:
     return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
+def _set_anomaly(saved: tuple[bool, bool]) -> None:
+    torch.set_anomaly_enabled(*saved)
+
+
 def _choice(name: str) -> Flag:
-    return Flag(getattr(_C, f"_get_{name}"), _put(getattr(_C, f"_set_{name}")))
+    setter = getattr(_C, f"_set_{name}")
+
+    def put(saved: Any) -> None:
+        # torch 2.9 has one value, newer versions two; the setter takes the result of the getter
+        setter(*saved) if isinstance(saved, tuple) else setter(saved)
+
+    return Flag(getattr(_C, f"_get_{name}"), put)
 
 
-def _put(setter: Callable[..., None]) -> Callable[[Any], None]:
-    # torch 2.9 has one value, newer versions two; the setter takes the result of the getter
-    return lambda saved: setter(*saved) if isinstance(saved, tuple) else setter(saved)
-
-
-# Getters that take at most 0.15 µs each, 1.7 µs together, and are called twice per dispatch. Most are C functions:
-# after a training step, which evicts the processor's caches, a Python function takes up to 2 µs.
+# Their readers take at most 0.15 µs each and are called twice per dispatch. They are implemented in C: after a training
+# step, which evicts the processor's caches, a Python function takes up to 2 µs.
 _QUICK = {
-    "function modes": Flag(_function_modes, _set_function_modes),
-    "dispatch modes": Flag(_dispatch_modes, _set_dispatch_modes),
+    "function modes": _FUNCTION_MODES,
+    "dispatch modes": _DISPATCH_MODES,
     "inference mode": Flag(torch.is_inference_mode_enabled, _set_inference_mode),
     "grad mode": Flag(torch.is_grad_enabled, _C._set_grad_enabled),
     "forward-mode gradients": Flag(_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
     "multithreaded backward": Flag(_C._is_multithreading_enabled, _C._set_multithreading_enabled),
     "CPU autocast": _autocast("cpu")[0],
     "CPU autocast dtype": _autocast("cpu")[1],
-    "autocast nesting": Flag(_autocast_nesting, _set_autocast_nesting),
-    "default device": Flag(_default_device, _set_default_device),
+    "autocast nesting": AutocastNesting(_autocast_nesting, _set_autocast_nesting),
+    "default device": DefaultDevice(_default_device, _set_default_device),
     "default dtype": Flag(torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic algorithms": Flag(
-        _C._get_deterministic_algorithms,
-        lambda on: set_deterministic_algorithms(on, _C._get_deterministic_algorithms_warn_only()),
-    ),
+    "deterministic algorithms": Flag(_C._get_deterministic_algorithms, _set_deterministic),
     "warnings instead of deterministic algorithms": Flag(
-        _C._get_deterministic_algorithms_warn_only,
-        lambda warn: set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn),
+        _C._get_deterministic_algorithms_warn_only, _set_deterministic_warnings
     ),
-    "float32 matmul precision": Flag(_matmul_precision, _set_matmul_precision),
+    "float32 matmul precision": MatmulPrecision(_matmul_precision, _set_matmul_precision),
     "threads": Flag(torch.get_num_threads, torch.set_num_threads),
     "flash attention": Flag(_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     "memory-efficient attention": Flag(_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     "math attention": Flag(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     "oneDNN": Flag(_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    # The processor's mode cannot be read, but the smallest denormal times one is 0 if denormals are flushed.
-    "flushing of denormals": Flag(lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
+    # The processor's mode cannot be read, but in it the smallest denormal equals 0.
+    "flushing of denormals": Flag(partial(eq, _SMALLEST, 0.0), torch.set_flush_denormal),
     "saved-tensor hooks": Flag(_saved_tensor_hooks, _set_saved_tensor_hooks),
-    "hooks on all modules or optimizers": Flag(_hooks_of_all, _set_hooks_of_all),
+    "hooks on all modules or optimizers": HooksOfAll(_hooks_of_all, _set_hooks_of_all),
 }
 # Settings that cost more to read or only select an algorithm; guardian, audit and complete checks read them.
 _SLOW = {
@@ -257,7 +348,7 @@ _SLOW = {
         _C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory
     ),
     "autocast cache": Flag(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "anomaly detection": Flag(_anomaly, lambda saved: torch.set_anomaly_enabled(*saved)),
+    "anomaly detection": Flag(_anomaly, _set_anomaly),
     "fast path of multi-head attention": Flag(mha.get_fastpath_enabled, mha.set_fastpath_enabled),
     "NNPACK": Flag(_C._get_nnpack_enabled, _C._set_nnpack_enabled),
     "quantised engine": Flag(_C._get_qengine, _C._set_qengine),
@@ -299,7 +390,10 @@ def _is_readable(flag: Flag) -> bool:
 
 
 class GlobalFlags:
-    """All settings as one tuple, which starts with the quick ones that a tripwire reads at every call."""
+    """All settings as one tuple, which starts with the quick ones that a tripwire reads at every call.
+
+    A tripwire calls ``readers``, which are valid until :meth:`key` returns other values; :meth:`refresh` updates them.
+    """
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
@@ -311,7 +405,30 @@ class GlobalFlags:
         self.names = tuple(flags)
         self._setters = tuple([flag.put for flag in flags.values()])
         self._getters = tuple([flag.get for flag in flags.values()])
+        self._quick_flags = [*flags.values()][: -len(_SLOW)]
         self._quick_getters = self._getters[: -len(_SLOW)]
+        self.readers: list[Callable[[], Any]] = []
+        self._counts: list[int] = []
+        self.refresh()
+
+    # The lengths of both stacks of modes, and whether there are hooks on all modules or optimizers; all C functions.
+    key = staticmethod(
+        partial(map, call, (_FUNCTION_MODES.length, _DISPATCH_MODES.length, partial(any, _HOOKS_OF_ALL)))
+    )
+
+    def refresh(self) -> bool:
+        """Update the list of readers of the quick settings; always returns ``True``."""
+        readers = [flag.readers() for flag in self._quick_flags]
+        self._counts = [*map(len, readers)]
+        self.readers[:] = chain.from_iterable(readers)
+        return True
+
+    def values_of(self, readings: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the quick settings, as :meth:`read` does, given the results of ``readers``."""
+        rest = iter(readings)
+        return tuple(
+            [flag.value_of([*islice(rest, count)]) for flag, count in zip(self._quick_flags, self._counts, strict=True)]
+        )
 
     def read(self) -> tuple[Any, ...]:
         """Return the settings that are quick to read."""

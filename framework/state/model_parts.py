@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
 from .objects import Transient
-from .parts import NOT_GUARDED, Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
+from .parts import Leaves, Part, StateObjects, Watched, nested
+from .random_streams import StreamState
+from .sharding import ShardingState
 from .tensor_identity import addresses
 
 _grad = attrgetter("grad")
@@ -21,7 +22,6 @@ _requires_grad = attrgetter("requires_grad")
 _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
 GRADIENT_HOOKS = (_hooks_on_gradient, _hooks_after_gradient)
-_parameters, _buffers = methodcaller("named_parameters"), methodcaller("named_buffers")
 
 
 class InternalHook(Transient):
@@ -43,33 +43,42 @@ class InternalFunction(InternalHook):
         return self._function(*arguments)
 
 
-def _tensor_part(
-    part: str,
-    named: Callable[[nn.Module], Iterable[tuple[str, Any]]],
-    read: Callable[[Any], Any],
-    load: Callable[[Any, Any], object],
-    guarded: Guarded = NOT_GUARDED,
-    watched: Callable[[StateObjects], Watched] = lambda state: Watched(),
-) -> Part:
-    """Return the part with one value for each of the model's parameters or buffers."""
+class TensorPart(Part):
+    """Base of the parts with one value for each of the model's parameters or buffers."""
 
-    def values(state: StateObjects, _: Any = None) -> dict[str, Any]:
-        return {name: read(tensor) for name, tensor in named(state.model)}
+    is_stored = True
 
-    def leaves(state: StateObjects) -> Leaves:
-        return ((f"{part}/{name}", value) for name, value in values(state).items())
+    def named(self, model: nn.Module) -> Iterable[tuple[str, Any]]:
+        """Yield the parameters or buffers of the model with their names."""
+        return model.named_parameters()
+
+    def value(self, tensor: Any) -> Any:
+        """Return the value of one parameter or buffer."""
+        return tensor
+
+    def set_value(self, tensor: Any, value: Any) -> None:
+        """Restore the value of one parameter or buffer."""
+        tensor.copy_(value)
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the value of every tensor."""
+        return ((f"{self.name}/{name}", self.value(tensor)) for name, tensor in self.named(state.model))
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+        """Return the values by name."""
+        return {name: self.value(tensor) for name, tensor in self.named(state.model)}
 
     @torch.no_grad()
-    def load_all(state: StateObjects, stored: Mapping[str, Any]) -> None:
-        for name, tensor in named(state.model):
-            load(tensor, stored[name])
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Set every value in place."""
+        for name, tensor in self.named(state.model):
+            self.set_value(tensor, stored[name])
 
-    def misfit(state: StateObjects, stored: Mapping[str, Any]) -> str:
-        present = dict(named(state.model))
+    def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
+        """Compare names, shapes and dtypes."""
+        present = dict(self.named(state.model))
         misfits = [name for name, value in stored.items() if name in present and not _fits(value, present[name])]
-        return _describe_misfits(part, sorted(present.keys() ^ stored.keys()) or sorted(misfits))
-
-    return Part(part, leaves, guarded, watched, Stored(values, load_all, misfit))
+        return _describe_misfits(self.name, sorted(present.keys() ^ stored.keys()) or sorted(misfits))
 
 
 def _fits(value: Any, tensor: Tensor) -> bool:
@@ -80,65 +89,159 @@ def _describe_misfits(part: str, names: Sequence[str]) -> str:
     return f"was written for another model: its {part} differ ({', '.join(names[:5])})" if names else ""
 
 
-def _set_gradient(parameter: Any, gradient: Tensor | None) -> None:
-    # Checkpoints are read to the CPU, but a gradient must be on the device of its parameter.
-    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+class Parameters(TensorPart):
+    """The parameters; with them the guardian walks the whole model."""
+
+    name = "parameters"
+
+    def persistent(self, state: StateObjects) -> Iterable[Any]:
+        """Return the model."""
+        return (state.model,)
 
 
-def _restore_gradients(owners: list[Tensor], saved: tuple[Tensor | None, ...]) -> None:
-    # Compared first, since setting a gradient checks its device, dtype and layout every time.
-    if addresses(saved) != addresses((*map(_grad, owners),)):
-        for owner, gradient in zip(owners, saved, strict=True):
-            owner.grad = gradient
+class Buffers(TensorPart):
+    """The buffers, which the guardian reaches through the model."""
+
+    name = "buffers"
+
+    def named(self, model: nn.Module) -> Iterable[tuple[str, Any]]:
+        """Yield the buffers."""
+        return model.named_buffers()
 
 
-def _watch_parameters(state: StateObjects) -> Watched:
-    parameters = [*state.model.parameters()]
+class RequiresGrad(TensorPart):
+    """``requires_grad`` of every parameter."""
 
-    def restore(previous: tuple[bool, ...]) -> None:
-        for parameter, required in zip(parameters, previous, strict=True):
-            parameter.requires_grad_(required)
+    name = "requires_grad"
 
-    read_values = partial(map, _requires_grad, parameters)
-    return Watched(read_values=read_values, label="requires_grad of a parameter", restore=restore)
+    def value(self, tensor: Any) -> bool:
+        """Return whether the parameter requires a gradient."""
+        return bool(tensor.requires_grad)
+
+    def set_value(self, tensor: Any, value: bool) -> None:
+        """Set the flag."""
+        tensor.requires_grad_(value)
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the flags of all parameters."""
+        parameters = [*state.model.parameters()]
+
+        def restore(previous: tuple[bool, ...]) -> None:
+            for parameter, required in zip(parameters, previous, strict=True):
+                parameter.requires_grad_(required)
+
+        read_values = partial(map, _requires_grad, parameters)
+        return Watched(read_values=read_values, label="requires_grad of a parameter", restore=restore)
 
 
-def _watch_gradients(state: StateObjects) -> Watched:
-    parameters: list[Tensor] = [*state.model.parameters()]
-    return Watched(
-        read_tensors=partial(map, _grad, parameters),
-        label="a gradient was replaced",
-        restore=lambda previous: _restore_gradients(parameters, previous),
-    )
+class Gradients(TensorPart):
+    """The gradients: their values, and whether they are ``None``."""
 
+    name = "gradients"
+    has_temporary = True
 
-def _watch_gradient_hooks(state: StateObjects) -> Watched:
-    parameters = [*state.model.parameters()]
-    tables = lambda: chain(map(_hooks_on_gradient, parameters), map(_hooks_after_gradient, parameters))
-    counts = HookCounts(tables)
-    return Watched(read_values=counts.read, label="a hook on a parameter", restore=counts.remove_newer)
+    def value(self, tensor: Any) -> Tensor | None:
+        """Return the gradient."""
+        gradient: Tensor | None = tensor.grad
+        return gradient
+
+    def set_value(self, tensor: Any, value: Tensor | None) -> None:
+        """Set the gradient, on the device of its parameter: checkpoints are read to the CPU."""
+        tensor.grad = None if value is None else value.to(tensor.device)
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all owners."""
+        return (*map(_grad, owners),)
+
+    def temporary(self, kept: tuple[Tensor | None, ...]) -> Iterable[Any]:
+        """Return the gradients."""
+        return kept
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: tuple[Tensor | None, ...]) -> None:
+        """Set the same gradient tensors again."""
+        # Compared first, since setting a gradient checks its device, dtype and layout every time.
+        if addresses(kept) != addresses((*map(_grad, owners),)):
+            for owner, gradient in zip(owners, kept, strict=True):
+                owner.grad = gradient
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the gradients of all parameters."""
+        parameters: list[Tensor] = [*state.model.parameters()]
+        return Watched(
+            read_tensors=partial(map, _grad, parameters),
+            label="a gradient was replaced",
+            restore=partial(self.restore, state, parameters),
+        )
 
 
 class HookCounts:
-    """Counts hooks; counts them again only if torch has created a handle since the last reading."""
+    """Counts the hooks in some tables; counts again only if torch has created a handle since the last count.
 
-    def __init__(self, tables: Callable[[], Iterable[dict[int, Any] | None]]) -> None:
-        self._tables = tables
-        self._handles = -1
-        self._counts: tuple[int, ...] = ()
+    Args:
+        tables: returns the tables, ``None`` for a missing one.
+        label: names the difference between two counts.
+        filled: the tables that have hooks now, whose contents are compared too.
+    """
 
-    def read(self) -> tuple[int, ...]:
+    # next_id is undocumented: torch numbers handles consecutively, and a handle's number is the key of its hook.
+    read = staticmethod(partial(map, partial(getattr, RemovableHandle), ("next_id",)))
+    """Returns an iterator over the number of the next handle."""
+
+    def __init__(
+        self,
+        tables: Callable[[], Iterable[dict[int, Any] | None]],
+        label: str,
+        filled: Sequence[dict[int, Any]] | None = None,
+    ) -> None:
+        self._tables, self._label, self._filled = tables, label, filled
+        self._handles, self._counts = RemovableHandle.next_id, self._count()
+
+    def _count(self) -> tuple[int, ...]:
         """Return the number of hooks in each table that is not empty."""
-        # next_id is undocumented: torch numbers handles consecutively, and a handle's number is the key of its hook.
-        if RemovableHandle.next_id != self._handles:
-            self._handles, self._counts = RemovableHandle.next_id, (*map(len, filter(None, self._tables())),)
-        return self._counts
+        return (*map(len, filter(None, self._tables())),)
+
+    def refresh(self) -> bool:
+        """Count again at the start of a dispatch; return whether the same tables have hooks, if that matters."""
+        previous = self._counts
+        self._handles, self._counts = RemovableHandle.next_id, self._count()
+        return self._filled is None or self._counts == previous
+
+    def differences(self, _: Any = None) -> list[str]:
+        """Return the label if hooks were added: a handle may also be of a hook elsewhere, or of one that is gone."""
+        return [] if self._count() == self._counts else [self._label]
 
     def remove_newer(self, _: Any = None) -> None:
-        """Remove the hooks whose handles were created since the last reading, as ``handle.remove()`` would."""
+        """Remove the hooks whose handles were created since the last count, as ``handle.remove()`` would."""
         for table in filter(None, self._tables()):
             for number in [number for number in table if number >= self._handles]:
                 del table[number]
+
+    def watched(self) -> Watched:
+        """Return the values for the tripwire: the next handle, and the contents of the filled tables."""
+        return Watched(
+            self._filled or (),
+            read_values=self.read,
+            key=self.read,
+            refresh=self.refresh,
+            differences=self.differences,
+            restore=self.remove_newer,
+        )
+
+
+class GradientHooks(Part):
+    """The hooks on parameters, which a checkpoint stores as part of all hooks."""
+
+    name = "gradient hooks"
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Count the hooks of both kinds on every parameter."""
+        parameters = [*state.model.parameters()]
+
+        def tables() -> Iterator[dict[int, Any] | None]:
+            yield from map(_hooks_on_gradient, parameters)
+            yield from map(_hooks_after_gradient, parameters)
+
+        return HookCounts(tables, "a hook on a parameter").watched()
 
 
 def _separately_stored(state: StateObjects) -> dict[str, Any]:
@@ -175,36 +278,6 @@ def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
     }
 
 
-def _module_leaves(state: StateObjects) -> Leaves:
-    for name, module in state.model.named_modules():
-        yield f"modules/{name}", (type(module), *(tuple(vars(module)[table]) for table in TABLES))
-    for name, form in attribute_forms(state).items():
-        yield from nested(f"modules/{name}", form)
-
-
-def _load_attributes(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    tables: dict[str, dict[str, Any]] = {name: {} for name, _ in state.model.named_modules()}
-    for name, form in stored.items():
-        module, _, key = name.rpartition(".")
-        tables[module][key] = form
-    forms = from_plain_forms(state)
-    for name, module in state.model.named_modules():
-        forms.fill(vars(module), tables[name], [*module_attributes(module)])
-
-
-def _misfit_of_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    names = {name for name, _ in state.model.named_modules()}
-    differing_names = names ^ {name.rpartition(".")[0] for name in stored}
-    forms = plain_forms(state).table(module_attributes(nn.Module()))  # every module needs the attributes that all have
-    missing = [
-        f"{name}.{key}"
-        for name, module in state.model.named_modules()
-        for key, form in forms.items()
-        if key in vars(module) and not _same_kind(stored.get(f"{name}.{key}"), form)
-    ]
-    return _describe_misfits("modules", sorted(differing_names or missing))
-
-
 def _same_kind(stored: Any, form: Any) -> bool:
     """Return whether two plain forms are of the same kind, regardless of their contents."""
     return type(stored) is type(form) and (
@@ -212,21 +285,65 @@ def _same_kind(stored: Any, form: Any) -> bool:
     )
 
 
-def _watch_modules(state: StateObjects) -> Watched:
-    modules = [*state.model.modules()]
-    # Without the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time.
-    spaces = [vars(module) for module in modules]
-    attributes = [
-        # The module that torch.compile returns stores no mode and shows that of the inner module.
-        (space, tuple([*TABLES, *(key for key in module_attributes(module) if key == "training" or key not in NATIVE)]))
-        for module, space in zip(modules, spaces, strict=True)
-    ]
-    return Watched(
-        [space[name] for space in spaces for name in TABLES],
-        named_attributes=attributes,
-        read_values=partial(map, type, modules),
-        label="the class of a module",
-    )
+class Modules(Part):
+    """The attributes of modules other than tensors, modules and hooks."""
+
+    name = "modules"
+    is_stored = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the class and the tables of every module, then its other attributes in plain form."""
+        for name, module in state.model.named_modules():
+            yield f"modules/{name}", (type(module), *(tuple(vars(module)[table]) for table in TABLES))
+        for name, form in attribute_forms(state).items():
+            yield from nested(f"modules/{name}", form)
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare tables, classes and attributes of all modules."""
+        modules = [*state.model.modules()]
+        # Without the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time.
+        spaces = [vars(module) for module in modules]
+        attributes = [
+            # The module that torch.compile returns stores no mode and shows that of the inner module.
+            (
+                space,
+                tuple([*TABLES, *(key for key in module_attributes(module) if key == "training" or key not in NATIVE)]),
+            )
+            for module, space in zip(modules, spaces, strict=True)
+        ]
+        return Watched(
+            [space[name] for space in spaces for name in TABLES],
+            named_attributes=attributes,
+            read_values=partial(map, type, modules),
+            label="the class of a module",
+        )
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+        """Return the plain forms of the attributes by name."""
+        return attribute_forms(state)
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Set the attributes of every module from their plain forms."""
+        tables: dict[str, dict[str, Any]] = {name: {} for name, _ in state.model.named_modules()}
+        for name, form in stored.items():
+            module, _, key = name.rpartition(".")
+            tables[module][key] = form
+        forms = from_plain_forms(state)
+        for name, module in state.model.named_modules():
+            forms.fill(vars(module), tables[name], [*module_attributes(module)])
+
+    def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
+        """Compare the names of the modules, and the kinds of the attributes that every module has."""
+        names = {name for name, _ in state.model.named_modules()}
+        differing_names = names ^ {name.rpartition(".")[0] for name in stored}
+        forms = plain_forms(state).table(module_attributes(nn.Module()))
+        missing = [
+            f"{name}.{key}"
+            for name, module in state.model.named_modules()
+            for key, form in forms.items()
+            if key in vars(module) and not _same_kind(stored.get(f"{name}.{key}"), form)
+        ]
+        return _describe_misfits("modules", sorted(differing_names or missing))
 
 
 def hook_tables(state: StateObjects) -> Iterator[tuple[str, Mapping[Any, Any]]]:
@@ -244,58 +361,56 @@ def _module_hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, An
                 yield f"module hooks/{name}.{key}", value
 
 
-def _watch_module_hooks(state: StateObjects) -> Watched:
-    tables = [table for _, table in _module_hook_tables(state)]
-    filled = [table for table in tables if table]
-    counts = HookCounts(lambda: tables)
-    return Watched(
-        filled,
-        read_values=counts.read,
-        label="a hook on a module",
-        decides_containers=True,
-        restore=counts.remove_newer,
-    )
+class ModuleHooks(Part):
+    """The hooks on modules, which a checkpoint stores as part of all hooks."""
+
+    name = "module hooks"
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Count the hooks in all tables, and compare the contents of those that have any."""
+        tables = [table for _, table in _module_hook_tables(state)]
+
+        def all_tables() -> list[dict[int, Any]]:
+            return tables
+
+        return HookCounts(all_tables, "a hook on a module", [table for table in tables if table]).watched()
 
 
-def _watch_sharding(state: StateObjects) -> Watched:
-    label = "gathered parameters, pending work or settings of FSDP2"
-    sharding = state.sharding
-    return Watched(read_values=sharding.read, label=label, restore=sharding.restore_settings) if sharding else Watched()
+class Sharding(Part):
+    """The state of FSDP2 outside of the model."""
+
+    name = "sharding"
+    has_temporary = True
+    restored_first = True
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> ShardingState:
+        """Return the contents of FSDP2's objects."""
+        return state.sharding.save()
+
+    def temporary(self, kept: ShardingState) -> Iterable[Any]:
+        """Return the gradients that are not yet reduced."""
+        return kept.pending()
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: ShardingState) -> None:
+        """Restore the contents of FSDP2's objects."""
+        state.sharding.restore(kept)
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare pending work and settings, if the model is sharded."""
+        label = "gathered parameters, pending work or settings of FSDP2"
+        sharding = state.sharding
+        if not sharding:
+            return Watched()
+        return Watched(read_values=sharding.read, label=label, restore=sharding.restore_settings)
 
 
 MODEL_PARTS = (
-    _tensor_part("parameters", _parameters, lambda tensor: tensor, Tensor.copy_, Guarded(lambda state: (state.model,))),
-    _tensor_part("buffers", _buffers, lambda tensor: tensor, Tensor.copy_),
-    _tensor_part("requires_grad", _parameters, _requires_grad, nn.Parameter.requires_grad_, watched=_watch_parameters),
-    _tensor_part(
-        "gradients",
-        _parameters,
-        _grad,
-        _set_gradient,
-        Guarded(
-            save=lambda state, owners: (*map(_grad, owners),),
-            temporary=lambda saved: saved,
-            restore=lambda state, owners, saved: _restore_gradients(owners, saved),
-        ),
-        _watch_gradients,
-    ),
-    Part("gradient hooks", lambda state: (), watched=_watch_gradient_hooks),
-    Part(
-        "modules",
-        _module_leaves,
-        watched=_watch_modules,
-        stored=Stored(attribute_forms, _load_attributes, _misfit_of_modules),
-    ),
-    Part("module hooks", lambda state: (), watched=_watch_module_hooks),
-    Part(
-        "sharding",
-        lambda state: (),
-        Guarded(
-            save=lambda state, owners: state.sharding.save(),
-            temporary=lambda saved: saved.pending(),
-            restore=lambda state, owners, saved: state.sharding.restore(saved),
-            restored_first=True,
-        ),
-        _watch_sharding,
-    ),
+    Parameters(),
+    Buffers(),
+    RequiresGrad(),
+    Gradients(),
+    GradientHooks(),
+    Modules(),
+    ModuleHooks(),
+    Sharding(),
 )

@@ -1,4 +1,4 @@
-"""The objects of a run that make up its training state, and the description of one part of that state."""
+"""The objects of a run that make up its training state, and the base class of the parts of that state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -15,7 +15,6 @@ from .flags import GlobalFlags
 from .objects import attributes_of
 from .random_streams import RandomStreams, StreamState
 from .sharding import FullSharding
-from .tensor_identity import PLAIN
 
 Leaves = Iterable[tuple[str, Any]]
 
@@ -64,20 +63,6 @@ class LoopState:
     """Learning rate of the first parameter group in the latest step that was not skipped."""
     stopped: bool = False
     reached: dict[str, int] | None = None
-
-    def in_flight(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hooks see and the loop continues to use: batch, losses, accumulated gradients."""
-        batch = self.batch
-        shown = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) is tuple else [batch]
-        if not PLAIN.issuperset(map(type, shown)):  # nearly every batch is a tuple or dict of plain tensors
-            shown = [] if batch is None else tensors_of(batch)
-        for leaf in (self.loss, self.running_loss, self.step_series):
-            if leaf is not None:
-                shown.append(leaf)
-        for vector in (self.gradient_sum, self.accumulated_grads, self.prev_step_grads, self.current_grads):
-            if vector:
-                shown += vector.values()
-        return tuple(shown)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything except the current batch and loss, and the pre-epoch snapshot, which is taken again."""
@@ -149,12 +134,6 @@ def copy_of_batch(batch: Any) -> Any:
     return deepcopy(batch, clones)
 
 
-def with_types(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return values and their types, so that ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons."""
-    items = (*values,)
-    return (*items, *map(type, items))
-
-
 @dataclass
 class StateObjects:
     """References to the objects of a run from which all parts are read."""
@@ -170,92 +149,94 @@ class StateObjects:
     sharding: FullSharding = field(init=False)
 
 
-@dataclass(frozen=True)
-class Guarded:
-    """The functions by which the guardian copies a part and restores it in place.
-
-    Args:
-        persistent: returns objects that live as long as the run; everything reachable from them is walked once and
-            copied.
-        excluded: returns objects on persistent ones that change at most steps; they are not walked with these.
-        save: returns the state that no persistent object holds; its second argument are the tensors of the state that
-            may carry a gradient.
-        temporary: returns the objects in the result of ``save`` that are walked and copied at every save.
-        restore: restores the result of ``save``, beyond the contents of the walked objects.
-        restored_first: whether ``restore`` must run before objects and tensors are restored, either because it would
-            overwrite them, or because they cannot be restored without it.
-    """
-
-    persistent: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
-    excluded: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
-    save: Callable[[StateObjects, list[Tensor]], Any] = lambda state, owners: None
-    temporary: Callable[[Any], Iterable[Any]] | None = None
-    restore: Callable[[StateObjects, list[Tensor], Any], None] = lambda state, owners, saved: None
-    restored_first: bool = False
-
-
-NOT_GUARDED = Guarded()
-"""For parts that the persistent objects of another part contain."""
-
-
 class Watched(NamedTuple):
-    """The values of a part that the tripwire reads; built again when one of the containers was replaced.
+    """The values of a part that the tripwire compares; built again when one of the containers was replaced.
+
+    The tripwire reads them twice per dispatch, so functions here should be implemented in C: after a training step,
+    which evicts the processor's caches, the first call of a Python function takes up to 2 µs.
 
     Args:
         tables: dicts whose values are compared after every call, tensors among them also by version and pointer.
         read_tensors: returns tensors that are replaced at most steps (``None`` for a missing one), compared in the same
-            way. Like ``read_values`` it returns any iterable, preferably one implemented in C, since both are called
-            twice per dispatch.
+            way.
+        in_flight: dicts with the tensors, batches and lists of tensors of the current step, compared in the same way.
         named_attributes: the ``__dict__`` of objects, each with the two or more names whose values are compared once
             per dispatch.
         containers: containers whose contents are compared once per dispatch.
+        spaces: dicts whose values are compared by value and type once per dispatch.
         read_values: returns plain values that are compared once per dispatch.
-        decides_containers: whether a change of ``read_values`` changes which containers must be read.
-        label: names the difference if the result of ``read_tensors`` or ``read_values`` differs.
-        differences: names the differences more precisely, given the earlier result of ``read_values``.
-        restore: restores the earlier result of ``read_values``, or else of ``read_tensors``, if that costs little.
+        getters: functions that return one such value each; one that raises counts as ``None``.
+        key: returns the values on which ``containers`` and ``read_values`` depend, read at the start of a dispatch.
+        refresh: called if the result of ``key`` has changed; returns whether ``containers`` are still complete.
+        label: names the difference if one of the values differs.
+        differences: names the differences more precisely, given the earlier results of ``getters`` or ``read_values``.
+        restore: restores the earlier results of ``getters``, ``read_values`` or ``read_tensors``, if that costs little.
     """
 
     tables: Sequence[dict[Any, Any]] = ()
     read_tensors: Callable[[], Iterable[Tensor | None]] | None = None
+    in_flight: Sequence[dict[str, Any]] = ()
     named_attributes: Sequence[tuple[dict[str, Any], tuple[str, ...]]] = ()
     containers: Sequence[Any] = ()
+    spaces: Sequence[dict[str, Any]] = ()
     read_values: Callable[[], Iterable[Any]] | None = None
-    decides_containers: bool = False
+    getters: Sequence[Callable[[], Any]] = ()
+    key: Callable[[], Iterable[Any]] | None = None
+    refresh: Callable[[], bool] | None = None
     label: str = ""
     differences: Callable[[Any], list[str]] | None = None
     restore: Callable[[Any], object] | None = None
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The functions by which checkpoints store a part.
-
-    Args:
-        read: returns tensors and plain values, by reference; its second argument is the state of the run's generators.
-        load: restores the result of ``read`` in a state that was just built.
-        misfit: returns why a stored part does not fit this run, before anything is changed; empty if it fits.
-    """
-
-    read: Callable[[StateObjects, StreamState], Any]
-    load: Callable[[StateObjects, Any], object]
-    misfit: Callable[[StateObjects, Any], str] = lambda state, stored: ""
-
-
-@dataclass(frozen=True)
 class Part:
-    """One part of the training state.
+    """One part of the training state; subclasses override the verbs that apply to it.
 
-    Args:
-        name: its name in checkpoints.
-        leaves: yields its tensors and plain values with their names, for the digest.
-        guarded: the functions by which the guardian copies it.
-        watched: returns the values that the tripwire reads.
-        stored: the functions by which checkpoints store it; ``None`` if the process or building the run recreates it.
+    ``read`` yields the entries of the digest. ``persistent``, ``keep`` and ``restore`` are the guardian's copy and its
+    rollback. ``watch`` returns what the tripwire compares. ``store``, ``load`` and ``misfit`` serve checkpoints, if
+    ``is_stored``; the process, or building the run, recreates other parts.
     """
 
     name: str
-    leaves: Callable[[StateObjects], Leaves]
-    guarded: Guarded = NOT_GUARDED
-    watched: Callable[[StateObjects], Watched] = lambda state: Watched()
-    stored: Stored | None = None
+    """Its name in checkpoints."""
+    is_stored = False
+    has_temporary = False
+    """Whether :meth:`keep` returns objects that :meth:`temporary` lists."""
+    restored_first = False
+    """Whether :meth:`restore` must run before objects and tensors are restored, either because it would overwrite them,
+    or because they cannot be restored without it."""
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the tensors and plain values of the part with their names."""
+        return ()
+
+    def persistent(self, state: StateObjects) -> Iterable[Any]:
+        """Return objects that live as long as the run; everything reachable from them is walked once and copied."""
+        return ()
+
+    def excluded(self, state: StateObjects) -> Iterable[Any]:
+        """Return objects on persistent ones that change at most steps; they are not walked with these."""
+        return ()
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> Any:
+        """Return the state that no persistent object holds; ``owners`` are the tensors that may carry a gradient."""
+
+    def temporary(self, kept: Any) -> Iterable[Any]:
+        """Return the objects in a result of :meth:`keep` that are walked and copied at every save."""
+        return ()
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: Any) -> None:
+        """Restore a result of :meth:`keep`, beyond the contents of the walked objects."""
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Return the values that the tripwire compares."""
+        return Watched()
+
+    def store(self, state: StateObjects, streams: StreamState) -> Any:
+        """Return tensors and plain values for a checkpoint, by reference; ``streams`` are the run's generators."""
+
+    def load(self, state: StateObjects, stored: Any) -> None:
+        """Restore a result of :meth:`store` in a state that was just built."""
+
+    def misfit(self, state: StateObjects, stored: Any) -> str:
+        """Return why a stored part does not fit this run, before anything is changed; empty if it fits."""
+        return ""

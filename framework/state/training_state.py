@@ -21,8 +21,8 @@ from ..registry import qualified
 from .accelerators import refuse_unprotected
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
-from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, leaves_of, nested, with_types
-from .random_streams import from_plain, plain
+from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
+from .random_streams import StreamState, from_plain, plain
 from .sharding import FullSharding
 from .structure import Structure
 from .tensor_identity import inner_tensors
@@ -31,115 +31,255 @@ from .update_parts import UPDATE_PARTS, extra_attributes, numbers_missing, optim
 Item = TypeVar("Item")
 
 
-def _watch_flags(state: StateObjects) -> Watched:
-    flags = state.flags
-    all_flags = flags.read_all()
-    return Watched(
-        read_values=flags.read,
-        differences=flags.differences,
-        restore=lambda saved: flags.restore_quick(saved, all_flags),
-    )
+class Flags(Part):
+    """The process-wide settings; not stored, since a resumed run uses those of the new process."""
+
+    name = "flags"
+    restored_first = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield every setting."""
+        return zip([f"flags/{name}" for name in state.flags.names], state.flags.read_all(), strict=True)
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> tuple[Any, ...]:
+        """Return every setting."""
+        return state.flags.read_all()
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: tuple[Any, ...]) -> None:
+        """Restore every setting."""
+        state.flags.restore(kept)
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the settings that are quick to read."""
+        flags = state.flags
+        flags.refresh()
+        all_flags = flags.read_all()
+
+        def differences(readings: Sequence[Any]) -> list[str]:
+            return flags.differences(flags.values_of(readings))
+
+        def restore(readings: Sequence[Any]) -> None:
+            flags.restore_quick(flags.values_of(readings), all_flags)
+
+        return Watched(
+            getters=flags.readers, key=flags.key, refresh=flags.refresh, differences=differences, restore=restore
+        )
 
 
-def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:
-    """Return the names of the classes whose state dicts only the same class can load."""
-    parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
-    return {part: "none" if owner is None else type(owner).__qualname__ for part, owner in parts.items()}
+class Kinds(Part):
+    """The names of the classes whose state dicts only the same class can load."""
+
+    name = "kinds"
+    is_stored = True
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, str]:
+        """Return the names of the classes of optimizer, scheduler and scaler."""
+        parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
+        return {part: "none" if owner is None else type(owner).__qualname__ for part, owner in parts.items()}
+
+    def misfit(self, state: StateObjects, stored: Mapping[str, str]) -> str:
+        """Compare the names."""
+        for part, kind in self.store(state, state.streams.save()).items():
+            if stored.get(part) != kind:
+                return f"was written with the {part} {stored.get(part)}, but this one is {kind}"
+        return ""
 
 
-def _misfit_of_kinds(state: StateObjects, stored: Mapping[str, str]) -> str:
-    for part, kind in _kinds(state).items():
-        if stored.get(part) != kind:
-            return f"was written with the {part} {stored.get(part)}, but this one is {kind}"
-    return ""
+class Scaler(Part):
+    """The gradient scaler."""
+
+    name = "scaler"
+    is_stored = True
+    has_temporary = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield its state dict."""
+        return nested("scaler", self.store(state))
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> Any:
+        """Return the scaler."""
+        return state.scaler
+
+    def temporary(self, kept: Any) -> Iterable[Any]:
+        """Return the scaler."""
+        return (kept,)
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the attributes by value."""
+        attributes = {} if state.scaler is None else vars(state.scaler)
+        return Watched(spaces=[attributes], label="the scaler") if attributes else Watched()
+
+    def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Any]:
+        """Return its state dict."""
+        return {} if state.scaler is None else state.scaler.state_dict()
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Load its state dict."""
+        if state.scaler is not None:
+            state.scaler.load_state_dict(dict(stored))
+
+    def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
+        """Compare the numbers of the state dict."""
+        return numbers_missing("scaler", self.store(state), stored)
 
 
-def _scaler_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    return {} if state.scaler is None else state.scaler.state_dict()
+class Extras(Part):
+    """The declared states of strategy and experiment."""
+
+    name = "extras"
+    is_stored = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the entries of all state dicts."""
+        return chain.from_iterable(nested(name, extra) for name, extra in self.store(state).items())
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> dict[str, dict[str, Any]]:
+        """Return copies of all state dicts."""
+        return deepcopy(self.store(state))
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: dict[str, dict[str, Any]]) -> None:
+        """Load the copies: copied again, since ``load_state_dict`` may keep them, and one save is restored often."""
+        self.load(state, deepcopy(kept))
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare plain values, and the versions of tensors unless ``state_dict`` copies them."""
+        if not any(self.store(state).values()):
+            return Watched()
+        ids_of_two_calls = [[id(leaf) for _, leaf in self.read(state) if isinstance(leaf, Tensor)] for _ in range(2)]
+        # If state_dict() returns new tensors at each call, only the audit compares their bytes.
+        are_copies = ids_of_two_calls[0] != ids_of_two_calls[1]
+
+        def read_values() -> tuple[Any, ...]:
+            leaves = [leaf for _, leaf in self.read(state)]
+            # Only the private _version tells whether a tensor was written to without reading its bytes.
+            tensors = () if are_copies else [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+            others = [described(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+            return (*chain.from_iterable(tensors), *others)
+
+        return Watched(read_values=read_values, label="the declared state of experiment or strategy")
+
+    def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, dict[str, Any]]:
+        """Return all state dicts by name."""
+        return {name: extra.state_dict() for name, extra in state.extras.items()}
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Load all state dicts."""
+        for name, extra in state.extras.items():
+            extra.load_state_dict(stored[name])
 
 
-def _load_scaler(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    if state.scaler is not None:
-        state.scaler.load_state_dict(dict(stored))
+class Loop(Part):
+    """The position and the accumulators of the training loop."""
+
+    name = "loop"
+    is_stored = True
+    has_temporary = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield every field; of the snapshot before the epoch its tensors."""
+        for name, value in vars(state.loop).items():
+            if name == "batch":
+                yield from leaves_of("loop/batch", value)
+            else:
+                yield from nested(f"loop/{name}", value.tensors if name == "pre_epoch" and value is not None else value)
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> dict[str, Any]:
+        """Return the fields."""
+        return vars(state.loop)
+
+    def temporary(self, kept: dict[str, Any]) -> Iterable[Any]:
+        """Return the fields."""
+        return (kept,)
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the fields by value, and the tensors in them."""
+        fields = vars(state.loop)
+        label = "the batch, the loss, accumulated gradients or the loop's counters"
+        return Watched(in_flight=[fields], spaces=[fields], label=label)
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+        """Return the fields that a checkpoint contains."""
+        return state.loop.state_dict()
+
+    def load(self, state: StateObjects, stored: Any) -> None:
+        """Set the fields; tensors, which checkpoints read to the CPU, on the device of the model."""
+        device = device_of(state)
+        vars(state.loop).update(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
 
 
-def _misfit_of_scaler(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    return numbers_missing("scaler", _scaler_state(state), stored)
+class Generators(Part):
+    """The run's random generators."""
+
+    name = "generators"
+    is_stored = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the state of every generator, in tuples: they are copies, not tensors of the state."""
+        streams = state.streams.save()
+        yield "generators/torch", (streams.torch_cpu,)
+        yield "generators/python", (streams.of_python, streams.python_gaussian)
+        yield "generators/numpy", (streams.of_numpy, streams.second_gaussian)
+        for index, (_, generator_state) in enumerate((*streams.accelerators, *streams.owned)):
+            yield f"generators/{index}", (generator_state,)
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> StreamState:
+        """Return the state of every generator."""
+        return state.streams.save()
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: StreamState) -> None:
+        """Restore every generator."""
+        kept.restore()
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+        """Return the states as tensors and plain values."""
+        return plain(streams)
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Restore every generator."""
+        from_plain(stored, state.streams.save()).restore()
 
 
-def _watch_scaler(state: StateObjects) -> Watched:
-    attributes = {} if state.scaler is None else vars(state.scaler)
-    return Watched(read_values=lambda: with_types(attributes.values()), label="the scaler") if attributes else Watched()
+class OtherTensors(Part):
+    """Tensors that the guardian finds but no other part names, such as parameters that only the optimizer has.
 
+    Checkpoints store only such parameters; they store other tensors with the state of the object that holds them.
+    """
 
-def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
-    return {name: extra.state_dict() for name, extra in state.extras.items()}
+    name = "other tensors"
+    is_stored = True
 
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the tensors that no other part names."""
+        return _other_leaves(state, chain.from_iterable(part.read(state) for part in _NAMED))
 
-def _load_extras(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    for name, extra in state.extras.items():
-        extra.load_state_dict(stored[name])
+    def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Tensor]:
+        """Return the parameters that only the optimizer has."""
+        model_ids = {*map(id, state.model.parameters())}
+        parameters = [
+            item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in model_ids
+        ]
+        return {str(index): tensor for index, tensor in enumerate(parameters)}
 
-
-def _extra_leaves(state: StateObjects) -> Leaves:
-    return chain.from_iterable(nested(name, extra) for name, extra in _extra_states(state).items())
-
-
-def _watch_extras(state: StateObjects) -> Watched:
-    if not any(_extra_states(state).values()):
-        return Watched()
-    ids_of_two_calls = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
-    # If state_dict() returns new tensors at each call, only the audit compares their bytes.
-    are_copies = ids_of_two_calls[0] != ids_of_two_calls[1]
-
-    def read_values() -> tuple[Any, ...]:
-        leaves = [leaf for _, leaf in _extra_leaves(state)]
-        # Only the private _version tells whether a tensor was written to without reading its bytes.
-        tensors = () if are_copies else [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
-        return (*chain.from_iterable(tensors), *[described(leaf) for leaf in leaves if not isinstance(leaf, Tensor)])
-
-    return Watched(read_values=read_values, label="the declared state of experiment or strategy")
-
-
-def _loop_leaves(state: StateObjects) -> Leaves:
-    for name, value in vars(state.loop).items():
-        if name == "batch":
-            yield from leaves_of("loop/batch", value)
-        else:
-            yield from nested(f"loop/{name}", value.tensors if name == "pre_epoch" and value is not None else value)
-
-
-def _watch_loop(state: StateObjects) -> Watched:
-    return Watched(
-        read_tensors=state.loop.in_flight,
-        read_values=lambda: with_types(vars(state.loop).values()),
-        label="the batch, the loss, accumulated gradients or the loop's counters",
-    )
-
-
-def _load_loop(state: StateObjects, stored: Any) -> None:
-    # Checkpoints are read to the CPU; the loop continues with these very tensors.
-    device = device_of(state)
-    vars(state.loop).update(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
-
-
-def _generator_leaves(state: StateObjects) -> Leaves:
-    streams = state.streams.save()
-    # In a tuple, like the others: it is a copy, not a tensor of the state.
-    yield "generators/torch", (streams.torch_cpu,)
-    yield "generators/python", (streams.of_python, streams.python_gaussian)
-    yield "generators/numpy", (streams.of_numpy, streams.second_gaussian)
-    for index, (_, generator_state) in enumerate((*streams.accelerators, *streams.owned)):
-        yield f"generators/{index}", (generator_state,)
+    @torch.no_grad()
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Copy the parameters in place, since the optimizer's groups refer to these tensors."""
+        present = self.store(state)
+        if len(stored) != len(present):
+            raise ValueError(
+                f"{len(stored)} parameters that only the optimizer has were stored, but this optimizer has "
+                f"{len(present)}"
+            )
+        for name, tensor in present.items():
+            tensor.copy_(stored[name])
 
 
 def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:
     """Yield the objects from which the guardian walks the state."""
     owners: list[Tensor] = [*state.model.parameters()]
-    for part in [part.guarded for part in parts]:
+    for part in parts:
         yield from part.persistent(state)
-        if part.temporary is not None:
-            yield from part.temporary(part.save(state, owners))
+        if part.has_temporary:
+            yield from part.temporary(part.keep(state, owners))
 
 
 def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leaves:
@@ -153,84 +293,8 @@ def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leav
     return ((f"other tensors/{index}", tensor) for index, tensor in enumerate(unnamed))
 
 
-def _optimizer_only_parameters(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
-    """Return the parameters that only the optimizer has.
-
-    Other tensors that no part names, such as a scaler's, are stored with the state of the object that holds them.
-    """
-    model_ids = {*map(id, state.model.parameters())}
-    parameters = [
-        item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in model_ids
-    ]
-    return {str(index): tensor for index, tensor in enumerate(parameters)}
-
-
-@torch.no_grad()
-def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    # Copied in place, since the optimizer's groups refer to these tensors.
-    present = _optimizer_only_parameters(state)
-    if len(stored) != len(present):
-        raise ValueError(
-            f"{len(stored)} parameters that only the optimizer has were stored, but this optimizer has {len(present)}"
-        )
-    for name, tensor in present.items():
-        tensor.copy_(stored[name])
-
-
-EXTRAS = Part(
-    "extras",
-    _extra_leaves,
-    Guarded(
-        save=lambda state, owners: deepcopy(_extra_states(state)),
-        # Copied again, since load_state_dict may keep what it gets, and one snapshot is restored several times.
-        restore=lambda state, owners, saved: _load_extras(state, deepcopy(saved)),
-    ),
-    _watch_extras,
-    stored=Stored(_extra_states, _load_extras),
-)
-_NAMED = (
-    Part(
-        "flags",  # not stored: they belong to the process, and a resumed run uses those of the new process
-        lambda state: zip([f"flags/{name}" for name in state.flags.names], state.flags.read_all(), strict=True),
-        Guarded(
-            save=lambda state, owners: state.flags.read_all(),
-            restore=lambda state, owners, saved: state.flags.restore(saved),
-            restored_first=True,
-        ),
-        _watch_flags,
-    ),
-    Part("kinds", lambda state: (), stored=Stored(_kinds, lambda state, stored: None, _misfit_of_kinds)),
-    *MODEL_PARTS,
-    *UPDATE_PARTS,
-    Part(
-        "scaler",
-        lambda state: nested("scaler", _scaler_state(state)),
-        Guarded(save=lambda state, owners: state.scaler, temporary=lambda saved: (saved,)),
-        _watch_scaler,
-        Stored(_scaler_state, _load_scaler, _misfit_of_scaler),
-    ),
-    EXTRAS,
-    Part(
-        "loop",
-        _loop_leaves,
-        Guarded(save=lambda state, owners: vars(state.loop), temporary=lambda saved: (saved,)),
-        _watch_loop,
-        Stored(lambda state, streams: state.loop.state_dict(), _load_loop),
-    ),
-)
-GENERATORS = Part(
-    "generators",
-    _generator_leaves,
-    Guarded(save=lambda state, owners: state.streams.save(), restore=lambda state, owners, saved: saved.restore()),
-    stored=Stored(
-        lambda state, streams: plain(streams), lambda state, stored: from_plain(stored, state.streams.save()).restore()
-    ),
-)
-OTHERS = Part(
-    "other tensors",
-    lambda state: _other_leaves(state, chain.from_iterable(part.leaves(state) for part in _NAMED)),
-    stored=Stored(_optimizer_only_parameters, _load_others),
-)
+EXTRAS, GENERATORS, OTHERS = Extras(), Generators(), OtherTensors()
+_NAMED = (Flags(), Kinds(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
 PARTS = (*_NAMED, OTHERS, GENERATORS)
 
 
@@ -259,10 +323,10 @@ class TrainingState(StateObjects):
 
     def leaves(self) -> list[tuple[str, Any]]:
         """Return every tensor and plain value of the state with its name."""
-        named = [leaf for part in self.parts if part is not OTHERS for leaf in part.leaves(self)]
+        named = [leaf for part in self.parts if part is not OTHERS for leaf in part.read(self)]
         if OTHERS not in self.parts:
             return named
-        left_out = [part.leaves(self) for part in _NAMED if part not in self.parts]
+        left_out = [part.read(self) for part in _NAMED if part not in self.parts]
         return [*named, *_other_leaves(self, chain(named, *left_out))]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -299,7 +363,7 @@ class TrainingState(StateObjects):
 
     def digest(self, parts: Sequence[Part] = ()) -> dict[str, int]:
         """Return 64-bit digests of all entries of the state, or of some parts, by name."""
-        leaves = chain.from_iterable([part.leaves(self) for part in parts]) if parts else self.leaves()
+        leaves = chain.from_iterable([part.read(self) for part in parts]) if parts else self.leaves()
         return {name: digest(leaf) for name, leaf in leaves}
 
 

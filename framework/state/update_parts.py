@@ -1,6 +1,7 @@
 """The parts of a training state for optimizer, scheduler and hooks, and for the objects that they refer to."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch.optim import Optimizer
 from .attributes import HOOK_TABLES, NATIVE, is_hook_table, without_hooks
 from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
 from .objects import ATOMS, attributes_of
-from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested, with_types
+from .parts import Leaves, Part, StateObjects, Watched, nested
+from .random_streams import StreamState
 from .structure import Structure
 
 SPLIT_FROM = "split_from"
@@ -22,20 +24,6 @@ BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"
 def is_torch_optimizer(optimizer: Any) -> bool:
     """Return whether an optimizer is a ``torch.optim.Optimizer``; otherwise it wraps others, or has no such state."""
     return isinstance(optimizer, Optimizer)
-
-
-def _optimizer_leaves(state: StateObjects) -> Leaves:
-    if not is_torch_optimizer(state.optimizer):
-        return
-    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
-    forms = plain_forms(state)
-    for parameter, moments in state.optimizer.state.items():
-        yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", _with_forms_of_objects(moments, forms))
-    for index, group in enumerate(state.optimizer.param_groups):
-        yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
-        for key, option in group.items():
-            if key != "params":
-                yield from nested(f"optimizer/group {index}/{key}", option)
 
 
 def _with_forms_of_objects(moments: Any, forms: Any) -> Any:
@@ -75,7 +63,7 @@ def _origins(optimizer: Any) -> list[int]:
     return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
 
 
-def _optimizer_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
+def _optimizer_state(state: StateObjects) -> dict[str, Any]:
     """Return an optimizer's state dict with parameter names as keys and the original groups."""
     optimizer = state.optimizer
     if not is_torch_optimizer(optimizer) or "state" in _optimizer_attributes(optimizer):
@@ -87,28 +75,6 @@ def _optimizer_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
         combined["params"] += [names[index] for index in group["params"]]
     by_name = {names.get(index, index): value for index, value in content["state"].items()}
     return {**content, "state": by_name, "param_groups": [*groups.values()]}
-
-
-def _load_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    if stored:
-        optimizer, numbers = state.optimizer, {name: number for number, name in enumerate(_names_of(state))}
-        present = optimizer.state_dict()["param_groups"]
-        of_split = [{SPLIT_FROM: group[SPLIT_FROM]} if SPLIT_FROM in group else {} for group in present]
-        groups = [
-            {**stored["param_groups"][origin], "params": group["params"], **split}
-            for origin, group, split in zip(_origins(optimizer), present, of_split, strict=True)
-        ]
-        by_number = {numbers.get(name, name): value for name, value in stored["state"].items()}
-        optimizer.load_state_dict({**stored, "state": by_number, "param_groups": groups})
-
-
-def _misfit_of_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    if not stored:  # a wrapper around optimizers, whose states are attributes
-        return ""
-    present = [sorted(group["params"]) for group in _optimizer_state(state)["param_groups"]]
-    if present != [sorted(group["params"]) for group in stored["param_groups"]]:
-        return "was written for another optimizer: the parameters of its groups differ"
-    return _misfit_of_fused(state, stored)
 
 
 def _regroup(form: Any, count: int, places: Sequence[int]) -> Any:
@@ -124,26 +90,6 @@ def _regroup(form: Any, count: int, places: Sequence[int]) -> Any:
     return regrouped
 
 
-def _watch_optimizer(state: StateObjects) -> Watched:
-    optimizers = optimizers_of(state)
-
-    def options() -> list[Any]:
-        hyper_parameters: list[Any] = []
-        for optimizer in optimizers:
-            hyper_parameters += [optimizer.state, optimizer.param_groups]
-            for group in optimizer.param_groups:
-                hyper_parameters += with_types(group.values())
-                hyper_parameters += group["params"]
-        return hyper_parameters
-
-    tables = [table for optimizer in optimizers for table in (optimizer.state, *optimizer.state.values())]
-    return Watched(
-        [table for table in tables if isinstance(table, dict)],
-        read_values=options,
-        label="the optimizer's hyper-parameters or groups",
-    )
-
-
 def optimizers_of(state: StateObjects) -> list[Optimizer]:
     """Return the optimizer, if it is a torch optimizer, and the optimizers that it wraps."""
     wrapped = Structure(
@@ -151,40 +97,6 @@ def optimizers_of(state: StateObjects) -> list[Optimizer]:
         excluded={*map(id, state.model.modules()), id(state.optimizer)},
     )
     return [state.optimizer] * is_torch_optimizer(state.optimizer) + wrapped.of_kind(Optimizer)
-
-
-def _optimizer_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    return plain_forms(state).table(_optimizer_attributes(state.optimizer))
-
-
-def _load_optimizer_forms(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    space = attributes_of(state.optimizer) or {}
-    from_plain_forms(state).fill(space, stored, [*_optimizer_attributes(state.optimizer)])
-
-
-def _scheduler_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    return plain_forms(state).table(attributes_of(state.scheduler) or {})
-
-
-def _stored_scheduler(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    """Return the plain forms with one item per original group, independent of how ranks split the groups."""
-    origins, forms = _origins(state.optimizer), _scheduler_forms(state)
-    once = [origins.index(origin) for origin in dict.fromkeys(origins)]
-    return forms if len(once) == len(origins) else dict(_regroup(forms, len(origins), once))
-
-
-def _load_scheduler_forms(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    space, origins = attributes_of(state.scheduler) or {}, _origins(state.optimizer)
-    if len({*origins}) < len(origins):
-        stored = _regroup(stored, len({*origins}), origins)
-    from_plain_forms(state).fill(space, stored, [*space])
-
-
-def _watch_scheduler(state: StateObjects) -> Watched:
-    attributes = attributes_of(state.scheduler) or {}
-    return (
-        Watched(read_values=lambda: with_types(attributes.values()), label="the scheduler") if attributes else Watched()
-    )
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
@@ -207,11 +119,6 @@ def _is_torch_distributed(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
-def _hook_leaves(state: StateObjects) -> Leaves:
-    for name, forms in _forms_of_hooks(state).items():
-        yield from nested(name, forms)
-
-
 def _forms_of_hooks(state: StateObjects) -> dict[str, list[Any]]:
     """Return the plain forms of the hooks by the names of their tables."""
     if not (present := [*_hooks(state)]):
@@ -220,20 +127,9 @@ def _forms_of_hooks(state: StateObjects) -> dict[str, list[Any]]:
     return {name: [forms.of(hook) for hook in hooks] for name, hooks in present}
 
 
-def _hook_forms(state: StateObjects, _: Any = None) -> dict[str, list[Any]]:
-    """Return the forms of the hooks that have a state; building the model recreates the others."""
-    return {name: forms for name, forms in _forms_of_hooks(state).items() if any(map(_has_state, forms))}
-
-
 def _has_state(form: Any) -> bool:
     """Return whether a hook's plain form has a state: it is neither only code nor one of torch's flags for hooks."""
     return isinstance(form, Mapping) and form.keys() not in ({"code"}, set())
-
-
-def _load_hook_forms(state: StateObjects, stored: Mapping[str, list[Any]]) -> None:
-    present, forms = dict(_hooks(state)), from_plain_forms(state)
-    for name, stored_forms in stored.items():
-        forms.items(stored_forms, present.get(name, []))
 
 
 def reachable_from_modules(
@@ -273,17 +169,6 @@ def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in ATOMS or isinstance(item, Tensor) for item in value)
 
 
-def _watch_extra_structure(state: StateObjects) -> Watched:
-    structure = _extra_structure(state)
-    owned = {*map(id, state.streams.owned)}
-    structure.natives = [value for value in structure.natives if id(value) not in owned]
-    return Watched(
-        containers=structure.containers(),
-        read_values=structure.read_natives if structure.natives else None,
-        label="an array or a random generator of a module, the optimizer or the scheduler",
-    )
-
-
 def numbers_missing(name: str, now: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
     """Return which number in ``now`` is not stored as a number, as an error message; empty if all are."""
     numbers = [key for key, value in now.items() if isinstance(value, (int, float))]
@@ -293,15 +178,6 @@ def numbers_missing(name: str, now: Mapping[str, Any], stored: Mapping[str, Any]
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    now = _stored_scheduler(state)
-    # References to objects that are stored elsewhere, such as the optimizer.
-    shared = [key for key, form in now.items() if isinstance(form, dict) and "again" in form]
-    if missing := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
-        return f"does not fit this run: its scheduler lacks {missing[0]}"
-    return numbers_missing("scheduler", now, stored)
 
 
 def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
@@ -317,33 +193,191 @@ def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
     return ""
 
 
-UPDATE_PARTS = (
-    Part(
-        "optimizer",
-        _optimizer_leaves,
-        Guarded(
-            lambda state: (state.optimizer, *[group["params"] for group in state.optimizer.param_groups]),
-            excluded=lambda state: state.optimizer.param_groups,
-            save=lambda state, owners: (*state.optimizer.param_groups,),
-            temporary=lambda saved: saved,
-        ),
-        _watch_optimizer,
-        Stored(_optimizer_state, _load_optimizer, _misfit_of_optimizer),
-    ),
-    Part(
-        "optimizer attributes",
-        lambda state: chain.from_iterable(
-            nested(f"optimizer/{key}", form) for key, form in _optimizer_forms(state).items()
-        ),
-        stored=Stored(_optimizer_forms, _load_optimizer_forms),
-    ),
-    Part(
-        "scheduler",
-        lambda state: nested("scheduler", _scheduler_forms(state)),
-        Guarded(save=lambda state, owners: state.scheduler, temporary=lambda saved: (saved,)),
-        _watch_scheduler,
-        Stored(_stored_scheduler, _load_scheduler_forms, _misfit_of_scheduler),
-    ),
-    Part("hooks", _hook_leaves, stored=Stored(_hook_forms, _load_hook_forms)),
-    Part("contents of modules, hooks, optimizer and scheduler", lambda state: (), watched=_watch_extra_structure),
-)
+class OptimizerPart(Part):
+    """The optimizer's groups and its state of every parameter; empty for an object that is no torch optimizer."""
+
+    name = "optimizer"
+    is_stored = True
+    has_temporary = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the state of every parameter, then the options of every group."""
+        if not is_torch_optimizer(state.optimizer):
+            return
+        names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
+        forms = plain_forms(state)
+        for parameter, moments in state.optimizer.state.items():
+            yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", _with_forms_of_objects(moments, forms))
+        for index, group in enumerate(state.optimizer.param_groups):
+            yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
+            for key, option in group.items():
+                if key != "params":
+                    yield from nested(f"optimizer/group {index}/{key}", option)
+
+    def persistent(self, state: StateObjects) -> Iterable[Any]:
+        """Return the optimizer and its lists of parameters."""
+        return (state.optimizer, *[group["params"] for group in state.optimizer.param_groups])
+
+    def excluded(self, state: StateObjects) -> Iterable[Any]:
+        """Return the groups, whose options a scheduler changes at every step."""
+        return state.optimizer.param_groups
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> tuple[dict[str, Any], ...]:
+        """Return the groups."""
+        return (*state.optimizer.param_groups,)
+
+    def temporary(self, kept: tuple[dict[str, Any], ...]) -> Iterable[Any]:
+        """Return the groups."""
+        return kept
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the tables of the state, the groups with their options, and the lists of parameters."""
+        optimizers = optimizers_of(state)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        tables = [table for optimizer in optimizers for table in (optimizer.state, *optimizer.state.values())]
+        return Watched(
+            [table for table in tables if isinstance(table, dict)],
+            named_attributes=[(vars(optimizer), ("state", "param_groups")) for optimizer in optimizers],
+            containers=[optimizer.param_groups for optimizer in optimizers],
+            spaces=groups,
+            read_values=partial(chain.from_iterable, [group["params"] for group in groups]) if groups else None,
+            label="the optimizer's hyper-parameters or groups",
+        )
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+        """Return the optimizer's state dict with the names of parameters instead of numbers."""
+        return _optimizer_state(state)
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Load the state dict, with the numbers and groups of this optimizer."""
+        if stored:
+            optimizer, numbers = state.optimizer, {name: number for number, name in enumerate(_names_of(state))}
+            present = optimizer.state_dict()["param_groups"]
+            of_split = [{SPLIT_FROM: group[SPLIT_FROM]} if SPLIT_FROM in group else {} for group in present]
+            groups = [
+                {**stored["param_groups"][origin], "params": group["params"], **split}
+                for origin, group, split in zip(_origins(optimizer), present, of_split, strict=True)
+            ]
+            by_number = {numbers.get(name, name): value for name, value in stored["state"].items()}
+            optimizer.load_state_dict({**stored, "state": by_number, "param_groups": groups})
+
+    def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
+        """Compare the parameters of the groups, and the shapes that fused kernels do not check."""
+        if not stored:  # a wrapper around optimizers, whose states are attributes
+            return ""
+        present = [sorted(group["params"]) for group in _optimizer_state(state)["param_groups"]]
+        if present != [sorted(group["params"]) for group in stored["param_groups"]]:
+            return "was written for another optimizer: the parameters of its groups differ"
+        return _misfit_of_fused(state, stored)
+
+
+class OptimizerAttributes(Part):
+    """The attributes of the optimizer that its ``state_dict`` leaves out."""
+
+    name = "optimizer attributes"
+    is_stored = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the attributes in plain form."""
+        forms = plain_forms(state).table(_optimizer_attributes(state.optimizer))
+        return chain.from_iterable(nested(f"optimizer/{key}", form) for key, form in forms.items())
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+        """Return the plain forms."""
+        return plain_forms(state).table(_optimizer_attributes(state.optimizer))
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Set the attributes from their plain forms."""
+        space = attributes_of(state.optimizer) or {}
+        from_plain_forms(state).fill(space, stored, [*_optimizer_attributes(state.optimizer)])
+
+
+class SchedulerPart(Part):
+    """The attributes of the scheduler, in plain form."""
+
+    name = "scheduler"
+    is_stored = True
+    has_temporary = True
+
+    def _forms(self, state: StateObjects) -> dict[str, Any]:
+        return plain_forms(state).table(attributes_of(state.scheduler) or {})
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the attributes in plain form."""
+        return nested("scheduler", self._forms(state))
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> Any:
+        """Return the scheduler."""
+        return state.scheduler
+
+    def temporary(self, kept: Any) -> Iterable[Any]:
+        """Return the scheduler."""
+        return (kept,)
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the attributes by value."""
+        attributes = attributes_of(state.scheduler)
+        return Watched(spaces=[attributes], label="the scheduler") if attributes else Watched()
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+        """Return the plain forms with one item per original group, independent of how ranks split the groups."""
+        origins, forms = _origins(state.optimizer), self._forms(state)
+        once = [origins.index(origin) for origin in dict.fromkeys(origins)]
+        return forms if len(once) == len(origins) else dict(_regroup(forms, len(origins), once))
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Set the attributes, with one item per group of this rank."""
+        space, origins = attributes_of(state.scheduler) or {}, _origins(state.optimizer)
+        if len({*origins}) < len(origins):
+            stored = _regroup(stored, len({*origins}), origins)
+        from_plain_forms(state).fill(space, stored, [*space])
+
+    def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
+        """Compare names, references to objects that are stored elsewhere, such as the optimizer, and numbers."""
+        now = self.store(state, state.streams.save())
+        shared = [key for key, form in now.items() if isinstance(form, dict) and "again" in form]
+        if missing := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
+            return f"does not fit this run: its scheduler lacks {missing[0]}"
+        return numbers_missing("scheduler", now, stored)
+
+
+class Hooks(Part):
+    """The hooks on parameters, modules and the optimizer, with their states."""
+
+    name = "hooks"
+    is_stored = True
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the plain forms of all hooks."""
+        for name, forms in _forms_of_hooks(state).items():
+            yield from nested(name, forms)
+
+    def store(self, state: StateObjects, streams: StreamState) -> dict[str, list[Any]]:
+        """Return the forms of the hooks that have a state; building the model recreates the others."""
+        return {name: forms for name, forms in _forms_of_hooks(state).items() if any(map(_has_state, forms))}
+
+    def load(self, state: StateObjects, stored: Mapping[str, list[Any]]) -> None:
+        """Restore the states of the hooks."""
+        present, forms = dict(_hooks(state)), from_plain_forms(state)
+        for name, stored_forms in stored.items():
+            forms.items(stored_forms, present.get(name, []))
+
+
+class ExtraContents(Part):
+    """The objects of modules, hooks, optimizer and scheduler that no other part names; only the tripwire needs them."""
+
+    name = "contents of modules, hooks, optimizer and scheduler"
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the contents of containers, and the states of arrays and generators."""
+        structure = _extra_structure(state)
+        owned = {*map(id, state.streams.owned)}
+        structure.natives = [value for value in structure.natives if id(value) not in owned]
+        return Watched(
+            containers=structure.containers(),
+            read_values=structure.read_natives if structure.natives else None,
+            label="an array or a random generator of a module, the optimizer or the scheduler",
+        )
+
+
+UPDATE_PARTS = (OptimizerPart(), OptimizerAttributes(), SchedulerPart(), Hooks(), ExtraContents())

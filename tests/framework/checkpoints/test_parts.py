@@ -19,7 +19,7 @@ from loopscope.firing import HookManager
 from loopscope.isolation import Call, Isolation, Snapshot, borrowed_for_evaluation
 from loopscope.isolation.tripwire import Audit
 from loopscope.loops import epoch_loop
-from loopscope.state import PARTS, Guarded, Part, Stored, TrainingState, Transient, Watched, differing
+from loopscope.state import PARTS, Part, TrainingState, Transient, Watched, differing
 from loopscope.state.training_state import without_on_demand
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
@@ -211,31 +211,44 @@ class Elsewhere:
         self.number = 0
 
 
-def made_up(place: Elsewhere) -> Part:
-    def load(state: Any, stored: dict[str, Any]) -> None:
-        place.kept["tensor"].copy_(stored["tensor"])
-        place.number = stored["number"]
+class MadeUp(Part):
+    """A part that a contributor adds: one class."""
 
-    return Part(
-        "made up",
-        lambda state: (("made up/tensor", place.kept["tensor"]), ("made up/number", place.number)),
-        Guarded(
-            lambda state: (place.kept,),
-            save=lambda state, owners: place.number,
-            restore=lambda state, owners, kept: setattr(place, "number", kept),
-        ),
-        lambda state: Watched([place.kept], read_values=lambda: (place.number,), label="the made-up number"),
-        Stored(
-            lambda state, streams: {**place.kept, "number": place.number},
-            load,
-            lambda state, stored: "" if stored.keys() == {"tensor", "number"} else "was written for another place",
-        ),
-    )
+    name = "made up"
+    is_stored = True
+
+    def __init__(self, place: Elsewhere) -> None:
+        self.place = place
+
+    def read(self, state: Any) -> Any:
+        return (("made up/tensor", self.place.kept["tensor"]), ("made up/number", self.place.number))
+
+    def persistent(self, state: Any) -> Any:
+        return (self.place.kept,)
+
+    def keep(self, state: Any, owners: Any) -> Any:
+        return self.place.number
+
+    def restore(self, state: Any, owners: Any, kept: Any) -> None:
+        self.place.number = kept
+
+    def watch(self, state: Any) -> Watched:
+        return Watched([self.place.kept], read_values=lambda: (self.place.number,), label="the made-up number")
+
+    def store(self, state: Any, streams: Any) -> Any:
+        return {**self.place.kept, "number": self.place.number}
+
+    def load(self, state: Any, stored: Any) -> None:
+        self.place.kept["tensor"].copy_(stored["tensor"])
+        self.place.number = stored["number"]
+
+    def misfit(self, state: Any, stored: Any) -> str:
+        return "" if stored.keys() == {"tensor", "number"} else "was written for another place"
 
 
 def with_made_up() -> tuple[Elsewhere, TrainingState]:
     place, (task, state) = Elsewhere(), build(Case())
-    return place, TrainingState(task.model, task.optimizer, state.streams, parts=(*PARTS, made_up(place)))
+    return place, TrainingState(task.model, task.optimizer, state.streams, parts=(*PARTS, MadeUp(place)))
 
 
 CHANGES = {"tensor": lambda place: place.kept["tensor"].add_(1), "number": lambda place: setattr(place, "number", 5)}

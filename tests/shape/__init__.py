@@ -1,0 +1,1 @@
+"""Measurements of the structure of the source code, printed by ``make shape``."""
