@@ -43,7 +43,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop: int | None = None
-        self.asked = False
+        self.checkpoint_requested = False
         """Whether a checkpoint was requested since this was last set to ``False``."""
         self._previous_handlers: dict[int, Any] = {}
 
@@ -74,7 +74,7 @@ class Signals:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self.asked = True
+            self.checkpoint_requested = True
         elif self.stop is None:
             self.stop = number
         else:  # a second signal acts at once
@@ -126,6 +126,8 @@ class CheckpointPlan:
 
     def is_due(self, loop: LoopState, *, counts_epochs: bool, unit_ended: bool) -> bool:
         """Return whether a checkpoint is due now."""
+        # The unit is an epoch or a step. In the epoch loop this is called after every step and after every epoch, and
+        # in the step loop only after steps, so a step has ended if exactly one of both holds.
         step_ended = unit_ended != counts_epochs
         if step_ended and self.every_steps and loop.step % self.every_steps == 0:
             return True
@@ -161,12 +163,12 @@ class Checkpointing:
         if self.rows is not None:
             self.rows.pause(loop, step_ended=unit_ended != self.manager.counts_epochs)
         signals, ranks = self.signals, self.manager.task.ranks
-        if ranks.are_many and ranks.agree(signals.asked or signals.stop is not None):
-            stops, asks = zip(*ranks.gather((signals.stop, signals.asked)), strict=True)
-            signals.stop, signals.asked = next(filter(None, stops), None), any(asks)
-        asked, signals.asked = signals.asked, False
+        if ranks.are_many and ranks.agree(signals.checkpoint_requested or signals.stop is not None):
+            stops, asks = zip(*ranks.gather((signals.stop, signals.checkpoint_requested)), strict=True)
+            signals.stop, signals.checkpoint_requested = next(filter(None, stops), None), any(asks)
+        checkpoint_requested, signals.checkpoint_requested = signals.checkpoint_requested, False
         ending = signals.stop is not None or self.manager.hooks.failures.pending is not None
-        if asked or ending:
+        if checkpoint_requested or ending:
             self.take(wait=True)
         elif self.plan.is_due(loop, counts_epochs=self.manager.counts_epochs, unit_ended=unit_ended):
             if self._is_last(loop):  # no later checkpoint could replace it if it were skipped

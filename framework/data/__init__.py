@@ -5,7 +5,7 @@ from .data_identity import data_changed, fingerprint
 from .loader_inspection import first_batch, preserved_loader, with_copied_batches
 from .loaders import Batch, Loader, Order, SourceOfRows, TensorLoader, derived_seed, fixed_order, random_order
 from .row_numbers import RowNumbers
-from .shares import RowsOfRank, global_batches
+from .rank_rows import RowsOfRank, global_batches
 from .torch_loader import TorchLoader
 
 __all__ = [

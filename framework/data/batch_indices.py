@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ..state import RandomStreams
 from .generators import dataset_generators, restorer, seed_all, undisturbed
 
-Draw = Callable[[int], torch.Generator]
+GeneratorOfBlock = Callable[[int], torch.Generator]
 """Returns the generator of the n-th block of an epoch's order, the same one at each call."""
 KNOWN = (SequentialSampler, RandomSampler, SubsetRandomSampler)
 """Samplers whose order is computed here from any row on; subclasses are iterated over, since they may differ."""
@@ -37,7 +37,7 @@ def samplers_of(dataloader: "DataLoader[Any]") -> list[Any]:
     return [sampler for sampler in (dataloader.sampler, batches, *within) if sampler is not None]
 
 
-def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: Draw) -> Iterator[Any]:
+def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: GeneratorOfBlock) -> Iterator[Any]:
     """Yield the indices of each batch from batch ``start`` on; single indices without batching."""
     batches: Any = dataloader.batch_sampler
     if batches is None:
@@ -51,7 +51,7 @@ def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: Draw) -> Iter
     return (batch for batch in iter(lambda: list(islice(rows, size)), []) if len(batch) >= full)
 
 
-def rows_from(sampler: Any, start: int, draw: Draw) -> Iterator[Any]:
+def rows_from(sampler: Any, start: int, draw: GeneratorOfBlock) -> Iterator[Any]:
     """Yield the sampler's rows from its ``start``-th row on.
 
     For torch's sequential and random samplers, time and memory to the first row do not depend on ``start``. Other
@@ -68,14 +68,14 @@ def rows_from(sampler: Any, start: int, draw: Draw) -> Iterator[Any]:
     return islice(sampler, start, None)
 
 
-def random_rows(rows: int, total: int, start: int, draw: Draw, *, replacement: bool) -> Iterator[int]:
+def random_rows(rows: int, total: int, start: int, draw: GeneratorOfBlock, *, replacement: bool) -> Iterator[int]:
     """Yield rows ``start`` to ``total`` of a random order of ``rows`` rows."""
     for block in random_blocks(rows, total, start, draw, replacement=replacement):
         for piece in block.split(PIECE):  # type: ignore[no-untyped-call]
             yield from piece.tolist()
 
 
-def random_blocks(rows: int, total: int, start: int, draw: Draw, *, replacement: bool) -> Iterator[Tensor]:
+def random_blocks(rows: int, total: int, start: int, draw: GeneratorOfBlock, *, replacement: bool) -> Iterator[Tensor]:
     """Yield rows ``start`` to ``total`` of a random order of ``rows`` rows; one permutation follows another.
 
     With replacement, the order consists of blocks of independent draws, so that block n needs no earlier block.

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from ..state import RandomStreams
-from .batch_indices import BLOCK, Draw, batch_indices, random_blocks, samplers_of, start_epoch
+from .batch_indices import BLOCK, GeneratorOfBlock, batch_indices, random_blocks, samplers_of, start_epoch
 from .generators import dataset_generators, undisturbed
 
 
-def rows_of_known_sampler(batches: BatchSampler, start: int, draw: Draw) -> Iterator[Tensor] | None:
+def rows_of_known_sampler(batches: BatchSampler, start: int, draw: GeneratorOfBlock) -> Iterator[Tensor] | None:
     """Return the rows of each batch from batch ``start`` on, for samplers of a :data:`KNOWN` class, without a list.
 
     The result is ``None`` if a subset's indices are not integers.
@@ -56,7 +56,7 @@ def as_numbers(indices: Any) -> Tensor | None:
 
 
 def draw_all_rows(
-    dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: Draw, most: int
+    dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: GeneratorOfBlock, most: int
 ) -> Iterator[Tensor] | None:
     """Return the rows of at most ``most`` batches by iterating over the samplers; ``None`` unless all are integers."""
     samplers = samplers_of(dataloader)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import Draw, EpochSampler, batch_indices, draws_by_function, on_streams, samplers_of
+from .batch_indices import EpochSampler, GeneratorOfBlock, batch_indices, draws_by_function, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 from .loader_inspection import preserved_loader
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
@@ -262,7 +262,7 @@ class TorchLoader(Loader):
             return indices()
         return on_streams(self._streams, epoch, samplers_of(dataloader), (), indices)
 
-    def _draw(self, epoch: int) -> Draw:
+    def _draw(self, epoch: int) -> GeneratorOfBlock:
         return lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
 
     def _in_random_order(self, dataset: Any, batch_size: int | None, seed: int) -> "TorchLoader":

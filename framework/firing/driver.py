@@ -111,9 +111,9 @@ class Driver:
 
     def evaluate(self) -> None:
         """Run the task's evaluation in eval mode, isolated from the run."""
-        self.evaluated(self.manager.in_eval_mode("evaluation", self.task.evaluate))
+        self.record_evaluation(self.manager.in_eval_mode("evaluation", self.task.evaluate))
 
-    def evaluated(self, numbers: Mapping[str, float]) -> None:
+    def record_evaluation(self, numbers: Mapping[str, float]) -> None:
         """Record the numbers of an evaluation, which hooks see until the next step."""
         self.loop.evaluation, self.loop.evaluated_at = self.task.ranks.evaluation(numbers), self.loop.step
 

@@ -132,7 +132,7 @@ class HookCalls:
             returned = self._hooks.call(hook, listener.where, step, intervene, intervention=hook)
         if returned and record.changes:
             record.apply()
-            self._isolation.committed()
+            self._isolation.note_commit()
 
     def _isolated_target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
         """Return the experiment's target gradient if a due hook needs it, computed in isolation."""

@@ -423,6 +423,7 @@ class MetricDispatch:
         raised_errors: tuple[type[BaseException], ...] = (StateMutationError, KeyboardInterrupt, *fatal)
         for sink in list(self._sinks):
             try:
+                # "an emit" also seeds the random stream of the call.
                 self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), partial(action, sink))
             except raised_errors:
                 raise

@@ -128,7 +128,7 @@ class Isolation:
         """
         if self._has_commit:
             self._rebase_after_commit()
-        is_full = self._needs_full_check(call, self._tripwire)
+        is_full = self._prepare_check(call, self._tripwire)
         self._streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
         grad_mode = torch.is_grad_enabled()
@@ -159,7 +159,7 @@ class Isolation:
         tripwire.take_baseline()
         # All taps of a hook share one count: complete checks of the first calls at every target would cost too much.
         all_taps = call._replace(where="taps")
-        is_full = self._needs_full_check(all_taps, tripwire)
+        is_full = self._prepare_check(all_taps, tripwire)
         audit.take_baseline()
         try:
             with self._streams.preserved():
@@ -193,7 +193,7 @@ class Isolation:
             state.parts = [part for part in state.parts if part.name != "gradients"]
         return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
-    def _needs_full_check(self, call: Call, tripwire: Tripwire) -> bool:
+    def _prepare_check(self, call: Call, tripwire: Tripwire) -> bool:
         """Return whether this call gets a complete check; record bytes for it and for calls that rewrite bytes."""
         key = call[:2]
         seen = self._calls[key] = self._calls.get(key, 0) + 1
@@ -221,7 +221,7 @@ class Isolation:
                 self._guardian.save(self._state)
             self._is_saved = self._holds_copies = True
         if not mutates:
-            self._needs_full_check(call, self._tripwire)
+            self._prepare_check(call, self._tripwire)
         self._streams.derive(call.name, call.where, call.step)
         try:
             return function()
@@ -249,7 +249,7 @@ class Isolation:
                 "ends here and no checkpoint is written from this state."
             ) from error
 
-    def committed(self) -> None:
+    def note_commit(self) -> None:
         """Record that the state was changed intentionally: the next call of this visit starts from it."""
         self._is_saved = False
         self._has_commit = True

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import RunNotice, UsageError, listed, nearest, require
 from .linear import BitLinear, make_bit_linear, make_plain_linear
 from .matrices import CastNames, Matrix, cast_names, castable_matrices
-from .products import CastsProducts, cast_products, stop_casting_products
+from .products import CastingModule, convert_products, restore_products
 from .recipes import Recipe, find_recipe
 
 Patterns = Sequence[str]
@@ -49,7 +49,7 @@ def quantize_model(
     for name in chosen:
         owner, key = matrices[name].owner, matrices[name].key
         if key:
-            cast_products(owner, key, resolved_recipe, generator)
+            convert_products(owner, key, resolved_recipe, generator)
         else:
             assert isinstance(owner, nn.Linear)
             make_bit_linear(owner, resolved_recipe, generator, may_split=name in splittable_names)
@@ -86,8 +86,8 @@ def dequantize_model(model: nn.Module) -> list[str]:
     for module in {id(matrix.owner): matrix.owner for matrix in cast_matrices.values()}.values():
         if isinstance(module, BitLinear):
             make_plain_linear(module)
-        elif isinstance(module, CastsProducts):
-            stop_casting_products(module)
+        elif isinstance(module, CastingModule):
+            restore_products(module)
         # Private: torch removes a hook through its handle, but the handle of a model does not apply to its copies.
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _require_call]:
             del module._forward_pre_hooks[key]
@@ -104,7 +104,7 @@ def _disable_encoder_fast_path(model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer):
             for layer in module.children():
                 hooks = layer._forward_pre_hooks.values()
-                if isinstance(layer, (BitLinear, CastsProducts)) and _require_call not in hooks:
+                if isinstance(layer, (BitLinear, CastingModule)) and _require_call not in hooks:
                     layer.register_forward_pre_hook(_require_call)
         elif isinstance(module, nn.TransformerEncoder):
             has_casts = any(isinstance(part, BitLinear) for part in module.modules())

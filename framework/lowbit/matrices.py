@@ -7,7 +7,7 @@ from torch import nn
 from ..errors import listed
 from .linear import BitLinear
 from .metis import LowRankFactors
-from .products import SUFFIX, ProductCasts, matrix_of, original_class
+from .products import SUFFIX, ParameterCasts, matrix_of, original_class
 
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj")
 """The projections of ``nn.MultiheadAttention``, which computes their products without calling layers."""
@@ -48,7 +48,7 @@ def castable_matrices(model: nn.Module) -> dict[str, Matrix]:
     """
     matrices: dict[str, Matrix] = {}
     for name, module in model.named_modules():
-        if isinstance(module, ProductCasts):
+        if isinstance(module, ParameterCasts):
             continue
         if isinstance(module, BitLinear) or (type(module) is nn.Linear and has_weight_parameter(module)):
             matrices[name] = Matrix(module)

@@ -49,7 +49,7 @@ class ReportedFunctions(Transient):
         self.names: set[str] = set()
 
 
-class ProductCasts(BitLinear):
+class ParameterCasts(BitLinear):
     """The casts of the products by one parameter, which belongs to the parent module: this module has no weight.
 
     Counters of casts and the training state treat it like a low-bit layer.
@@ -62,7 +62,7 @@ class ProductCasts(BitLinear):
         return f"recipe={self.recipe.name!r}"
 
 
-class CastsProducts(nn.Module):
+class CastingModule(nn.Module):
     """Base class of modules whose products by their parameters are cast.
 
     In the forward pass, the products of ``OPERANDS`` are cast if one operand is such a parameter, a part of it such as
@@ -76,9 +76,9 @@ class CastsProducts(nn.Module):
         return run(self, inputs, options)
 
 
-def _run(module: CastsProducts, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-    with Products(module):
-        return super(CastsProducts, module).forward(*inputs, **options)
+def _run(module: CastingModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    with CastingMode(module):
+        return super(CastingModule, module).forward(*inputs, **options)
 
 
 _run_between_graphs = run_between_graphs(_run)
@@ -88,12 +88,12 @@ _run_between_graphs = run_between_graphs(_run)
 def casting_class(plain: type[nn.Module]) -> type[nn.Module]:
     """Return the class with cast products for a module of class ``plain``; it has the same name."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    return type(plain.__name__, (CastsProducts, plain), names)
+    return type(plain.__name__, (CastingModule, plain), names)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, without that of :func:`casting_class`."""
-    return type(module).__mro__[2] if isinstance(module, CastsProducts) else type(module)
+    return type(module).__mro__[2] if isinstance(module, CastingModule) else type(module)
 
 
 def matrix_of(module: nn.Module, key: str) -> nn.Parameter:
@@ -102,9 +102,9 @@ def matrix_of(module: nn.Module, key: str) -> nn.Parameter:
     return module.get_parameter(key if child is None else f"{key}.weight")
 
 
-def cast_products(module: nn.Module, key: str, recipe: Recipe, generator: torch.Generator) -> None:
+def convert_products(module: nn.Module, key: str, recipe: Recipe, generator: torch.Generator) -> None:
     """Convert a module in place, so that it casts its products by one of its parameters."""
-    if not isinstance(module, CastsProducts):
+    if not isinstance(module, CastingModule):
         # The object stays the same, so optimizers, ties and hooks keep their references to it.
         module.__class__ = casting_class(type(module))  # type: ignore[arg-type]
     layer = nn.Linear(1, 1, bias=False, device="meta")  # on this device, its initialisation draws no random numbers
@@ -112,36 +112,38 @@ def cast_products(module: nn.Module, key: str, recipe: Recipe, generator: torch.
     layer.weight = nn.Parameter(matrix_of(module, key).detach().new_empty(0, 0))
     make_bit_linear(layer, recipe, generator, may_split=False)
     layer.register_parameter("weight", None)
-    layer.__class__ = ProductCasts
-    assert isinstance(layer, ProductCasts)
+    layer.__class__ = ParameterCasts
+    assert isinstance(layer, ParameterCasts)
     layer.reported = ReportedFunctions()
     module.add_module(key + SUFFIX, layer.train(module.training))
 
 
-def product_casts(module: nn.Module) -> dict[str, ProductCasts]:
+def casts_of_parameters(module: nn.Module) -> dict[str, ParameterCasts]:
     """Return the casts of a module's products, by child name."""
-    return {name: child for name, child in module.named_children() if isinstance(child, ProductCasts)}
+    return {name: child for name, child in module.named_children() if isinstance(child, ParameterCasts)}
 
 
-def stop_casting_products(module: CastsProducts) -> None:
+def restore_products(module: CastingModule) -> None:
     """Restore the module's original class, which multiplies in full precision."""
-    for name in product_casts(module):
+    for name in casts_of_parameters(module):
         delattr(module, name)
     module.__class__ = original_class(module)  # type: ignore[assignment]
 
 
-class Products(TorchFunctionMode):
-    """Context manager that casts the products by a module's parameters (``with Products(module):``)."""
+class CastingMode(TorchFunctionMode):
+    """Context manager that casts the products by a module's parameters (``with CastingMode(module):``)."""
 
-    def __init__(self, module: CastsProducts) -> None:
+    def __init__(self, module: CastingModule) -> None:
         super().__init__()
         casts_by_key = {
-            name.removesuffix(SUFFIX): casts for name, casts in product_casts(module).items() if casts.recipe.casts
+            name.removesuffix(SUFFIX): casts
+            for name, casts in casts_of_parameters(module).items()
+            if casts.recipe.casts
         }
         self._names = {id(casts): f"{key!r} of {type(module).__name__}" for key, casts in casts_by_key.items()}
         pairs = [(matrix_of(module, key), casts) for key, casts in casts_by_key.items()]
         # By id(), which is unique while the value keeps a reference to the tensor.
-        self._matrices: dict[int, tuple[Tensor, ProductCasts]] = {id(pair[0]): pair for pair in pairs}
+        self._matrices: dict[int, tuple[Tensor, ParameterCasts]] = {id(pair[0]): pair for pair in pairs}
         self._uses: Counter[int] = Counter()
 
     def __torch_function__(
@@ -171,7 +173,7 @@ class Products(TorchFunctionMode):
             )
         return result
 
-    def _casts(self, operand: Any) -> ProductCasts | None:
+    def _casts(self, operand: Any) -> ParameterCasts | None:
         return self._matrices[id(operand)][1] if id(operand) in self._matrices else None
 
     def _product(self, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Tensor | None:
@@ -219,7 +221,7 @@ class Products(TorchFunctionMode):
         stacked = torch.stack(products).reshape(*batch, *products[0].shape)
         return stacked if bias is None else stacked + bias.to(stacked.dtype)
 
-    def _single_product(self, casts: ProductCasts, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _single_product(self, casts: ParameterCasts, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         self._uses[id(casts)] += 1
         return casts.product(x, matrix, bias, str(self._uses[id(casts)]))
 

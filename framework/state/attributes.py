@@ -48,9 +48,9 @@ COMPOSABLE_PREFIX = "__composable_api_"
 """Prefix of the attributes with the state of ``fully_shard``, which is a separate part."""
 DISTRIBUTED_MARK = "_distribute_module_applied"
 """A flag that ``parallelize_module`` sets; the layout of parameters on ranks is not part of the state."""
-NATIVE = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has: tables, hooks, mode."""
-HOOK_TABLES = tuple(sorted(key for key in NATIVE if key.startswith("_") and "_hooks" in key))
+HOOK_TABLES = tuple(sorted(key for key in MODULE_ATTRIBUTES if key.startswith("_") and "_hooks" in key))
 
 
 class PlainForms:
@@ -67,11 +67,11 @@ class PlainForms:
         self._numbers = count()
         self._depth = 0
 
-    def table(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    def forms_of(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the plain forms of named values."""
-        return {name: self.of(value) for name, value in attributes.items()}
+        return {name: self.form_of(value) for name, value in attributes.items()}
 
-    def of(self, value: Any) -> Any:
+    def form_of(self, value: Any) -> Any:
         """Return the plain form of a value."""
         if type(value) in ATOMS or self._depth > MAX_DEPTH:
             return value
@@ -79,47 +79,49 @@ class PlainForms:
             return {"again": self._names[id(value)]}
         self._depth += 1
         try:
-            return self._of_one(value)
+            return self._form_of_new(value)
         finally:
             self._depth -= 1
 
-    def _of_one(self, value: Any) -> Any:
+    def _form_of_new(self, value: Any) -> Any:
         if isinstance(value, (tuple, frozenset)):  # never numbered: equal constants may or may not be the same object
-            return {type(value).__name__: self._items(value)}
+            return {type(value).__name__: self._forms_of_items(value)}
         if isinstance(value, Enum):
             return {"enum": qualified(type(value)), "member": value.name}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
             return {"numpy": value.dtype.str, "value": value.item()}
         if not isinstance(value, (Tensor, nn.Module, *_MUTABLE)) and attributes_of(value) is None:
-            return self._of_native(value) if native_of(value) is not None else self._of_code(value)
+            return self._form_of_native(value) if native_of(value) is not None else self._form_of_code(value)
         self._names[id(value)] = next(self._numbers)
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
         if isinstance(value, _MUTABLE):
             extra = instance_attributes(value)  # an OrderedDict has a __dict__, which is usually empty
-            return {type(value).__name__: self._content(value)} | ({"attributes": self.table(extra)} if extra else {})
-        return {"object": qualified(type(value)), "attributes": self.table(_object_attributes(value))}
+            return {type(value).__name__: self._forms_of_content(value)} | (
+                {"attributes": self.forms_of(extra)} if extra else {}
+            )
+        return {"object": qualified(type(value)), "attributes": self.forms_of(_object_attributes(value))}
 
-    def _of_code(self, value: Any) -> Any:
+    def _form_of_code(self, value: Any) -> Any:
         if not is_code(value):
             return value
-        references = [self.of(item) for item in referenced_objects(value)]
+        references = [self.form_of(item) for item in referenced_objects(value)]
         return {"code": described(value)} | ({"holds": references} if references else {})
 
-    def _of_native(self, value: Any) -> Any:
+    def _form_of_native(self, value: Any) -> Any:
         self._names[id(value)] = next(self._numbers)
         return {"native": qualified(type(value)), "state": read_native(value)}
 
-    def _content(self, value: Any) -> list[Any]:
+    def _forms_of_content(self, value: Any) -> list[Any]:
         if isinstance(value, dict):
-            return [[self.of(key), self.of(item)] for key, item in value.items()]
-        return ([value.maxlen] if isinstance(value, deque) else []) + self._items(value)
+            return [[self.form_of(key), self.form_of(item)] for key, item in value.items()]
+        return ([value.maxlen] if isinstance(value, deque) else []) + self._forms_of_items(value)
 
-    def _items(self, value: Any) -> list[Any]:
+    def _forms_of_items(self, value: Any) -> list[Any]:
         """Return the forms of a container's items; those of a set are sorted, since its order differs by process."""
         # Strings hash differently in every process, unless PYTHONHASHSEED is set.
         in_order = sorted(value, key=described) if isinstance(value, (set, frozenset)) else value
-        return [self.of(item) for item in in_order]
+        return [self.form_of(item) for item in in_order]
 
 
 class FromPlainForms:
@@ -135,17 +137,17 @@ class FromPlainForms:
         self._device = device
         self._numbers = count()
 
-    def fill(self, attributes: dict[str, Any], table: Mapping[str, Any], names: Collection[str]) -> None:
+    def restore_attributes(self, attributes: dict[str, Any], table: Mapping[str, Any], names: Collection[str]) -> None:
         """Restore the ``attributes`` that ``names`` lists; code stays unchanged."""
         for name in names:
             if name not in table and not is_code(attributes[name]):
                 del attributes[name]
         for name, form in table.items():
-            value = self.of(form, attributes.get(name, ABSENT))
+            value = self.value_of(form, attributes.get(name, ABSENT))
             if value is not ABSENT:
                 attributes[name] = value
 
-    def of(self, form: Any, present: Any) -> Any:
+    def value_of(self, form: Any, present: Any) -> Any:
         """Return the value of a form; ``present`` is the current value in its place.
 
         Raises:
@@ -159,7 +161,7 @@ class FromPlainForms:
         if kind == "again":
             return self._objects[content]
         if kind == "code":
-            self.items(form.get("holds", []), [*referenced_objects(present)])
+            self.values_of(form.get("holds", []), [*referenced_objects(present)])
             return present
         if kind == "numpy":
             return np.dtype(content).type(form["value"])
@@ -197,7 +199,7 @@ class FromPlainForms:
             return target
         space = attributes_of(target)
         space = vars(target) if space is None else space
-        self.fill(space, table, [*_object_attributes(target)])
+        self.restore_attributes(space, table, [*_object_attributes(target)])
         write_attributes(target, space)
         return target
 
@@ -205,7 +207,7 @@ class FromPlainForms:
         """Return the present object if it is equal, otherwise a new one: the present one may be shared."""
         previous = {name: getattr(present, name) for name in table}
         restored = {
-            name: self.of(form, None if isinstance(previous[name], _MUTABLE) else previous[name])
+            name: self.value_of(form, None if isinstance(previous[name], _MUTABLE) else previous[name])
             for name, form in table.items()
         }
         if described(restored) == described(previous):
@@ -224,7 +226,7 @@ class FromPlainForms:
         if present is None and kind not in _BUILDERS:
             raise ValueError(f"the rebuilt model has no {kind} where the stored one has")
         if isinstance(present, (tuple, frozenset)) or kind in ("tuple", "frozenset", "Size"):
-            items = self.items(content, present)
+            items = self.values_of(content, present)
             named = isinstance(present, tuple) and hasattr(present, "_fields")
             return type(present)(*items) if named else _BUILDERS[kind](items)
         number, content, head = next(self._numbers), content[kind == "deque" :], content[: kind == "deque"]
@@ -235,23 +237,25 @@ class FromPlainForms:
         if isinstance(present, dict):
             previous = {**present}
             code = {described(key): key for key in present if is_code(key)}
-            keys = [self.of(key, code.get(key["code"]) if _is_form_of_code(key) else ABSENT) for key, _ in content]
+            keys = [
+                self.value_of(key, code.get(key["code"]) if _is_form_of_code(key) else ABSENT) for key, _ in content
+            ]
             pairs = zip(keys, content, strict=True)
-            refill(present, keys, [self._item(form, previous.get(key)) for key, (_, form) in pairs])
+            refill(present, keys, [self._required_value_of(form, previous.get(key)) for key, (_, form) in pairs])
         else:
-            refill(present, (), self.items(content, present))
+            refill(present, (), self.values_of(content, present))
         if "attributes" in form:
-            self.fill(vars(present), form["attributes"], [*vars(present)])
+            self.restore_attributes(vars(present), form["attributes"], [*vars(present)])
         return present
 
-    def items(self, forms: list[Any], present: Any) -> list[Any]:
+    def values_of(self, forms: list[Any], present: Any) -> list[Any]:
         """Return the values of forms; ``present`` contains the current values in their places."""
         present_items = [*present] if isinstance(present, (list, tuple, deque)) else []
         present_items += [ABSENT] * (len(forms) - len(present_items))
-        return [self._item(form, item) for form, item in zip(forms, present_items, strict=False)]
+        return [self._required_value_of(form, item) for form, item in zip(forms, present_items, strict=False)]
 
-    def _item(self, form: Any, present: Any) -> Any:
-        if (value := self.of(form, present)) is ABSENT:
+    def _required_value_of(self, form: Any, present: Any) -> Any:
+        if (value := self.value_of(form, present)) is ABSENT:
             raise ValueError(f"the rebuilt model lacks {form['code']} where the stored one has it")
         return value
 

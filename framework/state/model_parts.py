@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
+from .attributes import MODULE_ATTRIBUTES, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
 from .objects import Transient
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .random_streams import StreamState
@@ -272,7 +272,7 @@ def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
     """Return the plain forms, by name, of the attributes of modules other than tensors, modules and hooks."""
     forms = plain_forms(state)
     return {
-        f"{name}.{key}": forms.of(value)
+        f"{name}.{key}": forms.form_of(value)
         for name, module in state.model.named_modules()
         for key, value in module_attributes(module).items()
     }
@@ -307,7 +307,16 @@ class Modules(Part):
             # The module that torch.compile returns stores no mode and shows that of the inner module.
             (
                 space,
-                tuple([*TABLES, *(key for key in module_attributes(module) if key == "training" or key not in NATIVE)]),
+                tuple(
+                    [
+                        *TABLES,
+                        *(
+                            key
+                            for key in module_attributes(module)
+                            if key == "training" or key not in MODULE_ATTRIBUTES
+                        ),
+                    ]
+                ),
             )
             for module, space in zip(modules, spaces, strict=True)
         ]
@@ -330,13 +339,13 @@ class Modules(Part):
             tables[module][key] = form
         forms = from_plain_forms(state)
         for name, module in state.model.named_modules():
-            forms.fill(vars(module), tables[name], [*module_attributes(module)])
+            forms.restore_attributes(vars(module), tables[name], [*module_attributes(module)])
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
         """Compare the names of the modules, and the kinds of the attributes that every module has."""
         names = {name for name, _ in state.model.named_modules()}
         differing_names = names ^ {name.rpartition(".")[0] for name in stored}
-        forms = plain_forms(state).table(module_attributes(nn.Module()))
+        forms = plain_forms(state).forms_of(module_attributes(nn.Module()))
         missing = [
             f"{name}.{key}"
             for name, module in state.model.named_modules()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .attributes import HOOK_TABLES, NATIVE, is_hook_table, without_hooks
+from .attributes import HOOK_TABLES, MODULE_ATTRIBUTES, is_hook_table, without_hooks
 from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
 from .objects import ATOMS, attributes_of
 from .parts import Leaves, Part, StateObjects, Watched, nested
@@ -30,7 +30,7 @@ def _with_forms_of_objects(moments: Any, forms: Any) -> Any:
     """Return an optimizer's state of one parameter, with plain forms for objects."""
     if not isinstance(moments, Mapping):
         return moments
-    return {key: forms.of(value) if _is_object(value) else value for key, value in moments.items()}
+    return {key: forms.form_of(value) if _is_object(value) else value for key, value in moments.items()}
 
 
 def _is_object(value: Any) -> bool:
@@ -124,7 +124,7 @@ def _forms_of_hooks(state: StateObjects) -> dict[str, list[Any]]:
     if not (present := [*_hooks(state)]):
         return {}  # the most frequent case
     forms = plain_forms(state)
-    return {name: [forms.of(hook) for hook in hooks] for name, hooks in present}
+    return {name: [forms.form_of(hook) for hook in hooks] for name, hooks in present}
 
 
 def _has_state(form: Any) -> bool:
@@ -147,7 +147,7 @@ def reachable_from_modules(
 
 def extra_attributes(module: nn.Module) -> list[Any]:
     """Return the attributes of a module, without numbers and its tables of tensors, modules and hooks."""
-    return [value for key, value in vars(module).items() if key not in NATIVE and type(value) not in ATOMS]
+    return [value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES and type(value) not in ATOMS]
 
 
 def _extra_structure(state: StateObjects) -> Structure:
@@ -279,17 +279,17 @@ class OptimizerAttributes(Part):
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the attributes in plain form."""
-        forms = plain_forms(state).table(_optimizer_attributes(state.optimizer))
+        forms = plain_forms(state).forms_of(_optimizer_attributes(state.optimizer))
         return chain.from_iterable(nested(f"optimizer/{key}", form) for key, form in forms.items())
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
         """Return the plain forms."""
-        return plain_forms(state).table(_optimizer_attributes(state.optimizer))
+        return plain_forms(state).forms_of(_optimizer_attributes(state.optimizer))
 
     def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
         """Set the attributes from their plain forms."""
         space = attributes_of(state.optimizer) or {}
-        from_plain_forms(state).fill(space, stored, [*_optimizer_attributes(state.optimizer)])
+        from_plain_forms(state).restore_attributes(space, stored, [*_optimizer_attributes(state.optimizer)])
 
 
 class SchedulerPart(Part):
@@ -300,7 +300,7 @@ class SchedulerPart(Part):
     has_temporary = True
 
     def _forms(self, state: StateObjects) -> dict[str, Any]:
-        return plain_forms(state).table(attributes_of(state.scheduler) or {})
+        return plain_forms(state).forms_of(attributes_of(state.scheduler) or {})
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the attributes in plain form."""
@@ -330,7 +330,7 @@ class SchedulerPart(Part):
         space, origins = attributes_of(state.scheduler) or {}, _origins(state.optimizer)
         if len({*origins}) < len(origins):
             stored = _regroup(stored, len({*origins}), origins)
-        from_plain_forms(state).fill(space, stored, [*space])
+        from_plain_forms(state).restore_attributes(space, stored, [*space])
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
         """Compare names, references to objects that are stored elsewhere, such as the optimizer, and numbers."""
@@ -360,7 +360,7 @@ class Hooks(Part):
         """Restore the states of the hooks."""
         present, forms = dict(_hooks(state)), from_plain_forms(state)
         for name, stored_forms in stored.items():
-            forms.items(stored_forms, present.get(name, []))
+            forms.values_of(stored_forms, present.get(name, []))
 
 
 class ExtraContents(Part):

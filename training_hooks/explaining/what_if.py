@@ -21,11 +21,11 @@ from .rows import copies, exclude_shared_rows, outliers, repeated
 from .step_history import record_outputs
 from .wider_precision import Widened, widen_layer
 
-AHEAD = 8
+FOLLOWING_BATCHES = 8
 """Number of following batches on which the effect of a step is measured."""
-MOST_ROWS = 512
+MOST_FRESH_ROWS = 512
 """Number of rows of fresh batches after which no further batch is measured row by row."""
-ALONE = 8.0
+SINGLE_CHANGE_RATIO = 8.0
 """A single element has changed if its change is this many times the second largest change."""
 
 
@@ -125,12 +125,12 @@ class WhatIf(DebugInterventionHook):
         with eagerly():
             if run_ctx.step > self.step:
                 return self._after_step(model_ctx)
-            batches = [*islice(coming_batches(model_ctx.loader, self.step), AHEAD + self.fresh)]
-            fresh = exclude_shared_rows(run_ctx.batch_data, batches[AHEAD:])
+            batches = [*islice(coming_batches(model_ctx.loader, self.step), FOLLOWING_BATCHES + self.fresh)]
+            fresh = exclude_shared_rows(run_ctx.batch_data, batches[FOLLOWING_BATCHES:])
             if len(fresh) < 2:  # a small data set, in which batches share rows
-                fresh = batches[AHEAD:]
+                fresh = batches[FOLLOWING_BATCHES:]
             self._before = {name: leaf.detach().clone() for name, leaf in trainable(model_ctx.model).items()}
-            return self._branches(run_ctx, Branches(model_ctx, batches[:AHEAD], self.follow), fresh)
+            return self._branches(run_ctx, Branches(model_ctx, batches[:FOLLOWING_BATCHES], self.follow), fresh)
 
     def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
         model_ctx, batch = branches.model_ctx, run_ctx.batch_data
@@ -185,7 +185,7 @@ class WhatIf(DebugInterventionHook):
         """Return the measurements of each row of the batch, and the positions of the rows that stand out."""
         measured, fresh_measured, count = self._measure_rows(model_ctx, run_ctx.batch_data), [], 0
         for other in fresh:
-            if count < MOST_ROWS:
+            if count < MOST_FRESH_ROWS:
                 fresh_measured.append(self._measure_rows(model_ctx, other))
                 count += rows(other)
         values = dict(zip(("loss", "gradient_norm", "size"), measured.tolist(), strict=False))
@@ -206,7 +206,9 @@ class WhatIf(DebugInterventionHook):
         """Return the effect of the run's own step, and of restoring a single element that changed."""
         if not self._before:  # the hook did not run at the step itself
             return {}
-        branches = Branches(model_ctx, [*islice(coming_batches(model_ctx.loader, self.step), AHEAD)], self.follow)
+        branches = Branches(
+            model_ctx, [*islice(coming_batches(model_ctx.loader, self.step), FOLLOWING_BATCHES)], self.follow
+        )
         parameters = trainable(model_ctx.model)
         after = branches.losses()
         with model_ctx.branch():
@@ -216,7 +218,7 @@ class WhatIf(DebugInterventionHook):
         common = {name: leaf for name, leaf in parameters.items() if name in self._before}
         changes = [(name, *_most_changed(self._before[name], leaf)) for name, leaf in common.items()]
         name, place, ratio = max(changes, key=lambda change: change[2], default=("", 0, 0.0))
-        if ratio >= ALONE:
+        if ratio >= SINGLE_CHANGE_RATIO:
             old, new = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
             with model_ctx.branch(), torch.no_grad():
                 parameters[name][torch.unravel_index(torch.tensor(place), parameters[name].shape)] = old
@@ -283,7 +285,7 @@ def _reset_optimizer(model_ctx: ModelDataContext) -> None:
 def _most_changed(before: Tensor, after: Tensor) -> tuple[int, float]:
     """Return the index of the largest change and its ratio to the second largest; ratio 0 for few elements."""
     changes = (after.detach() - before).abs().double().flatten().nan_to_num(math.inf, math.inf)
-    if len(changes) < AHEAD:
+    if len(changes) < FOLLOWING_BATCHES:
         return 0, 0.0
     sizes, places = changes.topk(2)
     ratio = float(sizes[0] / sizes[1]) if float(sizes[1]) else (math.inf if float(sizes[0]) else 0.0)

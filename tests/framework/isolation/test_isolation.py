@@ -74,7 +74,7 @@ def test_next_intervention_starts_from_the_commit():
     with isolation.visit():
         isolation.intervene(CALL, mutation(scene, "train_one_step"), mutates=True)
         MUTATIONS["write_in_place"](scene)
-        isolation.committed()
+        isolation.note_commit()
         committed = scene.parameter.tolist()
         isolation.intervene(CALL, mutation(scene, "train_one_step"), mutates=True)
         isolation.observe(CALL, lambda: None)
