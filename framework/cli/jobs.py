@@ -120,7 +120,7 @@ class ParallelRuns:
 
     def _forward_checkpoint_requests(self) -> None:
         """Forward a request for checkpoints to all runs that have taken a step: the signal would end the others."""
-        is_requested, self.signals.asked = self.signals.asked, False
+        is_requested, self.signals.checkpoint_requested = self.signals.checkpoint_requested, False
         for job in self._running if is_requested else ():
             if self.line.running[job.folder.name] != STARTING:
                 job.process.send_signal(signal.SIGUSR1)

@@ -1,7 +1,9 @@
 """Hook calls of a run: schedules, isolated calls, failures, metric delivery, and the loop that triggers them."""
 
+from .commits import CommitRecord
 from .driver import Driver
-from .manager import HookManager
 from .error_advice import unmet_need
+from .manager import HookManager
+from .model_context import ModelContext
 
-__all__ = ["Driver", "HookManager", "unmet_need"]
+__all__ = ["CommitRecord", "Driver", "HookManager", "ModelContext", "unmet_need"]

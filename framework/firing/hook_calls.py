@@ -16,11 +16,9 @@ from ..errors import LoopscopeError, unknown
 from ..hooks import (
     EPOCH_END,
     STEP_POINTS,
-    CommitRecord,
     ForwardResult,
     HookPoint,
     InterventionHook,
-    ModelDataContext,
     ObserverServices,
     OptimizerGroup,
     RunDataContext,
@@ -35,9 +33,11 @@ from ..isolation import (
 )
 from ..state import TrainingState, Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask
+from .commits import CommitRecord
 from .hook_set import HookSet
 from .listeners import Listener
 from .metric_dispatch import MetricDispatch
+from .model_context import ModelContext
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
 
@@ -111,7 +111,7 @@ class HookCalls:
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
         point, step = listener.point, self._state.loop.step
         record = CommitRecord(hook.name, frozenset(hook.commits))
-        model_context = ModelDataContext(
+        model_context = ModelContext(
             self._task,
             self._state,
             record,

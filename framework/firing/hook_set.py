@@ -18,9 +18,10 @@ from ..errors import (
     shortened,
     with_lines,
 )
-from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, TapSet, TrainingHook
+from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, TrainingHook
 from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
+from ..taps import TapSet
 from ..training import Profiler, Ranks
 from . import hook_validation
 from .error_advice import advice_on_mutation

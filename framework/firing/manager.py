@@ -22,16 +22,16 @@ from ..hooks import (
     StatePart,
     Tap,
     TapOwner,
-    TapSet,
     TrainingHook,
     options_of,
-    refuse_commits_for_closures,
     treatments,
     without_duplicates,
 )
 from ..isolation import Call, Isolation, Snapshot, borrowed_extras, borrowed_for_evaluation
 from ..state import TrainingState
+from ..taps import TapSet
 from ..training import LossProbe, Profiler, TrainingTask
+from .commits import refuse_commits_for_closures
 from .failures import HookFailures
 from .hook_calls import HookCalls
 from .hook_set import HookSet

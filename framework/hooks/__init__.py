@@ -2,7 +2,7 @@
 
 from .alerts import ALERTS, Alert, Recovery, collect_alerts
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
-from .commits import CommitRecord, StatePart, UndeclaredCommitError, refuse_commits_for_closures
+from .commits import Clipping, StatePart, UndeclaredCommitError
 from .contexts import (
     ENDLESS, SET_AT, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo,
     metric_table,
@@ -11,12 +11,12 @@ from .hook_points import (
     ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
 )
 from .metrics import Metrics, MetricSink, MetricValue, Series
-from .model_data_context import ModelDataContext
+from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
 from .selection import (
     GROUPS, KEYWORDS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks,
     bulk_hooks, hook_groups, hook_kind, hook_options, options_of, refuse_idle_options, select_hooks, without_duplicates,
 )
-from .taps import GradientTap, Tap, TapOwner, TapSet
+from .taps import GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
 
 __all__ = [
     "ALERTS",
@@ -29,11 +29,12 @@ __all__ = [
     "SET_AT",
     "STEP_POINTS",
     "Alert",
-    "CommitRecord",
+    "Clipping",
     "ConfiguredHook",
     "DebugInterventionHook",
     "EpochWindow",
     "ExperimentRegistry",
+    "ExpiredError",
     "ForwardResult",
     "GradientTap",
     "HookPoint",
@@ -47,7 +48,11 @@ __all__ = [
     "Metrics",
     "ModelDataContext",
     "ObserverServices",
+    "OnGradient",
     "OptimizerGroup",
+    "QuantizationTap",
+    "Quantized",
+    "ReadOnlyError",
     "Recovery",
     "Remembered",
     "Remembering",
@@ -59,7 +64,6 @@ __all__ = [
     "StepSchedule",
     "Tap",
     "TapOwner",
-    "TapSet",
     "TrainingHook",
     "UndeclaredCommitError",
     "always_on",
@@ -71,7 +75,6 @@ __all__ = [
     "hook_options",
     "metric_table",
     "options_of",
-    "refuse_commits_for_closures",
     "refuse_idle_options",
     "select_hooks",
     "treatments",

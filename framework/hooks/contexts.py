@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data import Loader, with_copied_batches
 from ..errors import UsageError
-from ..training import Profiler, Ranks
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
+
+if TYPE_CHECKING:
+    from ..data import Loader
+    from ..training import Profiler, Ranks
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,10 @@ class VisibleTask(Protocol):
     """The part of a :class:`TrainingTask` that hooks and sinks may use: no optimizer, which only the loop steps."""
 
     model: nn.Module
-    loader: Loader
+    loader: "Loader"
     length: int
     config: Any
-    ranks: Ranks
+    ranks: "Ranks"
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ class TaskView:
     """The task in a :class:`RunInfo`; its loader copies batches that may be views of the data."""
 
     model: nn.Module
-    loader: Loader
+    loader: "Loader"
     length: int
     config: Any
-    ranks: Ranks
+    ranks: "Ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,8 @@ class RunInfo:
 
     def __post_init__(self) -> None:
         """Replace the task by its read-only view."""
+        from ..data import with_copied_batches  # imported here, so that defining a hook imports no data loaders
+
         task = self.task
         object.__setattr__(
             self, "task", TaskView(task.model, with_copied_batches(task.loader), task.length, task.config, task.ranks)
@@ -147,7 +151,7 @@ class RunInfo:
         return self.task.model
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> "Ranks":
         """Processes that train the model together."""
         return self.task.ranks
 
@@ -191,6 +195,12 @@ class ForwardResult:
     captured: Mapping[str, Any]
 
 
+def _one_process() -> "Ranks":
+    from ..training import Ranks  # imported here, so that defining a hook imports no training code
+
+    return Ranks()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverServices:
     """Functions behind the methods of :class:`RunDataContext`; created once per run."""
@@ -200,7 +210,7 @@ class ObserverServices:
     evaluate: Callable[[Mapping[str, Tensor]], dict[str, float]]
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: "Ranks" = field(default_factory=_one_process)
     row_indices: Callable[[int, int], Tensor | None] = lambda epoch, batch: None
 
 
@@ -216,7 +226,7 @@ class RunDataContext:
     config: Any
     loader: Any
     services: ObserverServices
-    profiler: Profiler
+    profiler: "Profiler"
     batch_idx: int | None = None
     batch_data: Any = None
     loss: float | Tensor | None = None
@@ -256,7 +266,7 @@ class RunDataContext:
         return self.services.optimizer_groups()
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> "Ranks":
         """Processes that train the model together; call ``ranks.join()`` before a sum or mean over them."""
         return self.services.ranks
 

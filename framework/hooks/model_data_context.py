@@ -1,24 +1,33 @@
-"""Access of an intervention to the mutable training state: the model context."""
+"""Access of an intervention to the mutable training state: the methods that its second argument has."""
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, device, nn
 
 from ..errors import LoopscopeError
-from ..state import TrainingState, Vector, copied, is_partial, live_gradients, optimizers_of
-from ..training import LossProbe, Profiler, TrainingTask
-from . import commits
-from .commits import Clipping, CommitRecord, StatePart
-from .interventions import Interventions
+from .commits import Clipping
+
+if TYPE_CHECKING:
+    from ..data import Batch, Loader
+
+Method = Literal["exact", "finite_difference"]
+"""Methods of Hessian-vector products."""
+Vector = Mapping[str, Tensor]
+"""A vector over the parameters, by name."""
 
 
 class ExpiredError(LoopscopeError):
     """A model context was used after its hook call had ended."""
 
 
-class ModelDataContext(Interventions):
+class ReadOnlyError(LoopscopeError):
+    """A hook with ``mutates = False`` called a method that changes the training state."""
+
+
+class ModelDataContext(ABC):
     """Measurements, reversible changes and commits for one call of an intervention.
 
     All changes are rolled back when the call ends. Then, if the hook returned without an error, its commits are
@@ -31,144 +40,190 @@ class ModelDataContext(Interventions):
     dropout mask.
     """
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        state: TrainingState,
-        record: CommitRecord,
-        parameters: list[nn.Parameter],
-        *,
-        mutates: bool,
-        device: torch.device | None,
-        stream: tuple[str, str, int],
-        loop: str,
-        profiler: Profiler | None = None,
-    ) -> None:
-        """Prepare for one call, whose random stream is identified by ``stream``: (name, point, step).
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Trained model."""
 
-        The ``parameters`` are those of the model, in its order; passing them avoids a walk through the model. Full
-        checkpoints are stored on ``device`` (``None``: the device of the state).
+    @property
+    @abstractmethod
+    def device(self) -> device:
+        """Device of the model's first parameter."""
+
+    @property
+    @abstractmethod
+    def loader(self) -> "Loader":
+        """Training data, in the run's order; its batches may be modified."""
+
+    @property
+    @abstractmethod
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Live state tensors of the optimizer, and of optimizers that it wraps, by parameter name."""
+
+    @abstractmethod
+    def rows(self, batch: "Batch") -> int:
+        """Return the number of rows in the batches of all data-parallel ranks together."""
+
+    @abstractmethod
+    def compute_batch_loss(self, batch: "Batch | None" = None) -> Tensor:
+        """Return the mean loss on one batch (default: the current one), at the current parameters."""
+
+    @abstractmethod
+    def compute_batch_gradients(self, batch: "Batch | None" = None) -> dict[str, Tensor]:
+        """Return the gradient of the mean loss on one batch (default: the current one), at the current parameters."""
+
+    @abstractmethod
+    def measure_rows(self, batch: "Batch | None" = None) -> tuple[Tensor, Tensor]:
+        """Return the loss of every single row of a batch (default: the current one), and the norm of its gradient.
+
+        Both are float64 of shape (rows,), at the current parameters and modes, computed with one pass per row. All rows
+        use the same dropout mask. Batch normalisation uses its tracked statistics, as in eval mode, because a single
+        row has no batch statistics. Other terms of the loss, such as a penalty, are part of every row's loss.
+
+        Raises:
+            LoopscopeError: several processes train together.
         """
-        self._task = task
-        self._state = state
-        self._commits = record
-        self._parameters = parameters
-        self._mutates = mutates
-        self._snapshot_device = device
-        self._stream = stream
-        self._steps_scheduler = loop == "step" or task.scheduler_interval == "step"
-        self._profiler = profiler or Profiler()
-        self._probe = LossProbe(task, state, self._profiler)
-        self._checkpoints = {}
 
-    def __enter__(self) -> Self:
-        return self
+    @abstractmethod
+    def compute_gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the mean loss over the training set, batches weighted by their rows."""
 
-    def __exit__(self, *error: object) -> None:
-        """Expire the context: changes after the call would be neither rolled back nor committed."""
-        name, point, step = self._stream
-        vars(self).clear()
-        self._expired_message = (
-            f"The model context of hook {name!r} at {point} of step {step} was used after that call, when changes "
-            "are no longer rolled back; use it only within intervene(), which receives a new one in every call."
-        )
+    @abstractmethod
+    def hessian_vector_product(
+        self,
+        vector: Vector,
+        batch: "Batch | None" = None,
+        *,
+        loader: "Loader | None" = None,
+        method: Method = "exact",
+        epsilon: float = 1e-2,
+    ) -> dict[str, Tensor]:
+        """Return H v over all trainable parameters; H is the Hessian of the mean loss at the current parameters.
 
-    if not TYPE_CHECKING:  # a visible __getattr__ would give every attribute the type Any
+        Args:
+            vector: v; entries of frozen parameters are ignored.
+            batch: the batch of the loss (default: the current one).
+            loader: take the mean loss over one epoch of this loader instead, batches weighted by their rows.
+            method: ``"exact"`` (reverse over reverse, attention with the MATH kernel) or ``"finite_difference"``
+                (central, see :func:`.central_difference`), which moves the parameters and so requires ``mutates``.
+            epsilon: absolute step of ``finite_difference`` along v/‖v‖.
+        """
 
-        def __getattr__(self, name: str) -> Any:
-            """Raise :class:`ExpiredError` after the call: every method reads an attribute that no longer exists."""
-            raise ExpiredError(self._expired_message) if "_expired_message" in vars(self) else AttributeError(name)
+    @abstractmethod
+    def hessian_operator(
+        self, batch: "Batch | None" = None, *, method: Method = "exact", epsilon: float = 1e-2
+    ) -> Callable[[Vector], dict[str, Tensor]]:
+        """Return the function v ↦ H v on one batch, for several products at the same parameters.
 
+        An exact operator keeps the gradient's graph, with all activations, as long as it exists: each product then
+        costs one backward pass. If the parameters change, autograd raises an error.
+        """
+
+    @abstractmethod
+    def save_checkpoint(self, *, full: bool = True) -> int:
+        """Save the training state and return a token for it.
+
+        ``full=False`` saves only parameters, buffers and random streams, on their device: enough for code that only
+        runs forward and backward passes.
+        """
+
+    @abstractmethod
+    def restore_checkpoint(self, token: int) -> None:
+        """Restore the state that :meth:`save_checkpoint` saved under ``token``, including random streams."""
+
+    @abstractmethod
+    def discard_checkpoint(self, token: int) -> None:
+        """Free the memory of a checkpoint."""
+
+    @abstractmethod
+    def branch(self, *, full: bool = True) -> AbstractContextManager[None]:
+        """Run the body, and restore the training state afterwards, also after an exception."""
+
+    @abstractmethod
+    def restore_pre_epoch(self) -> None:
+        """Restore the state before the current epoch; the hook's class must set ``needs_pre_epoch_state``.
+
+        The hook's random streams continue, so it draws new numbers after each call.
+        """
+
+    @abstractmethod
+    def run_training_epoch(self, loader: "Loader", *, step: bool = True) -> dict[str, Tensor]:
+        """Train one epoch and return the mean gradient of its steps, computed like ``accumulated_grads`` of the run.
+
+        With ``step=False`` parameters, optimizer and scheduler do not change. Dropout masks come from the current
+        random streams. A per-epoch scheduler is not stepped, and commits of other hooks are not applied.
+        """
+
+    @abstractmethod
+    def take_step(
+        self,
+        batch: "Batch | None" = None,
+        *,
+        learning_rates: Sequence[float] | None = None,
+        max_norm: float | None = None,
+        passes: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it has no state
+    ) -> Tensor:
+        """Train one step on a batch (default: the current one) like the loop, and return the loss before the step.
+
+        ``learning_rates`` has a value for each parameter group of the optimizer, for this step only; the scheduler is
+        then not stepped. ``max_norm`` clips the gradients like ``clip_gradients``. The forward and backward passes run
+        in the context manager ``passes``. Dropout masks come from the current random streams. A per-epoch scheduler is
+        not stepped, and commits of other hooks are not applied.
+        """
+
+    @abstractmethod
+    def get_shuffled_loader(self) -> "Loader":
+        """Return the training data in a fresh random order.
+
+        The n-th loader of a call depends only on the hook's random stream, not on earlier draws or restored states.
+        """
+
+    @abstractmethod
+    def apply_perturbation(self, direction: Vector, scale: float) -> None:
+        """Add ``scale * direction`` to the parameters, in place."""
+
+    @abstractmethod
     def scale_gradients(self, factor: float | Tensor | Mapping[str, float | Tensor]) -> None:
         """Commit: multiply every gradient by ``factor``, or the gradients of named parameters by their factors.
 
         Factors are numbers or zero-dimensional tensors.
         """
-        if isinstance(factor, Mapping):
-            commits.check_factors(self.model, factor)
-            factors = {name: _copied_factor(value) for name, value in factor.items()}
-            self._commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, factors)
-        else:
-            copied_factor = _copied_factor(factor)
-            parameters = self._parameters
-            # Gradients are looked up when the change is applied: an earlier commit may create a parameter's gradient.
-            change = lambda: commits.scale(live_gradients(parameters), copied_factor)
-            self._commits.record(StatePart.GRADIENTS, "scale_gradients", change)
 
+    @abstractmethod
     def clamp_gradients(self, max_value: float) -> None:
         """Commit: clamp every element of the gradients to [−max_value, max_value].
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
         """
-        if not max_value > 0:
-            raise LoopscopeError(f"max_value is {max_value}; it must be positive.")
-        if any(map(is_partial, live_gradients(self._parameters))):
-            raise LoopscopeError(
-                "clamp_gradients needs complete or sharded gradients, but a DTensor's gradient is a partial sum over "
-                "ranks: the sum of clamped parts is not the clamped sum."
-            )
-        self._commits.record(StatePart.GRADIENTS, "clamp_gradients", commits.clamp, self._parameters, max_value)
 
+    @abstractmethod
     def clip_gradients(self, max_norm: float) -> Clipping:
         """Commit: scale the gradients so that their joint norm is at most ``max_norm``; return current norm and factor.
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, except that float16 and bfloat16 are reduced in
         float32. If earlier commits of this call change the gradients, norm and factor are measured again.
         """
-        live = live_gradients(self._parameters)
-        clipping = Clipping.of(live, max_norm)
-        # A rollback or an earlier commit may replace the gradients before this change is applied.
-        if self._mutates or self._commits.changes:
-            self._commits.record(StatePart.GRADIENTS, "clip_gradients", commits.clip, self._parameters, max_norm)
-        else:
-            self._commits.record(StatePart.GRADIENTS, "clip_gradients", commits.scale, live, clipping.factor)
-        return clipping
 
+    @abstractmethod
     def replace_gradients(self, values: Vector) -> None:
         """Commit: set the gradients of the parameters in ``values``, which the hook must not change afterwards."""
-        commits.check_vector(self.model, values)
-        copies = self._protected(values)
-        self._commits.record(StatePart.GRADIENTS, "replace_gradients", commits.replace_gradients, self.model, copies)
 
+    @abstractmethod
     def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
         """Commit: g ← g + factor·values, with a zero-dimensional factor; ``values`` must not change afterwards."""
-        commits.check_vector(self.model, values)
-        copies, scale = self._protected(values), factor.clone()
-        self._commits.record(StatePart.GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, copies, scale)
 
+    @abstractmethod
     def blend_parameters(self, target: Vector, weight: float) -> None:
         """Commit: θ ← (1 − weight)·θ + weight·target; the hook must not change ``target`` afterwards."""
-        commits.check_vector(self.model, target)
-        copies = self._protected(target)
-        self._commits.record(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, copies, weight)
 
+    @abstractmethod
     def thaw_parameters(self, names: Iterable[str]) -> None:
         """Commit: train the named parameters from now on.
 
         Raises:
             LoopscopeError: the model is trained by DistributedDataParallel, which cannot add parameters.
         """
-        if self._task.ranks.averages and self._task.ranks.data:
-            raise LoopscopeError(
-                "DistributedDataParallel averages only gradients of parameters that were trainable when it was "
-                "created, so no others can be thawed; train with one process."
-            )
-        parameters = commits.parameters_named(self.model, names)
-        self._commits.record(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, parameters)
 
+    @abstractmethod
     def reset_optimizer_state(self, names: Iterable[str]) -> None:
         """Commit: reset the optimizer's state of the named parameters."""
-        parameters, state = commits.parameters_named(self.model, names), self._state
-        change = lambda: commits.forget(optimizers_of(state), parameters)
-        self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", change)
-
-    def _protected(self, vector: Vector) -> Vector:
-        """Copy tensors that the rollback or the commits may change before they are used."""
-        if self._mutates:
-            return copied(vector)
-        memory = commits.ParameterMemory(self._parameters)
-        return {name: value.detach().clone() if memory.overlaps(value) else value for name, value in vector.items()}
-
-
-def _copied_factor(factor: float | Tensor) -> float | Tensor:
-    return factor.clone() if isinstance(factor, Tensor) else factor

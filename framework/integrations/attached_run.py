@@ -274,7 +274,7 @@ class AttachedRun:
         if self.options.loop == "epoch":
             driver.end_interval()
         if numbers:
-            driver.evaluated(numbers)
+            driver.record_evaluation(numbers)
         self._progress.evaluated(loop)
         driver.end_epoch()
         if self.options.loop == "epoch" and self.options.is_due(loop.epoch + 1):

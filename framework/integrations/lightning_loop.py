@@ -97,7 +97,7 @@ class LightningLoop(Transient):
         self._is_in_epoch, self._index, within, evaluation = run.place.get("loop", (False, 0, False, {}))
         run.driver.loop.step -= within  # Lightning's checkpoints have no gradients, so the step is repeated
         if evaluation := self._numbers or evaluation:
-            run.driver.evaluated(evaluation)
+            run.driver.record_evaluation(evaluation)
         self._numbers, self._state = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class LightningLoop(Transient):
         finally:
             self._state = {}
         if self._numbers and run.is_started:
-            run.driver.evaluated(self._numbers)
+            run.driver.record_evaluation(self._numbers)
             self._numbers = {}
         return result
 

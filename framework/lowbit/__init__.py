@@ -1,7 +1,7 @@
 """Simulation of low-precision training: layers whose matrix products use narrow number formats."""
 
 from .conversion import dequantize_model, layers_to_quantize, quantize_model
-from .linear import BitLinear, QuantizationTap, Quantized, quantized_modules
+from .linear import BitLinear, quantized_modules
 from .matrices import has_weight_parameter, castable_matrices
 from .metis import (
     Decomposition, Gains, LowRankFactors, MetisOptions, layers_with_factors, low_rank_cast, split_weight
@@ -11,7 +11,7 @@ from .regularizer import OFFSET, RangePenalty, penalised_matrices
 
 __all__ = [
     "OFFSET", "RECIPES", "ROLES", "BitLinear", "Decomposition", "Gains", "LowRankFactors", "MetisOptions",
-    "QuantizationTap", "Quantized", "RangePenalty", "Recipe", "castable_matrices", "dequantize_model",
+    "RangePenalty", "Recipe", "castable_matrices", "dequantize_model",
     "find_recipe", "has_weight_parameter", "layers_to_quantize", "layers_with_factors", "low_rank_cast",
     "penalised_matrices", "quantize_model", "quantized_modules", "split_weight",
 ]

@@ -2,9 +2,8 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +12,12 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import LoopscopeError
+from ..hooks import Quantized
 from ..state import is_sharded
 from .casts import Cast, Counts, QuantizationListener, as_float32, largest_magnitudes
 from .linear_function import Calls, CountsByCast, LayerCall, QuantizedLinear
 from .metis import LowRankFactors, SplitLinear, low_rank_cast
 from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
-
-
-@runtime_checkable
-class Quantized(Protocol):
-    """A module that quantises outside of compiled graphs, and reports the losses to its listeners."""
-
-    def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
-        """Register a listener, which receives the counts of every quantisation while it is active."""
-
-
-@dataclass(frozen=True)
-class QuantizationTap:
-    """Counts of the quantisation losses of one module, in the passes of the training step only.
-
-    Args:
-        target: the name of a :class:`Quantized` module in the model.
-        counts: the counts by role; the tap fills it, and the hook reads and clears it.
-    """
-
-    target: str
-    counts: MutableMapping[str, Counts]
 
 
 def quantized_modules(model: nn.Module) -> list[str]:
@@ -99,6 +78,12 @@ class BitLinear(SplitLinear):
             device, is_empty = self.get_buffer(name).device, history.is_meta
             self._buffers[name] = torch.zeros_like(history, device=device) if is_empty else history.to(device)
         return self
+
+    def count_quantizations(
+        self, is_active: Callable[[], bool], counts: MutableMapping[str, Counts]
+    ) -> RemovableHandle:
+        """Add the counts of every cast to ``counts`` by role, while ``is_active`` returns ``True``."""
+        return self.register_quantization_hook(QuantizationListener(is_active, counts))
 
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
         """Report every cast to a listener until the handle is removed."""

@@ -13,17 +13,8 @@ from loopscope import training_hooks
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
-from loopscope.firing import HookManager
-from loopscope.hooks import (
-    STEP_POINTS,
-    CommitRecord,
-    HookPoint,
-    HookRegistry,
-    ModelDataContext,
-    RunInfo,
-    bulk_hooks,
-    windows_for,
-)
+from loopscope.firing import CommitRecord, HookManager, ModelContext
+from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, ModelDataContext, RunInfo, bulk_hooks, windows_for
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunOptions, Session, strategy_run
 from loopscope.runs.session import uses_reference
@@ -223,7 +214,7 @@ def hessian_product(effort: Effort) -> Iterator[Row]:
 
 def _context(subject: Subject) -> ModelDataContext:
     task, state = subject.task, subject.state
-    return ModelDataContext(
+    return ModelContext(
         task,
         state,
         CommitRecord("bench", frozenset()),

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UnsuitableError, UsageError, require
-from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner, TapSet
+from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner
+from loopscope.taps import TapSet
 from loopscope.training import Ranks
 from torch import Tensor, nn
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, counted, listed, require, unknown
-from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
-from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
+from loopscope.hooks import GradientTap, MetricInfo, Metrics, QuantizationTap, RunInfo, Tap
+from loopscope.lowbit import ROLES, BitLinear, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from loopscope.state import unsharded
 from torch import Tensor, nn

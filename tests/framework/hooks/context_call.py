@@ -2,7 +2,8 @@
 
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.hooks import CommitRecord, ModelDataContext, StatePart
+from loopscope.firing import CommitRecord, ModelContext
+from loopscope.hooks import ModelDataContext, StatePart
 from loopscope.state import RandomStreams, TrainingState, seed_everything, trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def context(
     state.loop.batch = next(loader.batches(0))
     mean_loss(model, state.loop.batch).backward()
     record = CommitRecord("probe", commits)
-    return ModelDataContext(
+    return ModelContext(
         task, state, record, list(model.parameters()), mutates=mutates, device=None, stream=stream, loop=loop
     )
 

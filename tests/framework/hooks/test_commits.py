@@ -1,17 +1,18 @@
 import pytest
 import torch
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.hooks import CommitRecord, StatePart, UndeclaredCommitError
-from loopscope.hooks.commits import (
-    Clipping,
+from loopscope.firing import CommitRecord
+from loopscope.firing.commits import (
     blend,
     check_factors,
     check_vector,
     clamp,
+    clipping_of,
     replace_gradients,
     scale,
     scale_each,
 )
+from loopscope.hooks import StatePart, UndeclaredCommitError
 from loopscope.state import copied, trainable
 from torch import nn
 
@@ -46,7 +47,7 @@ def test_clip_factor_equals_that_of_torch(norm):
     parameter.grad = torch.full((1,), norm)
     torch.nn.utils.clip_grad_norm_([parameter], 0.5)
     gradient = torch.full((1,), norm)
-    scale([gradient], Clipping.of([gradient], 0.5).factor)
+    scale([gradient], clipping_of([gradient], 0.5).factor)
     assert torch.equal(gradient.view(torch.int32), parameter.grad.view(torch.int32))
 
 

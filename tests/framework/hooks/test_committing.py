@@ -1,8 +1,8 @@
 import pytest
 import torch
 from loopscope.errors import HookError, LoopscopeError, UsageError
+from loopscope.firing.commits import ParameterMemory
 from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
-from loopscope.hooks.commits import ParameterMemory
 from loopscope.state import copied, differing, gradients, scaled, trainable
 
 from tests.framework.hooks.context_call import BOTH, assert_close, assert_equal, context
@@ -23,7 +23,7 @@ def test_commits_are_recorded_and_not_applied():
     ctx.thaw_parameters(["0.weight"])
     ctx.reset_optimizer_state(["0.weight"])
     assert differing(before, ctx._state.digest()) == []
-    ctx._commits.apply()
+    ctx._open.commits.apply()
     changed = {name.split("/")[0] for name in differing(before, ctx._state.digest())}
     assert changed == {"gradients", "parameters"}
 
@@ -93,7 +93,7 @@ def test_commit_for_unknown_parameter_is_refused():
     for commit in (ctx.thaw_parameters, ctx.reset_optimizer_state):
         with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
             commit(["bias"])
-    assert ctx._commits.changes == []
+    assert ctx._open.commits.changes == []
 
 
 @pytest.mark.parametrize("mutates", [True, False])
@@ -107,7 +107,7 @@ def test_commits_of_one_call_are_applied_in_order(mutates):
     ctx.add_to_gradients({"0.bias": live["0.bias"]}, torch.tensor(-2.0))
     ctx.clamp_gradients(0.5)
     ctx.clip_gradients(0.25)
-    ctx._commits.apply()
+    ctx._open.commits.apply()
     committed, expected = copied(gradients(ctx.model)), scaled(5.0, live)
     expected["0.bias"] = expected["0.bias"] * 3.0 - 2.0 * live["0.bias"]
     for name, parameter in trainable(ctx.model).items():
@@ -147,7 +147,7 @@ def test_commit_uses_values_at_the_time_of_call(verb, kind, mutates):
     for see in (VIEWS[kind], lambda tensor: tensor.detach().clone()):
         ctx = context(mutates=mutates)
         ALIASING[verb](ctx, gradients(ctx.model), trainable(ctx.model), see)
-        ctx._commits.apply()
+        ctx._open.commits.apply()
         results.append({**gradients(ctx.model), **{f"{name} itself": p for name, p in ctx.model.named_parameters()}})
     assert_equal(*results)
 
@@ -178,7 +178,7 @@ def test_commit_to_undeclared_part_is_refused(verb):
     ctx = context(commits=frozenset({declared}))
     with pytest.raises(UndeclaredCommitError, match=f"{verb} changes the .* which hook 'probe' does not declare"):
         call(ctx)
-    assert ctx._commits.changes == []
+    assert ctx._open.commits.changes == []
 
 
 def test_commit_of_wrong_shape_is_refused():
@@ -189,7 +189,7 @@ def test_commit_of_wrong_shape_is_refused():
             commit({"0.bias": torch.ones(3)})
         with pytest.raises(UsageError, match="Unknown parameter"):
             commit({"bias": torch.ones(3)})
-    assert ctx._commits.changes == []
+    assert ctx._open.commits.changes == []
 
 
 def test_invalid_factors_and_limits_are_refused():
@@ -202,7 +202,7 @@ def test_invalid_factors_and_limits_are_refused():
     for max_value in (0.0, -1.0, float("nan")):
         with pytest.raises(LoopscopeError, match=f"max_value is {max_value}; it must be positive"):
             ctx.clamp_gradients(max_value)
-    assert ctx._commits.changes == []
+    assert ctx._open.commits.changes == []
 
 
 def test_factors_from_rolled_back_tensors_keep_their_value():

@@ -34,7 +34,7 @@ def test_linear_regression_matches_closed_form() -> None:
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     model = nn.Linear(4, 3, bias=False).double()
     ctx = context(model)
-    ctx._probe._task.compute_loss = lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean()
+    ctx._open.probe._task.compute_loss = lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean()
     losses, norms = ctx.measure_rows((inputs, targets))
     errors = (inputs @ model.weight[0] - targets).detach()
     torch.testing.assert_close(losses, errors.square(), rtol=1e-12, atol=0)
@@ -66,12 +66,12 @@ def test_micro_batch_rows_keep_their_order() -> None:
 def test_loss_without_gradient_has_zero_norm() -> None:
     """The loss does not depend on the parameters."""
     ctx = context(plain_model())
-    ctx._probe._task.compute_loss = lambda model, batch: mean_loss(model, batch).detach() + 0 * model[0].bias.sum()
+    ctx._open.probe._task.compute_loss = lambda model, batch: mean_loss(model, batch).detach() + 0 * model[0].bias.sum()
     assert ctx.measure_rows()[1].tolist() == [0.0] * 4
 
 
 def test_several_processes_are_refused() -> None:
     ctx = context(plain_model())
-    ctx._probe._task.ranks.are_many, ctx._probe._task.ranks.members = True, (0, 1)
+    ctx._open.probe._task.ranks.are_many, ctx._open.probe._task.ranks.members = True, (0, 1)
     with pytest.raises(LoopscopeError, match="2 processes train together, but single rows can only be measured in one"):
         ctx.measure_rows()

@@ -2,8 +2,7 @@ import pytest
 import torch
 from loopscope.data import TensorLoader
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.hooks import HookPoint, ModelDataContext
-from loopscope.hooks.measurements import ReadOnlyError
+from loopscope.hooks import HookPoint, ModelDataContext, ReadOnlyError
 from loopscope.state import copied, differing, gradients, seed_everything, trainable
 from torch import Tensor, nn
 from torch.nn import functional
@@ -74,7 +73,7 @@ def test_branch_is_undone_after_an_error(full):
     with pytest.raises(UsageError, match="Unknown parameter"), ctx.branch(full=full):
         [ctx.apply_perturbation(vector, 2.0) for vector in (before, {"other": torch.ones(1)})]
     assert_equal(copied(trainable(ctx.model)), before)
-    assert ctx._checkpoints == {}
+    assert ctx._open.checkpoints == {}
 
 
 def test_restored_pre_epoch_state_replays_the_epoch_exactly():

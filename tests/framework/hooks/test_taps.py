@@ -16,11 +16,11 @@ from loopscope.hooks import (
     StatePart,
     StepSchedule,
     TapOwner,
-    TapSet,
     TrainingHook,
     treatments,
 )
 from loopscope.loops import epoch_loop
+from loopscope.taps import TapSet
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from loopscope.errors import StateMutationError, UsageError
-from loopscope.hooks import GradientTap, Tap, TapOwner, TapSet
-from loopscope.lowbit import BitLinear, QuantizationTap, quantize_model, quantized_modules
+from loopscope.hooks import GradientTap, QuantizationTap, Tap, TapOwner
+from loopscope.lowbit import BitLinear, quantize_model, quantized_modules
 from loopscope.lowbit.casts import Counts, QuantizationListener
+from loopscope.taps import TapSet
 from torch import Tensor, nn
 
 OWNER = TapOwner("tapper", lambda: True, lambda target, function: function(), may_replace=False)

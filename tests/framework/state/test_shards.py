@@ -8,8 +8,9 @@ import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import LoopscopeError
+from loopscope.firing import CommitRecord, ModelContext
 from loopscope.firing.hook_calls import forward_pass
-from loopscope.hooks import CommitRecord, ModelDataContext, StatePart
+from loopscope.hooks import ModelDataContext, StatePart
 from loopscope.state import (
     RandomStreams,
     TrainingState,
@@ -79,7 +80,7 @@ def context(*, sharded: bool) -> ModelDataContext:
     state.loop.batch = next(task.loader.batches(0))
     mean_loss(model, state.loop.batch).backward()
     record, stream = CommitRecord("probe", frozenset(StatePart)), ("probe", "PRE_STEP", 1)
-    build = partial(ModelDataContext, task, state, record, list(model.parameters()))
+    build = partial(ModelContext, task, state, record, list(model.parameters()))
     return build(mutates=True, device=None, stream=stream, loop="epoch")
 
 
@@ -104,7 +105,7 @@ def context_results(ctx: ModelDataContext) -> Results:
     results["perturbed"] = gathered(trainable(ctx.model))
     ctx.blend_parameters(direction, 0.5)
     ctx.clip_gradients(0.01)
-    ctx._commits.apply()
+    ctx._open.commits.apply()
     results["blended"] = gathered(trainable(ctx.model))
     results["clipped"] = gathered(
         {str(index): parameter.grad for index, parameter in enumerate(ctx.model.parameters())}

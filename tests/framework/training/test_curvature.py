@@ -7,8 +7,8 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, rows
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.hooks import CommitRecord, ModelDataContext
-from loopscope.hooks.measurements import ReadOnlyError
+from loopscope.firing import CommitRecord, ModelContext
+from loopscope.hooks import ModelDataContext, ReadOnlyError
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ def probe(name: str, dtype: torch.dtype = torch.float64, *, mutates: bool = True
     state = TrainingState(model, task.optimizer, RandomStreams(7))
     state.loop.batch = batch
     record = CommitRecord("probe", frozenset())
-    return ModelDataContext(
+    return ModelContext(
         task,
         state,
         record,
@@ -180,7 +180,7 @@ def test_operator_leaves_state_and_counts_passes():
         [times(direction(ctx, seed)) for seed in (1, 2, 3)]
         count = rows(ctx._state.loop.batch)
         assert ctx._state.digest() == before
-        assert ctx._profiler.samples == {"": {"forward_backward": count, "second_backward": 3 * count}}
+        assert ctx._open.profiler.samples == {"": {"forward_backward": count, "second_backward": 3 * count}}
 
 
 def test_operator_refuses_changed_parameters():

@@ -7,7 +7,8 @@ import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.experiments.tied_lm.model import Decoder, DecoderShape
 from loopscope.firing import HookManager
-from loopscope.hooks import HookPoint, TapOwner, TapSet
+from loopscope.hooks import HookPoint, TapOwner
+from loopscope.taps import TapSet
 from loopscope.training_hooks.clipping import EmbeddingProvenance
 from loopscope.training_hooks.clipping.tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 from torch import Tensor, nn

@@ -256,7 +256,7 @@ def test_no_rule_waits_for_a_device(rule):
     with DeviceWaits() as waits:
         for _ in range(3):
             metrics = hook.intervene(None, model_ctx)
-        model_ctx._commits.apply()
+        model_ctx._open.commits.apply()
         assert waits.count == 0
         assert float(metrics["norm_before"]) > 0
     assert waits.count == 1

@@ -6,8 +6,8 @@ import scipy.linalg
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing import HookManager
-from loopscope.hooks import CommitRecord, ModelDataContext
+from loopscope.firing import CommitRecord, HookManager, ModelContext
+from loopscope.hooks import ModelDataContext
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, trainable
 from loopscope.training import TrainingTask
@@ -45,7 +45,7 @@ def measured(task: TrainingTask, hook: Sharpness) -> tuple[Values, ModelDataCont
     state.streams.derive("sharpness", "SNAPSHOT", state.loop.step)
     record, parameters = CommitRecord("probe", frozenset()), list(task.model.parameters())
     stream = ("sharpness", "SNAPSHOT", state.loop.step)
-    ctx = ModelDataContext(task, state, record, parameters, mutates=True, device=None, stream=stream, loop="epoch")
+    ctx = ModelContext(task, state, record, parameters, mutates=True, device=None, stream=stream, loop="epoch")
     return {name.removeprefix("sharpness/"): value for name, value in row[0].items()}, ctx
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-OnGradient = Callable[[Tensor], Tensor | None]
+from ..hooks import OnGradient
+
 ForwardCallbacks = tuple[Callable[..., None] | None, Callable[..., None]]
 """Functions that are called before (or ``None``) and after a module's forward."""
 
