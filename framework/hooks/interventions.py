@@ -9,8 +9,8 @@ from torch import Tensor
 from ..data import Batch, Loader, derived_seed, with_copied_batches
 from ..errors import LoopscopeError
 from ..isolation import (
-    LightSnapshot,
-    Snapshot,
+    LightStateCopy,
+    StateCopy,
     borrowed_buffers,
     borrowed_extras,
     borrowed_gradients,
@@ -26,10 +26,10 @@ class Interventions(Measurements):
     """Checkpoints in memory, and the methods of the model context whose changes are rolled back."""
 
     _profiler: Profiler
-    _snapshot_device: torch.device | None
+    _state_copy_device: torch.device | None
     _stream: tuple[str, str, int]
     _steps_scheduler: bool
-    _checkpoints: dict[int, Snapshot | LightSnapshot]
+    _checkpoints: dict[int, StateCopy | LightStateCopy]
     _next_token = 0
     _shuffles = 0
 
@@ -41,7 +41,7 @@ class Interventions(Measurements):
         """
         self._next_token += 1
         self._checkpoints[self._next_token] = (
-            Snapshot(self._snapshot_device, streams=True).save(self._state) if full else LightSnapshot(self._state)
+            StateCopy(self._state_copy_device, streams=True).save(self._state) if full else LightStateCopy(self._state)
         )
         return self._next_token
 
@@ -146,7 +146,7 @@ class Interventions(Measurements):
             targets = local_shards([parameters[name] for name in direction])
             torch._foreach_add_(targets, local_shards(direction.values()), alpha=scale)
 
-    def _checkpoint(self, token: int) -> Snapshot | LightSnapshot:
+    def _checkpoint(self, token: int) -> StateCopy | LightStateCopy:
         if token not in self._checkpoints:
             raise LoopscopeError(f"Checkpoint {token} does not exist; existing tokens: {sorted(self._checkpoints)}.")
         return self._checkpoints[token]

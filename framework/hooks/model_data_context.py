@@ -54,7 +54,7 @@ class ModelDataContext(Interventions):
         self._commits = record
         self._parameters = parameters
         self._mutates = mutates
-        self._snapshot_device = device
+        self._state_copy_device = device
         self._stream = stream
         self._steps_scheduler = loop == "step" or task.scheduler_interval == "step"
         self._profiler = profiler or Profiler()

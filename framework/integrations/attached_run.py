@@ -274,8 +274,8 @@ class AttachedRun:
         if self.options.loop == "epoch":
             driver.end_interval()
         if numbers:
-            driver.evaluated(numbers)
-        self._progress.evaluated(loop)
+            driver.record_evaluation(numbers)
+        self._progress.report_evaluation(loop)
         driver.end_epoch()
         if self.options.loop == "epoch" and self.options.is_due(loop.epoch + 1):
             driver.snapshot()

@@ -93,7 +93,7 @@ class CustomLoop(Transient):
             self._is_in_epoch, self._index = True, 0
             if run.manager.counts_epochs:  # in the step loop, sums continue across epochs
                 with self._hook_calls:
-                    self._driver.begin_epoch(takes_snapshot=True)
+                    self._driver.begin_epoch(snapshot_follows=True)
         del self._parts[len(self._losses) :]  # the loop has dropped a batch before its backward pass
         self._parts += [batch, *others]
         if self._is_open:

@@ -97,7 +97,7 @@ class LightningLoop(Transient):
         self._is_in_epoch, self._index, within, evaluation = run.place.get("loop", (False, 0, False, {}))
         run.driver.loop.step -= within  # Lightning's checkpoints have no gradients, so the step is repeated
         if evaluation := self._numbers or evaluation:
-            run.driver.evaluated(evaluation)
+            run.driver.record_evaluation(evaluation)
         self._numbers, self._state = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class LightningLoop(Transient):
             self._end_epoch()
         if not self._is_in_epoch:
             self._is_in_epoch, self._index = True, 0
-            driver.begin_epoch(takes_snapshot=True)
+            driver.begin_epoch(snapshot_follows=True)
         self._parts.append(batch)
         step_batch = self._parts if trainer.accumulate_grad_batches > 1 else batch
         if self._stage:
@@ -236,7 +236,7 @@ class LightningLoop(Transient):
         finally:
             self._state = {}
         if self._numbers and run.is_started:
-            run.driver.evaluated(self._numbers)
+            run.driver.record_evaluation(self._numbers)
             self._numbers = {}
         return result
 
