@@ -189,7 +189,9 @@ class TrainerEvents(TrainerCallback):
             result = evaluate(*inputs, **options)
         if isinstance(result, dict) and run.is_built:
             numbers = {name: value for name, value in result.items() if isinstance(value, (int, float))}
-            run.driver.evaluated({name: value for name, value in numbers.items() if not name.endswith(COST_SUFFIXES)})
+            run.driver.record_evaluation(
+                {name: value for name, value in numbers.items() if not name.endswith(COST_SUFFIXES)}
+            )
         return result
 
     @property

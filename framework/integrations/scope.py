@@ -118,7 +118,7 @@ class Scope(AttachedScope):
         with unchanged_replica(run.driver.task.replica):
             result = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
         if isinstance(result, Mapping) and result and all(isinstance(item, (int, float)) for item in result.values()):
-            run.driver.evaluated(result)
+            run.driver.record_evaluation(result)
         return result
 
     def epoch_end(self, **metrics: float | Tensor) -> None:
