@@ -8,7 +8,7 @@ import numpy as np
 
 LEVEL = 0.05
 """Largest p-value, a rank among usual values or fresh batches, at which a value is unusually high."""
-SHARE_OF_CAUSE = 0.5
+DECISIVE_SHARE = 0.5
 """Smallest share of the harm that a branch must remove to show that its change removes the cause."""
 DATA_MARGIN = 0.1
 """If no update branch removes more of the harm than fresh batches plus this share, the data are the cause."""
@@ -142,7 +142,7 @@ def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequenc
 
 
 def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    if harm.removed_share("element_restored") < SHARE_OF_CAUSE:
+    if harm.removed_share("element_restored") < DECISIVE_SHARE:
         return None
     ((name, (place, old, new)),) = branch_values["element"].items()
     return Verdict(
@@ -154,7 +154,7 @@ def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) ->
 
 def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     """Judge a harm that repeating the step does not reproduce: chance if its random draws differ, else inconclusive."""
-    if harm.removed_share("as_it_was") < SHARE_OF_CAUSE:
+    if harm.removed_share("as_it_was") < DECISIVE_SHARE:
         return None
     again = branch_values["effect"]["as_it_was"]
     numbers = (
@@ -168,7 +168,7 @@ def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[s
 
 def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     names = ("float32", "float64") if branch_values["low_precision"] else ("float64",)
-    if (name := next((name for name in names if harm.extra_removed_share(name) >= SHARE_OF_CAUSE), None)) is None:
+    if (name := next((name for name in names if harm.extra_removed_share(name) >= DECISIVE_SHARE), None)) is None:
         return None
     layer = "layer_in_float32"
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
@@ -179,10 +179,10 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
 def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     # One fresh batch may be as bad, since a bad row returns in the next epoch.
     best_update = max(map(harm.extra_removed_share, UPDATE_BRANCHES))
-    if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(SHARE_OF_CAUSE, best_update - DATA_MARGIN):
+    if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(DECISIVE_SHARE, best_update - DATA_MARGIN):
         return None
     names = ""
-    if harm.extra_removed_share("without_rows") >= SHARE_OF_CAUSE:
+    if harm.extra_removed_share("without_rows") >= DECISIVE_SHARE:
         names = f", and {harm.value_text('without_rows')} without {', '.join(rows)}"
     return Verdict(
         "data",
@@ -194,9 +194,9 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
 def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     best = max(UPDATE_BRANCHES, key=harm.extra_removed_share)
     # The branch at the usual learning rate exists only if the learning rate is unusual at this step.
-    if harm.extra_removed_share("usual_rate") >= SHARE_OF_CAUSE:
+    if harm.extra_removed_share("usual_rate") >= DECISIVE_SHARE:
         best = "usual_rate"
-    if harm.extra_removed_share(best) < SHARE_OF_CAUSE:
+    if harm.extra_removed_share(best) < DECISIVE_SHARE:
         return None
     cause, words = UPDATE_BRANCHES[best]
     return Verdict(
