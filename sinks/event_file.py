@@ -164,7 +164,7 @@ def histogram(finite: Sequence[float]) -> Any:
     """Return the histogram of finite values, in buckets of equal width that include their upper limit."""
     values = np.array(finite)
     low, high = float(values.min()), float(values.max())
-    # Limits low·(1 − t) + high·t, since high − low could overflow; after rounding they must not exceed high or decrease.
+    # Limits low·(1 − t) + high·t, since high − low could overflow; rounded limits must not exceed high or fall.
     share = np.linspace(0, 1, BUCKETS + 1)
     limits = np.maximum.accumulate(np.minimum(low * (1 - share) + high * share, high))[1:]
     limits[-1] = high
