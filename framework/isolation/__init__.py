@@ -8,6 +8,6 @@ from .gate import Call, Isolation
 from .guardian import LightStateCopy, StateCopy
 
 __all__ = [
-    "Call", "Isolation", "LightStateCopy", "StateCopy", "borrowed_buffers", "borrowed_extras", "borrowed_for_evaluation",
-    "borrowed_gradients", "borrowed_learning_rates", "borrowed_modes", "borrowed_weights",
+    "Call", "Isolation", "LightStateCopy", "StateCopy", "borrowed_buffers", "borrowed_extras",
+    "borrowed_for_evaluation", "borrowed_gradients", "borrowed_learning_rates", "borrowed_modes", "borrowed_weights",
 ]
