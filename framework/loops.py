@@ -26,7 +26,7 @@ class Progress(Protocol):
     def step(self, loop: LoopState) -> None:
         """Report the end of a step."""
 
-    def evaluated(self, loop: LoopState) -> None:
+    def report_evaluation(self, loop: LoopState) -> None:
         """Report the end of an evaluation, or in the epoch loop of an epoch."""
 
 
@@ -36,7 +36,7 @@ class NoProgress:
     def step(self, loop: LoopState) -> None:
         """Ignore a step."""
 
-    def evaluated(self, loop: LoopState) -> None:
+    def report_evaluation(self, loop: LoopState) -> None:
         """Ignore an evaluation."""
 
 
@@ -72,7 +72,7 @@ def epoch_loop(
         if first == 0:
             # An evaluation may end the run, and a run ends with a snapshot.
             intervals = (task.eval_every, task.snapshot_every)
-            driver.begin_epoch(takes_snapshot=any(_is_due(loop.epoch + 1, every, task.length) for every in intervals))
+            driver.begin_epoch(snapshot_follows=any(_is_due(loop.epoch + 1, every, task.length) for every in intervals))
         for index, batch in enumerate(task.loader.batches(loop.epoch, first), first):
             _training_step(driver, batch, index, extra_evaluation, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
@@ -85,7 +85,7 @@ def epoch_loop(
             advance_scheduler(task, loop.epoch + 1)
         if _is_due(loop.epoch + 1, task.eval_every, task.length):
             evaluate(driver)
-        progress.evaluated(loop)
+        progress.report_evaluation(loop)
         driver.end_epoch()
         if _is_due(loop.epoch + 1, task.snapshot_every, task.length) or loop.stopped:
             driver.snapshot()
@@ -126,7 +126,7 @@ def _after_step(driver: Driver, progress: Progress) -> None:
     task, loop = driver.task, driver.loop
     if _is_due(loop.step, task.eval_every, task.length):
         evaluate(driver)
-        progress.evaluated(loop)
+        progress.report_evaluation(loop)
     last = loop.stopped or loop.step == task.length
     if loop.step % task.log_every == 0 or last:
         driver.end_interval()

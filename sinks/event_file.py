@@ -89,11 +89,12 @@ class EventFile:
 
     def write_options(self, options: Mapping[str, Any]) -> None:
         """Write the options of a run as a row of the HPARAMS tab and as a table in the TEXT tab."""
-        shown: dict[str, Any] = {}  # HPARAMS accepts numbers, booleans and texts
+        accepted_options: dict[str, Any] = {}  # HPARAMS accepts numbers, booleans and texts
         for name, value in options.items():
             plain_value = as_float(value) if isinstance(value, (int, float)) else unicode(value)
-            shown[unicode(name)] = value if isinstance(value, bool) else plain_value
-        row = hparams_pb(shown, trial_id="").value[0]  # without a trial id, runs with equal options would form a group
+            accepted_options[unicode(name)] = value if isinstance(value, bool) else plain_value
+        # Without a trial id, runs with equal options would form a group.
+        row = hparams_pb(accepted_options, trial_id="").value[0]
         lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in options.items()]
         table = unicode("\n".join(["| | |", "|---|---|", *lines]))
         self._write({0: [row, text_pb("run", table).value[0]]})
@@ -163,6 +164,7 @@ def histogram(finite: Sequence[float]) -> Any:
     """Return the histogram of finite values, in buckets of equal width that include their upper limit."""
     values = np.array(finite)
     low, high = float(values.min()), float(values.max())
+    # Limits low·(1 − t) + high·t, since high − low could overflow; rounded limits must not exceed high or fall.
     share = np.linspace(0, 1, BUCKETS + 1)
     limits = np.maximum.accumulate(np.minimum(low * (1 - share) + high * share, high))[1:]
     limits[-1] = high

@@ -1,8 +1,8 @@
 """W&B client in a separate process: follows a JSONL record and sends every line.
 
 The file runs as a script, without loopscope on its path and without torch, so that it starts quickly. Its argument is
-the path of its :class:`Job`. It receives an :class:`Ending` on standard input when the run ends; end-of-file without
-one means that the run was killed. Its last output is one sentence with the location of the W&B run, or the problem.
+the path of its :class:`WandbTask`. It receives an :class:`Ending` on standard input when the run ends; end-of-file
+without one means that the run was killed. Its last output is one sentence: the location of the W&B run, or the problem.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ def new_run_id() -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class WandbTask:
     """The record to send, and the description of the W&B run."""
 
     record: str  # path of the JSONL file
@@ -184,20 +184,20 @@ def start_wandb_run(wandb: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def exclusive_run(job: Job) -> Iterator[Any]:
+def exclusive_run(task: WandbTask) -> Iterator[Any]:
     """Lock the W&B run against other clients, waiting for an earlier one, and yield the file of its row count.
 
     The file contains the number of rows that W&B had when the newest client finished.
     """
     # The client of a killed run keeps sending the recorded rows, possibly while the run is resumed.
-    with (Path(job.folder) / "wandb" / f"{job.run_id}.rows").open("a+") as note:
+    with (Path(task.folder) / "wandb" / f"{task.run_id}.rows").open("a+") as note:
         fcntl.flock(note, fcntl.LOCK_EX)
         yield note
 
 
-def logs_of(job: Job) -> list[Path]:
+def logs_of(task: WandbTask) -> list[Path]:
     """Return the logs of the run's W&B clients, oldest first."""
-    logs = (Path(job.folder) / "wandb").glob(f"*run-*-{job.run_id}/run-{job.run_id}.wandb")
+    logs = (Path(task.folder) / "wandb").glob(f"*run-*-{task.run_id}/run-{task.run_id}.wandb")
     return sorted(logs, key=lambda path: path.parent.name.removeprefix("offline-"))
 
 
@@ -234,17 +234,17 @@ def log_records(log: Path) -> Iterator[bytes]:
                 message = b""
 
 
-def sent_row_count(job: Job, run: Any, note: Any) -> int:
+def sent_row_count(task: WandbTask, run: Any, note: Any) -> int:
     """Return the number of rows that W&B has of a run: from the server, or offline from the logs and the note."""
-    if not job.resumed:
+    if not task.resumed:
         return 0
     if not run.offline:
         return int(run.starting_step)
     note.seek(0)
-    return max([int(note.read() or 0), *map(rows_in, logs_of(job))])
+    return max([int(note.read() or 0), *map(rows_in, logs_of(task))])
 
 
-def send(job: Job, listener: Listener, note: Any) -> str:
+def send(task: WandbTask, listener: Listener, note: Any) -> str:
     """Send the rows of the record that W&B does not have yet, and return a sentence with their location."""
     import numpy as np
     import wandb
@@ -257,42 +257,42 @@ def send(job: Job, listener: Listener, note: Any) -> str:
 
     run = start_wandb_run(
         wandb,
-        id=job.run_id,
-        resume="allow" if job.resumed else None,
-        project=job.project,
-        group=job.experiment,
-        name=job.strategy,
-        job_type=job.strategy,
-        tags=[f"treatment:{name}"[:LONGEST_TAG] for name in job.treatments],
+        id=task.run_id,
+        resume="allow" if task.resumed else None,
+        project=task.project,
+        group=task.experiment,
+        name=task.strategy,
+        job_type=task.strategy,
+        tags=[f"treatment:{name}"[:LONGEST_TAG] for name in task.treatments],
         config={
-            **job.config,
-            "experiment": job.experiment,
-            "strategy": job.strategy,
-            "treatments": {name: list(parts) for name, parts in job.treatments.items()},
+            **task.config,
+            "experiment": task.experiment,
+            "strategy": task.strategy,
+            "treatments": {name: list(parts) for name, parts in task.treatments.items()},
         },
-        dir=job.folder,
-        settings=wandb.Settings(console="off", silent=True, disable_code=True, x_stats_pid=job.pid),
+        dir=task.folder,
+        settings=wandb.Settings(console="off", silent=True, disable_code=True, x_stats_pid=task.pid),
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     # A resumed run writes the same lines again, so W&B has the first rows of its record.
-    begin, end = sent_row_count(job, run, note), 0
-    for record in records(Path(job.record), listener):
-        for row in rows(record, job.step_points, histogram):
+    begin, end = sent_row_count(task, run, note), 0
+    for record in records(Path(task.record), listener):
+        for row in rows(record, task.step_points, histogram):
             if end >= begin:
-                run.log(row, step=end if job.resumed else None, commit=True)
+                run.log(row, step=end if task.resumed else None, commit=True)
             end += 1
     status = listener.ending.status
     run.summary["status"] = status
     run.finish(exit_code=0 if status == "completed" else 1)
     note.truncate(0)
     note.write(str(max(begin, end)))
-    return outcome_of(job, run)
+    return outcome_of(task, run)
 
 
-def outcome_of(job: Job, run: Any) -> str:
+def outcome_of(task: WandbTask, run: Any) -> str:
     """Return a sentence with the location of the run; offline logs that have been sent are marked as synced."""
-    logs = [path for path in logs_of(job) if path.parent.name.startswith("offline-")]
+    logs = [path for path in logs_of(task) if path.parent.name.startswith("offline-")]
     if not run.offline:
         for path in logs:
             path.with_name(f"{path.name}.synced").touch()
@@ -307,15 +307,15 @@ def _report(sentence: str) -> None:
 
 
 def main() -> int:
-    """Send the record of the job, and return the exit status."""
-    job = Job(**json.loads(Path(sys.argv[1]).read_text("utf-8")))
-    listener = Listener(sys.stdin, job.patience)
+    """Send the record of the task, and return the exit status."""
+    task = WandbTask(**json.loads(Path(sys.argv[1]).read_text("utf-8")))
+    listener = Listener(sys.stdin, task.patience)
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     with suppress(OSError):
         os.nice(10)  # training takes precedence
     try:
-        with exclusive_run(job) as note:
-            outcome = send(job, listener, note)
+        with exclusive_run(task) as note:
+            outcome = send(task, listener, note)
     except Exception as error:
         _report(f"{type(error).__name__}: {error}")
         raise

@@ -20,7 +20,7 @@ from loopscope.sinks import wandb_process
 
 from .jsonl import JSONLSink, recorded_run
 from .record import plain
-from .wandb_process import Ending, Job, new_run_id
+from .wandb_process import Ending, WandbTask, new_run_id
 
 FORBIDDEN = "/\\#?%:"
 LONGEST_NAME = 128
@@ -33,12 +33,12 @@ class Client:
     """A client process; its failures never affect the training process."""
 
     def __init__(self, run: RunRecord, record: Path, project: str | None, **options: Any) -> None:
-        """Start the process with the given ``options`` of its :class:`Job`; raises ``OSError`` on failure."""
+        """Start the process with the given ``options`` of its :class:`WandbTask`; raises ``OSError`` on failure."""
         _abandoned[:] = [process for process in _abandoned if process.poll() is None]
         folder = record.parent.absolute() / "wandb"
         folder.mkdir(exist_ok=True)
         self.log = folder / "client.log"
-        job = Job(
+        task = WandbTask(
             record=str(record.absolute()),
             folder=str(folder.parent),
             project=project or run.experiment,
@@ -50,7 +50,7 @@ class Client:
             **options,
         )
         description = folder / "client.json"
-        description.write_text(json.dumps(asdict(job), indent=2), encoding="utf-8")
+        description.write_text(json.dumps(asdict(task), indent=2), encoding="utf-8")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 # Without -P, sinks/csv.py would hide the csv module of the standard library.

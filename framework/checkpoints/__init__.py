@@ -1,6 +1,6 @@
 """Checkpoints of a run: writing, reading, restoring and comparing them."""
 
-from .comparison import Moment, Divergence, differing_entries, leaves, checkpoints_by_moment
+from .comparison import Moment, Divergence, differing_entries, leaf_values, checkpoints_by_moment
 from .content import RunState, read_content, load_checkpoint, save_checkpoint
 from .digest_log import DIGESTS, Digest, DigestLog, read_digests
 from .flat_state import flatten_state, state_for_rank, gather_tensors, allocate_saved
@@ -16,6 +16,6 @@ __all__ = [
     "DIGESTS", "FRESH_STREAMS", "MANIFEST", "ROWS", "STATE", "Checkpoint", "CheckpointPlan", "CheckpointWriter",
     "Checkpointing", "Digest", "DigestLog", "Divergence", "Moment", "RowLog", "RunState", "Signals", "StoppedError",
     "allocate_saved", "checkpoint_folders", "checkpoints_by_moment", "differing_entries", "flatten_state",
-    "gather_tensors", "is_locked", "leaves", "load_checkpoint", "newest_intact", "open_checkpoint", "read_content",
+    "gather_tensors", "is_locked", "leaf_values", "load_checkpoint", "newest_intact", "open_checkpoint", "read_content",
     "read_digests", "rows_entry", "rows_of_step", "run_lock", "save_checkpoint", "state_for_rank", "sync_path",
 ]

@@ -52,17 +52,17 @@ _ABSENT = object()
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the entries that determine the rest of a run, each with its path."""
     on_demand = tuple(f"loop/{item}" for item in ON_DEMAND)
-    return ((name, value) for name, value in leaves(content.get("state")) if not name.startswith(on_demand))
+    return ((name, value) for name, value in leaf_values(content.get("state")) if not name.startswith(on_demand))
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaf values of nested mappings and sequences, each with its path of keys and indices."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from leaves(item, f"{path}/{key}" if path else str(key))
+            yield from leaf_values(item, f"{path}/{key}" if path else str(key))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from leaves(item, f"{path}/{index}")
+            yield from leaf_values(item, f"{path}/{index}")
     else:
         yield path, value
 

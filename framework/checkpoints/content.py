@@ -65,7 +65,7 @@ def read_content(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: 
         return checkpoint.content()
     from .rank_checkpoints import read_parts  # imported here, as it takes a second
 
-    rank, count = (0, 1) if ranks is None else ranks.place
+    rank, count = (0, 1) if ranks is None else ranks.rank_and_count
     check = partial(checkpoint.check, [*checkpoint.manifest["files"]][rank::count])
     check() if ranks is None else ranks.call_on_all(check)
     return read_parts(checkpoint, model, ranks)
@@ -196,7 +196,7 @@ class RunState:
             raise UsageError(f"{where} does not contain the complete state of a run.")
         if content["pre_epoch"] is not None:
             restore_state(content["pre_epoch"], state, where)
-            state.loop.pre_epoch = manager.pre_epoch_snapshot
+            state.loop.pre_epoch = manager.pre_epoch_copy
             state.loop.pre_epoch.save(state)
         restore_state(content["state"], state, where)
         # Metrics first: they show which hooks had already reported, and an error of such a hook ends the run.

@@ -50,7 +50,7 @@ class Separated(NamedTuple):
         arrays = {path: _bytes(tensor) for path, tensor in self.tensors.items() if not is_sharded(tensor)}
         by_rank = ranks.gather({path: xxhash.xxh3_128_hexdigest(data) for path, data in arrays.items()}, purpose)
         rank_paths = {path for path in arrays if any(digests.get(path) != by_rank[0].get(path) for digests in by_rank)}
-        number = ranks.place[0]
+        number = ranks.rank_and_count[0]
         named = {
             RANK_TENSOR.format(number, path) if path in rank_paths else path: tensor
             for path, tensor in self.tensors.items()
@@ -103,7 +103,7 @@ def flatten_state(content: Any, model: nn.Module, ranks: Ranks) -> dict[str, Ten
     write_tensors({**separated._asdict(), "tensors": None, **layout}, file)
     # A bytearray, since torch.frombuffer warns about memory that is read-only, such as bytes.
     values = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    return {**named, RANK_VALUES.format(ranks.place[0]): values}
+    return {**named, RANK_VALUES.format(ranks.rank_and_count[0]): values}
 
 
 def gather_tensors(flat: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def allocate_saved(metadata: Any, key: str, model: nn.Module, ranks: Ranks) -> d
         owner = _rank(name)
         if name == owner:
             targets[name] = torch.zeros(entry.size, dtype=torch.uint8)
-        elif owner in ("", _FIRST_RANK, RANK_VALUES.format(ranks.place[0])):
+        elif owner in ("", _FIRST_RANK, RANK_VALUES.format(ranks.rank_and_count[0])):
             like = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             path = json.loads(name.removeprefix(f"{owner}: "))
             targets[name] = allocate_for(path, like, parameters)
@@ -153,7 +153,7 @@ def state_for_rank(state: Any, model: nn.Module, ranks: Ranks) -> Any:
     """
     arrangement, parameters, replicated = ranks.arrangement(model), dict(model.named_parameters()), list[str]()
     if isinstance(state, Mapping) and any(_rank(name) == name for name in state):
-        state, replicated = ranks.call_on_all(partial(_nested, state, arrangement, ranks.place[0]))
+        state, replicated = ranks.call_on_all(partial(_nested, state, arrangement, ranks.rank_and_count[0]))
 
     def lay_out(path: Keys, tensor: Tensor) -> Any:
         owner: Any = tensor if is_sharded(tensor) else matching_parameter(path, tensor, parameters)
@@ -169,16 +169,17 @@ def state_for_rank(state: Any, model: nn.Module, ranks: Ranks) -> Any:
     return map_tensors(state, lay_out)
 
 
-def _nested(flat: Mapping[str, Tensor], arrangement: Mapping[str, Any], place: int) -> tuple[Any, list[str]]:
+def _nested(flat: Mapping[str, Tensor], arrangement: Mapping[str, Any], own_rank: int) -> tuple[Any, list[str]]:
     """Return the nested content with its tensors, and the paths of the tensors that were replicated on this rank."""
-    number, stored = place, _plain(flat, place)
+    number, stored = own_rank, _plain(flat, own_rank)
     if stored is None or stored["ranks"] != arrangement:
         number, stored = 0, _plain(flat, 0)
-    if stored is None or (number != place and stored["ranks"] == arrangement):
+    if stored is None or (number != own_rank and stored["ranks"] == arrangement):
         stored_ranks = listed([name for name in flat if _rank(name) == name])
         raise UsageError(
-            f"The loaded state belongs to {stored_ranks}, but this is rank {place} of {len(arrangement['indices'])}. "
-            "Save and load it with torch.distributed.checkpoint, or load it on as many ranks as saved it, each its own."
+            f"The loaded state belongs to {stored_ranks}, but this is rank {own_rank} of "
+            f"{len(arrangement['indices'])}. Save and load it with torch.distributed.checkpoint, or load it on "
+            "as many ranks as saved it, each its own."
         )
 
     def find(path: Keys, tensor: Tensor) -> Tensor:

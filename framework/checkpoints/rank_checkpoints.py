@@ -104,9 +104,9 @@ class _Writer(_SingleCheckpointStorage, StorageWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
         """Write this rank's file, and return the locations of its pieces, followed by its size and digest."""
-        pieces = {str(place): planner.resolve_data(item).detach() for place, item in enumerate(plan.items)}
+        pieces = {str(position): planner.resolve_data(item).detach() for position, item in enumerate(plan.items)}
         summary = self.partial.write(self.name, {**self.content, "pieces": pieces})
-        results = [WriteResult(item.index, 0, [self.name, str(place)]) for place, item in enumerate(plan.items)]
+        results = [WriteResult(item.index, 0, [self.name, str(position)]) for position, item in enumerate(plan.items)]
         done: Future[Any] = Future()
         done.set_result([*results, WriteResult(MetadataIndex(""), 0, [self.name, summary])])
         return done
@@ -181,7 +181,7 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
     number, streams, same = 0, 0, False
     if model is not None and ranks is not None:
         same, indices = ranks.arrangement(model) == manifest["ranks"], manifest["ranks"]["indices"]
-        number = ranks.place[0] if same else 0
+        number = ranks.rank_and_count[0] if same else 0
         streams = indices.index(ranks.index) if ranks.index in indices else 0
     content: dict[str, Any] = _read_rank(reader, number, parameters, same=same)
     for other in range(1, len(manifest["ranks"]["indices"])) if model is None and "state" in content else ():

@@ -127,7 +127,7 @@ class CheckpointPlan:
     def is_due(self, loop: LoopState, *, counts_epochs: bool, unit_ended: bool) -> bool:
         """Return whether a checkpoint is due now."""
         # The unit is an epoch or a step. In the epoch loop this is called after every step and after every epoch, and
-        # in the step loop only after steps, so a step has ended if exactly one of both holds.
+        # in the step loop only after steps, so a step has ended if exactly one of the two is true.
         step_ended = unit_ended != counts_epochs
         if step_ended and self.every_steps and loop.step % self.every_steps == 0:
             return True

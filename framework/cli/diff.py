@@ -10,7 +10,7 @@ from ..checkpoints import (
     Divergence,
     checkpoints_by_moment,
     differing_entries,
-    leaves,
+    leaf_values,
     open_checkpoint,
     read_content,
     read_digests,
@@ -106,6 +106,6 @@ def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
 def _loaded(path: Path) -> dict[str, Any]:
     """Read the weights by name; raises :class:`UsageError` if the file contains anything else."""
     try:
-        return dict(leaves(read_tensors(path)))
+        return dict(leaf_values(read_tensors(path)))
     except Exception as error:
         raise UsageError(f"{path} cannot be read as weights: it is damaged, or loopscope did not write it.") from error

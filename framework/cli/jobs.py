@@ -20,7 +20,7 @@ import torch
 from ..checkpoints import Signals, StoppedError
 from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable
 from ..errors import LoopscopeError, RunNotice, UsageError, counted
-from ..runs import RunFolder, Session, Setup, check_device
+from ..runs import RunFolder, Session, StrategyPlan, check_device
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
 
 ONE_OF_SEVERAL = "one-of-several"
@@ -35,14 +35,14 @@ POLL_INTERVAL = 0.2  # seconds between two checks for ended processes and for si
 
 
 @dataclass(eq=False)
-class Job:
+class RunProcess:
     """A run in a separate process."""
 
     folder: RunFolder
     task: Mapping[str, Any]  # what the process trains, sent as JSON
     last: str = ""  # the last line that it printed; a line of the loopscope command takes precedence
 
-    def start(self, environment: Mapping[str, str], lines: "SimpleQueue[tuple[Job, str]]") -> None:
+    def start(self, environment: Mapping[str, str], lines: "SimpleQueue[tuple[RunProcess, str]]") -> None:
         """Start the process, and put each line of its output into ``lines``."""
         is_command = sys.argv[1:2] in (["run"], ["resume"])  # otherwise another program called main()
         program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1] if is_command else ["-m", "loopscope"]
@@ -56,7 +56,7 @@ class Job:
         with suppress(OSError):  # the process may have ended already
             print(json.dumps(self.task), file=self.process.stdin, flush=True)
 
-    def _listen(self, lines: "SimpleQueue[tuple[Job, str]]") -> None:
+    def _listen(self, lines: "SimpleQueue[tuple[RunProcess, str]]") -> None:
         for line in self.process.stdout or ():
             lines.put((self, line.rstrip("\n")))
 
@@ -81,14 +81,14 @@ class Job:
 class ParallelRuns:
     """Parallel runs, at most ``at_once`` at a time, with one status line; ``signals`` stop them."""
 
-    waiting: list[Job]
+    waiting: list[RunProcess]
     at_once: int
     line: RunsLine
     signals: Signals
-    _running: list[Job] = field(default_factory=list)
-    _lines: "SimpleQueue[tuple[Job, str]]" = field(default_factory=SimpleQueue)
+    _running: list[RunProcess] = field(default_factory=list)
+    _lines: "SimpleQueue[tuple[RunProcess, str]]" = field(default_factory=SimpleQueue)
 
-    def run(self, environment: Mapping[str, str]) -> Iterator[Job]:
+    def run(self, environment: Mapping[str, str]) -> Iterator[RunProcess]:
         """Train all runs, even if some fail, and yield each when it ends.
 
         A signal lets every run write its checkpoint and stop; a second signal stops them immediately. No process
@@ -142,7 +142,7 @@ class ParallelRuns:
                     self._show_line(job, printed)
         self.line.show()
 
-    def _show_line(self, job: Job, line: str) -> None:
+    def _show_line(self, job: RunProcess, line: str) -> None:
         if line.startswith(NOTE_PREFIX):
             warnings.warn(line.removeprefix(NOTE_PREFIX), RunNotice, stacklevel=1)
         elif line.startswith(WARNING_PREFIX):
@@ -154,20 +154,22 @@ class ParallelRuns:
             self.line.console.print(f"{job.folder.name}: {printable(line)}", soft_wrap=True)
 
 
-def train_in_parallel(plan: Sequence[Setup], options: Options, mode: Mode, compared_to: Mapping[str, str]) -> None:
+def train_in_parallel(
+    plans: Sequence[StrategyPlan], options: Options, mode: Mode, compared_to: Mapping[str, str]
+) -> None:
     """Train the planned runs in separate processes; completed runs are skipped.
 
     Raises:
         LoopscopeError: after all runs have ended, with the failed runs and their folders.
         UsageError: if all runs were refused before anything was written.
     """
-    common = {"argv": sys.argv[1:], "options": plain(options), "experiment": plan[0].record.experiment}
-    summaries = {setup.folder.name: setup.summary for setup in plan}
-    unfinished = [setup for setup in plan if setup.summary is None]
-    waiting = [Job(setup.folder, {**common, "of": [setup.folder.strategy, setup.seed]}) for setup in unfinished]
+    common = {"argv": sys.argv[1:], "options": plain(options), "experiment": plans[0].record.experiment}
+    summaries = {plan.folder.name: plan.summary for plan in plans}
+    unfinished = [plan for plan in plans if plan.summary is None]
+    waiting = [RunProcess(plan.folder, {**common, "of": [plan.folder.strategy, plan.seed]}) for plan in unfinished]
     at_once = max(1, min(options["jobs"], len(waiting)))
     threads = str(max(1, torch.get_num_threads() // at_once))
-    signals, failed = Signals(), list[Job]()
+    signals, failed = Signals(), list[RunProcess]()
     display = RunConsole("normal" if mode == "live" else mode, compared_to=compared_to)
     line = RunsLine(display.console, len(waiting), clock=time.monotonic if mode != "none" else lambda: -math.inf)
     with display, signals.deferred(), closing(line):
@@ -192,7 +194,7 @@ def train_in_parallel(plan: Sequence[Setup], options: Options, mode: Mode, compa
         raise UsageError(" ".join(dict.fromkeys(f"{job.problem}." for job in failed)))
     if failed:
         problems = " ".join(f"{job.folder.name}, in {job.folder.path}: {job.problem}." for job in failed)
-        raise LoopscopeError(f"{len(failed)} of {counted(len(plan), 'run')} failed. {problems}")
+        raise LoopscopeError(f"{len(failed)} of {counted(len(plans), 'run')} failed. {problems}")
 
 
 def train_one_of_several() -> None:

@@ -192,7 +192,7 @@ class TrainingProgress:
             self._loop = loop
             self._update(lambda: self.view.show(self._position(loop, now)))
 
-    evaluated = step
+    report_evaluation = step
 
     def stop(self) -> None:
         """Show the last position and finish the view."""

@@ -30,7 +30,7 @@ def state_digests(state: TrainingState) -> dict[str, str]:
     together: a sharded entry has the digest of the full tensor on every rank. Other entries belong to their rank, and
     some differ between ranks, such as the batch.
     """
-    return digests(without_on_demand(dict(state.leaves())))
+    return digests(without_on_demand(dict(state.leaf_values())))
 
 
 @torch.no_grad()

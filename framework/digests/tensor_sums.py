@@ -11,11 +11,12 @@ structure in training. Most of the work is the product with ``R``, for which pro
 exact in float32, since ``abs(y) <= 2**24``. Zero bytes add nothing, so a shard counts like the full tensor with zeros
 elsewhere.
 
-A change of a tensor leaves one column unchanged for at most one in 256 choices of ``R``, and all 16 for one in 2**128.
-Otherwise some ``y`` changes by a number that is divisible by 2**t but not by 2**(t + 1), and a sum stays equal for one
-choice of ``P`` in 2**(64 - t). For bit flips, t is at most 7, or more if all 16 columns agree on each further power.
-Both sums stay equal for less than one choice in 2**100 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). This
-holds for accidental changes. The constants are public, so deliberate forgeries may not be detected.
+The probabilities are those over random ``R`` and ``P``. A changed block leaves one column of ``y`` unchanged with
+probability at most 2**-8, and all 16 with at most 2**-128. Otherwise some ``y`` changes by a number that is divisible
+by 2**t but not by 2**(t + 1), and one sum then stays equal with probability 2**(t - 64). For flipped bits, t is at most
+7, unless the changes of all 16 columns are divisible by a higher power of two. Both sums stay equal with a probability
+below 2**-100 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). This holds for accidental changes. The constants
+are public, so deliberate forgeries may not be detected.
 """
 
 from collections.abc import Iterator, Sequence

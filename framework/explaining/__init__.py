@@ -1,4 +1,4 @@
-"""Explanation of a spike: the first quantity to leave its history, branches of that step, and a verdict."""
+"""Explanation of a spike: the first unusual quantity, branches of that step, and a verdict."""
 
 from .explanation import Explanation, explain
 from .rows import rows_by_step

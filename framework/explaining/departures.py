@@ -1,10 +1,11 @@
-"""Detection of the first step at which a quantity leaves its history, by a rank test over all quantities.
+"""Detection of the first step with an unusual quantity, by a rank test over all recorded quantities.
 
-Each quantity of a step is compared with its previous ``WINDOW`` values: z is its distance from their median in spreads
-(1.4826 times the median distance from the median, at least ``FLOOR`` of the value). z divided by the largest earlier z
-of the quantity measures its departure. A step is ranked among the earlier steps by its largest departure over all
-quantities; that of an earlier step is computed in the same way, without the step itself. The ranks account for the
-number of dependent quantities (Westfall and Young, 1993), and Bonferroni's factor for the number of tested steps.
+Each quantity of a step is compared with its previous ``WINDOW`` values: z is its distance from their median, in units
+of their robust standard deviation (1.4826 times the median distance from the median, at least ``SMALLEST_SPREAD``). z
+divided by the largest earlier z of the quantity measures its departure. A step is ranked among the earlier steps by its
+largest departure over all quantities; that of an earlier step is computed in the same way, without the step itself. The
+ranks account for the number of dependent quantities (Westfall and Young, 1993), and Bonferroni's factor for the number
+of tested steps.
 """
 
 import math
@@ -18,16 +19,18 @@ import numpy as np
 from ..report import FoundRun, departure_text
 
 WINDOW = 32
-FLOOR = 0.05
-LEAST = 3.0
-"""Lower bound of the largest earlier z, so that an almost constant quantity needs a large change."""
+SMALLEST_SPREAD = 0.05
+"""Lower bound of the spread, on the scale of :func:`_scaled`: 5 % for a quantity that is compared by logarithms."""
+SMALLEST_LIMIT = 3.0
+"""Lower bound of the largest earlier z, in spreads, so that an almost constant quantity needs a large change."""
 LEVEL = 0.05
+"""Significance level of the test, after Bonferroni's correction for the number of tested steps."""
 HISTORY = 200
 """Largest number of earlier steps that a departure is ranked among."""
-LOOKED_AT = 8
-"""Number of tested steps, ending with the step in question; fewer if the history is too short."""
-LATE = ("update", "state")
-"""Quantities that are recorded at the following step."""
+MOST_TESTED_STEPS = 8
+"""Largest number of tested steps, the last of which is the step in question; fewer if the history is short."""
+RECORDED_ONE_STEP_LATER = ("update", "state")
+"""Quantities of a step that ``step_history`` records at the following step."""
 ORDER = ("lr", "copies", "output", "loss", "gradient", "state", "update", "effect")
 """The quantities in the order in which a step computes them."""
 TWO_SIDED = ("state",)
@@ -38,7 +41,7 @@ History = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Departure:
-    """A quantity that left its history at a step, with its significance."""
+    """A quantity that is unusual at a step, with its significance."""
 
     step: int
     quantity: str
@@ -53,7 +56,7 @@ class Departure:
     """The p-value of the step's rank, times the number of tested steps."""
     comparisons: int
     others: Sequence[str]
-    """Other quantities that left their history at that step."""
+    """Other unusual quantities of that step."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -70,7 +73,7 @@ def read_history(run: FoundRun, hook: str) -> dict[str, dict[int, float]]:
         quantity = metric.removeprefix(f"{hook}/")
         if quantity != metric and isinstance(value, (int, float)):
             number = math.inf if math.isnan(value) else float(value)
-            history.setdefault(quantity, {})[step - quantity.startswith(LATE)] = number
+            history.setdefault(quantity, {})[step - quantity.startswith(RECORDED_ONE_STEP_LATER)] = number
     losses, losses_before = history.get("loss", {}), history.pop("loss_before", {})
     usable = {step: value for step, value in losses_before.items() if step + 1 in losses and math.isfinite(value)}
     history["effect"] = {step: losses[step + 1] - value for step, value in usable.items()}
@@ -91,8 +94,8 @@ def scores(values: np.ndarray, *, both: np.ndarray) -> np.ndarray:
         middle = np.nanmedian(finite, -1)
         spread = 1.4826 * np.nanmedian(np.abs(finite - middle[..., None]), -1)
         current = values[:, WINDOW:]
-        # z = (x − median) / max(1.4826·median|x − median|, FLOOR), shape (quantities, steps − WINDOW)
-        z = (current - middle) / np.maximum(spread, FLOOR)
+        # z = (x − median) / max(1.4826·median|x − median|, SMALLEST_SPREAD), shape (quantities, steps − WINDOW)
+        z = (current - middle) / np.maximum(spread, SMALLEST_SPREAD)
     z = np.where(both[:, None], np.abs(z), z)
     return np.where(empty, 0.0, np.where(np.isnan(current), 0.0, np.where(np.isfinite(current), z, np.inf)))
 
@@ -102,11 +105,11 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
     steps = _consecutive_steps(history.get("loss", {}), step)
     names = [name for name in history if _order(name) is not None]
     ranked = len(steps) - WINDOW
-    looked_at = min(LOOKED_AT, int(LEVEL * (ranked + 1)))
+    tested_steps = min(MOST_TESTED_STEPS, int(LEVEL * (ranked + 1)))
     # The smallest possible p of n tested steps, n/(earlier steps + 1), must not exceed the level.
-    while looked_at > 0 and looked_at > LEVEL * (ranked - looked_at + 1):
-        looked_at -= 1
-    if looked_at < 1:
+    while tested_steps > 0 and tested_steps > LEVEL * (ranked - tested_steps + 1):
+        tested_steps -= 1
+    if tested_steps < 1:
         return [], (
             f"Step {step:,} has only {max(0, len(steps) - 1):,} recorded steps before it; the test needs at least "
             f"{WINDOW + round(1 / LEVEL)}."
@@ -114,33 +117,33 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
     values = np.array([_scaled(history[name], steps, name) for name in names])
     z = np.concatenate([scores(part, both=both) for part, both in _parts(values, names)])
     # null: the largest departure of each earlier step, z over the largest z of the other earlier steps, shape (steps,)
-    earlier = z[:, :-looked_at]
+    earlier = z[:, :-tested_steps]
     top = np.sort(np.where(np.isfinite(earlier), earlier, 1e9), axis=1)[:, -2:]
     is_top = earlier >= top[:, -1:]
-    other_top = np.maximum(np.where(is_top, top[:, :1], top[:, -1:]), LEAST)
+    other_top = np.maximum(np.where(is_top, top[:, :1], top[:, -1:]), SMALLEST_LIMIT)
     null = (np.minimum(earlier, 1e12) / other_top).max(0)
-    limits = np.maximum(top[:, -1], LEAST)
-    found_departures = []
-    for place, number in enumerate(steps[-looked_at:]):
-        sizes = np.minimum(z[:, earlier.shape[1] + place], 1e12) / limits
+    limits = np.maximum(top[:, -1], SMALLEST_LIMIT)
+    departures_by_step = []
+    for index_of_step, number in enumerate(steps[-tested_steps:]):
+        sizes = np.minimum(z[:, earlier.shape[1] + index_of_step], 1e12) / limits
         # p = tested steps · (1 + earlier steps that departed at least as far)/(earlier steps + 1)
-        p = looked_at * (1 + int((null >= sizes.max()).sum())) / (len(null) + 1)
+        p = tested_steps * (1 + int((null >= sizes.max()).sum())) / (len(null) + 1)
         if p <= LEVEL and sizes.max() > 1:
             departed = [index for index in range(len(names)) if sizes[index] > max(1.0, float(null.max()))]
-            found_departures.append(_departure(history, names, sizes, departed, number, p))
-    if found_departures:
-        return found_departures[_belongs_to_next_step(found_departures) :], ""
+            departures_by_step.append(_departure(history, names, sizes, departed, number, p))
+    if departures_by_step:
+        return departures_by_step[_belongs_to_next_step(departures_by_step) :], ""
     return [], (
-        f"None of {len(names):,} quantities left its history in the steps {steps[-looked_at]:,} to {step:,}, by ranks "
+        f"None of {len(names):,} quantities was unusual in the steps {steps[-tested_steps]:,} to {step:,}, by ranks "
         f"among the {earlier.shape[1]:,} steps before."
     )
 
 
-def _belongs_to_next_step(found_departures: Sequence[Departure]) -> bool:
+def _belongs_to_next_step(departures_by_step: Sequence[Departure]) -> bool:
     """Return whether the first departure is only an effect on the next loss, and the next step has other departures."""
-    if len(found_departures) < 2 or found_departures[1].step != found_departures[0].step + 1:
+    if len(departures_by_step) < 2 or departures_by_step[1].step != departures_by_step[0].step + 1:
         return False
-    first, second = ({departure.quantity, *departure.others} for departure in found_departures[:2])
+    first, second = ({departure.quantity, *departure.others} for departure in departures_by_step[:2])
     return first == {"effect"} and not second <= {"loss", "effect"}
 
 
@@ -149,8 +152,10 @@ def _departure(
 ) -> Departure:
     """Return the departure of the quantity that a step computes first among ``departed``, indices of ``names``."""
     # Layers are in the order of the forward pass; other quantities are ordered by the size of their departure.
-    places = {index: index if names[index].startswith("output/") else -float(sizes[index]) for index in departed}
-    order = sorted(departed, key=lambda index: (_order(names[index]) or 0, places[index]))
+    order_within_kind = {
+        index: index if names[index].startswith("output/") else -float(sizes[index]) for index in departed
+    }
+    order = sorted(departed, key=lambda index: (_order(names[index]) or 0, order_within_kind[index]))
     first, *others = (names[index] for index in order)
     quantity, _, name = first.partition("/")
     series = history[first]
@@ -168,7 +173,7 @@ def _consecutive_steps(losses: Mapping[int, float], step: int) -> list[int]:
     groups = groupby(enumerate(sorted(losses)), lambda item: item[1] - item[0])
     runs = ([number for _, number in group] for _, group in groups)
     unbroken = next((run for run in runs if step in run), [])
-    return [number for number in unbroken if step - HISTORY - WINDOW - LOOKED_AT < number <= step]
+    return [number for number in unbroken if step - HISTORY - WINDOW - MOST_TESTED_STEPS < number <= step]
 
 
 def _scaled(series: Mapping[int, float], steps: Sequence[int], name: str) -> list[float]:

@@ -11,7 +11,7 @@ from ..durable_files import plain_json, write_json
 from ..errors import UsageError
 from ..report import inspect_run
 from ..runs import EXPLANATION, REWINDS, DivergedError, Stretch
-from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, History, departures, read_history
+from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
 from .verdict import Harm, harms, verdict
 
@@ -63,7 +63,7 @@ class Explanation:
         return dict(plain_json({name: value for name, value in asdict(self).items() if name != "folder"}))
 
     @property
-    def standing_out(self) -> list[ExplainedRow]:
+    def outlier_rows(self) -> list[ExplainedRow]:
         """The distinct rows that stand out, largest loss first."""
         rows = {row.name: row for row in self.rows if row.stands_out}
         return sorted(rows.values(), key=lambda row: -row.loss)
@@ -106,7 +106,7 @@ def explain(
 def _explain(
     train_again: TrainAgain, label: str, step: int, describe_row: Describe, left_out: Sequence[str], last: int
 ) -> Explanation:
-    first = max(1, step - HISTORY - WINDOW - LOOKED_AT)
+    first = max(1, step - HISTORY - WINDOW - MOST_TESTED_STEPS)
     watched = train_again(Stretch(first, min(step + 1, last), label=f"{label}/history"), HISTORY_HOOK, {})
     history = read_history(inspect_run(watched), HISTORY_HOOK)
     found_departures, reason = departures(history, step)

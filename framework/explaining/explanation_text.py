@@ -27,7 +27,7 @@ def explanation_lines(explanation: Explanation, width: int) -> Iterator[str]:
         yield from in_columns([_row(branch) for branch in explanation.branches], width, ("", "removed"))
         if explanation.left_out:
             yield from wrapped(f"Not in the branches: {', '.join(explanation.left_out)}.")
-    if rows := explanation.standing_out:
+    if rows := explanation.outlier_rows:
         yield ""
         yield from row_table(rows, width)
     yield ""

@@ -30,17 +30,17 @@ class ExplainedRow:
 
 
 def measured_rows(
-    measured: Mapping[str, Sequence[float]], describe: Describe, standing_out: Sequence[int] = ()
+    measured: Mapping[str, Sequence[float]], describe: Describe, outlier_places: Sequence[int] = ()
 ) -> list[ExplainedRow]:
     """Return the rows with their measured ``loss`` and ``gradient_norm``, in the order of the batch.
 
-    ``measured`` may also contain ``index``; ``standing_out`` are positions in the batch.
+    ``measured`` may also contain ``index``; ``outlier_places`` are the positions of outlier rows in the batch.
     """
     losses, norms = measured["loss"], measured["gradient_norm"]
     indices = [int(index) for index in measured["index"]] if "index" in measured else [None] * len(losses)
     texts = [None if index is None else describe_safely(describe, index) for index in indices]
     return [
-        ExplainedRow(index, place, loss, norm, place in standing_out, text)
+        ExplainedRow(index, place, loss, norm, place in outlier_places, text)
         for place, (index, loss, norm, text) in enumerate(zip(indices, losses, norms, texts, strict=True))
     ]
 

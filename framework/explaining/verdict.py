@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 
 LEVEL = 0.05
-REMOVES = 0.5
-"""The share of the harm that a branch must remove to show its cause."""
-SLACK = 0.1
-"""A branch must remove at least this share more of the harm than fresh batches do; otherwise the data are the cause."""
-FAR = 3.0
+"""Largest p-value, a rank among usual values or fresh batches, at which a value is unusually high."""
+DECISIVE_SHARE = 0.5
+"""Smallest share of the harm that a branch must remove to show that its change removes the cause."""
+DATA_MARGIN = 0.1
+"""If no update branch removes more of the harm than fresh batches plus this share, the data are the cause."""
+HARMFUL_SPREADS = 3.0
 """A value this many spreads above the usual median is harmful."""
-MOST = 1e9
+MOST_SPREADS = 1e9
 """Upper bound of the number of spreads, also for infinite harm."""
-TIMES = 1.5
+HARMFUL_RATIO = 1.5
 """The watched quantity must be this many times its largest earlier value, and its largest value on fresh batches."""
-STATES = {
+UPDATE_BRANCHES = {
     "usual_rate": ("step size", "at the usual learning rate"),
     "half_rate": ("step size", "at half the learning rate"),
     "clipped": ("step size", "with gradients clipped at their usual norm"),
@@ -60,7 +61,7 @@ class Harm:
         return 1 - self._size(value) / self._size(self.run) if np.isfinite(value) else -np.inf
 
     def _size(self, value: float) -> float:
-        return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MOST)))
+        return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MOST_SPREADS)))
 
     def extra_removed_share(self, branch: str) -> float:
         """Return the share that a branch removes, less the share that repeating the same step removes."""
@@ -80,12 +81,12 @@ def middle_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_beyond(value: float, usual: Sequence[float]) -> bool:
-    """Return whether a value is above the usual ones both by rank and by ``FAR`` spreads; NaN counts as infinite."""
+    """Return whether a value is above the usual ones by rank and by ``HARMFUL_SPREADS``; NaN counts as infinite."""
     value = np.inf if np.isnan(value) else value
     above = sum(not other < value for other in usual)
     middle, spread = middle_and_spread(usual)
     # p = (1 + usual values at least as high)/(usual values + 1)
-    return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + FAR * spread
+    return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + HARMFUL_SPREADS * spread
 
 
 def harms(
@@ -111,9 +112,9 @@ def harms(
         earlier, fresh = usual[metric], branch_values[metric].get("fresh", [])
         middle, spread = middle_and_spread(earlier)
         if metric == "size":  # weak evidence alone, so it has a stricter condition
-            is_bad = run > TIMES * max([*earlier, *fresh])
+            is_bad = run > HARMFUL_RATIO * max([*earlier, *fresh])
         else:
-            is_bad = is_beyond(run, earlier) or (is_beyond(run, fresh) and run > middle + FAR * spread)
+            is_bad = is_beyond(run, earlier) or (is_beyond(run, fresh) and run > middle + HARMFUL_SPREADS * spread)
         if is_bad:
             medians = {name: float(np.median(value)) for name, value in branch_values[metric].items()}
             by_chance = (sum(not other < run for other in fresh) + 1) / (len(fresh) + 1)
@@ -141,7 +142,7 @@ def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequenc
 
 
 def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    if harm.removed_share("element_restored") < REMOVES:
+    if harm.removed_share("element_restored") < DECISIVE_SHARE:
         return None
     ((name, (place, old, new)),) = branch_values["element"].items()
     return Verdict(
@@ -153,7 +154,7 @@ def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) ->
 
 def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     """Judge a harm that repeating the step does not reproduce: chance if its random draws differ, else inconclusive."""
-    if harm.removed_share("as_it_was") < REMOVES:
+    if harm.removed_share("as_it_was") < DECISIVE_SHARE:
         return None
     again = branch_values["effect"]["as_it_was"]
     numbers = (
@@ -167,7 +168,7 @@ def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[s
 
 def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     names = ("float32", "float64") if branch_values["low_precision"] else ("float64",)
-    if (name := next((name for name in names if harm.extra_removed_share(name) >= REMOVES), None)) is None:
+    if (name := next((name for name in names if harm.extra_removed_share(name) >= DECISIVE_SHARE), None)) is None:
         return None
     layer = "layer_in_float32"
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
@@ -177,11 +178,11 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
 
 def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     # One fresh batch may be as bad, since a bad row returns in the next epoch.
-    best_update = max(map(harm.extra_removed_share, STATES))
-    if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(REMOVES, best_update - SLACK):
+    best_update = max(map(harm.extra_removed_share, UPDATE_BRANCHES))
+    if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(DECISIVE_SHARE, best_update - DATA_MARGIN):
         return None
     names = ""
-    if harm.extra_removed_share("without_rows") >= REMOVES:
+    if harm.extra_removed_share("without_rows") >= DECISIVE_SHARE:
         names = f", and {harm.value_text('without_rows')} without {', '.join(rows)}"
     return Verdict(
         "data",
@@ -191,13 +192,13 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
 
 
 def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    best = max(STATES, key=harm.extra_removed_share)
-    # The branch at the usual learning rate exists only if the learning rate has left its history.
-    if harm.extra_removed_share("usual_rate") >= REMOVES:
+    best = max(UPDATE_BRANCHES, key=harm.extra_removed_share)
+    # The branch at the usual learning rate exists only if the learning rate is unusual at this step.
+    if harm.extra_removed_share("usual_rate") >= DECISIVE_SHARE:
         best = "usual_rate"
-    if harm.extra_removed_share(best) < REMOVES:
+    if harm.extra_removed_share(best) < DECISIVE_SHARE:
         return None
-    cause, words = STATES[best]
+    cause, words = UPDATE_BRANCHES[best]
     return Verdict(
         cause,
         f"{cause.capitalize()}: {harm.words} {harm.run:.3g}, as on fresh batches ({harm.value_text('fresh')}), and "

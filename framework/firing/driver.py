@@ -31,17 +31,17 @@ class Driver:
         self._recorder = GradientRecorder(task, manager.hooks)
         self._checked_first_batch = False
 
-    def begin_epoch(self, *, takes_snapshot: bool) -> None:
-        """Clear the accumulators of the epoch and, if a hook needs it, take a snapshot of the current state."""
+    def begin_epoch(self, *, snapshot_follows: bool) -> None:
+        """Clear the accumulators of the epoch and, if a hook needs it, copy the current state."""
         loop, manager = self.loop, self.manager
         loop.running_loss, loop.running_steps = None, 0
         loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
         loop.series_steps = 0
-        points = EPOCH_END if takes_snapshot else EPOCH_END[:1]
+        points = EPOCH_END if snapshot_follows else EPOCH_END[:1]
         loop.pre_epoch = None
         if manager.hooks.listeners.any_due("needs_pre_epoch_state", points, loop.epoch):
             # Assigned before save(): the saved state then contains it, and a restore does not reset it to None.
-            loop.pre_epoch = manager.pre_epoch_snapshot
+            loop.pre_epoch = manager.pre_epoch_copy
             try:
                 loop.pre_epoch.save(manager.state)
             except Exception as error:

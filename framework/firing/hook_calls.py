@@ -94,10 +94,10 @@ class HookCalls:
                     self._hooks.call(listener.hook, listener.where, loop.step, observe)
                 else:
                     self._intervene(listener, listener.intervention, context)
-            isolation.complete_checks()
+            isolation.check_rest()
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)
-                isolation.complete_checks()
+                isolation.check_rest()
             if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
                 self._hooks.synchronise_failures()
         finally:

@@ -27,7 +27,7 @@ from ..hooks import (
     treatments,
     without_duplicates,
 )
-from ..isolation import Call, Isolation, Snapshot, borrowed_extras, borrowed_for_evaluation
+from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_for_evaluation
 from ..state import TrainingState
 from ..taps import TapSet
 from ..training import LossProbe, Profiler, TrainingTask
@@ -89,7 +89,7 @@ class HookManager:
         self.state = state
         self.counts_epochs = loop == "epoch"
         """Whether the loop counts epochs (epoch loop) instead of steps (step loop)."""
-        self.pre_epoch_snapshot = Snapshot(guardian_device)
+        self.pre_epoch_copy = StateCopy(guardian_device)
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         self.profiler = Profiler(enabled=profile)
         self._taps = TapSet(task.model, audit=audit, compiled=task.compiled)

@@ -224,7 +224,8 @@ class MetricDispatch:
         self._pending_steps: PendingMetrics[Report] = PendingMetrics()
         self._started = False
         self._infos: Mapping[str, MetricInfo] = {}
-        self._names, self._hooks_with_warning = 0, set[str]()
+        # The number of metric names whose descriptions have been checked.
+        self._checked_count, self._hooks_with_warning = 0, set[str]()
         self._final_positions: dict[str, Position | None] | None = None
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
         self._newest: dict[str, Any] = {}
@@ -250,8 +251,8 @@ class MetricDispatch:
         last, prefix = self._last[point], hook.name + "/"
         for name, value in copies.items():
             last[prefix + name] = self._newest[prefix + name] = value
-        if len(self._newest) > self._names:
-            self._names = len(self._newest)
+        if len(self._newest) > self._checked_count:
+            self._checked_count = len(self._newest)
             self._warn_about_undescribed(hook, copies)
 
     def _warn_about_undescribed(self, hook: TrainingHook, metrics: Metrics) -> None:
@@ -334,7 +335,7 @@ class MetricDispatch:
                 self._pending_steps.add(Report(hooks[name], HookPoint[point], step), values)
         self._last = [dict(metrics) for _, metrics in zip(HookPoint, state["last"], strict=True)]
         self._newest = dict(state["newest"])
-        self._names = len(self._newest)
+        self._checked_count = len(self._newest)
 
     # Sinks
 

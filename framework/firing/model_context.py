@@ -15,8 +15,8 @@ from ..data import Batch, Loader, derived_seed, rows, with_copied_batches
 from ..errors import LoopscopeError, unknown
 from ..hooks import Clipping, ExpiredError, ModelDataContext, ReadOnlyError, StatePart
 from ..isolation import (
-    LightSnapshot,
-    Snapshot,
+    LightStateCopy,
+    StateCopy,
     borrowed_buffers,
     borrowed_extras,
     borrowed_gradients,
@@ -49,12 +49,12 @@ class Access:
     commits: CommitRecord
     parameters: list[nn.Parameter]
     mutates: bool
-    snapshot_device: torch.device | None
+    state_copy_device: torch.device | None
     stream: tuple[str, str, int]
     steps_scheduler: bool
     profiler: Profiler
     probe: LossProbe
-    checkpoints: dict[int, Snapshot | LightSnapshot] = field(default_factory=dict)
+    checkpoints: dict[int, StateCopy | LightStateCopy] = field(default_factory=dict)
 
 
 class ModelContext(ModelDataContext):
@@ -220,7 +220,9 @@ class ModelContext(ModelDataContext):
     def save_checkpoint(self, *, full: bool = True) -> int:
         self._next_token += 1
         self._open.checkpoints[self._next_token] = (
-            Snapshot(self._open.snapshot_device, streams=True).save(self._state) if full else LightSnapshot(self._state)
+            StateCopy(self._open.state_copy_device, streams=True).save(self._state)
+            if full
+            else LightStateCopy(self._state)
         )
         return self._next_token
 
@@ -309,7 +311,7 @@ class ModelContext(ModelDataContext):
             targets = local_shards([parameters[name] for name in direction])
             torch._foreach_add_(targets, local_shards(direction.values()), alpha=scale)
 
-    def _checkpoint(self, token: int) -> Snapshot | LightSnapshot:
+    def _checkpoint(self, token: int) -> StateCopy | LightStateCopy:
         if token not in self._open.checkpoints:
             raise LoopscopeError(
                 f"Checkpoint {token} does not exist; existing tokens: {sorted(self._open.checkpoints)}."

@@ -65,7 +65,7 @@ def collect_alerts(hook: str, epoch: int, step: int, alerts: list[Alert]) -> Ite
 
     The second time, Python's filters apply.
     """
-    places: list[tuple[Any, ...]] = []
+    sources: list[tuple[Any, ...]] = []
     show_warning = warnings.showwarning
 
     def collect(message: Any, category: type[Warning], *where: Any, **rest: Any) -> None:
@@ -77,7 +77,7 @@ def collect_alerts(hook: str, epoch: int, step: int, alerts: list[Alert]) -> Ite
         alert.hook, alert.epoch = hook, epoch
         alert.step = step if alert.step is None else alert.step
         alerts.append(alert)
-        places.append(where[:2])
+        sources.append(where[:2])
 
     # Not catch_warnings: it resets the registry of shown warnings of every module, so warnings would repeat.
     warnings.filters.insert(0, _ALWAYS)  # type: ignore[attr-defined]
@@ -89,5 +89,5 @@ def collect_alerts(hook: str, epoch: int, step: int, alerts: list[Alert]) -> Ite
         with suppress(ValueError):  # the body has reset the filter
             warnings.filters.remove(_ALWAYS)  # type: ignore[attr-defined]
     # Without a registry argument: Python would otherwise suppress a repeated sentence.
-    for alert, place in zip(alerts[len(alerts) - len(places) :], places, strict=True):
-        warnings.warn_explicit(alert, type(alert), *place)
+    for alert, source in zip(alerts[len(alerts) - len(sources) :], sources, strict=True):
+        warnings.warn_explicit(alert, type(alert), *source)  # file name and line

@@ -29,8 +29,8 @@ def check_hook_class(hook: type[TrainingHook]) -> None:
     try:
         _check_declarations(hook)
     except Exception as error:
-        place = source_location(hook).partition(" in ")[0]
-        label = f"Hook class {qualified(hook)}" + (f" ({place})" if place else "")
+        location = source_location(hook).partition(" in ")[0]
+        label = f"Hook class {qualified(hook)}" + (f" ({location})" if location else "")
         sentence = str(error) if isinstance(error, UsageError) else f"cannot be used: {describe_error(error)}."
         raise UsageError(f"{label} {sentence}") from error
 

@@ -275,7 +275,7 @@ class AttachedRun:
             driver.end_interval()
         if numbers:
             driver.record_evaluation(numbers)
-        self._progress.evaluated(loop)
+        self._progress.report_evaluation(loop)
         driver.end_epoch()
         if self.options.loop == "epoch" and self.options.is_due(loop.epoch + 1):
             driver.snapshot()

@@ -93,7 +93,7 @@ class CustomLoop(Transient):
             self._is_in_epoch, self._index = True, 0
             if run.manager.counts_epochs:  # in the step loop, sums continue across epochs
                 with self._hook_calls:
-                    self._driver.begin_epoch(takes_snapshot=True)
+                    self._driver.begin_epoch(snapshot_follows=True)
         del self._parts[len(self._losses) :]  # the loop has dropped a batch before its backward pass
         self._parts += [batch, *others]
         if self._is_open:
@@ -221,12 +221,12 @@ class CustomLoop(Transient):
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._is_complete = True
-        shown = (
+        unscaled = (
             NO_UNSCALING
             if self._scaler is None
-            else unscaled_gradients(self._driver.task, keeps=self._run.keeps_gradients)
+            else unscaled_gradients(self._driver.task, scales_back=self._run.keeps_gradients)
         )
-        with self._hook_calls, shown as skipped:
+        with self._hook_calls, unscaled as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
             self._end_step(skipped=True)
@@ -256,8 +256,8 @@ class CustomLoop(Transient):
         self._is_updating = self._is_complete or self._is_bare
         if self._is_updating:
             is_scaled, task = attributes.get("grad_scale") is not None, self._driver.task
-            shown = unscaled_gradients(task, keeps=self._run.keeps_gradients) if is_scaled else NO_UNSCALING
-            with self._hook_calls, shown:
+            unscaled = unscaled_gradients(task, scales_back=self._run.keeps_gradients) if is_scaled else NO_UNSCALING
+            with self._hook_calls, unscaled:
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:

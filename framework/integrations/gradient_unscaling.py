@@ -22,11 +22,11 @@ def _scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
 
 
 @contextmanager
-def unscaled_gradients(task: TrainingTask, *, keeps: bool) -> Iterator[bool]:
+def unscaled_gradients(task: TrainingTask, *, scales_back: bool) -> Iterator[bool]:
     """Replace scaled gradients by unscaled copies for the body; yield whether any gradient is not finite.
 
-    If ``keeps``, the copies are scaled back into the gradients after the body, with the changes of hooks; otherwise
-    they are dropped.
+    If ``scales_back``, the copies, with the changes of hooks, are scaled and copied into the gradients after the body;
+    otherwise they are dropped.
     """
     scale = _scale_of(task.scaler, task.optimizer)
     if scale is None:
@@ -44,7 +44,7 @@ def unscaled_gradients(task: TrainingTask, *, keeps: bool) -> Iterator[bool]:
         leaf.grad = gradient
     try:
         yield bool(found_inf)
-        if keeps:
+        if scales_back:
             with torch.no_grad():
                 for leaf, gradient in zip(leaves, scaled, strict=True):
                     # g ← g · scale: the scaler unscales these gradients again before the update.

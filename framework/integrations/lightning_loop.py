@@ -159,7 +159,7 @@ class LightningLoop(Transient):
             self._end_epoch()
         if not self._is_in_epoch:
             self._is_in_epoch, self._index = True, 0
-            driver.begin_epoch(takes_snapshot=True)
+            driver.begin_epoch(snapshot_follows=True)
         self._parts.append(batch)
         step_batch = self._parts if trainer.accumulate_grad_batches > 1 else batch
         if self._stage:
@@ -180,7 +180,7 @@ class LightningLoop(Transient):
             return
         driver, losses = self._run.driver, self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        with unscaled_gradients(driver.task, keeps=self._run.keeps_gradients) as overflowed:
+        with unscaled_gradients(driver.task, scales_back=self._run.keeps_gradients) as overflowed:
             skipped = overflowed or is_skipped(driver.task)
             self._stage = "skipped" if skipped else "complete"
             driver.after_backward(loss, skipped=skipped)
@@ -190,7 +190,7 @@ class LightningLoop(Transient):
         clip(*inputs, **options)
         if self._stage == "complete":
             self._stage = "updating"
-            with unscaled_gradients(self._run.driver.task, keeps=self._run.keeps_gradients):
+            with unscaled_gradients(self._run.driver.task, scales_back=self._run.keeps_gradients):
                 self._run.driver.before_update()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
 from ..state import MODE_COUNTERS, StreamState, TrainingState, entered_modes, leave_modes
-from .guardian import Snapshot
+from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
-# Most faults show in the first calls. Later calls share one complete check at the end of the visit, except when the
+# Most faults show in the first calls. Later calls share one rest check at the end of the visit, except when the
 # number of calls is a power of two: that also finds late mutations that do not increment a tensor's version counter.
 CALLS_CHECKED_ALONE = 3
 
@@ -39,6 +39,10 @@ class Isolation:
 
     A visit is the group of calls at one hook point, from :meth:`start_visit` to :meth:`end_visit`. Each call runs on a
     derived random stream, and the state is compared with the state after the previous call.
+
+    The quick check follows every call and makes a quick sweep. The rest check extends the latest quick sweep to a
+    complete one, once for all calls since the previous rest check. The bytes check compares recorded digests. A full
+    check is all three for one call; under audit, the audit replaces its bytes check.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class Isolation:
         self._streams = state.streams
         self._tripwire = Tripwire(state)
         self._audit = Audit(state, enabled=audit)
-        self._guardian = Snapshot(guardian_device)
+        self._guardian = StateCopy(guardian_device)
         self._saved_streams: StreamState | None = None
         self._is_saved = self._holds_copies = False
         self._has_commit = False
@@ -80,7 +84,7 @@ class Isolation:
             self._tripwire.take_baseline()
 
     def end_visit(self) -> None:
-        """Complete the pending checks and restore the run's random streams, also after an error."""
+        """Make the pending rest check and restore the run's random streams, also after an error."""
         # Cleared first, so that the next visit starts from a clean state even if an error is raised below.
         saved, self._saved_streams = self._saved_streams, None
         if self._holds_copies:
@@ -88,7 +92,7 @@ class Isolation:
             self._guardian.release()
         try:
             if self._unfinished_calls:
-                self.complete_checks()
+                self.check_rest()
         finally:
             self._tripwire.release()
             if saved is not None:
@@ -108,15 +112,15 @@ class Isolation:
     def check(self, call: Call) -> None:
         """Raise :class:`StateMutationError` if the state visibly differs from the baseline."""
         self._check_quickly(call)
-        self.complete_checks()
+        self.check_rest()
         if self._audit.enabled:
             self._restore_streams_for_audit()
             self._audit.check(call)
         else:
             self._tripwire.check_bytes(call)
 
-    def complete_checks(self) -> None:
-        """Complete the check of the calls that were only checked quickly; an error names all of them."""
+    def check_rest(self) -> None:
+        """Make the rest check of the calls that were only checked quickly; an error names all of them."""
         if self._unfinished_calls:
             calls, self._unfinished_calls = self._unfinished_calls, []
             self._tripwire.check_rest(" or ".join(map(str, calls)) if len(calls) > 1 else calls[0])
@@ -124,7 +128,7 @@ class Isolation:
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
         """Run ``function`` on the call's random stream, without gradient tracking, and check the state.
 
-        The first calls of an observer, and every call under audit, get a complete check; later calls get a quick one.
+        The first calls of an observer, and every call under audit, get a full check; later calls get a quick one.
         """
         if self._has_commit:
             self._rebase_after_commit()
@@ -157,7 +161,7 @@ class Isolation:
         tripwire, audit = self._pass_checkers
         modes, grad_mode = entered_modes(), torch.is_grad_enabled()
         tripwire.take_baseline()
-        # All taps of a hook share one count: complete checks of the first calls at every target would cost too much.
+        # All taps of a hook share one count: full checks of the first calls at every target would cost too much.
         all_taps = call._replace(where="taps")
         is_full = self._prepare_check(all_taps, tripwire)
         audit.take_baseline()
@@ -194,7 +198,7 @@ class Isolation:
         return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
     def _prepare_check(self, call: Call, tripwire: Tripwire) -> bool:
-        """Return whether this call gets a complete check; record bytes for it and for calls that rewrite bytes."""
+        """Count the call, return whether it gets a full check, and record bytes if a check needs them."""
         key = call[:2]
         seen = self._calls[key] = self._calls.get(key, 0) + 1
         # seen & (seen - 1) is 0 exactly for powers of two
@@ -211,10 +215,10 @@ class Isolation:
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's random stream and roll back all its changes of the training state."""
-        self.complete_checks()
+        self.check_rest()
         if self._has_commit:
             self._rebase_after_commit()
-        # One snapshot serves all interventions of a visit, since each is rolled back; a commit invalidates it.
+        # One state copy serves all interventions of a visit, since each is rolled back; a commit invalidates it.
         if mutates and not self._is_saved:
             self._state.sharding.refuse_gathered()
             with library_warnings_ignored():
@@ -267,7 +271,7 @@ class Isolation:
         try:
             self.start_visit()
             yield
-            self.complete_checks()
+            self.check_rest()
         finally:
             self.end_visit()
 

@@ -1,4 +1,4 @@
-"""Snapshots of the training state in reused buffers, restored in place after an intervention."""
+"""Copies of the training state in reused buffers, restored in place after an intervention."""
 
 from collections.abc import Container, Iterable
 from itertools import chain
@@ -70,7 +70,7 @@ class Buffers:
         ]
 
 
-class Snapshot(Transient):
+class StateCopy(Transient):
     """A full copy of a training state; the first ``save`` allocates buffers, later ones reuse them.
 
     Persistent objects (modules, parameters, optimizer state) are walked once, and again after they changed; temporary
@@ -78,7 +78,7 @@ class Snapshot(Transient):
     """
 
     def __init__(self, device: torch.device | None = None, *, streams: bool = False) -> None:
-        """Create an empty snapshot with copies on ``device`` (``None``: the devices of the originals).
+        """Create an empty state copy with its tensors on ``device`` (``None``: the devices of the originals).
 
         ``streams`` also saves the random streams, which the isolation otherwise restores at the end of a visit.
         """
@@ -100,7 +100,7 @@ class Snapshot(Transient):
     def _copies(self) -> list[Tensor]:
         return self._persistent_bytes.tensors + self._temporary_bytes.tensors
 
-    def save(self, state: TrainingState) -> "Snapshot":
+    def save(self, state: TrainingState) -> "StateCopy":
         """Copy the state; bytes last, since copying them evicts everything else from the processor's caches.
 
         Raises:
@@ -142,7 +142,7 @@ class Snapshot(Transient):
         """Restore the state in place: the same objects with the same bytes."""
         persistent, temporary = self._persistent, self._temporary
         if persistent is None or temporary is None:
-            raise RuntimeError("restore() was called before save(), so the snapshot is empty; call save() first.")
+            raise RuntimeError("restore() was called before save(), so the state copy is empty; call save() first.")
         owners = persistent.identities.owners
         for part, kept in self._kept_parts:
             # Settings such as inference mode, under which tensors cannot be restored.
@@ -178,7 +178,7 @@ def copy_each(destinations: list[Tensor], sources: list[Tensor]) -> None:
             destination[once].copy_(source[once])
 
 
-class LightSnapshot:
+class LightStateCopy:
     """Copies of parameters, buffers and random streams: the state that forward and backward passes change."""
 
     def __init__(self, state: TrainingState) -> None:

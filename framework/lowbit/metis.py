@@ -17,7 +17,10 @@ LEADING = 5  # number of components that ``long_tail`` does not change
 MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
 """Gains of ``long_tail`` on the rest of the low-rank part and on the residual."""
 EXPONENTS = (-126, 100)
-"""Limits for exponents of the powers of two that divide an orthonormal float32 matrix: quotients stay normal."""
+"""Limits for the exponent of the power of two that divides a float32 matrix with orthonormal columns.
+
+The largest entry of a column is between 1/sqrt(rows) and 1, so its quotient is a normal float32 number.
+"""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from .run_index import FoundRun, find_runs, inspect_run, read_run
 from .page import MARK, page_of
 from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
 from .plotting import plot, read_runs, save_picture, seeds_picture
-from .recording import ShownRun, read_shown
+from .run_reader import ShownRun, read_shown
 
 __all__ = [
     "BRANCHES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "departure_text", "differing_parts",

@@ -18,7 +18,7 @@ from .comparison import compare_over_seeds, differing_parts, evaluations
 from .curves import Curve
 from .panels import COLOURS
 from .record_scan import Scan
-from .recording import Rows, ShownRun
+from .run_reader import ShownRun, ThinnedRows
 from .seeds import mean_curve
 from .tables import cells, table, text
 
@@ -168,7 +168,7 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     return {"group": group, "runs": seeds, "steps": steps, **plain, "points": len(curve.steps)}
 
 
-def _map(index: int, metric: Rows, pixels: int) -> dict[str, Any]:
+def _map(index: int, metric: ThinnedRows, pixels: int) -> dict[str, Any]:
     stride = math.ceil(len(metric.rows) / max(1, pixels // PIXELS_PER_ROW))
     rows = [_plain(row, is_whole=False) for row in metric.rows[::stride]]
     return {"run": index, "steps": metric.steps[::stride], "rows": rows, "seen": metric.seen, "longest": metric.longest}

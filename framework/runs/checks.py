@@ -49,7 +49,8 @@ def unfit_error(experiment: Any, fault: str, method: str = "") -> InvalidExperim
 def check_experiment(experiment: Any, base: type[Any]) -> None:
     """Raise :class:`InvalidExperimentError` for an invalid experiment or class of one; ``base`` is ExperimentRunner."""
     of_class = (_name, _attributes, _config, _methods, _options, _fields, _presets)
-    for rule in of_class if isinstance(experiment, type) else (_instance, _attributes, _references, _metrics):
+    of_instance = (_instance, _attributes, _names_of_strategies_and_hooks, _metrics)
+    for rule in of_class if isinstance(experiment, type) else of_instance:
         for fault in rule(experiment, base):
             raise unfit_error(experiment, fault)
 
@@ -169,7 +170,7 @@ def _presets(experiment: type[Any], _: type[Any]) -> Faults:
             yield f"sets {option} to {value!r} in the preset {preset!r}; it must be {describe_type(hints[option])}."
 
 
-def _references(runner: Any, _: type[Any]) -> Faults:
+def _names_of_strategies_and_hooks(runner: Any, _: type[Any]) -> Faults:
     """Find unknown strategies, hooks and hook options that an experiment names."""
     for strategy in set(runner.compared_to.values()) - set(runner.strategies):
         yield f"has {strategy!r} in compared_to, but no such strategy.{nearest(strategy, runner.strategies)}"
@@ -272,18 +273,18 @@ OPTIONS = "a dict of options by hook, such as {'grad_clip': {'max_norm': 1.0}}"
 RULES: list[tuple[str, Callable[..., Any], str]] = [
     ("build_model", lambda it: isinstance(it, nn.Module), "an nn.Module"),
     ("build_model", lambda it: any(p.requires_grad for p in it.parameters()), "a model with parameters to train"),
-    ("prepare_model", lambda it, model, _: isinstance(it, nn.Module), "the model that it is given, or another"),
+    ("prepare_model", lambda it, model, _: isinstance(it, nn.Module), "an nn.Module: the given model or another one"),
     ("build_optimizer", lambda it, _: hasattr(it, "param_groups"), "an optimizer, such as AdamW(model.parameters())"),
     (
         "build_optimizer",
         lambda it, model: _have_common_item(model.parameters(), *(of["params"] for of in it.param_groups)),
         OF_THE_MODEL,
     ),
-    ("build_scheduler", lambda it, _: it is None or hasattr(it, "step"), "a scheduler of torch's, or None"),
+    ("build_scheduler", lambda it, _: it is None or hasattr(it, "step"), "a scheduler with a step method, or None"),
     (
         "build_scheduler",
         lambda it, of: _have_common_item((getattr(it, "optimizer", None) or of).param_groups, of.param_groups),
-        "one of the optimizer it is given",
+        "a scheduler of the optimizer that it is given",
     ),
     ("build_loader", lambda it, _: not isinstance(it, DataLoader), WRAPPED),
     ("build_loader", lambda it, _: isinstance(it, Loader), f"a Loader, {LOADERS}"),

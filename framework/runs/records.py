@@ -256,7 +256,7 @@ def versions() -> dict[str, str]:
 def environment(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
     """Return the settings, besides versions, that a run's numbers may depend on, and the command that started it."""
     return {
-        "processes": (ranks or Ranks()).place[1],
+        "processes": (ranks or Ranks()).rank_and_count[1],
         "sharing": (ranks or Ranks()).sharing,
         "platform": platform.platform(),
         "machine": platform.machine(),

@@ -42,7 +42,7 @@ OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or replace i
 
 
 @dataclass(frozen=True)
-class Setup:
+class StrategyPlan:
     """The plan for one strategy: the results of all checks that precede the building of any strategy."""
 
     seed: int
@@ -81,16 +81,16 @@ class Session:
             if not ranks.is_main:  # other ranks write to a temporary folder, and only the main one has a display
                 folder = Path(contexts.enter_context(TemporaryDirectory()))
                 session = replace(self, display=Display(), _output_folder=folder)
-            setups = ranks.call_on_all(session._check)
-            ranks.check_equal(session._deciding_options(setups))
+            plans = ranks.call_on_all(session._check)
+            ranks.check_equal(session._deciding_options(plans))
             if self.options.resume:  # all ranks resume from the checkpoints that the main one has found and checked
-                main = ranks.gather([(setup.resumed and setup.resumed.folder, setup.summary) for setup in setups])[0]
-                setups = [
-                    replace(setup, resumed=folder and open_checkpoint(folder), summary=summary)
-                    for setup, (folder, summary) in zip(setups, main, strict=True)
+                main = ranks.gather([(plan.resumed and plan.resumed.folder, plan.summary) for plan in plans])[0]
+                plans = [
+                    replace(plan, resumed=folder and open_checkpoint(folder), summary=summary)
+                    for plan, (folder, summary) in zip(plans, main, strict=True)
                 ]
-            runs = session._runs([setup for setup in setups if setup.summary is None])
-            summaries = [setup.summary or next(runs).run() for setup in setups]
+            runs = session._runs([plan for plan in plans if plan.summary is None])
+            summaries = [plan.summary or next(runs).run() for plan in plans]
         session.display.ended(summaries)
         return summaries
 
@@ -107,16 +107,17 @@ class Session:
         ):
             yield contexts
 
-    def _deciding_options(self, setups: Sequence[Setup]) -> dict[str, Any]:
+    def _deciding_options(self, plans: Sequence[StrategyPlan]) -> dict[str, Any]:
         """Return all options that decide the numbers of the runs, under their names in an error message."""
-        options: dict[str, Any] = {"What is trained": [(setup.folder.strategy, setup.seed) for setup in setups]}
-        for record in [setup.record for setup in setups]:
-            entries = {**record.config, **record.versions, **record.run, "hooks": {**record.hooks}}
+        options: dict[str, Any] = {"The list of runs": [(plan.folder.strategy, plan.seed) for plan in plans]}
+        for record in [plan.record for plan in plans]:
+            entries = {**record.config, **record.versions, **record.run}
+            entries["The configuration of the hooks"] = {**record.hooks}
             options |= {name: value for name, value in entries.items() if name not in MAY_DIFFER}
         names = (*CHECKPOINTS, "digest_every", "parallel", "resume")
         return options | {name: getattr(self.options, name) for name in names}
 
-    def planned(self) -> list[Setup]:
+    def planned(self) -> list[StrategyPlan]:
         """Check everything that :meth:`run` checks before it writes, without notices, and return its plan."""
         with (
             preserved_streams(),
@@ -127,18 +128,18 @@ class Session:
             warnings.simplefilter("ignore", RunNotice)
             return self._check()
 
-    def _check(self) -> list[Setup]:
+    def _check(self) -> list[StrategyPlan]:
         """Return the plan for every strategy; raise :class:`UsageError` for a mistake in the options."""
-        options, setups = self.options, self._setups()
+        options, plans = self.options, self._plans()
         advice = OVERWRITING if options.recorded else OVERWRITING_FROM_PYTHON
-        for setup in setups:
-            setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume, advice=advice)
+        for plan in plans:
+            plan.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume, advice=advice)
         if options.resume and self._output_folder is None:
-            setups = [
-                replace(setup, resumed=find_checkpoint(setup.folder, setup.record), summary=setup.folder.completed())
-                for setup in setups
+            plans = [
+                replace(plan, resumed=find_checkpoint(plan.folder, plan.record), summary=plan.folder.completed())
+                for plan in plans
             ]
-        return self._with_references(setups)
+        return self._with_references(plans)
 
     def validate(self) -> dict[str, Sequence[int]]:
         """Train every strategy again and return the steps at which it equals its checkpoints, bit for bit.
@@ -151,13 +152,13 @@ class Session:
         """
         with self._environment() as contexts:
             temporary = contexts.enter_context(TemporaryDirectory())
-            setups = self._setups()
-            earlier_runs = [EarlierRun.of(setup.folder, setup.record) for setup in setups]
-            folders = [setup.folder for setup in setups]
+            plans = self._plans()
+            earlier_runs = [EarlierRun.of(plan.folder, plan.record) for plan in plans]
+            folders = [plan.folder for plan in plans]
             moved = [replace(folder, path=Path(temporary, folder.strategy, folder.path.name)) for folder in folders]
-            pairs = zip(self._with_references(setups), moved, strict=True)
-            setups = [replace(setup, folder=folder) for setup, folder in pairs]
-            runs = replace(self, make_sinks=list)._runs(setups)
+            pairs = zip(self._with_references(plans), moved, strict=True)
+            plans = [replace(plan, folder=folder) for plan, folder in pairs]
+            runs = replace(self, make_sinks=list)._runs(plans)
             return {run.folder.name: validate(run, earlier) for run, earlier in zip(runs, earlier_runs, strict=True)}
 
     def rewind(self, stretch: Stretch, *, recorded: bool = True) -> tuple[Path, int, Sequence[int]]:
@@ -175,21 +176,21 @@ class Session:
             DivergedError: if the training differs from the run.
         """
         with self._environment() as contexts:
-            (setup,) = self._with_references(self._setups())
-            require(setup.folder.record() is not None, f"{setup.folder.path} contains no run.")
-            locked = is_locked(setup.folder.path)
-            require(not locked, f"{setup.folder.path} is still being trained; rewind it after its end.")
-            earlier = EarlierRun.of(setup.folder, setup.record, is_whole=False)
-            path = setup.folder.path / REWINDS / stretch.name
+            (plan,) = self._with_references(self._plans())
+            require(plan.folder.record() is not None, f"{plan.folder.path} contains no run.")
+            locked = is_locked(plan.folder.path)
+            require(not locked, f"{plan.folder.path} is still being trained; rewind it after its end.")
+            earlier = EarlierRun.of(plan.folder, plan.record, is_whole=False)
+            path = plan.folder.path / REWINDS / stretch.name
             if not (recorded and Ranks.all_processes(self.options.parallel).is_main):
                 path = Path(contexts.enter_context(TemporaryDirectory())) / stretch.name
-            folder = replace(setup.folder, path=path)
+            folder = replace(plan.folder, path=path)
             folder.refuse_to_overwrite(allowed=True)  # an earlier rewind of the same steps is replaced
-            (run,) = self._runs([replace(setup, folder=folder)])
+            (run,) = self._runs([replace(plan, folder=folder)])
             compared = rewind(run, stretch, earlier)
             return path, run.resumed.step if run.resumed else 0, compared
 
-    def _setups(self) -> list[Setup]:
+    def _plans(self) -> list[StrategyPlan]:
         """Return the plan for every strategy and seed, after checking the experiment, the hooks and the devices."""
         options = self.options
         check_experiment(self.runner, ExperimentRunner)
@@ -199,25 +200,23 @@ class Session:
         device = check_device(options.guardian_device) if options.guardian_device else None
         configs = [replace(self.runner.config, seed=seed) for seed in options.seeds] or [self.runner.config]
         pairs = [(strategy, config) for config in configs for strategy in strategies]
-        return [
-            self._setup(strategy, config, hooks[strategy], device, left_out[strategy]) for strategy, config in pairs
-        ]
+        return [self._plan(strategy, config, hooks[strategy], device, left_out[strategy]) for strategy, config in pairs]
 
-    def _setup(
+    def _plan(
         self,
         strategy: str,
         config: ExperimentConfig,
         hooks: Sequence[ConfiguredHook],
         device: torch.device | None,
         left_out: Mapping[str, str],
-    ) -> Setup:
+    ) -> StrategyPlan:
         """Return the plan for one strategy and seed, without parts that need the model."""
         options, name = self.options, self.runner.name
         fields = {"experiment": name, "strategy": strategy, "config": config.as_dict(), "options": options.recorded}
         record = RunRecord.planned(hooks, options.on_hook_error, options.audit_hooks, **fields)
         path = (self._output_folder or Path(self.runner.config.output_dir)) / name / strategy
         folder = RunFolder(path / seed_name(config.seed) if options.seeds else path, strategy)
-        return Setup(config.seed, folder, record, hooks, device, left_out)
+        return StrategyPlan(config.seed, folder, record, hooks, device, left_out)
 
     def _build_hooks(
         self, strategies: Sequence[str], left_out: Mapping[str, MutableMapping[str, str]]
@@ -250,18 +249,18 @@ class Session:
         """Return whether any sink stores the metrics."""
         return any(sink.keeps for sink in self.make_sinks())
 
-    def _with_references(self, setups: Sequence[Setup]) -> list[Setup]:
+    def _with_references(self, plans: Sequence[StrategyPlan]) -> list[StrategyPlan]:
         """Load the reference solution of every strategy that has one and a hook that uses it."""
         given = self.options.reference
-        uses = [any(uses_reference(item.hook) for item in setup.hooks) for setup in setups]
+        uses = [any(uses_reference(item.hook) for item in plan.hooks) for plan in plans]
         require(
             given is None or any(uses),
             f"--reference {given} is given, but no active hook measures against a reference; add one of "
             f"--hooks {', '.join(hook.name for hook in HookRegistry if uses_reference(hook))}.",
         )
         return [
-            replace(setup, reference=self._reference(setup.folder, setup.seed)) if is_used else setup
-            for setup, is_used in zip(setups, uses, strict=True)
+            replace(plan, reference=self._reference(plan.folder, plan.seed)) if is_used else plan
+            for plan, is_used in zip(plans, uses, strict=True)
         ]
 
     def _reference(self, folder: RunFolder, seed: int) -> Reference | None:
@@ -290,50 +289,52 @@ class Session:
             notice(f"{subject} may differ: {error}")
         return reference
 
-    def _runs(self, setups: Sequence[Setup]) -> Iterator[StrategyRun]:
+    def _runs(self, plans: Sequence[StrategyPlan]) -> Iterator[StrategyRun]:
         """Build each run in turn, from the same state of the experiment and with reset hooks."""
         initial_state = deepcopy(call_method(self.runner, "state_dict"))
-        for index, setup in enumerate(setups):
-            config = replace(self.runner.config, seed=setup.seed)
+        for index, plan in enumerate(plans):
+            config = replace(self.runner.config, seed=plan.seed)
             if config != self.runner.config:
                 self.runner = type(self.runner)(config, self.runner.device)
                 initial_state = deepcopy(call_method(self.runner, "state_dict"))
             self.runner.load_state_dict(deepcopy(initial_state))
-            run = self._build(setup)
+            run = self._build(plan)
             if index:
                 run.manager.hooks.reset()
             yield run
 
-    def _build(self, setup: Setup) -> StrategyRun:
+    def _build(self, plan: StrategyPlan) -> StrategyRun:
         runner, options = self.runner, self.options
         digest_every = 0 if options.digest_every is None and not self._keeps_metrics() else options.digest_every
-        task, state = build_run(runner, setup.folder.strategy, options.parallel)
+        task, state = build_run(runner, plan.folder.strategy, options.parallel)
         weights, parameters = None, dict(state.model.named_parameters())
-        if setup.reference is not None:  # complete tensors, while the parameters may be sharded
-            weights = {name: laid_out_like(value, parameters[name]) for name, value in setup.reference.weights.items()}
+        if plan.reference is not None:  # complete tensors, while the parameters may be sharded
+            weights = {name: laid_out_like(value, parameters[name]) for name, value in plan.reference.weights.items()}
         manager = HookManager(
-            [item.hook for item in setup.hooks],
+            [item.hook for item in plan.hooks],
             task,
             state,
             loop=runner.loop,
-            required=[*options.hooks, *runner.strategy_hooks(setup.folder.strategy)],
-            left_out=setup.left_out,
+            required=[*options.hooks, *runner.strategy_hooks(plan.folder.strategy)],
+            left_out=plan.left_out,
             sinks=self.make_sinks() if self._output_folder is None else [],
             on_error=options.on_hook_error,
             audit=options.audit_hooks,
-            guardian_device=setup.guardian_device,
+            guardian_device=plan.guardian_device,
             profile=options.profile_hooks,
             offload_state=options.hook_offload_state,
             reference_weights=weights,
         )
-        record = replace(setup.record, environment=environment(task.model, task.ranks))
-        if setup.resumed is not None:
-            check_environment(setup.resumed, record, exact=options.exact)
+        record = replace(plan.record, environment=environment(task.model, task.ranks))
+        if plan.resumed is not None:
+            check_environment(plan.resumed, record, exact=options.exact)
         every, keep = options.save_checkpoints, options.keep_checkpoints
-        plan = CheckpointPlan(every, options.checkpoint_every_steps, keep, digest_every)
-        info = manager.run_info(runner.name, setup.folder.strategy, setup.folder.path)
-        run = StrategyRun(info, runner, manager, setup.folder, record, self.display, plan, self._signals, setup.resumed)
-        run.reference = None if setup.reference is None else setup.reference.path
+        checkpoints = CheckpointPlan(every, options.checkpoint_every_steps, keep, digest_every)
+        info = manager.run_info(runner.name, plan.folder.strategy, plan.folder.path)
+        run = StrategyRun(
+            info, runner, manager, plan.folder, record, self.display, checkpoints, self._signals, plan.resumed
+        )
+        run.reference = None if plan.reference is None else plan.reference.path
         return run
 
 

@@ -193,8 +193,8 @@ class StrategyRun:
         folder = self._shared_folder.parent
         if self.plan.writes and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise UsageError(
-                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the folder of the first process; "
-                "checkpoints of several processes need an --output-dir that all of them share."
+                f"Process {self.task.ranks.rank_and_count[0]} cannot write to {folder}, the folder of the first "
+                "process; checkpoints of several processes need an --output-dir that all of them share."
             )
 
     def _start_hooks(self) -> None:

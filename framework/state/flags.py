@@ -444,10 +444,11 @@ class GlobalFlags:
         return (*map(call, self._getters),)
 
     def restore_quick(self, quick: tuple[Any, ...], all_settings: tuple[Any, ...]) -> None:
-        """Restore the result of ``read``, unless a slow setting differs from ``all_settings`` (of ``read_all``).
+        """Restore the settings ``quick`` (of ``read``), or nothing if a call has changed a slow setting.
 
-        In that case nothing is restored, so that a check reports the difference. A slow setting that follows a changed
-        quick one is restored too if the quick settings of ``all_settings`` equal ``quick``.
+        The slow settings are compared with ``all_settings`` (of ``read_all``). A difference is left for a check to
+        report. The exception is a slow setting that torch changes together with a quick one (``_FOLLOWS``): if that
+        quick setting has changed, and the quick part of ``all_settings`` equals ``quick``, both are restored.
         """
         changed = {*self.differences(quick)}
         changed_slow = {*self.differences(all_settings)}.difference(self.names[: len(quick)])

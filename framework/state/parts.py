@@ -54,7 +54,7 @@ class LoopState:
     prev_step_grads: dict[str, Tensor] | None = None
     current_grads: dict[str, Tensor] | None = None
     pre_epoch: Any = None
-    """The snapshot taken at PRE_EPOCH; hooks never receive it, so the guardian need not copy it."""
+    """The state copy taken at PRE_EPOCH; hooks never receive it, so the guardian need not copy it."""
     loss_scale: float | None = None
     """Factor of the step's loss in its backward pass (float16 only)."""
     skipped_steps: int = 0
@@ -65,7 +65,7 @@ class LoopState:
     reached: dict[str, int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything except the current batch and loss, and the pre-epoch snapshot, which is taken again."""
+        """Return everything except the current batch and loss, and the pre-epoch state copy, which is taken again."""
         return {
             name: value for name, value in vars(self).items() if name not in ("batch", "pre_epoch", "batch_idx", "loss")
         }

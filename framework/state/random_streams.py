@@ -38,68 +38,69 @@ _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # likewise 
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 
 
-class Place(NamedTuple):
+class MemoryBlock(NamedTuple):
     """Memory block of a generator's state: offset from the object's address and size in bytes; size 0 if unknown."""
 
     offset: int
     size: int
 
 
-NOWHERE = Place(0, 0)
+NO_BLOCK = MemoryBlock(0, 0)
 
 
-def _place_in_python() -> Place:
+def _find_in_python() -> MemoryBlock:
     """Find position and words of Python's generator, which follow the object's header in CPython."""
     # Memory holds the position, then the words; getstate() returns the words, then the position.
-    place, twin = Place(object.__basicsize__, TWISTER), random.Random(1)
-    if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < sum(place):  # type: ignore[union-attr]
-        return NOWHERE
-    position, *words = struct.unpack(f"{WORDS + 1}I", bytes_at(id(twin) + place.offset, place.size))
-    return place if (*words, position) == twin.getstate()[1] else NOWHERE
+    block, twin = MemoryBlock(object.__basicsize__, TWISTER), random.Random(1)
+    if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < sum(block):  # type: ignore[union-attr]
+        return NO_BLOCK
+    position, *words = struct.unpack(f"{WORDS + 1}I", bytes_at(id(twin) + block.offset, block.size))
+    return block if (*words, position) == twin.getstate()[1] else NO_BLOCK
 
 
-def _place_in_numpy() -> Place:
+def _find_in_numpy() -> MemoryBlock:
     """Find NumPy's cached Gaussian: a flag (int), then the number (double)."""
     twin: Any = np.random.RandomState(1)
     twin.standard_normal()  # the polar method draws two numbers and caches the second for the next call
     gaussian = twin.get_state(legacy=False)["gauss"]
     earlier_bytes = bytes_at(id(twin), type(twin).__basicsize__)
-    place = Place(earlier_bytes.find(struct.pack("d", gaussian)) - 8, 16)
+    block = MemoryBlock(earlier_bytes.find(struct.pack("d", gaussian)) - 8, 16)
     twin.standard_normal()
     later_bytes = bytes_at(id(twin), type(twin).__basicsize__)
     flags = [
-        struct.unpack_from("i", memory, place.offset)[0] for memory in (earlier_bytes, later_bytes) if place.offset > 0
+        struct.unpack_from("i", memory, block.offset)[0] for memory in (earlier_bytes, later_bytes) if block.offset > 0
     ]
-    return place if flags == [1, 0] else NOWHERE
+    return block if flags == [1, 0] else NO_BLOCK
 
 
-def _place_in_torch() -> Place:
+def _find_in_torch() -> MemoryBlock:
     """Find seed, position, words and cached Gaussians of a CPU generator: one block in the C++ object."""
     twin, other = torch.Generator(), torch.Generator()
     address = getattr(twin.manual_seed(1), "_cdata", 0)
-    # get_state() turns every word into eight bytes; three entries precede them: seed, left and seeded, next.
+    # get_state() widens every word to eight bytes, after three entries of eight bytes: the seed; left and seeded; next.
     first = struct.pack("4I", *[word & 0xFFFFFFFF for word in twin.get_state().view(torch.int64)[3:7].tolist()])
     words = bytes_at(address, 256).find(first) if address else -1  # the object is 2.6 KB large
     torch.randn(1, dtype=torch.float64, generator=twin)
-    # Before the words: seed, left, seeded, next; after them: padding, optional<float>, optional<double>.
+    # Before the words: seed (8 bytes), left, seeded and next (4 each, with padding). After them: padding (4),
+    # optional<float> (8) and optional<double> (16), the cached Gaussians.
     start, end = words - 20, words + WORDS * 4 + 28
     block = bytes_at(address + start, end - start) if words >= 20 else b""
     gaussian = torch.randn(1, dtype=torch.float64, generator=twin).item()
     if block[-16:-7] != struct.pack("d?", gaussian, True):
-        return NOWHERE
+        return NO_BLOCK
     ctypes.memmove(other._cdata + start, block, len(block))  # type: ignore[attr-defined]
     repeats = torch.randn(1, dtype=torch.float64, generator=other).item() == gaussian
-    return Place(start, len(block)) if repeats and torch.equal(other.get_state(), twin.get_state()) else NOWHERE
+    return MemoryBlock(start, len(block)) if repeats and torch.equal(other.get_state(), twin.get_state()) else NO_BLOCK
 
 
-_IN_PYTHON, _IN_NUMPY, _IN_TORCH = _place_in_python(), _place_in_numpy(), _place_in_torch()
+_IN_PYTHON, _IN_NUMPY, _IN_TORCH = _find_in_python(), _find_in_numpy(), _find_in_torch()
 # Saving and restoring all generators takes 9 µs as bytes and 187 µs by documented functions (docs/decisions/0001).
-_PLACES_KNOWN = NOWHERE not in (_IN_PYTHON, _IN_NUMPY, _IN_TORCH)
+_BLOCKS_FOUND = NO_BLOCK not in (_IN_PYTHON, _IN_NUMPY, _IN_TORCH)
 # id() is the address in CPython. Their modules keep these objects alive, so the addresses stay valid; NumPy's
 # set_bit_generator() changes the bit generator within the RandomState, not the RandomState itself.
 _AT_PYTHON = id(_PYTHON) + _IN_PYTHON.offset
 _AT_GAUSSIAN = id(_RANDOM_STATE) + _IN_NUMPY.offset
-_AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _PLACES_KNOWN else 0  # type: ignore[attr-defined]
+_AT_TORCH = torch.default_generator._cdata + _IN_TORCH.offset if _BLOCKS_FOUND else 0  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class StreamState:
         if _NUMPY.get_bit_generator() is not self.bit_generator:
             # This drops the Gaussian that NumPy has cached; it is restored below.
             _NUMPY.set_bit_generator(self.bit_generator)
-        if _PLACES_KNOWN:
+        if _BLOCKS_FOUND:
             ctypes.memmove(_AT_TORCH, self.of_torch, _IN_TORCH.size)
             ctypes.memmove(_AT_PYTHON, self.of_python, TWISTER)
             ctypes.memmove(self.bit_generator.ctypes.state_address, self.of_numpy, TWISTER)
@@ -144,7 +145,7 @@ class StreamState:
     @property
     def torch_cpu(self) -> Tensor:
         """The state of torch's CPU generator, in the format of its ``get_state``."""
-        if not _PLACES_KNOWN:
+        if not _BLOCKS_FOUND:
             return _as_tensor(self.of_torch)
         twin = torch.Generator()
         ctypes.memmove(twin._cdata + _IN_TORCH.offset, self.of_torch, _IN_TORCH.size)  # type: ignore[attr-defined]
@@ -153,7 +154,7 @@ class StreamState:
 
 def _torch_bytes(state: Tensor) -> bytes:
     """Return the bytes of torch's CPU generator in a :class:`StreamState`, given a result of ``get_state``."""
-    if not _PLACES_KNOWN:
+    if not _BLOCKS_FOUND:
         content: bytes = state.numpy().tobytes()
         return content
     twin = torch.Generator()
@@ -265,7 +266,7 @@ class RandomStreams:
                 bytes_at(twister.ctypes.state_address, TWISTER),
                 bytes_at(_AT_GAUSSIAN, _IN_NUMPY.size),
             )
-            if _PLACES_KNOWN
+            if _BLOCKS_FOUND
             else _global_states(twister)
         )
         devices = devices_in_use() if is_present() else ()

@@ -176,7 +176,7 @@ class Loop(Part):
     has_temporary = True
 
     def read(self, state: StateObjects) -> Leaves:
-        """Yield every field; of the snapshot before the epoch its tensors."""
+        """Yield every field; of the state copy before the epoch its tensors."""
         for name, value in vars(state.loop).items():
             if name == "batch":
                 yield from leaves_of("loop/batch", value)
@@ -321,7 +321,7 @@ class TrainingState(StateObjects):
         """The objects from which the guardian walks the state."""
         return (*_roots(self, self.parts),)
 
-    def leaves(self) -> list[tuple[str, Any]]:
+    def leaf_values(self) -> list[tuple[str, Any]]:
         """Return every tensor and plain value of the state with its name."""
         named = [leaf for part in self.parts if part is not OTHERS for leaf in part.read(self)]
         if OTHERS not in self.parts:
@@ -331,7 +331,7 @@ class TrainingState(StateObjects):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the state, by name."""
-        return {name: leaf for name, leaf in self.leaves() if isinstance(leaf, Tensor)}
+        return {name: leaf for name, leaf in self.leaf_values() if isinstance(leaf, Tensor)}
 
     def names(self) -> dict[int, str]:
         """Return the names of tensors, modules and their containers, by the object's id."""
@@ -353,7 +353,7 @@ class TrainingState(StateObjects):
         opaque = Structure(self.roots).opaque
         if not opaque:
             return ""
-        names = {id(item): inner for name, leaf in self.leaves() for inner, item in _nested_items(name, leaf)}
+        names = {id(item): inner for name, leaf in self.leaf_values() for inner, item in _nested_items(name, leaf)}
         objects = [f"{names.get(id(item), 'an object of a hook')} is a {qualified(type(item))}" for item in opaque]
         return (
             f"{listed(objects, 3)}: the state of such an object is out of reach, so it can neither be rolled back nor "
@@ -363,7 +363,7 @@ class TrainingState(StateObjects):
 
     def digest(self, parts: Sequence[Part] = ()) -> dict[str, int]:
         """Return 64-bit digests of all entries of the state, or of some parts, by name."""
-        leaves = chain.from_iterable([part.read(self) for part in parts]) if parts else self.leaves()
+        leaves = chain.from_iterable([part.read(self) for part in parts]) if parts else self.leaf_values()
         return {name: digest(leaf) for name, leaf in leaves}
 
 

@@ -77,16 +77,16 @@ def _optimizer_state(state: StateObjects) -> dict[str, Any]:
     return {**content, "state": by_name, "param_groups": [*groups.values()]}
 
 
-def _regroup(form: Any, count: int, places: Sequence[int]) -> Any:
-    """Return a scheduler's plain form whose lists with one item per group (``count``) have the items at ``places``."""
+def _regroup(form: Any, count: int, positions: Sequence[int]) -> Any:
+    """Return a scheduler's plain form; lists of one item per group (``count``) keep the items at ``positions``."""
     if isinstance(form, list):
-        return [_regroup(item, count, places) for item in form]
+        return [_regroup(item, count, positions) for item in form]
     if not isinstance(form, Mapping):
         return form
-    regrouped = {key: _regroup(item, count, places) for key, item in form.items()}
+    regrouped = {key: _regroup(item, count, positions) for key, item in form.items()}
     for key in BY_GROUP & regrouped.keys():
         if isinstance(form[key], Mapping) and len(items := form[key].get("list", ())) == count:
-            regrouped[key] = {"list": [items[place] for place in places]}
+            regrouped[key] = {"list": [items[position] for position in positions]}
     return regrouped
 
 

@@ -133,11 +133,11 @@ class TapSet:
                 "hides; make the head a module (an nn.Linear with this weight), or train without compiling."
             )
         inner, outer = elsewhere_callbacks(checked, is_active, module)
-        for place, callbacks in ((module, inner), (self._model, outer)):
+        for tapped, callbacks in ((module, inner), (self._model, outer)):
             if self._compiled:
-                self._separate.append((owner, place, callbacks))
+                self._separate.append((owner, tapped, callbacks))
             else:
-                self._attach_switchable(owner, place, callbacks)
+                self._attach_switchable(owner, tapped, callbacks)
 
     def _checked(self, owner: TapOwner, tap: GradientTap, is_active: Callable[[], bool]) -> OnGradient:
         def on_gradient(gradient: Tensor) -> Tensor | None:

@@ -139,8 +139,8 @@ class LossProbe:
         """
         if self._task.ranks.are_many:
             raise LoopscopeError(
-                f"{self._task.ranks.place[1]} processes train together, but single rows can only be measured in one "
-                "process; train in one process, or measure whole batches."
+                f"{self._task.ranks.rank_and_count[1]} processes train together, but single rows can only be measured "
+                "in one process; train in one process, or measure whole batches."
             )
         losses: list[Tensor] = []
         norms: list[Tensor] = []

@@ -99,7 +99,7 @@ class Ranks:
         return not self.are_many or self._rank == self.members[0]
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_count(self) -> tuple[int, int]:
         """The index of this process among the ranks, counted from 0, and their number."""
         return (self.members.index(self._rank), len(self.members)) if self.are_many else (0, 1)
 

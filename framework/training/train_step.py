@@ -122,12 +122,12 @@ class TrainingTask:
             )
         required_arguments = [] if self.scheduler is None else _required_arguments(type(self.scheduler))
         kind = type(self.scheduler).__name__
-        if required_arguments not in ([], METRIC, COUNT):
+        if required_arguments not in ([], METRIC_ARGUMENT, COUNT_ARGUMENT):
             raise UsageError(
                 f"{kind}.step() requires {listed(required_arguments, 3)}; supported are no argument, a number of the "
                 "evaluation (metrics), or the number of finished epochs or steps (epoch)."
             )
-        if required_arguments == METRIC and not self.eval_every:
+        if required_arguments == METRIC_ARGUMENT and not self.eval_every:
             raise UsageError(f"{kind} steps after evaluations, but eval_every is 0; set it to 1 or more.")
 
     def micro_batches(self, batch: Batch) -> Sequence[tuple[Batch, float]]:
@@ -151,7 +151,7 @@ class TrainingTask:
         scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
-METRIC, COUNT = ["metrics"], ["epoch"]
+METRIC_ARGUMENT, COUNT_ARGUMENT = ["metrics"], ["epoch"]
 """Required arguments of ``scheduler.step``: a number of the evaluation (torch) or a count (timm)."""
 
 
@@ -168,20 +168,20 @@ _required_arguments: Callable[[Any], list[str]] = _find_required_arguments  # my
 
 def advance_scheduler(task: TrainingTask, count: int) -> None:
     """Step the scheduler after ``count`` epochs or steps, unless it needs an evaluation."""
-    if task.scheduler is not None and (arguments := _required_arguments(type(task.scheduler))) != METRIC:
+    if task.scheduler is not None and (arguments := _required_arguments(type(task.scheduler))) != METRIC_ARGUMENT:
         task.scheduler.step(*[count] * len(arguments))
 
 
 def step_by_metric(task: TrainingTask, evaluation: Mapping[str, float]) -> None:
     """Step a scheduler that needs an evaluation; raises :class:`UsageError` if its number is missing."""
-    if task.scheduler is not None and _required_arguments(type(task.scheduler)) == METRIC:
+    if task.scheduler is not None and _required_arguments(type(task.scheduler)) == METRIC_ARGUMENT:
         check_metric(task, lambda: evaluation)
         task.scheduler.step(evaluation[task.scheduler_metric])  # type: ignore[arg-type]  # the stub declares an epoch number
 
 
 def check_metric(task: TrainingTask, evaluate: Callable[[], Mapping[str, float]]) -> None:
     """Raise :class:`UsageError` if the scheduler needs a number that the evaluation does not return."""
-    if task.scheduler is None or _required_arguments(type(task.scheduler)) != METRIC:
+    if task.scheduler is None or _required_arguments(type(task.scheduler)) != METRIC_ARGUMENT:
         return
     if task.scheduler_metric not in (evaluation := evaluate()):
         raise UsageError(
@@ -227,7 +227,10 @@ def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) 
 
 
 def is_skipped(task: TrainingTask) -> bool:
-    """Return whether the update of this step must be skipped because gradients overflowed in float16."""
+    """Return whether the update of this step must be skipped because gradients overflowed in float16.
+
+    With sharded parameters this is a collective operation: every rank must call it.
+    """
     if task.scaler is None:
         return False
     # Private: these are the flags that the scaler reads in step(). Its public methods only show afterwards that the

@@ -14,7 +14,7 @@ from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
 from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
-from loopscope.isolation import Snapshot
+from loopscope.isolation import StateCopy
 from loopscope.loops import epoch_loop
 from loopscope.runs import build_run
 from torch.nn import functional
@@ -116,7 +116,7 @@ def speed(device: torch.device, effort: Effort) -> Iterator[Row]:
 
 def guardian(device: torch.device, effort: Effort) -> Iterator[Row]:
     """Compare the copies that undo an intervention with plain copies, which reach the memory bandwidth."""
-    subject, snapshot = paper(device, effort), Snapshot()
+    subject, snapshot = paper(device, effort), StateCopy()
     epochs(subject, (), device)()
     plain = PlainCopy(subject)
     plain.prepare()

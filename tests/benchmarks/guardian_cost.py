@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
 from loopscope.hooks import HookPoint, TrainingHook
-from loopscope.isolation import Snapshot
+from loopscope.isolation import StateCopy
 from loopscope.state import RandomStreams, TrainingState, local_shards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,7 @@ def save_and_restore(effort: Effort) -> Iterator[Row]:
     for preset, options, pairs, bar in cases:
         subject = mod_arithmetic(options)
         plain = PlainCopy(subject)
-        snapshot = Snapshot()
+        snapshot = StateCopy()
         ours, reference = _pairs(subject, plain, partial(_guard, subject, snapshot), effort.times(pairs))
         tensors = subject.tensors
         size = sum(tensor.nbytes for tensor in tensors) / 1e6
@@ -41,7 +41,7 @@ def save_and_restore(effort: Effort) -> Iterator[Row]:
 def on_a_shard(effort: Effort) -> tuple[Seconds, Seconds, float]:
     """Time the guardian and plain copies of this rank's shards under FSDP2; the last value is their megabytes."""
     subject = large_shards(effort)
-    seconds = _pairs(subject, PlainCopy(subject), partial(_guard, subject, Snapshot()), effort.times(40))
+    seconds = _pairs(subject, PlainCopy(subject), partial(_guard, subject, StateCopy()), effort.times(40))
     return *seconds, sum(tensor.nbytes for tensor in local_shards(subject.tensors)) / 1e6
 
 
@@ -82,7 +82,7 @@ class PlainCopy:
         torch._foreach_copy_(self._tensors, self._buffers)
 
 
-def _guard(subject: Subject, snapshot: Snapshot) -> None:
+def _guard(subject: Subject, snapshot: StateCopy) -> None:
     """Save and restore the state as the isolation does around an intervention."""
     snapshot.save(subject.state)
     snapshot.restore(subject.state)

@@ -63,7 +63,7 @@ METHOD = """
   generators: that is most of a warm dispatch. After a training step the caches contain neither these data nor the code,
   and the same work costs more than twice as much, above all Python functions (docs/decisions/0026). A hook that is due
   only on every n-th step (`step_schedule`) costs the n-th part.
-- *Guardian.* `Snapshot.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
+- *Guardian.* `StateCopy.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
   buffers and back, each after a separate training step, so that gradients and batch are new. *clone + load_state_dict*
   clones weights and gradients, deep-copies the optimizer's state dict and loads both. *FSDP2* is the same in each of
   three processes, with shards of a model of four times the parameters; the blocks are those of all three.

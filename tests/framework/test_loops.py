@@ -8,7 +8,7 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import HookError
 from loopscope.firing import Driver, HookManager
 from loopscope.hooks import STEP_POINTS, HookPoint, StatePart, StepSchedule
-from loopscope.isolation import Snapshot
+from loopscope.isolation import StateCopy
 from loopscope.loops import epoch_loop, evaluate, step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
@@ -162,7 +162,7 @@ def test_early_stop_snapshot_has_pre_epoch_state():
     assert results == [("SNAPSHOT", 0, True)]
 
 
-class CountingSnapshot(Snapshot):
+class CountingSnapshot(StateCopy):
     """Counts its copies of the state."""
 
     copies = 0
@@ -178,9 +178,9 @@ def test_pre_epoch_state_is_copied_only_when_needed(window, expected):
     hook_class = at(ActingHook, loop_points={"epoch": {HookPoint.POST_EPOCH: window}})
     task, state = build(Case(), steps=9)
     manager = HookManager([hook_class(lambda *ctx: None)], task, state)
-    manager.pre_epoch_snapshot = CountingSnapshot()
+    manager.pre_epoch_copy = CountingSnapshot()
     epoch_loop(task, manager)
-    assert manager.pre_epoch_snapshot.copies == expected
+    assert manager.pre_epoch_copy.copies == expected
 
 
 def stop_at_step(step: int, steps: list[int]) -> Callable[[dict[str, float]], bool]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.sinks.wandb_process import BLOCK, CHUNK, LOG_BEGIN, Job, log_records, rows_in, sent_row_count
+from loopscope.sinks.wandb_process import BLOCK, CHUNK, LOG_BEGIN, WandbTask, log_records, rows_in, sent_row_count
 from wandb.proto.wandb_internal_pb2 import HistoryItem, HistoryRecord, Record
 
 from tests.sinks.wandb_files import history
@@ -64,16 +64,16 @@ def test_every_row_of_a_log_is_counted(tmp_path):
 
 def test_offline_resume_starts_after_existing_rows(tmp_path):
     """Rows are counted in the logs of the run, or read from the note if the logs are missing."""
-    job = Job("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc", resumed=True)
+    task = WandbTask("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc", resumed=True)
     offline = SimpleNamespace(offline=True, starting_step=0)
     for name, steps in (("run-1-abc", (0, 1)), ("offline-run-2-abc", (2, 3, 4)), ("offline-run-3-other", range(9))):
         (tmp_path / "wandb" / name).mkdir(parents=True)
         log = log_of([row(step).SerializeToString() for step in steps])[0]
         (tmp_path / "wandb" / name / f"run-{name[-3:]}.wandb").write_bytes(log)
-    assert sent_row_count(job, offline, StringIO("3")) == sent_row_count(job, offline, StringIO()) == 5
-    assert sent_row_count(job, offline, StringIO("7")) == 7
-    assert sent_row_count(job, SimpleNamespace(offline=False, starting_step=2), StringIO("7")) == 2
-    assert sent_row_count(replace(job, resumed=False), offline, StringIO("7")) == 0
+    assert sent_row_count(task, offline, StringIO("3")) == sent_row_count(task, offline, StringIO()) == 5
+    assert sent_row_count(task, offline, StringIO("7")) == 7
+    assert sent_row_count(task, SimpleNamespace(offline=False, starting_step=2), StringIO("7")) == 2
+    assert sent_row_count(replace(task, resumed=False), offline, StringIO("7")) == 0
 
 
 def test_a_log_without_rows_has_none():

@@ -14,7 +14,7 @@ import pytest
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint
 from loopscope.sinks import WandbSink, wandb_sink
-from loopscope.sinks.wandb_process import Job, exclusive_run
+from loopscope.sinks.wandb_process import WandbTask, exclusive_run
 
 from tests.sinks.emits import run_info
 from tests.sinks.wandb_files import history
@@ -181,15 +181,15 @@ def test_resume_after_kill_waits_for_surviving_client(tmp_path, server):
 
 def test_client_waits_for_earlier_client_of_run(tmp_path):
     """Two clients of one run do not work at the same time."""
-    job = Job("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc")
+    task = WandbTask("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc")
     (tmp_path / "wandb").mkdir()
     order = []
 
     def later():
-        with exclusive_run(job):
+        with exclusive_run(task):
             order.append("later")
 
-    with exclusive_run(job):
+    with exclusive_run(task):
         thread = threading.Thread(target=later)
         thread.start()
         time.sleep(0.2)

@@ -290,5 +290,5 @@ def test_client_job_is_plain_json(tmp_path, monkeypatch):
     sink = started(tmp_path, project=None, config={"path": Path("a"), "lr": 0.5})
     with pytest.warns(UserWarning, match="failed"):
         sink.close("completed")
-    job = json.loads((tmp_path / "wandb/client.json").read_text())
-    assert (job["project"], job["config"], job["pid"]) == ("exp", {"path": "a", "lr": 0.5}, os.getpid())
+    task = json.loads((tmp_path / "wandb/client.json").read_text())
+    assert (task["project"], task["config"], task["pid"]) == ("exp", {"path": "a", "lr": 0.5}, os.getpid())

@@ -1,4 +1,4 @@
-"""Sizes of the quantities that each step computes, layer by layer, to find the first that leaves its history."""
+"""Sizes of the quantities that each step computes, layer by layer, to find the first unusual one."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -74,7 +74,7 @@ class StepHistory(DebugInterventionHook):
         loss | the loss of the step | (−∞, ∞) | Far above its history: a spike.
         lr | the largest learning rate of a parameter group in the step | [0, ∞) | The effect of the schedule.
         output | by layer: max |output| on the step's batch, `logits`: of the model | [0, ∞), NaN
-            | The first layer that leaves its history is the origin of a fault in the forward pass.
+            | The first layer with an unusual value is the origin of a fault in the forward pass.
         gradient | ‖g_p‖₂ at POST_BACKWARD | [0, ∞) | The norm before clipping.
         loss_before | the loss at the parameters before the step, on the batch of the next step | (−∞, ∞)
             | The next loss without this step; its difference from the actual next loss is the step's effect.

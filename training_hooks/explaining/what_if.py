@@ -27,6 +27,8 @@ MOST_FRESH_ROWS = 512
 """Number of rows of fresh batches after which no further batch is measured row by row."""
 SINGLE_CHANGE_RATIO = 8.0
 """A single element has changed if its change is this many times the second largest change."""
+FEWEST_ELEMENTS = 8
+"""Number of elements that a parameter needs before a single change can be distinguished from the others."""
 
 
 @HookRegistry.register
@@ -285,7 +287,7 @@ def _reset_optimizer(model_ctx: ModelDataContext) -> None:
 def _most_changed(before: Tensor, after: Tensor) -> tuple[int, float]:
     """Return the index of the largest change and its ratio to the second largest; ratio 0 for few elements."""
     changes = (after.detach() - before).abs().double().flatten().nan_to_num(math.inf, math.inf)
-    if len(changes) < FOLLOWING_BATCHES:
+    if len(changes) < FEWEST_ELEMENTS:
         return 0, 0.0
     sizes, places = changes.topk(2)
     ratio = float(sizes[0] / sizes[1]) if float(sizes[1]) else (math.inf if float(sizes[0]) else 0.0)

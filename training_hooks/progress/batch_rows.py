@@ -51,7 +51,8 @@ class BatchRows(DebugInterventionHook):
         """
         if run.ranks.are_many:
             raise UnsuitableError(
-                f"Hook 'batch_rows' supports one process, but this run has {run.ranks.place[1]}; leave the hook out."
+                f"Hook 'batch_rows' supports one process, but this run has {run.ranks.rank_and_count[1]}; "
+                "leave the hook out."
             )
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

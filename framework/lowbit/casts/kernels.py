@@ -280,8 +280,8 @@ def counts_are_exact(sums: Tensor, maxima: Tensor, elements: int) -> bool:
     """Return whether the counts of :func:`cast_and_count` are correct.
 
     All values and results must be finite, squares must not underflow, and scales must not be extreme. A rule without
-    ``overflows`` must not have overflowed. Squares below 2^-126 are inexact, which has no visible effect if the mean
-    squared error is at least 2^20 times larger.
+    ``overflows`` must not have overflowed. Squares below 2^-126, the smallest normal number, are inexact; this has no
+    visible effect if the mean squared error is at least 2^20 times larger.
     """
     by_name = dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()], strict=True))
     return (

@@ -49,7 +49,7 @@ PLACES = {
     "before sinks are flushed": Place("loopscope.sinks.run_file:FileSink.flush"),
     "step metrics on their way to sinks": Place("loopscope.firing.metric_dispatch:MetricDispatch._flush_steps"),
     "an intervention before it is rolled back": Place("loopscope.isolation.gate:Isolation._roll_back"),
-    "an intervention rolled back": Place("loopscope.isolation.guardian:Snapshot.restore", "after"),
+    "an intervention rolled back": Place("loopscope.isolation.guardian:StateCopy.restore", "after"),
     "a commit before it is applied": Place("loopscope.firing.commits:CommitRecord.apply"),
     "a commit applied": Place("loopscope.firing.commits:CommitRecord.apply", "after"),
     "before an optimizer's step": Place("loopscope.training.train_step:update"),

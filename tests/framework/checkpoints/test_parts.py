@@ -16,7 +16,7 @@ from loopscope.checkpoints import open_checkpoint
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, StateMutationError, UsageError
 from loopscope.firing import HookManager
-from loopscope.isolation import Call, Isolation, Snapshot, borrowed_for_evaluation
+from loopscope.isolation import Call, Isolation, StateCopy, borrowed_for_evaluation
 from loopscope.isolation.tripwire import Audit
 from loopscope.loops import epoch_loop
 from loopscope.state import PARTS, Part, TrainingState, Transient, Watched, differing
@@ -161,7 +161,7 @@ def test_attribute_changes_are_detected_and_reverted(name: str) -> None:
     """The digest, tripwire and audit detect a changed module attribute, and a snapshot restores it."""
     task, state = counting_build()
     before = state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = StateCopy().save(state)
     MUTATIONS[name](task.model)
     assert [entry.startswith(f"modules/{name}") for entry in differing(before, state.digest())][:1] == [True]
     snapshot.restore(state)
@@ -258,7 +258,7 @@ CHANGES = {"tensor": lambda place: place.kept["tensor"].add_(1), "number": lambd
 def test_custom_part_is_watched_and_restored(name: str) -> None:
     """The digest, tripwire and audit detect a change in an added part, and a snapshot restores it."""
     place, state = with_made_up()
-    before, snapshot = state.digest(), Snapshot().save(state)
+    before, snapshot = state.digest(), StateCopy().save(state)
     CHANGES[name](place)
     assert differing(before, state.digest()) == [f"made up/{name}"]
     snapshot.restore(state)

@@ -293,7 +293,7 @@ REFUSALS = {
     "one process": "was written by one process; resume it with one, without torchrun and --parallel",
     "exact": "--exact: .* processes: 3 before, 2 now",
     "rate": "lr differs between the ranks: 0.01 on rank 0, 0.02 on rank 1; start all ranks with the same settings",
-    "hooks": "hooks differs between the ranks",
+    "hooks": "The configuration of the hooks differs between the ranks",
     "locked": "another process|is written by process|locked",
     "unshared": "Process 1 cannot write to .*; checkpoints of several processes need an --output-dir that all of them",
     "folder": "already holds a finished run, which is left unchanged",

@@ -59,10 +59,10 @@ def test_evaluations_are_throttled_like_steps():
     progress, loop = progress_of(view, clock), LoopState(step=1)
     for _ in range(5):
         progress.step(loop)
-        progress.evaluated(loop)
+        progress.report_evaluation(loop)
     assert len(view.shown) == 1
     clock.now += 0.6
-    progress.evaluated(loop)
+    progress.report_evaluation(loop)
     assert len(view.shown) == 2
 
 

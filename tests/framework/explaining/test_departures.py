@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.explaining.departures import FLOOR, HISTORY, LOOKED_AT, WINDOW, Departure, departures, scores
+from loopscope.explaining.departures import (
+    HISTORY,
+    MOST_TESTED_STEPS,
+    SMALLEST_SPREAD,
+    WINDOW,
+    Departure,
+    departures,
+    scores,
+)
 
-LENGTH = HISTORY + WINDOW + LOOKED_AT
+LENGTH = HISTORY + WINDOW + MOST_TESTED_STEPS
 
 
 def first_departure(history: dict[str, dict[int, float]], step: int) -> tuple[Departure | None, str]:
@@ -46,7 +54,7 @@ def test_scores_are_distances_from_the_median_in_spreads(values, both):
         else:
             middle = median(before)
             spread = 1.4826 * median(abs(value - middle) for value in before)
-            expected = (now - middle) / max(spread, FLOOR)
+            expected = (now - middle) / max(spread, SMALLEST_SPREAD)
             expected = abs(expected) if both else expected
         assert z == pytest.approx(expected)
 
@@ -60,7 +68,7 @@ def test_quiet_runs_rarely_show_departures(heavy):
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient/layer.7"])
-@pytest.mark.parametrize("late", range(LOOKED_AT - 1))
+@pytest.mark.parametrize("late", range(MOST_TESTED_STEPS - 1))
 def test_planted_jump_is_found(name, late):
     """The departure has the step, name and value of the planted jump and p of at most 0.05."""
     history = noise(1)

@@ -46,7 +46,7 @@ def rows_at(step: int, seed: int, plant: str) -> list[int]:
 def names_planted_cause(found: Explanation, plant: str, step: int, seed: int) -> bool:
     """Return whether step, row, layer or parameter are those that were planted."""
     rows = rows_at(step, seed, plant)
-    out = {row.index for row in found.standing_out}
+    out = {row.index for row in found.outlier_rows}
     where = found.where
     named = {
         "corrupted_row": out == {rows[7]},

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from loopscope.isolation import Snapshot
+from loopscope.isolation import StateCopy
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import forward_backward, update
 from torch import nn
@@ -45,7 +45,7 @@ def holder(**buffers: torch.Tensor) -> nn.Module:
 def test_restore_undoes_training(case):
     scene, state = trained(case)
     original = state.digest()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     for _ in range(3):
         train_one_step(scene)
     assert differences(original, state.digest()) != []
@@ -56,7 +56,7 @@ def test_restore_undoes_training(case):
 def test_snapshot_can_be_restored_repeatedly():
     scene, state = trained()
     original = state.digest()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     for _ in range(2):
         train_one_step(scene)
         snapshot.restore(state)
@@ -66,23 +66,23 @@ def test_snapshot_can_be_restored_repeatedly():
 def test_restore_removes_optimizer_state_created_after_save():
     """The gradients are None again."""
     task, state = build(Case())
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     train_one_step(Scene(task, state))
     snapshot.restore(state)
     assert dict(state.optimizer.state) == {}
     assert [parameter.grad for parameter in task.model.parameters()] == [None] * 6
 
 
-def test_empty_snapshot_cannot_be_restored():
+def test_empty_state_copy_cannot_be_restored():
     _, state = trained()
-    with pytest.raises(RuntimeError, match="the snapshot is empty"):
-        Snapshot().restore(state)
+    with pytest.raises(RuntimeError, match="the state copy is empty"):
+        StateCopy().restore(state)
 
 
 def test_snapshot_buffers_are_reused_across_saves():
     """The gradients are new tensors at every step."""
     scene, state = trained()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     pointers = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
     for _ in range(3):
         train_one_step(scene)
@@ -92,7 +92,7 @@ def test_snapshot_buffers_are_reused_across_saves():
 
 def test_released_gradients_are_freed():
     scene, state = trained()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     gradient = weakref.ref(scene.parameter.grad)
     snapshot.release()
     scene.optimizer.zero_grad()
@@ -109,7 +109,7 @@ def test_restore_preserves_object_identities():
     )
     parameters = [*scene.model.parameters()]
     gradients = [parameter.grad for parameter in parameters]
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     for name in ("load_an_old_optimizer_state", "replace_the_parameter_table", "replace_the_parameter_groups"):
         MUTATIONS[name](scene)
     snapshot.restore(state)
@@ -125,7 +125,7 @@ def test_restored_parameter_views_still_share_storage():
     model = nn.Module()
     model.first, model.second = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:])
     state = bare_state(model)
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     model.first.data = torch.zeros(2, 2)
     model.second.data = model.second.data.clone()
     flat.zero_()
@@ -140,7 +140,7 @@ def test_gradient_is_restored_as_same_object_or_none(had_one):
     model = nn.Linear(2, 2)
     model.weight.grad = gradient = torch.ones(2, 2) if had_one else None
     state = bare_state(model)
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     model.weight.grad = None if had_one else torch.ones(2, 2)
     snapshot.restore(state)
     assert model.weight.grad is gradient
@@ -172,7 +172,7 @@ def test_every_bit_of_any_dtype_is_restored(dtype):
     model.register_parameter("parameter", parameter)
     state = bare_state(model)
     original = bytes_of(parameter), bytes_of(model.buffer)
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     parameter.data = torch.zeros(3)
     model.buffer.untyped_storage().fill_(0)
     snapshot.restore(state)
@@ -198,7 +198,7 @@ def test_every_memory_layout_is_restored(layout):
     model = holder(buffer=tensor)
     values, stride = tensor.tolist(), tensor.stride()
     state = bare_state(model)
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     model.buffer.untyped_storage().fill_(1)
     model.buffer.data = torch.zeros(2)
     snapshot.restore(state)
@@ -211,7 +211,7 @@ def test_sparse_gradient_is_restored():
     model(torch.tensor([1, 3])).square().sum().backward()
     state = bare_state(model)
     gradient, original = model.weight.grad, state.digest()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     with torch.no_grad():
         gradient.mul_(2)
         gradient.zero_()
@@ -224,7 +224,7 @@ def test_extra_state_is_restored_and_not_shared():
     """The snapshot has a separate copy of extras, which can be restored twice."""
     tally = Tally()
     state = bare_state(nn.Linear(1, 1), extras={"tally": tally})
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     for _ in range(2):
         tally.count += 5
         tally.table.zero_()
@@ -238,7 +238,7 @@ def test_gradient_scaler_is_restored():
     state = bare_state(model, scaler=scaler)
     scaler.scale(model(torch.ones(1)).sum()).backward()
     original = state.digest()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     scaler.step(state.optimizer)
     scaler.update()
     assert scaler.get_scale() == 16.0
@@ -265,7 +265,7 @@ def test_scheduler_and_its_optimizer_settings_are_restored(index):
     optimizer.step()
     state = TrainingState(model, optimizer, RandomStreams(1), scheduler=scheduler)
     original = state.digest()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     for _ in range(3):
         scheduler.step()
     assert differences(original, state.digest()) != []
@@ -278,7 +278,7 @@ def test_module_generators_are_restored():
     model.rounding = torch.Generator().manual_seed(3)
     state = bare_state(model)
     original = state.digest()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     torch.rand(2, generator=model.rounding)
     assert differences(original, state.digest()) == ["generators/0"]
     snapshot.restore(state)
@@ -288,7 +288,7 @@ def test_module_generators_are_restored():
 def test_changes_by_the_run_between_saves_remain():
     """The second save includes a new module, a new parameter group and a frozen parameter."""
     scene, state = trained()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     scene.matrix.requires_grad_(False)
     scene.model.add_module("head", nn.Linear(2, 2))
     scene.optimizer.add_param_group({"params": [*scene.model.head.parameters()]})
@@ -307,7 +307,7 @@ def test_parameter_hooks_still_run_after_swapped_tensors():
     model.weight.register_hook(lambda gradient: seen.append("gradient"))
     model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
     state = bare_state(model)
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(1, 1)))
     snapshot.restore(state)
     model(torch.ones(1)).backward()
@@ -318,7 +318,7 @@ def test_parameter_hooks_still_run_after_swapped_tensors():
 def test_hooks_left_on_a_parameter_no_longer_act(register):
     model = nn.Linear(1, 1, bias=False)
     state = bare_state(model)
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     seen = []
     getattr(model.weight, register)(lambda tensor: seen.append(1))
     snapshot.restore(state)
@@ -330,7 +330,7 @@ def test_prehooks_left_on_gradient_accumulation_are_dropped():
     """The restore replaces the accumulation node."""
     model = nn.Linear(1, 1, bias=False)
     state = bare_state(model)
-    snapshot = Snapshot().save(state)
+    snapshot = StateCopy().save(state)
     node = model.weight.expand(1, 1).grad_fn.next_functions[0][0]
     node.register_prehook(lambda gradients: tuple(gradient * 0 for gradient in gradients))
     snapshot.restore(state)
@@ -345,7 +345,7 @@ def test_earlier_hooks_on_accumulation_remain():
     node = model.weight.expand(1, 1).grad_fn.next_functions[0][0]
     node.register_prehook(lambda gradients: seen.append(1))
     state = bare_state(model)
-    snapshot = Snapshot().save(state)
+    snapshot = StateCopy().save(state)
     kept = model(torch.ones(1)) ** 2
     snapshot.restore(state)
     model(torch.ones(1)).backward()
@@ -359,7 +359,7 @@ def test_modules_outside_the_module_tree_are_restored():
     model.teacher = [nn.BatchNorm1d(1)]
     state = bare_state(model)
     original = state.digest()
-    snapshot = Snapshot(streams=True).save(state)
+    snapshot = StateCopy(streams=True).save(state)
     model.teacher[0](torch.randn(4, 1))
     assert differences(original, state.digest()) != []
     snapshot.restore(state)
@@ -370,7 +370,7 @@ def test_every_tensor_of_a_snapshot_is_digested():
     for case in CASES[:12]:
         _, state = trained(case)
         digested = {id(tensor) for tensor in state.tensors().values()}
-        snapshot = Snapshot(streams=True).save(state)
+        snapshot = StateCopy(streams=True).save(state)
         copied = snapshot._persistent.structure.tensors + snapshot._temporary[0].tensors
         assert [tensor for tensor in copied if id(tensor) not in digested] == []
 
@@ -381,7 +381,7 @@ class GuardianMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scene, self.state = trained(Case(model="tied"))
-        self.snapshots = [Snapshot(streams=True), Snapshot(streams=True)]
+        self.snapshots = [StateCopy(streams=True), StateCopy(streams=True)]
         self.saved: list[dict[str, int] | None] = [None, None]
         self.intact = True
         self.emptied = False
@@ -422,7 +422,7 @@ class GuardianMachine(RuleBasedStateMachine):
 def test_swapped_meta_optimizer_tensor_is_restored():
     """The tensor was swapped with one on the meta device."""
     scene, state = trained(Case())
-    original, snapshot = state.digest(), Snapshot().save(state)
+    original, snapshot = state.digest(), StateCopy().save(state)
     torch.utils.swap_tensors(scene.moments[0], torch.empty(4, device="meta"))
     snapshot.restore(state)
     assert differences(original, state.digest()) == []

@@ -14,7 +14,7 @@ from loopscope.cli import main
 from loopscope.durable_files import write_json
 from loopscope.explaining import Explanation, explanation_lines
 from loopscope.hooks import ALERTS
-from loopscope.report import find_runs, recording
+from loopscope.report import find_runs, run_reader
 from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, Stretch
 
 from tests.framework.explaining.planted import explanation_of, session
@@ -53,7 +53,7 @@ def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -
     assert explanation.cause == "data"
     for words in (f"Cause: data {explanation.verdict}", f"Where: {explanation.where}.", "the same step again 5 "):
         assert words in step
-    (row,) = explanation.standing_out
+    (row,) = explanation.outlier_rows
     assert f"{row.index} {row.loss:.4g} {row.gradient_norm:.4g} the row {row.index}" in step
     assert all(f"{branch.effect:.4g}" in step for branch in explanation.branches)
     assert "without the outlier rows" in step
@@ -172,7 +172,7 @@ def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
 
 def test_excess_rewinds_are_counted_not_shown(run: Path, monkeypatch) -> None:
     """The page shows the first ones up to the limit and states the total."""
-    monkeypatch.setattr(recording, "MOST_REWINDS", 1)
+    monkeypatch.setattr(run_reader, "MOST_REWINDS", 1)
     for other in ("explained_step_12_to_13", "steps_7", "mine"):
         (run / REWINDS / other).mkdir()
     page = reported(run)

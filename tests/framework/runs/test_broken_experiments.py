@@ -291,7 +291,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
             "    def build_scheduler(self, optimizer):\n"
             "        return StepLR(torch.optim.SGD(self.build_model().parameters()), 1)\n"
         ),
-        ["StepLR", "one of the optimizer"],
+        ["StepLR", "a scheduler of the optimizer"],
     ),
     # Its numbers
     "a loss that is a float": (LOSS, f"{LOSS}.item()", ["returned 0.", "without .item()"]),

@@ -16,7 +16,7 @@ import torch
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import LoopscopeError, RunNotice, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.isolation import Isolation, Snapshot
+from loopscope.isolation import Isolation, StateCopy
 from loopscope.state import RandomStreams, TrainingState, differing
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -109,7 +109,7 @@ def test_data_reached_by_closures_are_not_copied(make: Callable[[], Any]) -> Non
     state = TrainingState(model, torch.optim.SGD(model.parameters()), RandomStreams(1))
     model.kept = [data]
     assert state.out_of_reach() == ""
-    assert max(copy.numel() for copy in Snapshot().save(state).tensors.values()) == 4
+    assert max(copy.numel() for copy in StateCopy().save(state).tensors.values()) == 4
     original, isolation = state.digest(), Isolation(state, audit=True)
     with isolation.visit():
         isolation.observe(CALL, lambda: setattr(data, "seen", 2))
@@ -182,7 +182,7 @@ def test_common_models_and_schedulers_are_fully_restored(name: str, tmp_path: Pa
 
     state = made()
     assert state.out_of_reach() == ""
-    original, snapshot, isolation = state.digest(), Snapshot().save(state), Isolation(state, audit=True)
+    original, snapshot, isolation = state.digest(), StateCopy().save(state), Isolation(state, audit=True)
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()

@@ -28,15 +28,16 @@ DRAWS = {
 
 @pytest.fixture(scope="module", params=[True, False], ids=["as bytes", "by public functions"], autouse=True)
 def _state_access(request):
-    original = random_streams._PLACES_KNOWN
-    random_streams._PLACES_KNOWN = original and request.param
+    original = random_streams._BLOCKS_FOUND
+    random_streams._BLOCKS_FOUND = original and request.param
     yield
-    random_streams._PLACES_KNOWN = original
+    random_streams._BLOCKS_FOUND = original
 
 
 def test_generator_states_are_located_in_memory():
     """Direct access to the states of Python, NumPy and torch works with the tested versions."""
-    assert random_streams.NOWHERE not in (random_streams._IN_PYTHON, random_streams._IN_NUMPY, random_streams._IN_TORCH)
+    blocks = (random_streams._IN_PYTHON, random_streams._IN_NUMPY, random_streams._IN_TORCH)
+    assert random_streams.NO_BLOCK not in blocks
 
 
 sequences = st.lists(st.sampled_from(sorted(DRAWS)), max_size=8)

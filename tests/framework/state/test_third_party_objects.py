@@ -14,7 +14,7 @@ import torch
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import StateMutationError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.isolation import Call, Isolation, Snapshot
+from loopscope.isolation import Call, Isolation, StateCopy
 from loopscope.isolation.tripwire import Audit
 from loopscope.state import RandomStreams, TrainingState, differing
 from torch import nn
@@ -137,7 +137,7 @@ def place(request: Any) -> Place:
 def test_intervention_changes_are_digested_and_reverted(place: Place) -> None:
     """The digest detects repeated changes at each unusual place, and a snapshot reverts them."""
     state = made(place)
-    original, snapshot = state.digest(), Snapshot().save(state)
+    original, snapshot = state.digest(), StateCopy().save(state)
     for _ in range(2):
         place.change(state)
         place.change(state)

@@ -13,7 +13,7 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import HookError, StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import GradientTap, HookPoint, HookRegistry
-from loopscope.isolation import Snapshot
+from loopscope.isolation import StateCopy
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.state import RandomStreams, TrainingState, local_shards, without_on_demand
 from loopscope.training import TrainingTask, forward_backward, is_skipped, update
@@ -297,7 +297,7 @@ def snapshot_costs() -> tuple[int, int, int]:
     task, state = build("fsdp")
     forward_backward(task, next(iter(task.loader.batches(0))), trains=True)
     with CommDebugMode() as communication:
-        snapshot = Snapshot().save(state)
+        snapshot = StateCopy().save(state)
         state.digest()
         snapshot.restore(state)
     shard_bytes = [tensor.nbytes for tensor in local_shards(state.tensors().values())]

@@ -26,7 +26,7 @@ MOST_ROWS = MOST_COLUMNS = 200  # of a heat map
 
 
 @dataclass
-class Rows:
+class ThinnedRows:
     """A list metric over steps; whenever there are too many rows, every second one is dropped."""
 
     steps: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class ShownRun:
     label: str
     run: FoundRun
     points: dict[str, tuple["array[float]", "array[float]"]] = field(default_factory=dict)  # steps and values
-    lists: dict[str, Rows] = field(default_factory=dict)
+    lists: dict[str, ThinnedRows] = field(default_factory=dict)
     last: tuple[int, int] | None = None  # epoch and step of the last emit
     left_out: int = 0  # values of metrics beyond ``MOST_METRICS``
     alerts: list[Mapping[str, Any]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class ShownRun:
                 recorded_steps.extend([float(operator.index(step)) for step in steps])
                 recorded_values.extend(map(float, values))
             elif isinstance(values[0], list) and values[0] and NUMBERS.issuperset(map(type, values[0])):
-                self.lists.setdefault(name, Rows()).add(operator.index(steps[0]), values[0])
+                self.lists.setdefault(name, ThinnedRows()).add(operator.index(steps[0]), values[0])
         self.last = emit.epoch, emit.step
 
     def omit_hooks_of(self, run: RunRecord | None) -> None:
