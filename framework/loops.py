@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from .data import Batch
+from .engine import Driver, HookManager
 from .errors import InvalidExperimentError
-from .firing import Driver, HookManager
 from .state import LoopState
 from .training import (
     TrainingTask,

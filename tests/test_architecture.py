@@ -23,7 +23,7 @@ FOLDERS = {
 }
 ORDER = (
     *("preserved_streams", "errors", "registry", "durable_files", "state", "digests", "isolation", "data", "training"),
-    *("hooks", "taps", "lowbit.casts", "lowbit", "firing", "loops", "checkpoints", "runs", "report", "console"),
+    *("hooks", "taps", "lowbit.casts", "lowbit", "engine", "loops", "checkpoints", "runs", "report", "console"),
     *("explaining", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""
@@ -207,7 +207,7 @@ def test_one_file_fires_hook_points() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fire"
     }
-    assert firing == {"framework/firing/driver.py"}
+    assert firing == {"framework/engine/driver.py"}
 
 
 def test_tensor_files_are_handled_in_one_place() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.experiments.mod_arithmetic.runner import QUICK
-from loopscope.firing import HookManager
 from loopscope.loops import step_loop
 from loopscope.training_hooks.clipping import GradClip
 

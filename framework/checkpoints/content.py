@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..data import derived_seed
 from ..durable_files import read_tensors, write_tensors
+from ..engine import HookManager
 from ..errors import UsageError, require
-from ..firing import HookManager
 from ..isolation import Call
 from ..registry import qualified
 from ..state import ATOMS, StreamState, TrainingState, seed_everything

@@ -12,8 +12,8 @@ import xxhash
 from ..data import RowNumbers
 from ..digests import ALGORITHM, link, state_digests
 from ..durable_files import translated_disk_errors
+from ..engine import HookManager
 from ..errors import LoopscopeError
-from ..firing import HookManager
 from ..state import LoopState
 from .row_log import ENTRY, rows_entry
 

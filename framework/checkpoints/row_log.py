@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..data import Loader, RowNumbers, global_batches
 from ..durable_files import translated_disk_errors
+from ..engine import HookManager
 from ..errors import LoopscopeError
-from ..firing import HookManager
 from ..state import LoopState
 
 ROWS = "rows.jsonl"

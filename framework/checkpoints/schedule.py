@@ -10,8 +10,8 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
+from ..engine import HookManager
 from ..errors import LoopscopeError, notice
-from ..firing import HookManager
 from ..state import LoopState
 from .content import RunState
 from .digest_log import DigestLog

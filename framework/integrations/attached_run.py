@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from ..checkpoints import state_for_rank, sync_path
 from ..console import RunConsole
 from ..data import Batch
+from ..engine import Driver, HookManager, unmet_need
 from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, notice, require
-from ..firing import Driver, HookManager, unmet_need
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress

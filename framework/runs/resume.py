@@ -7,8 +7,8 @@ from typing import Any, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact, read_content
 from ..data import data_changed
+from ..engine import HookManager
 from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, raised_in_user_code, shortened
-from ..firing import HookManager
 from ..state import LoopState
 from .records import FailedHook, RunRecord, checked_fields, differences
 from .run_folder import RunFolder

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..checkpoints import Checkpoint, CheckpointPlan, Signals, is_locked, open_checkpoint
+from ..engine import HookManager
 from ..errors import RunNotice, UsageError, notice, require
-from ..firing import HookManager
 from ..hooks import (
     ConfiguredHook,
     HookRegistry,

@@ -24,8 +24,8 @@ from ..checkpoints import (
 )
 from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, global_batches
 from ..durable_files import plain_json
+from ..engine import HookManager
 from ..errors import HookError, LoopscopeError, StateMutationError, UsageError, notice, this_command, with_lines
-from ..firing import HookManager
 from ..hooks import RunInfo, TrainingHook
 from ..isolation import borrowed_extras
 from ..loops import NoProgress, Pauses, Progress, epoch_loop, step_loop

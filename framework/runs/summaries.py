@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..engine import HookManager
 from ..errors import with_lines
-from ..firing import HookManager
 from ..state import is_uninitialised
 from .records import RunRecord
 

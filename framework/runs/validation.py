@@ -22,8 +22,8 @@ from ..checkpoints import (
 )
 from ..data import RowNumbers, global_batches
 from ..digests import state_digests
+from ..engine import HookManager
 from ..errors import LoopscopeError, UsageError, listed, notice, require
-from ..firing import HookManager
 from ..state import LoopState
 from .records import RunRecord, differences, read_outcome
 from .resume import check_environment, refuse_another_run, refuse_other_data

@@ -196,7 +196,7 @@ _MACHINERY = (
         "torch.utils.hooks",
         "loopscope.checkpoints",
     ),
-    *("loopscope.console", "loopscope.data", "loopscope.firing", "loopscope.hooks", "loopscope.isolation"),
+    *("loopscope.console", "loopscope.data", "loopscope.engine", "loopscope.hooks", "loopscope.isolation"),
     *("loopscope.runs.runner", "loopscope.state", "loopscope.training.", "tokenizers", "pyarrow"),
     *("datasets.arrow_dataset", "datasets.iterable_dataset"),
 )

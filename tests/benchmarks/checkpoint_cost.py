@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from loopscope.checkpoints import Checkpointing, CheckpointPlan, CheckpointWriter, Signals
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.state import local_shards
 from torch import Tensor
 

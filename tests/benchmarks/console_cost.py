@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from loopscope.console import Mode, RunConsole
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import RunInfo
 from loopscope.loops import NoProgress, Progress, epoch_loop
 from loopscope.training_hooks.progress import TrainingMetrics

@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 from loopscope.checkpoints import Checkpointing, CheckpointPlan, CheckpointWriter, Signals
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
-from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.isolation import StateCopy
 from loopscope.loops import epoch_loop

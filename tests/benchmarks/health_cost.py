@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.training_hooks import WeightUpdateMonitor, WeightUpdates

@@ -10,10 +10,10 @@ from typing import Any
 from unittest import mock
 
 from loopscope import training_hooks
+from loopscope.engine import CommitRecord, HookManager, ModelContext
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
-from loopscope.firing import CommitRecord, HookManager, ModelContext
 from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, ModelDataContext, RunInfo, bulk_hooks, windows_for
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunOptions, Session, strategy_run

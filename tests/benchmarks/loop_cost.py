@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from loopscope.data import Batch, Loader
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.state import LoopState

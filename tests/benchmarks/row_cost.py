@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from loopscope.checkpoints import ROWS, RowLog, rows_entry
 from loopscope.data import Loader, RowNumbers, TensorLoader, TorchLoader, fingerprint, random_order
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.benchmarks.digest_cost import steps_of

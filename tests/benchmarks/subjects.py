@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
-from loopscope.firing import HookManager
 from loopscope.hooks import (
     HookPoint,
     InterventionHook,

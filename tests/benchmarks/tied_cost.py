@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from loopscope.data import derived_seed
+from loopscope.engine import HookManager
 from loopscope.experiments.tied_lm import TiedLMRunner
 from loopscope.experiments.tied_lm.runner import QUICK, TiedLMConfig
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, RunInfo, StepSchedule, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.runs import build_run

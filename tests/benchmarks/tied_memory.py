@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.loops import step_loop
 from torch.profiler import ProfilerActivity, profile
 

@@ -7,8 +7,8 @@ import loopscope
 import pytest
 import torch
 from loopscope import TensorLoader, random_order
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks.selection import bulk_hooks
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.runs import build_run

@@ -17,8 +17,8 @@ from loopscope.checkpoints.flat_state import flatten_state, state_for_rank
 from loopscope.checkpoints.format import load_plainly
 from loopscope.cli import diff
 from loopscope.durable_files import save_tensors
+from loopscope.engine.failures import HookFailures
 from loopscope.errors import HookError, StateMutationError, library_warnings_ignored
-from loopscope.firing.failures import HookFailures
 from loopscope.isolation import Call, Isolation, tripwire
 from loopscope.runs.reference import load_reference
 from loopscope.runs.resume import checkpoint_errors

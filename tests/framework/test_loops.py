@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import Driver, HookManager
 from loopscope.errors import HookError
-from loopscope.firing import Driver, HookManager
 from loopscope.hooks import STEP_POINTS, HookPoint, StatePart, StepSchedule
 from loopscope.isolation import StateCopy
 from loopscope.loops import epoch_loop, evaluate, step_loop

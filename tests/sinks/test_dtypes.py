@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import HookPoint, SinkRegistry
 from loopscope.sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 from loopscope import sinks as shipped  # noqa: F401 - fills the registry
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import Alert, HookPoint, MetricSink, Series, SinkRegistry
 from loopscope.hooks.selection import check_sink_class
 from loopscope.loops import epoch_loop, step_loop

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from loopscope.engine import HookManager
 from loopscope.experiments.mod_arithmetic.model import Attention
-from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.lowbit import MetisOptions, Recipe, quantize_model
 from loopscope.state import TrainingState

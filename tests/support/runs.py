@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from loopscope.data import TensorLoader, random_order
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import HookPoint, MetricSink, RunInfo, Series, TrainingHook, treatments
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything, without_on_demand

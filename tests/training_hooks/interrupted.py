@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.state import without_on_demand

@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from loopscope.data import Batch, Loader
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice
-from loopscope.firing import HookManager
 from loopscope.hooks import (
     HookPoint,
     InterventionHook,

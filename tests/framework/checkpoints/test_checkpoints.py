@@ -10,8 +10,8 @@ import pytest
 import torch
 from loopscope.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
 from loopscope.checkpoints.format import write_checkpoint
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.state import TrainingState, seed_everything, without_on_demand
 from loopscope.training import TrainingTask

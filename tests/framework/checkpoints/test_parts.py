@@ -14,8 +14,8 @@ import pytest
 import torch
 from loopscope.checkpoints import open_checkpoint
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, StateMutationError, UsageError
-from loopscope.firing import HookManager
 from loopscope.isolation import Call, Isolation, StateCopy, borrowed_for_evaluation
 from loopscope.isolation.tripwire import Audit
 from loopscope.loops import epoch_loop

@@ -26,8 +26,8 @@ from loopscope.checkpoints import (
     save_checkpoint,
 )
 from loopscope.checkpoints.format import DamagedCheckpointError, PartialCheckpoint, _digest_of_manifest
+from loopscope.engine import HookManager
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop
 from loopscope.state import differing as differing_digests
 from loopscope.state import without_on_demand

@@ -3,8 +3,8 @@
 import random
 
 import pytest
+from loopscope.engine.metric_dispatch import MetricDispatch
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing.metric_dispatch import MetricDispatch
 from loopscope.hooks import HookPoint, MetricSink
 from loopscope.isolation import Isolation
 from loopscope.sinks import CSVSink, JSONLSink, WandbSink, read_jsonl

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope.data import Loader, TensorLoader, TorchLoader, fixed_order, micro_batches, rows, with_copied_batches
+from loopscope.engine import HookManager
 from loopscope.errors import LoopscopeError, StateMutationError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, without_on_demand

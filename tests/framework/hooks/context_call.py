@@ -2,7 +2,7 @@
 
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.firing import CommitRecord, ModelContext
+from loopscope.engine import CommitRecord, ModelContext
 from loopscope.hooks import ModelDataContext, StatePart
 from loopscope.state import RandomStreams, TrainingState, seed_everything, trainable
 from loopscope.training import TrainingTask

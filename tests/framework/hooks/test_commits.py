@@ -1,8 +1,7 @@
 import pytest
 import torch
-from loopscope.errors import LoopscopeError, UsageError
-from loopscope.firing import CommitRecord
-from loopscope.firing.commits import (
+from loopscope.engine import CommitRecord
+from loopscope.engine.commits import (
     blend,
     check_factors,
     check_vector,
@@ -12,6 +11,7 @@ from loopscope.firing.commits import (
     scale,
     scale_each,
 )
+from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import StatePart, UndeclaredCommitError
 from loopscope.state import copied, trainable
 from torch import nn

@@ -1,7 +1,7 @@
 import pytest
 import torch
+from loopscope.engine.commits import ParameterMemory
 from loopscope.errors import HookError, LoopscopeError, UsageError
-from loopscope.firing.commits import ParameterMemory
 from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
 from loopscope.state import copied, differing, gradients, scaled, trainable
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import ALWAYS, STEP_POINTS, HookPoint, MetricSink, StepSchedule, windows_for
 from loopscope.hooks.hook_points import POINTS_OF_LOOP
 from loopscope.loops import epoch_loop

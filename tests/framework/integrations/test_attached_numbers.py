@@ -9,7 +9,7 @@ from typing import Any
 import loopscope
 import pytest
 import torch
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import HookRegistry, TrainingHook
 from loopscope.integrations import Scope
 from loopscope.loops import epoch_loop, step_loop

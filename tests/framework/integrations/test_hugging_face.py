@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope.data import TorchLoader
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, build_hooks, select_hooks
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState

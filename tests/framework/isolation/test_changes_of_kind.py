@@ -6,8 +6,8 @@ import loopscope
 import pytest
 import torch
 from loopscope import HookPoint, InterventionHook, TensorLoader, TrainingHook, random_order
+from loopscope.engine import HookManager
 from loopscope.errors import StateMutationError
-from loopscope.firing import HookManager
 from loopscope.isolation import Call, Isolation
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, seed_everything

@@ -10,8 +10,8 @@ import torch
 from loopscope import training_hooks
 from loopscope.checkpoints import load_checkpoint
 from loopscope.cli import main
+from loopscope.engine import HookManager
 from loopscope.errors import HookError, LoopscopeError, StateMutationError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, InterventionHook, StatePart, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.runs import RunOptions, Session, build_run

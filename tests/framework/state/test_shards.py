@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import CommitRecord, ModelContext
+from loopscope.engine.hook_calls import forward_pass
 from loopscope.errors import LoopscopeError
-from loopscope.firing import CommitRecord, ModelContext
-from loopscope.firing.hook_calls import forward_pass
 from loopscope.hooks import ModelDataContext, StatePart
 from loopscope.state import (
     RandomStreams,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, StatePart
 from loopscope.loops import NoPauses, epoch_loop, step_loop
 from loopscope.state import without_on_demand

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, rows
+from loopscope.engine import CommitRecord, ModelContext
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.firing import CommitRecord, ModelContext
 from loopscope.hooks import ModelDataContext, ReadOnlyError
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable
 from loopscope.training import TrainingTask

@@ -10,8 +10,8 @@ import torch
 import torch.distributed
 from loopscope import training_hooks
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import HookError, StateMutationError
-from loopscope.firing import HookManager
 from loopscope.hooks import GradientTap, HookPoint, HookRegistry
 from loopscope.isolation import StateCopy
 from loopscope.loops import epoch_loop, step_loop

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import LoopscopeError, UnsuitableError
-from loopscope.firing import HookManager
 from loopscope.hooks import GradientTap, HookPoint, MetricSink, StatePart
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState

@@ -9,8 +9,8 @@ import torch
 import torch.distributed
 from loopscope import training_hooks
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import HookError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, HookRegistry
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import NoProgress, epoch_loop
 from loopscope.state import LoopState, fully_sharded_modules, unsharded

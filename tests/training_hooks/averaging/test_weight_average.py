@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunFolder

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.data import TorchLoader
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.experiments.tied_lm.model import Decoder, DecoderShape
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TapOwner
 from loopscope.taps import TapSet
 from loopscope.training_hooks.clipping import EmbeddingProvenance

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.state import TrainingState, trainable
 from loopscope.training import Precision, TrainingTask, forward_backward, update

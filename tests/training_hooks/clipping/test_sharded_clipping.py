@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import HookError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, trainable, unsharded

@@ -5,8 +5,8 @@ from itertools import combinations, count
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, copied, seed_everything

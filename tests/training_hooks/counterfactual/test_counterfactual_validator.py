@@ -3,8 +3,8 @@ from itertools import combinations, count
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookRegistry, hook_kind, select_hooks
 from loopscope.loops import epoch_loop
 from loopscope.training_hooks.counterfactual import CounterfactualValidator

@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, seed_everything

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError
-from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, Vector, trainable
 from loopscope.state.digest import described

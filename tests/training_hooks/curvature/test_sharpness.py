@@ -5,8 +5,8 @@ import pytest
 import scipy.linalg
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.engine import CommitRecord, HookManager, ModelContext
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing import CommitRecord, HookManager, ModelContext
 from loopscope.hooks import ModelDataContext
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, trainable

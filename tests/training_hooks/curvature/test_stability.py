@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.firing.hook_calls import optimizer_groups
+from loopscope.engine.hook_calls import optimizer_groups
 from loopscope.training_hooks.curvature.measured_loss import critical_step
 from loopscope.training_hooks.curvature.stability import adam_preconditioner, stability_threshold, steps_taken
 from torch import nn

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, RunDataContext, StepSchedule
 from loopscope.state import gradients
 from loopscope.training_hooks.gradients import BatchDynamics

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
-from loopscope.firing import HookManager
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing import HookManager
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import described

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, TrainingHook
 from loopscope.training_hooks.gradients import SubspaceGradientInfo
 from loopscope.training_hooks.gradients import subspace_gradient_info as module

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import GradientTap, HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.lowbit import quantize_model

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.engine import HookManager
 from loopscope.errors import HookError, UnsuitableError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, InterventionHook, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.lowbit import BitLinear, MetisOptions, Recipe, quantize_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, without_on_demand

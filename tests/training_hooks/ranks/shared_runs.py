@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError
-from loopscope.firing import HookManager
 from loopscope.hooks import InterventionHook, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.lowbit import Recipe, quantize_model

@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from loopscope.firing import HookManager
+from loopscope.engine import HookManager
 from loopscope.loops import NoPauses
 from loopscope.state import LoopState, is_sharded, unsharded
 from loopscope.state.digest import digest

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.engine import HookManager
+from loopscope.engine.hook_calls import optimizer_groups
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.firing import HookManager
-from loopscope.firing.hook_calls import optimizer_groups
 from loopscope.hooks import HookPoint, OptimizerGroup, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.training_hooks.updates import AdamDynamics

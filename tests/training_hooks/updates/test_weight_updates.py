@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, OptimizerGroup
 from loopscope.training import Precision
 from loopscope.training_hooks.updates import WeightUpdates

@@ -72,7 +72,7 @@ def _advice_on_unset_fields(hook: TrainingHook, where: str, error: BaseException
     for frame, _ in walk_tb(error.__traceback__):
         contexts = [value for value in frame.f_locals.values() if type(value) is RunDataContext]
         context = contexts[0] if contexts else context
-        if contexts and not str(frame.f_globals.get("__name__")).startswith("loopscope.firing"):
+        if contexts and not str(frame.f_globals.get("__name__")).startswith("loopscope.engine"):
             # f_lasti is the bytecode offset of the last instruction that ran in this frame.
             names += _attribute_names(frame.f_code, frame.f_lasti)
     if context is None:

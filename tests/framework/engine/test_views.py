@@ -4,8 +4,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from loopscope.engine.hook_calls import forward_pass, optimizer_groups
 from loopscope.errors import UsageError
-from loopscope.firing.hook_calls import forward_pass, optimizer_groups
 from loopscope.hooks import HookPoint
 from loopscope.state import RandomStreams, TrainingState
 from torch import nn

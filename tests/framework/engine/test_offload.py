@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loopscope.firing.hook_set import StateOffload
+from loopscope.engine.hook_set import StateOffload
 from loopscope.hooks import HookPoint, TrainingHook
 
 from tests.support import Case, Mishap, train

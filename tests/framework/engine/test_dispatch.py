@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.firing import HookManager
-from loopscope.firing.metric_dispatch import PendingMetrics
+from loopscope.engine import HookManager
+from loopscope.engine.metric_dispatch import PendingMetrics
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricSink, Series, StepSchedule
 from loopscope.loops import epoch_loop, step_loop
 from torch import Tensor

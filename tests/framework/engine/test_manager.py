@@ -7,8 +7,8 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import HookError, StateMutationError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import (
     STEP_POINTS,
     HookPoint,

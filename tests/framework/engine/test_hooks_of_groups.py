@@ -8,8 +8,8 @@ import loopscope
 import pytest
 import torch
 from loopscope import HookPoint, InterventionHook, TrainingHook
+from loopscope.engine import HookManager
 from loopscope.errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import GradientTap, StatePart
 from loopscope.state import Transient
 from torch import nn
@@ -178,8 +178,8 @@ def unable(*arguments, **options):
 def test_failing_requirement_drops_the_hook(need: str, required, monkeypatch) -> None:
     """A hook of a group is dropped if its requirement cannot be computed; for a named hook the error is raised."""
     hook = type("Needy", (Needy,), {need: True})()
-    monkeypatch.setattr("loopscope.firing.driver.accumulate", unable)
-    monkeypatch.setattr("loopscope.firing.driver._append_column", unable)
+    monkeypatch.setattr("loopscope.engine.driver.accumulate", unable)
+    monkeypatch.setattr("loopscope.engine.driver._append_column", unable)
 
     def prepare(task, state):
         task.target_grad = unable

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.training_hooks import Norms
@@ -88,7 +88,7 @@ def test_manager_without_losses_does_not_warn(options, recwarn) -> None:
 @pytest.mark.process
 def test_unended_manager_warns_at_program_exit() -> None:
     program = """
-from tests.framework.firing.test_misused_managers import *
+from tests.framework.engine.test_misused_managers import *
 spy = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"x": 1.0})
 task, state = build(Case(loop="step"))
 manager = HookManager([spy], task, state, loop="step", sinks=[RecordingSink()])

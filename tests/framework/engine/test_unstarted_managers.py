@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, InterventionHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.sinks import CSVSink
