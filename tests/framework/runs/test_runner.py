@@ -9,7 +9,7 @@ import torch
 from loopscope import training_hooks
 from loopscope.checkpoints import open_checkpoint
 from loopscope.hooks import GROUPS, HookRegistry
-from loopscope.hooks.selection import hook_kind
+from loopscope.hooks.groups import hook_kind
 from loopscope.runs import GrokkingRunner
 from torch import Tensor, nn
 from torch.nn import functional
