@@ -22,14 +22,14 @@ FOLDERS = {
     "experiments": "loopscope.experiments",
 }
 ORDER = (
-    *("preserved_streams", "errors", "registry", "durable_files", "state", "digests", "isolation", "data", "training"),
-    *("hooks", "taps", "lowbit.casts", "lowbit", "engine", "loops", "checkpoints", "runs", "report", "console"),
-    *("explaining", "integrations", "cli"),
+    *("preserved_streams", "errors", "registry", "durable_files", "student_t", "state", "digests", "isolation"),
+    *("data", "training", "hooks", "taps", "lowbit.casts", "lowbit", "engine", "loops", "checkpoints", "runs"),
+    *("report", "console", "explaining", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""
 MEASURES = (
-    *("errors", "durable_files", "state", "isolation", "data", "lowbit.casts", "lowbit", "training", "hooks"),
-    "taps",
+    *("errors", "durable_files", "student_t", "state", "isolation", "data", "lowbit.casts", "lowbit", "training"),
+    *("hooks", "taps"),
 )
 ALLOWED = {
     "training_hooks": {"", *MEASURES},
