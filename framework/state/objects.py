@@ -190,7 +190,7 @@ _MACHINERY = (
     *("torch._", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit", "torch.utils.hooks"),
     *("loopscope.checkpoints", "loopscope.console", "loopscope.data", "loopscope.engine"),
     *("loopscope.experiments.grokking", "loopscope.hooks", "loopscope.isolation", "loopscope.runs.runner"),
-    *("loopscope.state", "loopscope.training."),
+    *("loopscope.state", "loopscope.tensors", "loopscope.training."),
     *("tokenizers", "pyarrow", "datasets.arrow_dataset", "datasets.iterable_dataset"),
 )
 # A reference to only such a method writes to the container, for example to a log, and reads nothing from it.

@@ -9,7 +9,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart, StepSchedule
 from loopscope.errors import UsageError, listed
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, norms, trainable
+from loopscope.tensors import Vector, is_sharded, joint_norm, local_shards, norm, norms, trainable
 from torch import Tensor, nn
 
 from ..measures import stacked

@@ -13,7 +13,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Alert, GradientTap, Metrics, Recovery, RunInfo
-from loopscope.state import is_sharded, joint_norm
+from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
 
 from ..measures import stacked

@@ -12,7 +12,7 @@ from loopscope.errors import UnsuitableError, UsageError, counted, listed, requi
 from loopscope.hooks import GradientTap, MetricInfo, Metrics, QuantizationTap, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
-from loopscope.state import unsharded
+from loopscope.tensors import unsharded
 from torch import Tensor, nn
 
 from ..measures import notice

@@ -7,7 +7,7 @@ from typing import Any
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, counted, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import trainable
+from loopscope.tensors import trainable
 
 from ..measures import Alerts, notice
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
