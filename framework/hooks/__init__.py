@@ -1,6 +1,6 @@
 """Base classes, contexts, metrics, taps and registries for hook authors."""
 
-from .alerts import ALERTS, Alert, Recovery, collect_alerts
+from .alerts import ALERTS, Alert, Recovery
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .class_checks import KEYWORDS, hook_options
 from .commits import Clipping, StatePart, UndeclaredCommitError
@@ -71,7 +71,6 @@ __all__ = [
     "always_on",
     "build_hooks",
     "bulk_hooks",
-    "collect_alerts",
     "hook_groups",
     "hook_kind",
     "hook_options",

@@ -15,7 +15,7 @@ from .metrics import MetricSink
 
 KEYWORDS = ("all", "observers", "with_debug")
 """Keywords of ``--hooks``, in addition to names of hooks."""
-GENERATOR_METHODS = ("describe_metrics", "taps")
+GENERATOR_METHODS = ("check", "describe_metrics", "taps")
 """Methods that may be generators."""
 
 
