@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -314,7 +315,7 @@ class MetricDispatch:
             if alert.step and (rows := self._rows_of(alert.step)) is not None:
                 alert.rows = rows[:MOST_ROWS].tolist()
         if alerts:
-            self._for_each_sink(alerts[-1].step or 0, lambda sink: sink.alert(alerts))
+            self._for_each_sink(alerts[-1].step or 0, methodcaller("alert", alerts))
 
     @property
     def has_pending(self) -> bool:
@@ -367,7 +368,7 @@ class MetricDispatch:
         with self._isolation.visit():
             self._for_each_sink(0, start_sink, fatal=fatal)
             if earlier_positions:  # all sinks have accepted their position, so rows after the checkpoint can be removed
-                self._for_each_sink(0, lambda sink: sink.flush())
+                self._for_each_sink(0, methodcaller("flush"))
         self._started = True
 
     def _warn_about_missing_sinks(self, run: RunInfo, positions: Positions) -> None:
@@ -384,7 +385,11 @@ class MetricDispatch:
         if self._final_positions is not None:
             return self._final_positions
         positions: dict[str, Position | None] = {}
-        self._for_each_sink(0, lambda sink: positions.update(dict.fromkeys(_names(sink), sink.position())))
+
+        def add_position(sink: MetricSink) -> None:
+            positions.update(dict.fromkeys(_names(sink), sink.position()))
+
+        self._for_each_sink(0, add_position)
         return {name: None for sink in self._failed for name in _names(sink)} | positions
 
     def files(self) -> list[Path]:
@@ -398,20 +403,20 @@ class MetricDispatch:
         """Close the sinks."""
         self._send_alerts()  # alerts of a hook that raised after them
         if self._started:  # the files of a run that could not be resumed stay unchanged
-            self._for_each_sink(0, lambda sink: sink.flush())
+            self._for_each_sink(0, methodcaller("flush"))
         # A closed sink has no position, but positions are requested after the end, too.
         self._final_positions = self.positions() if self._started else {}
-        self._for_each_sink(0, lambda sink: sink.close(status))
+        self._for_each_sink(0, methodcaller("close", status))
 
     def snapshot(self, epoch: int, step: int) -> None:
         """Notify the sinks of SNAPSHOT, even if no hook fires there."""
         # A visit takes the baseline of every check, which is wasted if no sink needs the notification.
         if self._follow_snapshots:
             with self._isolation.visit():
-                self._for_each_sink(step, lambda sink: sink.snapshot(epoch, step))
+                self._for_each_sink(step, methodcaller("snapshot", epoch, step))
 
     def _emit(self, metrics: Mapping[str, Any], epoch: int, point: HookPoint, step: int) -> None:
-        self._for_each_sink(step, lambda sink: sink.emit(metrics, epoch, point, step=step))
+        self._for_each_sink(step, methodcaller("emit", metrics, epoch, point, step=step))
 
     def _for_each_sink(
         self, step: int, action: Callable[[MetricSink], None], *, fatal: tuple[type[Exception], ...] = ()

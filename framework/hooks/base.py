@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import UsageError
 from .alerts import Alert
@@ -126,8 +126,8 @@ class Remembering:
 
 def _copied(value: Any) -> Any:
     """Copy lists and dicts, so that the memory and a saved state share none; tensors are shared."""
-    # tree_map rebuilds every container; the identity keeps the leaves.
-    return tree_map(lambda leaf: leaf, value)
+    leaves, containers = tree_flatten(value)
+    return tree_unflatten(leaves, containers)
 
 
 class TrainingHook(Remembering, ABC):
