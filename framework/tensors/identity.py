@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import guards
 from .memory import addresses
 from .shards import dtensor_class
 from .storage import (
@@ -66,8 +67,7 @@ class TensorIdentities:
 
     Args:
         tensors: the tensors.
-        persistent: whether they are compared many times, so that building a guard pays off (11 instead of 60 µs for 150
-            tensors).
+        persistent: whether they are compared many times, so that building a guard pays off.
     """
 
     def __init__(self, tensors: list[Tensor], *, persistent: bool) -> None:
@@ -80,7 +80,8 @@ class TensorIdentities:
         # read once: finding the names of a wrapper's inner tensors takes longer than reading the tensors
         self._inner = [] if plain else _inner_names(tensors)
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
-        self._guards = _guards(tensors) if persistent and have_strides else None
+        use_guard = persistent and have_strides and guards.is_available
+        self._has_equal_properties = guards.guard_of(tensors) if use_guard else None
         # torch.utils.swap_tensors exchanges the TensorImpls of two Python objects.
         self._implementations = [*map(_implementation, self.owners)]
         # 1 if only the Python object refers to the TensorImpl, more if a graph holds the node that accumulates its
@@ -111,10 +112,11 @@ class TensorIdentities:
 
     def is_current(self) -> bool:
         """Return whether no tensor has changed, apart from its bytes."""
-        if self._guards is None:
+        if self._has_equal_properties is None:
             same = self._marks == self._read_marks()
         else:
-            same = self._marks[1] == [*map(self._read_pointer, self._tensors)] and self._guards.check(*self._tensors)
+            pointers = [*map(self._read_pointer, self._tensors)]
+            same = self._marks[1] == pointers and self._has_equal_properties(*self._tensors)
         return (
             same
             and self._implementations == [*map(_implementation, self.owners)]
@@ -207,17 +209,6 @@ def _inner_names(tensors: list[Tensor]) -> list[tuple[Any, str]]:
     """Return pairs of every wrapper among the tensors and the name of each of its inner tensors."""
     wrappers = [tensor for tensor in tensors if type(tensor) not in PLAIN and is_wrapper(tensor)]
     return [(tensor, name) for tensor in wrappers for name in inner_by_name(tensor)]
-
-
-def _guards(tensors: list[Tensor]) -> Any:
-    """Return torch's guard that compares types, dtypes, shapes, strides and requires_grad of many tensors."""
-    # The C++ class of torch.compile's guards, present in torch 2.9 to 2.15; using it does not import the compiler.
-    kind: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-    return kind(
-        *tensors,
-        dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
-        dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors],
-    )
 
 
 def _pointer_reader(tensors: list[Tensor]) -> Callable[[Tensor], Any]:
