@@ -13,6 +13,7 @@ from ..errors import (
     RankError,
     RankLostError,
     StateMutationError,
+    UnsuitableError,
     UsageError,
     require,
     shortened,
@@ -285,6 +286,9 @@ class HookSet:
         self.listeners = Listeners(self._hooks, self.loop)  # start() may set the schedule
 
     def _start(self, hook: TrainingHook, run: RunInfo) -> None:
+        if not Listeners([hook], self.loop).of(hook):
+            reason = "it has no hook points" if hook.loop_points is None else "its loop_points have no entry for it"
+            raise UnsuitableError(f"Hook {hook.name!r} is never called in the {self.loop} loop: {reason}.")
         hook_validation.start(hook, run)
         Listeners([hook], self.loop)  # raises UsageError for an invalid schedule
 

@@ -199,6 +199,11 @@ class HookManager:
         if self.hooks.listeners.at[point]:
             self._hook_calls.call_due_hooks(point)
 
+    def report_evaluation(self) -> None:
+        """Report the newest evaluation, if no hook has reported it yet, under the step after which it was measured."""
+        if self.state.loop.has_unreported_evaluation:
+            self._hook_calls.report_evaluation()
+
     def raise_failures(self) -> None:
         """Raise the failures of hooks during the step, on any rank; called only between steps."""
         hooks = self.hooks
@@ -233,6 +238,8 @@ class HookManager:
             return
         self._ended = True
         self._taps.remove()
+        if status == "completed" and self._started:
+            self.report_evaluation()
         # The stack closes the sinks last, after the hooks, and also if a hook or the flush raises.
         with self.isolation.visit(), ExitStack() as callbacks:
             callbacks.callback(self.dispatch.end, status)

@@ -259,13 +259,27 @@ class AttachedRun:
         driver, options = self.driver, self.options
         step, in_steps = driver.loop.step, options.loop == "step"
         self._progress.step(driver.loop)
-        if in_steps and (step % options.log_every == 0 or step == options.length):
-            driver.end_interval()
-        elif step % options.log_every == 0:
-            self.manager.dispatch.flush_steps(driver.loop.epoch)
         if in_steps and options.is_due(step):
-            driver.snapshot()
+            self._end_interval()
+        elif step % options.log_every == 0:
+            driver.flush_steps()
         self.manager.raise_failures()
+
+    def _end_interval(self) -> None:
+        """End an interval of the step loop, with SNAPSHOT."""
+        self.driver.end_interval()
+        self.driver.snapshot()
+        self.driver.begin_interval()
+
+    def _last_snapshot(self) -> None:
+        """Fire SNAPSHOT at the end of the run, unless it has just been fired there."""
+        loop, options = self.driver.loop, self.options
+        if options.loop == "step" and loop.step and not options.is_due(loop.step):
+            self._end_interval()
+        elif options.loop == "epoch" and loop.epoch and not options.is_due(loop.epoch):
+            loop.epoch -= 1  # SNAPSHOT belongs to the last epoch
+            self.driver.snapshot()
+            loop.epoch += 1
 
     def after_epoch(self, numbers: Mapping[str, float]) -> None:
         """End an epoch; ``numbers`` are those of its evaluation, if any."""
@@ -359,6 +373,8 @@ class AttachedRun:
             return
         self.is_closed = True
         try:
+            if status == "completed" and self.is_started:
+                self._last_snapshot()
             self.manager.end(status)
         except BaseException as raised:
             status, error = "failed", raised
