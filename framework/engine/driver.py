@@ -132,10 +132,11 @@ class Driver:
 
         Unless a hook reports them at POST_EPOCH or SNAPSHOT, they are reported before the next step or evaluation.
         """
-        if self.loop.has_unreported_evaluation:
+        loop, numbers = self.loop, self.task.ranks.evaluation(numbers)
+        is_repeated = loop.evaluated_at == loop.step and loop.evaluation.items() <= numbers.items()
+        if loop.has_unreported_evaluation and not is_repeated:
             self.manager.report_evaluation()
-        self.loop.evaluation, self.loop.evaluated_at = self.task.ranks.evaluation(numbers), self.loop.step
-        self.loop.has_unreported_evaluation = True
+        loop.evaluation, loop.evaluated_at, loop.has_unreported_evaluation = numbers, loop.step, True
 
     def end_epoch(self) -> None:
         """Fire POST_EPOCH; the loop increments its epoch afterwards."""
@@ -148,7 +149,7 @@ class Driver:
         self.loop.series_steps = 0
 
     def begin_interval(self) -> None:
-        """Start an interval of the step loop: clear its accumulated gradient and, if a hook needs it, copy the state."""
+        """Start an interval of the step loop: clear its mean gradient and, if a hook needs it, copy the state."""
         self.loop.accumulated_grads = None
         self._copy_state((SNAPSHOT,))
 

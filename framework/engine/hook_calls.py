@@ -86,11 +86,14 @@ class HookCalls:
         """Call the hooks that report evaluations, as at SNAPSHOT, for an evaluation that no hook has reported yet."""
         if listeners := self._hooks.listeners.of_evaluations:
             self._call_all(HookPoint.SNAPSHOT, listeners)
-        self._state.loop.has_unreported_evaluation = False
+        else:
+            self._state.loop.has_unreported_evaluation = False
 
     def _call_all(self, point: HookPoint, due_listeners: list[Listener]) -> None:
         """Call hooks with one shared context, and deliver their metrics."""
         loop = self._state.loop
+        if point not in STEP_POINTS and any([listener.hook.reports_evaluations for listener in due_listeners]):
+            loop.has_unreported_evaluation = False
         listeners = self._hooks.listeners.at[point]
         isolation = self._isolation
         try:
@@ -105,8 +108,6 @@ class HookCalls:
                     self._hooks.call(listener.hook, listener.where, loop.step, observe)
                 else:
                     self._intervene(listener, listener.intervention, context)
-                if listener.hook.reports_evaluations and point not in STEP_POINTS:
-                    loop.has_unreported_evaluation = False
             isolation.check_rest()
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)

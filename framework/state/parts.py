@@ -56,8 +56,8 @@ class LoopState:
     prev_step_grads: dict[str, Tensor] | None = None
     current_grads: dict[str, Tensor] | None = None
     pre_epoch: Any = None
-    """The state copy taken at PRE_EPOCH (step loop: at the start of an interval); hooks never receive it, so the guardian
-    need not copy it."""
+    """The state copy taken at PRE_EPOCH, or at the start of an interval of the step loop. Hooks never receive it, so
+    the guardian need not copy it."""
     loss_scale: float | None = None
     """Factor of the step's loss in its backward pass (float16 only)."""
     skipped_steps: int = 0
