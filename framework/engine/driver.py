@@ -4,6 +4,7 @@ A step is :meth:`Driver.begin_step`, :meth:`Driver.after_backward`, :meth:`Drive
 :meth:`Driver.after_update`. The loop decides what happens between these calls.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -137,6 +138,7 @@ class Driver:
         if loop.has_unreported_evaluation and not is_repeated:
             self.manager.report_evaluation()
         loop.evaluation, loop.evaluated_at, loop.has_unreported_evaluation = numbers, loop.step, True
+        self.manager.log(logging.INFO, "Evaluation after step %d: %s", loop.step, numbers)
 
     def end_epoch(self) -> None:
         """Fire POST_EPOCH; the loop increments its epoch afterwards."""

@@ -1,5 +1,6 @@
 """The active hooks of a run: their schedules, calls, failures and life cycle."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
@@ -28,6 +29,7 @@ from . import hook_validation
 from .error_advice import advice_on_mutation
 from .failures import LOAD, Failure, HookFailures
 from .listeners import Listeners
+from .log import log
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
@@ -208,6 +210,7 @@ class HookSet:
             self._announce(Failure(hook.name, where, step, str(final), outcome), now=True)
             raise
         self._announce(failure, now=collective)
+        log(self._state.streams, logging.ERROR, "%s", failure)
 
     def _announce(self, failure: Failure, *, now: bool) -> None:
         """Send a failure to the other ranks, ``now`` or in :meth:`synchronise_failures`."""
@@ -264,6 +267,7 @@ class HookSet:
             failure = self.failures.leave_out(hook, where, self._state.loop.step, shortened(sentence, 290))
             self._announce(failure, now=False)
             self._drop(hook)
+            log(self._state.streams, logging.WARNING, "Left out: %s", failure)
 
     def _drop(self, hook: TrainingHook) -> None:
         self.listeners.drop(hook)
