@@ -290,8 +290,8 @@ class HookSet:
         self.listeners = Listeners(self._hooks, self.loop)  # start() may set the schedule
 
     def _start(self, hook: TrainingHook, run: RunInfo) -> None:
-        if not Listeners([hook], self.loop).of(hook):
-            reason = "it has no hook points" if hook.loop_points is None else "its loop_points have no entry for it"
+        if hook.loop_points is not None and not Listeners([hook], self.loop).of(hook):
+            reason = "its loop_points have no point of this loop"
             raise UnsuitableError(f"Hook {hook.name!r} is never called in the {self.loop} loop: {reason}.")
         hook_validation.start(hook, run)
         Listeners([hook], self.loop)  # raises UsageError for an invalid schedule

@@ -29,7 +29,7 @@ from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
-from ..runs import ATTACHED, RunFolder, RunRecord, build_summary, environment, load_reference, provenance
+from ..runs import ATTACHED, RunFolder, RunRecord, build_summary, environment, load_reference, read_provenance
 from ..state import RandomStreams, TrainingState, copy_of_batch, resharded_afterwards
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
@@ -273,7 +273,7 @@ class AttachedRun:
                 **self.settings,
                 "name": name_without_seed(path, seed),
             },
-            "provenance": provenance() if self._ranks.is_main else {},
+            "provenance": read_provenance() if self._ranks.is_main else {},
         }
         return RunRecord.planned(self._hooks, options.on_hook_error, options.audit, options.reference, **fields)
 

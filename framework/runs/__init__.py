@@ -2,7 +2,7 @@
 
 from ..errors import require
 from .checks import check_device
-from .provenance import provenance
+from .provenance import read_provenance
 from .config import ExperimentConfig, RunFlags, RunOptions, allowed_words, describe_type, field_names, union_members
 from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked_fields, differences, environment, read_initial,
@@ -23,6 +23,6 @@ __all__ = [
     "ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner", "OptionsByHook", "Record", "RecordSink",
     "ReplaySink", "RunFlags", "RunFolder", "RunOptions", "RunRecord", "Session", "StrategyPlan", "Stretch",
     "allowed_words", "build_run", "build_summary", "check_device", "checked_fields", "describe_type", "differences",
-    "environment", "field_names", "forward_emits", "load_reference", "provenance", "read_initial", "read_outcome",
-    "read_status", "require", "run_folders", "union_members", "versions",
+    "environment", "field_names", "forward_emits", "load_reference", "read_initial", "read_outcome",
+    "read_provenance", "read_status", "require", "run_folders", "union_members", "versions",
 ]

@@ -13,7 +13,7 @@ PATIENCE = 5.0
 """Seconds after which git is given up, for example on a slow network disk."""
 
 
-def provenance() -> dict[str, Any]:
+def read_provenance() -> dict[str, Any]:
     """Return the script, its start time in UTC, and the commit of the repository that contains it, if there is one."""
     script = _script()
     return {

@@ -90,7 +90,7 @@ def test_epoch_hooks_see_means_of_the_interval(tmp_path):
 
 def test_named_hook_that_never_fires_is_refused(tmp_path):
     spy = at(SpyHook, loop_points={"epoch": {HookPoint.POST_EPOCH}})()
-    with pytest.raises(UsageError, match="'spy' is never called in the step loop: its loop_points have no entry"):
+    with pytest.raises(UsageError, match="'spy' is never called in the step loop: its loop_points have no point"):
         trained(tmp_path, [spy])
 
 
