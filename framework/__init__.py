@@ -8,17 +8,19 @@ from .preserved_streams import preserved_streams
 if TYPE_CHECKING:
     from .data import Loader, TensorLoader, fixed_order, random_order
     from .errors import HookError, LoopscopeError, StateMutationError, UsageError
+    from .experiments import GrokkingConfig, GrokkingRunner
     from .hooks import (
         DebugInterventionHook, ExperimentRegistry, HookPoint, HookRegistry, InterventionHook, MetricInfo, MetricSink,
         ModelDataContext, Remembered, RunDataContext, StatePart, StepSchedule, TrainingHook, metric_table,
     )
     from .integrations import Scope, attach
     from .report import plot, read_run
-    from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
+    from .runs import ExperimentConfig, ExperimentRunner
 
 _NAMES_OF = {
     "data": ("Loader", "TensorLoader", "fixed_order", "random_order"),
     "errors": ("HookError", "LoopscopeError", "StateMutationError", "UsageError"),
+    "experiments": ("GrokkingConfig", "GrokkingRunner"),
     "hooks": (
         "DebugInterventionHook", "ExperimentRegistry", "HookPoint", "HookRegistry", "InterventionHook", "MetricInfo",
         "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StatePart", "StepSchedule", "TrainingHook",
@@ -26,7 +28,7 @@ _NAMES_OF = {
     ),
     "integrations": ("Scope", "attach"),
     "report": ("plot", "read_run"),
-    "runs": ("ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
+    "runs": ("ExperimentConfig", "ExperimentRunner"),
 }
 """Public names by package. A package is imported when one of its names is first used, since torch takes seconds."""
 _PACKAGE_OF = {name: package for package, names in _NAMES_OF.items() for name in names}

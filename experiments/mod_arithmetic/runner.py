@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from loopscope.data import Loader, Order, TensorLoader, derived_seed, fixed_order, random_order
+from loopscope.experiments.grokking import GrokkingConfig, GrokkingRunner
 from loopscope.hooks import ExperimentRegistry
-from loopscope.runs import GrokkingConfig, GrokkingRunner, require
+from loopscope.runs import require
 from torch import Tensor, nn
 
 from .model import GrokkingTransformer

@@ -9,7 +9,8 @@ from .format import (
 )
 from .lock import is_locked, run_lock
 from .row_log import ROWS, RowLog, rows_entry, rows_of_step
-from .schedule import Checkpointing, CheckpointPlan, Signals, StoppedError
+from .schedule import Checkpointing, CheckpointPlan
+from .signals import Signals, StoppedError
 from .writer import CheckpointWriter
 
 __all__ = [

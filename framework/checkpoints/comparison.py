@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import listed
-from ..state import ON_DEMAND, in_bytes, local_shards
+from ..state import without_on_demand
+from ..tensors import in_bytes, local_shards
 from .format import intact_checkpoints
 
 Moment = tuple[int, int]
@@ -42,17 +43,11 @@ def differing_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     The comparison leaves out the states of hooks and the loop values that are kept only at a hook's request. The
     remaining entries do not depend on which hooks ran.
     """
-    left, right = dict(_entries(a)), dict(_entries(b))
+    left, right = [without_on_demand(dict(leaf_values(content.get("state")))) for content in (a, b)]
     return [name for name in {**left, **right} if not _same(left.get(name, _ABSENT), right.get(name, _ABSENT))]
 
 
 _ABSENT = object()
-
-
-def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries that determine the rest of a run, each with its path."""
-    on_demand = tuple(f"loop/{item}" for item in ON_DEMAND)
-    return ((name, value) for name, value in leaf_values(content.get("state")) if not name.startswith(on_demand))
 
 
 def leaf_values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

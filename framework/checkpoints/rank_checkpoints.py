@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
 from ..errors import LoopscopeError, library_warnings_ignored
-from ..state import is_sharded
+from ..tensors import is_sharded
 from ..training import Ranks
 from .flat_state import RANK_TENSOR, Keys, Separated, allocate_for, map_tensors
 from .format import FRESH_STREAMS, RANK_FILE, Checkpoint, DamagedCheckpointError, PartialCheckpoint, load_plainly

@@ -8,7 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..state import described, in_bytes, visited
+from ..state import described, visited
+from ..tensors import in_bytes
 from .batches import ROWED
 from .loaders import Batch, Loader
 

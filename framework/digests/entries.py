@@ -7,18 +7,16 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..state import (
-    TrainingState,
+from ..state import TrainingState, described, without_on_demand
+from ..tensors import (
     byte_tensors,
     completed,
-    described,
     groups_of,
     inner_tensors,
     is_cut_off,
     is_sharded,
     local_shards,
     over_shards,
-    without_on_demand,
 )
 from .tensor_sums import ALGORITHM, sums
 

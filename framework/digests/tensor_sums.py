@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..state import in_bytes
+from ..tensors import in_bytes
 
 ALGORITHM = "loopscope-1"
 """Name of the formula and its constants; only digests with the same name in the record are compared."""

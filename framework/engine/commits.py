@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import Clipping, StatePart, UndeclaredCommitError
-from ..state import Vector, byte_tensors, gradients, joint_norm, live_gradients, local_shards, overwrite
+from ..tensors import Vector, byte_tensors, gradients, joint_norm, live_gradients, local_shards, overwrite
 from ..training import takes_closure
 
 Values = TypeVarTuple("Values")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..data import Batch
 from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
-from ..state import LoopState, accumulate, joint_norm, local_shards, unsharded
+from ..state import LoopState
+from ..tensors import accumulate, joint_norm, local_shards, unsharded
 from ..training import TrainingTask
 from .hook_set import HookSet
 from .manager import HookManager

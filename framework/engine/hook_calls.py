@@ -31,7 +31,8 @@ from ..isolation import (
     borrowed_modes,
     borrowed_weights,
 )
-from ..state import TrainingState, Vector, resharded_afterwards
+from ..state import TrainingState
+from ..tensors import Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask
 from .commits import CommitRecord
 from .hook_set import HookSet

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from ..hooks import (
     Series,
     SinkRegistry,
     TrainingHook,
-    collect_alerts,
 )
 from ..isolation import Call, Isolation
 from .log import log
@@ -466,6 +465,20 @@ def _stored_positions(sink: MetricSink, positions: Positions) -> list[Position |
 
 
 def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]], epoch: int, alerts: list[Alert]) -> None:
+    """Append the alerts of a hook about ``rows`` of step and values to ``alerts``, and issue them as warnings."""
+    code = getattr(hook.check, "__code__", _check.__code__)
     for step, values in rows:
-        with collect_alerts(hook.name, epoch, step, alerts):
-            hook.check(values, step)
+        begin = len(alerts)
+        returned: Any = hook.check(values, step)
+        if not isinstance(returned, Iterable | None):
+            raise TypeError(f"returned {returned!r}; it returns a list of alerts, such as [Alert('The loss spiked.')]")
+        for alert in returned or ():
+            if not isinstance(alert, Alert):
+                raise TypeError(f"returned {alert!r} in its alerts; each is an object like Alert('The loss spiked.')")
+            alert.hook, alert.epoch = hook.name, epoch
+            alert.step = step if alert.step is None else alert.step
+            alerts.append(alert)
+        # All alerts are recorded before the first warning, which raises under the filter "error". Without a registry
+        # argument, since Python would otherwise suppress a repeated sentence.
+        for alert in alerts[begin:]:
+            warnings.warn_explicit(alert, type(alert), code.co_filename, code.co_firstlineno)

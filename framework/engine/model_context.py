@@ -22,7 +22,8 @@ from ..isolation import (
     borrowed_gradients,
     borrowed_learning_rates,
 )
-from ..state import TrainingState, Vector, accumulate, copied, is_partial, live_gradients, local_shards, optimizers_of
+from ..state import TrainingState, optimizers_of
+from ..tensors import Vector, accumulate, copied, is_partial, live_gradients, local_shards
 from ..training import (
     METHODS,
     LossProbe,

@@ -1,20 +1,22 @@
 """Base classes, contexts, metrics, taps and registries for hook authors."""
 
-from .alerts import ALERTS, Alert, Recovery, collect_alerts
+from .alerts import ALERTS, Alert, Recovery
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
+from .class_checks import KEYWORDS, hook_options
 from .commits import Clipping, StatePart, UndeclaredCommitError
 from .contexts import (
     ENDLESS, SET_AT, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo,
     metric_table,
 )
+from .groups import GROUPS, always_on, bulk_hooks, hook_groups, hook_kind, select_hooks
 from .hook_points import (
     ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
 )
 from .metrics import Metrics, MetricSink, MetricValue, Series
 from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
-from .selection import (
-    GROUPS, KEYWORDS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks,
-    bulk_hooks, hook_groups, hook_kind, hook_options, options_of, refuse_idle_options, select_hooks, without_duplicates,
+from .registries import (
+    ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, build_hooks, options_of, refuse_idle_options,
+    without_duplicates,
 )
 from .taps import GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
 
@@ -69,7 +71,6 @@ __all__ = [
     "always_on",
     "build_hooks",
     "bulk_hooks",
-    "collect_alerts",
     "hook_groups",
     "hook_kind",
     "hook_options",

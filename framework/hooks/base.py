@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..errors import UsageError
+from .alerts import Alert
 from .commits import StatePart
 from .contexts import MetricInfo, MetricPanel, RunDataContext, RunInfo, metric_table
 from .hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
@@ -201,8 +202,8 @@ class TrainingHook(Remembering, ABC):
         """Return a table of final results, by row and column: shown at the end and stored in the summary."""
         return {}
 
-    def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Check the metrics of one call, as host values; issue warnings or alerts about them here."""
+    def check(self, values: Mapping[str, Any], step: int) -> Iterable[Alert] | None:
+        """Check the metrics of one call, as host values, and return alerts about them."""
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
         """Return taps, which read or replace gradients during the backward pass, or count quantisations.

@@ -30,7 +30,8 @@ from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, RunFolder, RunRecord, build_summary, environment, load_reference, read_provenance
-from ..state import RandomStreams, TrainingState, copy_of_batch, resharded_afterwards
+from ..state import RandomStreams, TrainingState, copy_of_batch
+from ..tensors import resharded_afterwards
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .loop_settings import loop_settings, name_without_seed, seed_of

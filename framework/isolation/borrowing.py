@@ -12,16 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import grad_mode
 
 from ..errors import LoopscopeError, unknown
-from ..state import (
-    EXTRAS,
-    TensorIdentities,
-    TrainingState,
-    fully_sharded_modules,
-    is_uninitialised,
-    nested,
-    reachable_from_modules,
-    resharded_afterwards,
-)
+from ..state import EXTRAS, TrainingState, nested, reachable_from_modules
+from ..tensors import TensorIdentities, fully_sharded_modules, is_uninitialised, resharded_afterwards
 from .guardian import copy_each
 
 _NOTHING = nn.Module()

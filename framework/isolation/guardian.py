@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..state import (
-    GENERATORS,
-    BriefIdentities,
-    Part,
-    Structure,
-    TensorIdentities,
-    TrainingState,
-    Transient,
-    addresses,
-    local_shards,
-)
+from ..state import Part, Structure, TrainingState, Transient
+from ..tensors import BriefIdentities, TensorIdentities, addresses, local_shards
 
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
@@ -106,7 +97,7 @@ class StateCopy(Transient):
         Raises:
             UsageError: if the state of an object is out of reach; the error names the object.
         """
-        parts = [part for part in state.parts if self._with_streams or part is not GENERATORS]
+        parts = [part for part in state.parts if self._with_streams or part.name != "generators"]
         state.sharding.scatter()  # otherwise a gathered copy that an intervention left would be saved
         with torch.no_grad():
             persistent = self._refresh_persistent(state, parts)

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import TrainingState, differing, digest_of, local_shards
+from ..state import TrainingState, differing, digest_of
+from ..tensors import local_shards
 from .guardian import Objects
 from .watch_list import WatchList, in_flight, same_values
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..state import ATOMS, TrainingState, Transient, Watched, addresses, is_sharded, nested, tensors_of
+from ..state import ATOMS, TrainingState, Transient, Watched, nested, tensors_of
+from ..tensors import addresses, is_sharded
 
 _NOT_CONTAINERS = (*ATOMS, Tensor)
 _MISSING = object()

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import LoopscopeError
 from ..hooks import Quantized
-from ..state import is_sharded
+from ..tensors import is_sharded
 from .casts import Cast, Counts, QuantizationListener, as_float32, largest_magnitudes
 from .linear_function import Calls, CountsByCast, LayerCall, QuantizedLinear
 from .metis import LowRankFactors, SplitLinear, low_rank_cast

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import shortened
 from ..runs import RunRecord, differences
-from ..training import critical_t, two_sided_p
+from ..student_t import critical_t, two_sided_p
 from .curves import Curve
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number

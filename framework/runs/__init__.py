@@ -11,7 +11,7 @@ from .records import (
 from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, forward_emits
 from .run_folder import EXPLANATION, REWINDS, RunFolder
-from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
+from .runner import ExperimentRunner, OptionsByHook
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .strategy_run import Display
@@ -20,9 +20,9 @@ from .validation import DivergedError, Stretch
 
 __all__ = [
     "ATTACHED", "CONFIG", "EXPLANATION", "REWINDS", "SUMMARY", "Completed", "Display", "DivergedError",
-    "ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner", "OptionsByHook", "Record", "RecordSink",
-    "ReplaySink", "RunFlags", "RunFolder", "RunOptions", "RunRecord", "Session", "StrategyPlan", "Stretch",
-    "allowed_words", "build_run", "build_summary", "check_device", "checked_fields", "describe_type", "differences",
-    "environment", "field_names", "forward_emits", "load_reference", "read_initial", "read_outcome",
-    "read_provenance", "read_status", "require", "run_folders", "union_members", "versions",
+    "ExperimentConfig", "ExperimentRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags",
+    "RunFolder", "RunOptions", "RunRecord", "Session", "StrategyPlan", "Stretch", "allowed_words", "build_run",
+    "build_summary", "check_device", "checked_fields", "describe_type", "differences", "environment", "field_names",
+    "forward_emits", "load_reference", "read_initial", "read_outcome", "read_provenance", "read_status", "require",
+    "run_folders", "union_members", "versions",
 ]

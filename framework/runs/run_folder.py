@@ -17,7 +17,7 @@ from ..checkpoints import DIGESTS, ROWS, checkpoint_folders, run_lock
 from ..durable_files import path_exists, save_tensors, translated_disk_errors, write_json
 from ..errors import UsageError, listed, source_location
 from ..hooks import HookRegistry, SinkRegistry
-from ..state import unsharded
+from ..tensors import unsharded
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, seed_name
 
 CHECKPOINTS = "checkpoints"

@@ -25,7 +25,8 @@ from ..hooks import (
     select_hooks,
 )
 from ..preserved_streams import preserved_streams
-from ..state import deterministic, laid_out_like, seed_everything
+from ..state import deterministic, seed_everything
+from ..tensors import laid_out_like
 from ..training import Ranks, joined_process_group, quiet_graph_breaks
 from .checks import call_method, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions

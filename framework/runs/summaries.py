@@ -10,7 +10,7 @@ from torch import nn
 
 from ..engine import HookManager
 from ..errors import with_lines
-from ..state import is_uninitialised
+from ..tensors import is_uninitialised
 from .records import RunRecord
 
 

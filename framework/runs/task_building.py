@@ -6,8 +6,8 @@ from typing import Any
 
 from ..data import RowsOfRank, derived_seed
 from ..errors import unknown
-from ..state import RandomStreams, TrainingState, seed_everything
-from ..training import Parallel, Precision, Ranks, TrainingTask, compile_model, parallelise, split_groups
+from ..state import RandomStreams, TrainingState, seed_everything, split_groups
+from ..training import Parallel, Precision, Ranks, TrainingTask, compile_model, parallelise
 from .checks import call_method, plain
 from .runner import ExperimentRunner
 

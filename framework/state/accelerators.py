@@ -1,7 +1,7 @@
 """Functions of the accelerator's backend module, none of which every backend has.
 
 ``torch.cuda``, ``torch.xpu``, ``torch.mps``, ``torch.mtia`` and third-party backends offer different functions:
-``torch.mps`` has neither ``is_initialized`` nor ``manual_seed_all``, and does not count memory.
+``torch.mps`` has neither ``is_initialized`` nor ``manual_seed_all``.
 """
 
 from collections.abc import Callable
@@ -63,20 +63,6 @@ def refuse_unprotected(devices: set[torch.device]) -> None:
                 f"torch.{device.type} cannot read the random generator of {device}, so random numbers that hooks draw "
                 "there would change the run; train on the CPU, or with a version of torch that can."
             )
-
-
-def reset_memory_peak() -> tuple[int, Callable[[], int]] | None:
-    """Reset the peak of allocated memory.
-
-    Returns:
-        The number of allocated bytes and a function that returns the peak since this call; ``None`` if the backend does
-        not count memory.
-    """
-    try:
-        torch.accelerator.reset_peak_memory_stats()
-        return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated
-    except UNSUPPORTED:
-        return None
 
 
 def _backend(kind: str) -> Any:

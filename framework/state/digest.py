@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .tensor_identity import PLAIN, byte_tensors, inner_tensors, is_cut_off, is_uninitialised
+from ..tensors import PLAIN, byte_tensors, inner_tensors, is_cut_off, is_uninitialised
 
 _FREQUENT = frozenset({bool, int, str, type(None)})
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)

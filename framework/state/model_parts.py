@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..tensors import addresses
 from .attributes import MODULE_ATTRIBUTES, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
 from .objects import Transient
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .random_streams import StreamState
 from .sharding import ShardingState
-from .tensor_identity import addresses
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")

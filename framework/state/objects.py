@@ -187,18 +187,11 @@ _CODE = (
 # loopscope's own packages, since hooks and experiments declare their state. A tokenizer resets its settings at each
 # call, and Arrow tables are immutable.
 _MACHINERY = (
-    *(
-        "torch._",
-        "torch.cuda",
-        "torch.distributed",
-        "torch.fx",
-        "torch.jit",
-        "torch.utils.hooks",
-        "loopscope.checkpoints",
-    ),
-    *("loopscope.console", "loopscope.data", "loopscope.engine", "loopscope.hooks", "loopscope.isolation"),
-    *("loopscope.runs.runner", "loopscope.state", "loopscope.training.", "tokenizers", "pyarrow"),
-    *("datasets.arrow_dataset", "datasets.iterable_dataset"),
+    *("torch._", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit", "torch.utils.hooks"),
+    *("loopscope.checkpoints", "loopscope.console", "loopscope.data", "loopscope.engine"),
+    *("loopscope.experiments.grokking", "loopscope.hooks", "loopscope.isolation", "loopscope.runs.runner"),
+    *("loopscope.state", "loopscope.tensors", "loopscope.training."),
+    *("tokenizers", "pyarrow", "datasets.arrow_dataset", "datasets.iterable_dataset"),
 )
 # A reference to only such a method writes to the container, for example to a log, and reads nothing from it.
 _ONLY_WRITES = frozenset({"append", "appendleft", "extend", "add", "write"})

@@ -22,15 +22,12 @@ import xxhash
 from torch import Tensor
 
 from ..errors import UsageError
+from ..tensors import bytes_at
 from .accelerators import devices_in_use, generator_state, is_present, seed_generators, set_generator_state
 
 WORDS = 624
 TWISTER = (WORDS + 1) * 4
 """Bytes of a Mersenne Twister: 624 words and the position in them."""
-bytes_at: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
-"""Copy bytes from an address, like ctypes.string_at but without its Python function."""
 _NUMPY: Any = np.random  # its stubs lack set_bit_generator
 _RANDOM_STATE: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # likewise for random

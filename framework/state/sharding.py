@@ -1,14 +1,12 @@
 """The state of FSDP2 (``fully_shard``) outside of a model: gathered parameters, pending work and settings."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..errors import LoopscopeError
+from ..tensors import fully_sharded_modules
 from .attributes import refill
 
 _PLAIN = (bool, int, float, str, Enum, type(None))
@@ -16,27 +14,6 @@ _UNDER_WAY = frozenset({"_modules_to_run_forward", "_post_forward_indices", "pos
 """Containers that a forward pass fills and a complete backward pass empties."""
 _UNREDUCED = ("unsharded_accumulated_grad", "_partial_reduce_output")
 _GATHERED = "_unsharded_param"
-
-
-def fully_sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules under FSDP2 (``fully_shard``), which gathers their parameters for forward and backward."""
-    # Without this module, fully_shard cannot have been called.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-
-
-@contextmanager
-def resharded_afterwards(model: nn.Module) -> Iterator[None]:
-    """Reshard all modules after the body, since a forward pass without backward leaves parameters gathered.
-
-    Otherwise ``model.parameters()`` would return the gathered copy, and the next forward pass would use it instead of
-    the shards that the optimizer has updated.
-    """
-    try:
-        yield
-    finally:
-        for module in fully_sharded_modules(model):
-            module.reshard()
 
 
 class ShardingState(NamedTuple):

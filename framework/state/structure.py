@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..tensors import addresses, attached, is_uninitialised
 from .attributes import HOOK_KIND, MAX_DEPTH, refill
 from .objects import (
     Slots,
@@ -23,7 +24,6 @@ from .objects import (
     referenced_objects,
     write_native,
 )
-from .tensor_identity import addresses, attached, is_uninitialised
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _SUBCLASSED = (dict, list, deque, set, tuple, np.ndarray)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
 from ..registry import qualified
+from ..tensors import inner_tensors
 from .accelerators import refuse_unprotected
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
@@ -25,7 +26,6 @@ from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
 from .random_streams import StreamState, from_plain, plain
 from .sharding import FullSharding
 from .structure import Structure
-from .tensor_identity import inner_tensors
 from .update_parts import UPDATE_PARTS, extra_attributes, numbers_missing, optimizers_of
 
 Item = TypeVar("Item")

@@ -1,6 +1,6 @@
 """The parts of a training state for optimizer, scheduler and hooks, and for the objects that they refer to."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,19 +11,10 @@ from torch.optim import Optimizer
 from .attributes import HOOK_TABLES, MODULE_ATTRIBUTES, is_hook_table, without_hooks
 from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
 from .objects import ATOMS, attributes_of
+from .parameter_groups import SPLIT_FROM, is_torch_optimizer, original_groups, regrouped
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .random_streams import StreamState
 from .structure import Structure
-
-SPLIT_FROM = "split_from"
-"""Key of a parameter group that gives the index of the original group, before ranks split it."""
-BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
-"""Attributes of torch's schedulers that are lists with one item per parameter group."""
-
-
-def is_torch_optimizer(optimizer: Any) -> bool:
-    """Return whether an optimizer is a ``torch.optim.Optimizer``; otherwise it wraps others, or has no such state."""
-    return isinstance(optimizer, Optimizer)
 
 
 def _with_forms_of_objects(moments: Any, forms: Any) -> Any:
@@ -57,37 +48,18 @@ def _names_of(state: StateObjects) -> list[str]:
     return [names.get(id(item), f"of the optimizer alone {index}") for index, item in enumerate(parameters)]
 
 
-def _origins(optimizer: Any) -> list[int]:
-    """Return, for each group of an optimizer, the index of its original group before ranks split it."""
-    groups = optimizer.param_groups if is_torch_optimizer(optimizer) else []
-    return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
-
-
 def _optimizer_state(state: StateObjects) -> dict[str, Any]:
     """Return an optimizer's state dict with parameter names as keys and the original groups."""
     optimizer = state.optimizer
     if not is_torch_optimizer(optimizer) or "state" in _optimizer_attributes(optimizer):
         return {}
     content, names, groups = optimizer.state_dict(), dict(enumerate(_names_of(state))), dict[int, dict[str, Any]]()
-    for origin, group in zip(_origins(optimizer), content["param_groups"], strict=True):
+    for origin, group in zip(original_groups(optimizer), content["param_groups"], strict=True):
         combined = groups.setdefault(origin, {**group, "params": []})
         combined.pop(SPLIT_FROM, None)
         combined["params"] += [names[index] for index in group["params"]]
     by_name = {names.get(index, index): value for index, value in content["state"].items()}
     return {**content, "state": by_name, "param_groups": [*groups.values()]}
-
-
-def _regroup(form: Any, count: int, positions: Sequence[int]) -> Any:
-    """Return a scheduler's plain form; lists of one item per group (``count``) keep the items at ``positions``."""
-    if isinstance(form, list):
-        return [_regroup(item, count, positions) for item in form]
-    if not isinstance(form, Mapping):
-        return form
-    regrouped = {key: _regroup(item, count, positions) for key, item in form.items()}
-    for key in BY_GROUP & regrouped.keys():
-        if isinstance(form[key], Mapping) and len(items := form[key].get("list", ())) == count:
-            regrouped[key] = {"list": [items[position] for position in positions]}
-    return regrouped
 
 
 def optimizers_of(state: StateObjects) -> list[Optimizer]:
@@ -256,7 +228,7 @@ class OptimizerPart(Part):
             of_split = [{SPLIT_FROM: group[SPLIT_FROM]} if SPLIT_FROM in group else {} for group in present]
             groups = [
                 {**stored["param_groups"][origin], "params": group["params"], **split}
-                for origin, group, split in zip(_origins(optimizer), present, of_split, strict=True)
+                for origin, group, split in zip(original_groups(optimizer), present, of_split, strict=True)
             ]
             by_number = {numbers.get(name, name): value for name, value in stored["state"].items()}
             optimizer.load_state_dict({**stored, "state": by_number, "param_groups": groups})
@@ -321,15 +293,15 @@ class SchedulerPart(Part):
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
         """Return the plain forms with one item per original group, independent of how ranks split the groups."""
-        origins, forms = _origins(state.optimizer), self._forms(state)
+        origins, forms = original_groups(state.optimizer), self._forms(state)
         once = [origins.index(origin) for origin in dict.fromkeys(origins)]
-        return forms if len(once) == len(origins) else dict(_regroup(forms, len(origins), once))
+        return forms if len(once) == len(origins) else dict(regrouped(forms, len(origins), once))
 
     def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
         """Set the attributes, with one item per group of this rank."""
-        space, origins = attributes_of(state.scheduler) or {}, _origins(state.optimizer)
+        space, origins = attributes_of(state.scheduler) or {}, original_groups(state.optimizer)
         if len({*origins}) < len(origins):
-            stored = _regroup(stored, len({*origins}), origins)
+            stored = regrouped(stored, len({*origins}), origins)
         from_plain_forms(state).restore_attributes(space, stored, [*space])
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_iter
 
 from ..errors import StateMutationError, UsageError, unknown
 from ..hooks import GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
-from ..state import InternalFunction, in_bytes
+from ..state import InternalFunction
+from ..tensors import in_bytes
 from ..training import eagerly, is_compiled, quiet_graph_breaks
 from .weight_uses import ForwardCallbacks, elsewhere_callbacks, weight_callbacks
 

@@ -3,21 +3,20 @@
 from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
 from .loss_probe import METHODS, LossProbe, Method
 from .parallel import (
-    Parallel, is_main_process, is_restarted, joined_process_group, parallelise, split_groups, torchrun_world_size,
+    Parallel, is_main_process, is_restarted, joined_process_group, parallelise, torchrun_world_size,
     with_rebuilt_buckets,
 )
 from .profiler import Profiler
 from .ranks import Ranks
-from .student_t import critical_t, two_sided_p
 from .train_step import (
     Precision, TrainingTask, advance_scheduler, borrowed_scaler, check_metric, forward_backward, is_skipped,
     make_closure, measure_gradients, step_by_metric, takes_closure, update,
 )
 
 __all__ = [
-    "METHODS", "LossProbe", "Method", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask", "advance_scheduler",
-    "borrowed_scaler", "check_metric", "compile_model", "critical_t", "eagerly", "forward_backward", "is_compiled",
-    "is_main_process", "is_restarted", "is_skipped", "joined_process_group", "make_closure", "measure_gradients",
-    "parallelise", "quiet_graph_breaks", "split_groups", "step_by_metric", "takes_closure", "torchrun_world_size",
-    "two_sided_p", "update", "with_rebuilt_buckets",
+    "METHODS", "LossProbe", "Method", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask",
+    "advance_scheduler", "borrowed_scaler", "check_metric", "compile_model", "eagerly", "forward_backward",
+    "is_compiled", "is_main_process", "is_restarted", "is_skipped", "joined_process_group", "make_closure",
+    "measure_gradients", "parallelise", "quiet_graph_breaks", "step_by_metric", "takes_closure",
+    "torchrun_world_size", "update", "with_rebuilt_buckets",
 ]

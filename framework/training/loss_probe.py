@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..data import Batch, MicroBatches, micro_batches, rows
 from ..errors import LoopscopeError
 from ..isolation import borrowed_buffers, borrowed_extras, borrowed_gradients, borrowed_modes
-from ..state import (
-    TrainingState,
+from ..state import TrainingState
+from ..tensors import (
     Vector,
     accumulate,
     axpy,

@@ -9,11 +9,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import listed, require
-from ..state import BY_GROUP, SPLIT_FROM
 
 Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
 TENSOR_RANKS = 2
@@ -127,24 +124,3 @@ def with_rebuilt_buckets(replica: DistributedDataParallel) -> DistributedDataPar
     for parameter in trained:
         parameter.grad = None
     return replica
-
-
-def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Split parameter groups by device mesh, because a fused kernel cannot update tensors of different meshes.
-
-    Each new group stores the index of its original group, so that checkpoints can merge them. Lists of a scheduler with
-    one entry per group are expanded accordingly.
-    """
-    groups: list[dict[str, Any]] = []
-    count = len(optimizer.param_groups)
-    for index, group in enumerate(optimizer.param_groups):
-        by_mesh: dict[Any, list[Any]] = {}
-        for parameter in group["params"]:
-            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        groups += [{**group, "params": parameters, SPLIT_FROM: index} for parameters in by_mesh.values()]
-    optimizer.param_groups[:] = groups
-    schedulers = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
-    for item in schedulers:
-        for name in BY_GROUP & vars(item).keys():
-            if isinstance(values := getattr(item, name), list) and len(values) == count:
-                setattr(item, name, [values[group[SPLIT_FROM]] for group in groups])

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..data import rows
-from ..state import reset_memory_peak
 
 Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
@@ -105,7 +104,11 @@ def start_peak_measurement() -> tuple[int, Callable[[], int]] | None:
     allocations from the reserve are not visible, so small amounts can be measured as 0.
     """
     if torch.accelerator.is_available():
-        return reset_memory_peak()
+        try:
+            torch.accelerator.reset_peak_memory_stats()
+            return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # a backend that does not count memory
+            return None
     try:
         with suppress(AttributeError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RankError, RankLostError, UsageError, listed
-from ..state import fully_sharded_modules, is_sharded
+from ..tensors import fully_sharded_modules, is_sharded
 
 Result = TypeVar("Result")
 

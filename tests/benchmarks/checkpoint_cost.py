@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from loopscope.checkpoints import Checkpointing, CheckpointPlan, CheckpointWriter, Signals
 from loopscope.engine import HookManager
-from loopscope.state import local_shards
+from loopscope.tensors import local_shards
 from torch import Tensor
 
 from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row

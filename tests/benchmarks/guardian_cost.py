@@ -10,7 +10,8 @@ import torch
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.isolation import StateCopy
-from loopscope.state import RandomStreams, TrainingState, local_shards
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.tensors import local_shards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

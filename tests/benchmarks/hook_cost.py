@@ -18,7 +18,7 @@ from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, ModelDataConte
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunOptions, Session, strategy_run
 from loopscope.runs.session import uses_reference
-from loopscope.state import copied, trainable
+from loopscope.tensors import copied, trainable
 from loopscope.training import forward_backward
 from loopscope.training_hooks.counterfactual import Counterfactual
 

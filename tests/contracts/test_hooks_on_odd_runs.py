@@ -11,7 +11,7 @@ from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
 from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, TrainingHook
-from loopscope.state import copied, overwrite
+from loopscope.tensors import copied, overwrite
 from loopscope.training import TrainingTask, advance_scheduler, takes_closure
 from torch import Tensor
 

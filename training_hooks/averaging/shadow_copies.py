@@ -13,7 +13,7 @@ import torch
 from loopscope.errors import UnsuitableError, listed
 from loopscope.hooks import Remembered, Remembering
 from loopscope.lowbit import layers_with_factors
-from loopscope.state import local_shards
+from loopscope.tensors import local_shards
 from torch import Tensor, nn
 
 from ..measures import sharded_like

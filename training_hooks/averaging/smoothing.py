@@ -1,6 +1,5 @@
 """Periodic smoothing of the weights towards their values after the previous smoothing."""
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart, StepSchedule
 from loopscope.errors import UsageError, listed
-from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, norms, trainable
+from loopscope.hooks import Alert, Metrics, ModelDataContext, RunInfo
+from loopscope.tensors import Vector, is_sharded, joint_norm, local_shards, norm, norms, trainable
 from torch import Tensor, nn
 
 from ..measures import stacked
@@ -220,12 +219,13 @@ class ModelSmoothing(InterventionHook):
         jump = self.config.alpha * travelled / norm(smoothed)
         return {"distance": travelled, "relative_jump": jump, "smoothings": self._smoothings}
 
-    def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn once about parameters that are trained now but had no buffer because they were frozen at the start."""
-        if self._thawed and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"model_smoothing does not smooth {listed(self._thawed, 3)} at step {step}: these parameters were "
-                "frozen when the run started, so they have no buffer.",
-                stacklevel=2,
-            )
+    def check(self, values: Mapping[str, Any], step: int) -> list[Alert]:
+        """Return one alert about trained parameters without a buffer, since they were frozen at the start."""
+        if not self._thawed or self._warned:
+            return []
+        self._warned = True
+        sentence = (
+            f"model_smoothing does not smooth {listed(self._thawed, 3)} at step {step}: these parameters were frozen "
+            "when the run started, so they have no buffer."
+        )
+        return [Alert(sentence)]

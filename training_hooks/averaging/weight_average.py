@@ -10,7 +10,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.durable_files import save_tensors
 from loopscope.errors import UnsuitableError, UsageError, require, unknown
 from loopscope.hooks import MetricInfo, Metrics, Remembering, RunInfo, metric_table
-from loopscope.state import fully_sharded_modules, is_sharded, local_shards, norm, trainable, unsharded
+from loopscope.tensors import fully_sharded_modules, is_sharded, local_shards, norm, trainable, unsharded
 from torch import Tensor, nn
 
 from ..measures import sharded_like

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError, shortened
-from loopscope.state import unsharded
+from loopscope.tensors import unsharded
 from torch import Tensor, nn
 
 FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn", "query_key_value")

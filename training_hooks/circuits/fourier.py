@@ -9,7 +9,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, Train
 from loopscope.data import preserved_loader
 from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import unsharded
+from loopscope.tensors import unsharded
 from loopscope.training import Ranks
 from torch import Tensor, nn
 

@@ -4,7 +4,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import unsharded
+from loopscope.tensors import unsharded
 from torch import Tensor
 
 from ..measures import gini, leading_share, participation_ratio

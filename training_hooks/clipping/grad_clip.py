@@ -9,7 +9,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext
-from loopscope.state import Vector, gradients, groups_of, joint_norm, local_shards, norm_of_each, norms, over_shards
+from loopscope.tensors import Vector, gradients, groups_of, joint_norm, local_shards, norm_of_each, norms, over_shards
 from torch import Tensor
 
 from ..measures import stacked

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import GradientTap, RunInfo
-from loopscope.state import WIDE, InternalFunction, fully_sharded_modules, is_sharded
+from loopscope.state import InternalFunction
+from loopscope.tensors import WIDE, fully_sharded_modules, is_sharded
 from loopscope.training import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter

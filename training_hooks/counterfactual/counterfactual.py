@@ -6,8 +6,8 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
 from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import Vector, dot, minus, trainable
-from loopscope.training import critical_t
+from loopscope.student_t import critical_t
+from loopscope.tensors import Vector, dot, minus, trainable
 from torch import Tensor
 
 from ..measures import notice

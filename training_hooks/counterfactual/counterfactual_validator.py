@@ -6,7 +6,7 @@ import torch
 from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext
 from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext
-from loopscope.training import critical_t
+from loopscope.student_t import critical_t
 from torch import Tensor
 
 from .counterfactual import inner_products, shuffled_epochs

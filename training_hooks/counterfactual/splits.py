@@ -4,7 +4,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 import torch
-from loopscope.training import critical_t
+from loopscope.student_t import critical_t
 from torch import Tensor
 
 from ..measures import jackknife_variance

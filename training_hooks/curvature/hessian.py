@@ -8,7 +8,7 @@ from typing import Any
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import Vector, accumulate, copied, cosine, dot, laid_out_like, minus, norm, overwrite, trainable
+from loopscope.tensors import Vector, accumulate, copied, cosine, dot, laid_out_like, minus, norm, overwrite, trainable
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer

@@ -9,7 +9,7 @@ from functools import cached_property, reduce
 import torch
 from loopscope.data import Batch
 from loopscope.hooks import ModelDataContext, OptimizerGroup
-from loopscope.state import Vector, axpy, copied, dot, minus, overwrite, trainable
+from loopscope.tensors import Vector, axpy, copied, dot, minus, overwrite, trainable
 from loopscope.training import Method
 from torch import Tensor
 

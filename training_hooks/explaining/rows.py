@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from loopscope.data import Batch, part_of, rows
-from loopscope.state import in_bytes, visited
+from loopscope.state import visited
+from loopscope.tensors import in_bytes
 from torch import Tensor
 
 STANDS_OUT = 6.0

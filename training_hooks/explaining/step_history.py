@@ -10,7 +10,7 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered
 from loopscope.data import Batch
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import trainable
+from loopscope.tensors import trainable
 from loopscope.training import eagerly
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter

@@ -12,7 +12,7 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered
 from loopscope.data import Batch, part_of, rows
 from loopscope.errors import UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import overwrite, trainable
+from loopscope.tensors import overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 

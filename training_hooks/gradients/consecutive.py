@@ -6,7 +6,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import trainable
+from loopscope.tensors import trainable
 from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory, FlatVector

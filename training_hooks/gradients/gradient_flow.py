@@ -1,7 +1,6 @@
 """Growth and decay of the gradient between blocks during the backward pass."""
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Alert, GradientTap, Metrics, Recovery, RunInfo
-from loopscope.state import is_sharded, joint_norm
+from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
 
 from ..measures import stacked
@@ -227,11 +226,11 @@ class GradientFlow(TrainingHook):
             "amplifying_count": (all_gains >= self._amplifying_gain).sum(),
         }
 
-    def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn when blocks start to vanish or to amplify the gradient; issue a notice when a condition ends.
+    def check(self, values: Mapping[str, Any], step: int) -> Iterator[Alert]:
+        """Yield an alert when blocks start to vanish or to amplify the gradient, and a recovery when a condition ends.
 
         A block leaves a condition once its gain is within the threshold by a factor of 2, so gains that fluctuate
-        around the threshold cause no repeated warnings. Steps with infinite or NaN norms are ignored.
+        around the threshold cause no repeated alerts. Steps with infinite or NaN norms are ignored.
         """
         gains = {name.removeprefix("gain/"): value for name, value in values.items() if name.startswith("gain/")}
         norms = [value for name, value in values.items() if name.startswith("norm/")]
@@ -241,42 +240,38 @@ class GradientFlow(TrainingHook):
         ascending = sorted(gains.items(), key=itemgetter(1))
         vanishing = {block: gain for block, gain in ascending if gain <= low}
         amplifying = {block: gain for block, gain in reversed(ascending) if gain >= high}
-        recovered = {block for block, gain in gains.items() if gain > low * HYSTERESIS}
+        reported, recovered = self._vanishing, {block for block, gain in gains.items() if gain > low * HYSTERESIS}
+        self._vanishing = sorted({*vanishing} | ({*reported} - recovered))
         fault = f"vanishes (gain ≤ {low:g})"
-        self._vanishing = _report_changes(
-            self._vanishing, vanishing, recovered, fault, metric="smallest_gain", step=step, limit=low
-        )
-        recovered = {block for block, gain in gains.items() if gain < high / HYSTERESIS}
+        yield from _changes(reported, self._vanishing, vanishing, fault, metric="smallest_gain", step=step, limit=low)
+        reported, recovered = self._amplifying, {block for block, gain in gains.items() if gain < high / HYSTERESIS}
+        self._amplifying = sorted({*amplifying} | ({*reported} - recovered))
         fault = f"is amplified (gain ≥ {high:g})"
-        self._amplifying = _report_changes(
-            self._amplifying, amplifying, recovered, fault, metric="largest_gain", step=step, limit=high
-        )
+        yield from _changes(reported, self._amplifying, amplifying, fault, metric="largest_gain", step=step, limit=high)
 
 
-def _report_changes(
+def _changes(
     reported: Sequence[str],
+    affected: Sequence[str],
     gains: Mapping[str, float],
-    recovered: set[str],
     fault: str,
     *,
     metric: str,
     step: int,
     limit: float,
-) -> list[str]:
-    """Warn about newly affected blocks, or issue a notice if none is left; return the blocks that are affected now.
+) -> Iterator[Alert]:
+    """Yield an alert if blocks are affected that were not ``reported``, or a recovery if no block is affected any more.
 
-    ``gains`` has the affected blocks, worst first; ``fault`` is the predicate of the sentence.
+    ``gains`` has the blocks beyond the ``limit``, worst first; ``fault`` is the predicate of the sentence.
     """
-    affected = sorted({*gains} | ({*reported} - recovered))
     if gains.keys() - reported:
         named = listed([f"{block} ({gain:.2g})" for block, gain in gains.items()], LISTED)
         sentence = f"Step {step:,}: the backpropagated gradient {fault} in {named}."
         worst = next(iter(gains.values()))
-        warnings.warn(Alert(sentence, metric=metric, step=step, value=worst, limit=limit), stacklevel=3)
+        yield Alert(sentence, metric=metric, step=step, value=worst, limit=limit)
     elif reported and not affected:
         sentence = f"Step {step:,}: the backpropagated gradient no longer {fault} in any block."
-        warnings.warn(Recovery(sentence, metric=metric, step=step, limit=limit), stacklevel=3)
-    return affected
+        yield Recovery(sentence, metric=metric, step=step, limit=limit)
 
 
 def _describe_missing_blocks(model: nn.Module, pattern: str) -> str:

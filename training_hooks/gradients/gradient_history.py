@@ -3,7 +3,7 @@
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import gradients, trainable
+from loopscope.tensors import gradients, trainable
 from torch import Tensor, nn
 
 from ..measures import FlatSpace, splitmix64

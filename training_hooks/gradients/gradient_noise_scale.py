@@ -9,7 +9,8 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.data import micro_batches, preserved_loader, rows
 from loopscope.errors import require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import Vector, accumulate, dot, tensors_of
+from loopscope.state import tensors_of
+from loopscope.tensors import Vector, accumulate, dot
 from torch import Tensor
 
 from ..measures import notice

@@ -2,7 +2,7 @@
 
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.hooks import Metrics
-from loopscope.state import max_abs, norm, norm_of_each, trainable
+from loopscope.tensors import max_abs, norm, norm_of_each, trainable
 
 
 @HookRegistry.register

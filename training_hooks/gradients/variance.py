@@ -8,7 +8,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
-from loopscope.state import trainable
+from loopscope.tensors import trainable
 from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory

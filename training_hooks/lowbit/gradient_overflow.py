@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, counted, listed, require, unknown
-from loopscope.hooks import GradientTap, MetricInfo, Metrics, QuantizationTap, RunInfo, Tap
+from loopscope.hooks import Alert, GradientTap, MetricInfo, Metrics, QuantizationTap, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
-from loopscope.state import unsharded
+from loopscope.tensors import unsharded
 from torch import Tensor, nn
 
 from ..measures import notice
@@ -265,10 +265,9 @@ class GradientOverflow(TrainingHook):
         more = readings_of_all_roles(page) if subject == QUANTIZERS else self._casts.values(subject, page)
         return more | readings_by_role(page, self.top_k)
 
-    def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Issue the warnings of all steps up to ``step``."""
-        for alarm in self._alarms.values():
-            alarm.alerts.issue_warnings(step)
+    def check(self, values: Mapping[str, Any], step: int) -> list[Alert]:
+        """Return the alerts of all steps up to ``step``."""
+        return [alert for alarm in self._alarms.values() for alert in alarm.alerts.take_due(step)]
 
     def table(self) -> Mapping[str, Mapping[str, float]]:
         """Return the readings of the whole run: a row per role, and one for all roles of the quantised layers."""

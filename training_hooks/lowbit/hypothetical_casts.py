@@ -10,7 +10,7 @@ from loopscope import Remembered
 from loopscope.hooks import Remembering
 from loopscope.lowbit import castable_matrices, has_weight_parameter
 from loopscope.lowbit.casts import Cast, largest_magnitudes
-from loopscope.state import trainable, unsharded
+from loopscope.tensors import trainable, unsharded
 from torch import Tensor, nn
 
 from .cast_losses import losses

@@ -6,7 +6,7 @@ from loopscope.data import derived_seed
 from loopscope.errors import UnsuitableError, UsageError, listed
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.lowbit import BitLinear, Decomposition, MetisOptions, split_weight
-from loopscope.state import is_sharded, joint_norm
+from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
 
 from ..measures import notice, stacked

@@ -8,7 +8,7 @@ from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, Tra
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import OFFSET, RangePenalty, penalised_matrices
-from loopscope.state import joint_norm, norms
+from loopscope.tensors import joint_norm, norms
 from torch import Tensor
 
 

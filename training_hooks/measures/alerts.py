@@ -1,4 +1,4 @@
-"""Warnings that are issued once: when parameters enter a condition, and when all of them have left it."""
+"""Alerts that are sent once: when parameters enter a condition, and when all of them have left it."""
 
 import warnings
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def notice(sentence: str) -> None:
 
 
 class Alerts(Remembering):
-    """Tracks the parameters in each condition, and queues a message for every change.
+    """Tracks the parameters in each condition, and queues an alert for every change.
 
     Args:
         phrases: for each condition the predicate for one parameter, and the predicate for several.
@@ -47,7 +47,7 @@ class Alerts(Remembering):
     ) -> None:
         """Record which of ``checked`` parameters are in a condition, worst first, each with a measured value.
 
-        A message is queued if a parameter was not reported before since the condition appeared, and when all have left
+        An alert is queued if a parameter was not reported before since the condition appeared, and when all have left
         the condition. ``lingering`` parameters have left it, but not far enough to end it. ``worst`` is the value of
         the first of ``affected``, ``limit`` the threshold of the condition.
         """
@@ -69,10 +69,11 @@ class Alerts(Remembering):
         """Return the parameters reported since the condition appeared, including those that have left it since."""
         return frozenset(self._told[condition])
 
-    def issue_warnings(self, step: int) -> None:
-        """Issue the queued messages of all steps up to ``step``; the end of a condition is only a notice."""
+    def take_due(self, step: int) -> list[Alert]:
+        """Remove and return the queued alerts of all steps up to ``step``; the end of a condition is a recovery."""
         due = [message for message in self._news if message[0] <= step]
         self._news = [message for message in self._news if message[0] > step]
-        for start_step, is_alert, sentence, condition, worst, limit in due:
-            kind = Alert if is_alert else Recovery
-            warnings.warn(kind(sentence, metric=condition, step=start_step, value=worst, limit=limit), stacklevel=3)
+        return [
+            (Alert if starts else Recovery)(sentence, metric=condition, step=start_step, value=worst, limit=limit)
+            for start_step, starts, sentence, condition, worst, limit in due
+        ]

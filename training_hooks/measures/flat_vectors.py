@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import WIDE, Vector, groups_of, is_sharded, laid_out_like, local_shards, over_shards, unsharded
+from loopscope.tensors import WIDE, Vector, groups_of, is_sharded, laid_out_like, local_shards, over_shards, unsharded
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 

@@ -1,7 +1,6 @@
 """Spikes of the loss and of the gradient norm relative to the preceding steps."""
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,8 +113,8 @@ class LossSpikes(TrainingHook):
             metrics |= {f"{prefix}_deviation": list(deviation), f"{prefix}_spike_count": count}
         return metrics
 
-    def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn about every spike; ``step`` is the last of the checked steps."""
+    def check(self, values: Mapping[str, Any], step: int) -> Iterator[Alert]:
+        """Yield an alert for every spike; ``step`` is the last of the checked steps."""
         for prefix, label in SIGNALS.items():
             metric = f"{prefix}_deviation"
             step_deviations = values[metric]
@@ -125,5 +124,4 @@ class LossSpikes(TrainingHook):
                         f"The {label} spiked at step {spike_step:,}: it was {deviation:.1f} standard deviations above "
                         f"its mean over the previous {self.window} steps (the threshold is {self.threshold:g})."
                     )
-                    alert = Alert(sentence, metric=metric, step=spike_step, value=deviation, limit=self.threshold)
-                    warnings.warn(alert, stacklevel=2)
+                    yield Alert(sentence, metric=metric, step=spike_step, value=deviation, limit=self.threshold)

@@ -6,7 +6,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics
-from loopscope.state import norm, trainable
+from loopscope.tensors import norm, trainable
 from torch import Tensor
 
 MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)

@@ -7,7 +7,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import MetricInfo, Metrics, RunInfo, metric_table
-from loopscope.state import Vector, accumulate, norm, trainable
+from loopscope.tensors import Vector, accumulate, norm, trainable
 from torch import Tensor
 
 from ..measures import stacked

@@ -10,7 +10,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, OptimizerGroup, RunInfo
-from loopscope.state import live_gradients, trainable, unsharded
+from loopscope.tensors import live_gradients, trainable, unsharded
 from torch import Tensor
 
 Reading = tuple["Sums", Tensor]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from loopscope.state import laid_out_like, local_shards
+from loopscope.tensors import laid_out_like, local_shards
 from torch import Tensor
 
 from ..measures import splitmix64

@@ -4,7 +4,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import require
 from loopscope.hooks import STEP_POINTS, Metrics, RunInfo
-from loopscope.state import trainable
+from loopscope.tensors import trainable
 from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from loopscope.errors import UsageError, require
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import groups_of, over_shards, trainable
+from loopscope.tensors import groups_of, over_shards, trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from loopscope.state import WIDE, is_sharded, laid_out_like, local_shards
+from loopscope.tensors import WIDE, is_sharded, laid_out_like, local_shards
 from torch import Tensor, nn
 
 from .element_samples import local_indices, sample_indices

@@ -6,7 +6,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import require
 from loopscope.hooks import Metrics
-from loopscope.state import Vector, norm_of_each, trainable, unsharded
+from loopscope.tensors import Vector, norm_of_each, trainable, unsharded
 from torch import Tensor
 
 from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked

@@ -6,8 +6,8 @@ from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, counted, require
-from loopscope.hooks import Metrics, RunInfo
-from loopscope.state import trainable
+from loopscope.hooks import Alert, Metrics, RunInfo
+from loopscope.tensors import trainable
 
 from ..measures import Alerts, notice
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
@@ -202,9 +202,9 @@ class WeightUpdates(TrainingHook):
         smallest_ratios = {f"topk_frozen/{name}": ratio for name, ratio in smallest[: self.topk]}
         return self.monitor.aggregate_update_stats(updates) | smallest_ratios
 
-    def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Issue the warnings of checks up to ``step``."""
-        self._conditions.issue_warnings(step)
+    def check(self, values: Mapping[str, Any], step: int) -> list[Alert]:
+        """Return the alerts of checks up to ``step``."""
+        return self._conditions.take_due(step)
 
 
 def _describe(update: UpdateDiagnostics) -> str:

@@ -19,8 +19,8 @@ from loopscope.errors import RunNotice, StateMutationError, UsageError
 from loopscope.isolation import Call, Isolation, StateCopy, borrowed_for_evaluation
 from loopscope.isolation.tripwire import Audit
 from loopscope.loops import epoch_loop
-from loopscope.state import PARTS, Part, TrainingState, Transient, Watched, differing
-from loopscope.state.training_state import without_on_demand
+from loopscope.state import Part, TrainingState, Transient, Watched, differing
+from loopscope.state.training_state import PARTS, without_on_demand
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.digests import sums, tensor_sums
 from loopscope.digests.entries import digests
-from loopscope.state import in_bytes
+from loopscope.tensors import in_bytes
 from torch import Tensor
 
 from tests.framework.digests.corruptions import CORRUPTIONS, MEASURES, missed

@@ -311,9 +311,9 @@ def late(where: str, last: int = 1) -> type[TrainingHook]:
 @pytest.fixture(autouse=True)
 def without_other_observers(monkeypatch):
     """Replace the group of observers by a small one; the complete group takes a second."""
-    from loopscope.hooks import selection
+    from loopscope.hooks import groups
 
-    monkeypatch.setattr(selection, "bulk_hooks", lambda keyword: ["late", "norms"])
+    monkeypatch.setattr(groups, "bulk_hooks", lambda keyword: ["late", "norms"])
 
 
 @pytest.mark.parametrize("where", ["compute", "__init__"])

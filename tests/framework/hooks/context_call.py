@@ -4,7 +4,8 @@ import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.engine import CommitRecord, ModelContext
 from loopscope.hooks import ModelDataContext, StatePart
-from loopscope.state import RandomStreams, TrainingState, seed_everything, trainable
+from loopscope.state import RandomStreams, TrainingState, seed_everything
+from loopscope.tensors import trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,4 +1,4 @@
-"""Alerts: every warning of a hook's ``check`` reaches the sinks, independent of Python's warning filters."""
+"""Alerts: those that a hook's ``check`` returns reach the sinks, independent of Python's warning filters."""
 
 import json
 import warnings
@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopscope.errors import HookError, RunNotice
-from loopscope.hooks import ALERTS, Alert, HookPoint, TrainingHook
+from loopscope.errors import HookError
+from loopscope.hooks import ALERTS, Alert, HookPoint, Recovery, TrainingHook
 from loopscope.sinks import CSVSink, JSONLSink
 
 from tests.framework.runs.small_experiment import SmallSteps, contents, registered, session
 from tests.support import Case, train
 
-warn = warnings.warn  # as imported by ``from warnings import warn``
-
 
 class Anxious(TrainingHook):
-    """Issues the same warning in every check, and in the second one also an alert and a recovery."""
+    """Returns the same sentence in every check, and in the second one also a measured alert and a recovery."""
 
     name = "anxious"
     hook_points = {HookPoint.POST_EPOCH, HookPoint.POST_STEP}
@@ -26,11 +24,11 @@ class Anxious(TrainingHook):
     def compute(self, ctx: Any) -> dict[str, float]:
         return {"level": 1.0}
 
-    def check(self, values: Any, step: int) -> None:
-        warn("All is lost.", stacklevel=2)
+    def check(self, values: Any, step: int) -> Any:
+        yield Alert("All is lost.")
         if step == 2:
-            warnings.warn(Alert("Too far.", metric="level", step=1, value=7.5, limit=6.0), stacklevel=1)
-            warnings.warn("It is over.", RunNotice, stacklevel=1)
+            yield Alert("Too far.", metric="level", step=1, value=7.5, limit=6.0)
+            yield Recovery("It is over.")
 
 
 def alerts_of(folder: Path) -> list[dict[str, Any]]:
@@ -59,7 +57,7 @@ def test_alerts_are_recorded_despite_warning_filters(action, tmp_path):
     assert (recovery["sentence"], recovery["is_over"]) == ("It is over.", True)
     shown = [item for item in caught if str(item.message) == "All is lost."]
     assert len(shown) == {"ignore": 0, "once": 1}.get(action, 8)
-    assert all(Path(item.filename).name == "test_alerts.py" or item.lineno for item in shown)
+    assert {Path(item.filename).name for item in shown} <= {"test_alerts.py"}
 
 
 def test_warnings_as_errors_still_record_alerts(tmp_path):
@@ -69,21 +67,36 @@ def test_warnings_as_errors_still_record_alerts(tmp_path):
     assert alerts_of(tmp_path / "small/plain")[0]["sentence"] == "All is lost."
 
 
-def test_warnings_of_other_modules_are_not_repeated():
-    """warnings.catch_warnings would reset the registries of shown warnings."""
-
+def test_plain_warnings_in_check_are_no_alerts(tmp_path):
     class Warning_(Anxious):
-        def compute(self, ctx: Any) -> dict[str, float]:
-            exec(compile("import warnings; warnings.warn('once here')", "<m>", "exec"), registry)
-            return {"level": 1.0}
+        def check(self, values: Any, step: int) -> None:
+            warnings.warn("All is lost.", stacklevel=1)
 
-    registry: dict[str, Any] = {"__name__": "elsewhere"}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        train(Case(), [Warning_()], steps=6)
-        assert [str(item.message) for item in caught].count("once here") == 1
-        assert [str(item.message) for item in caught].count("All is lost.") > 6
-        assert ("always", None, UserWarning, None, 0) not in warnings.filters
+    with registered(Warning_), pytest.warns(UserWarning, match="All is lost") as caught:
+        session(tmp_path, hooks=["anxious"], strategies=["plain"]).run()
+    assert {item.category for item in caught} == {UserWarning}
+    assert alerts_of(tmp_path / "small/plain") == []
+
+
+@pytest.mark.parametrize(("returned", "named"), [(3, "3; it returns a list"), (["bad"], r"'bad' in its alerts")])
+def test_other_results_of_check_are_refused(returned, named):
+    class Mistaken(Anxious):
+        def check(self, values: Any, step: int) -> Any:
+            return returned
+
+    with pytest.raises(HookError, match=rf"raised at check of step 3: TypeError: returned {named}.*Alert\('The loss"):
+        train(Case(), [Mistaken()])
+
+
+def test_alerts_before_an_error_are_kept(tmp_path):
+    class Failing(Anxious):
+        def check(self, values: Any, step: int) -> Any:
+            yield Alert("All is lost.")
+            raise ValueError("broken")
+
+    with registered(Failing), pytest.raises(HookError, match="ValueError: broken"):
+        session(tmp_path, hooks=["anxious"], strategies=["plain"]).run()
+    assert alerts_of(tmp_path / "small/plain")[0]["sentence"] == "All is lost."
 
 
 def test_alerts_follow_the_jsonl_record(tmp_path):
@@ -95,7 +108,7 @@ def test_alerts_follow_the_jsonl_record(tmp_path):
         first.options = type(first.options)(strategies=["plain"], overwrite=True)
         first.make_sinks = lambda: [CSVSink()]
         first.run()
-    assert not (tmp_path / "small/plain" / ALERTS).exists()
+    assert alerts_of(tmp_path / "small/plain") == []
     assert ALERTS in JSONLSink.leaves("plain")
 
 

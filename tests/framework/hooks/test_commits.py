@@ -13,7 +13,7 @@ from loopscope.engine.commits import (
 )
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import StatePart, UndeclaredCommitError
-from loopscope.state import copied, trainable
+from loopscope.tensors import copied, trainable
 from torch import nn
 
 

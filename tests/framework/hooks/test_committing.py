@@ -3,7 +3,8 @@ import torch
 from loopscope.engine.commits import ParameterMemory
 from loopscope.errors import HookError, LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
-from loopscope.state import copied, differing, gradients, scaled, trainable
+from loopscope.state import differing
+from loopscope.tensors import copied, gradients, scaled, trainable
 
 from tests.framework.hooks.context_call import BOTH, assert_close, assert_equal, context
 from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train

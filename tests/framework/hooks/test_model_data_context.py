@@ -3,7 +3,8 @@ import torch
 from loopscope.data import TensorLoader
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, ModelDataContext, ReadOnlyError
-from loopscope.state import copied, differing, gradients, seed_everything, trainable
+from loopscope.state import differing, seed_everything
+from loopscope.tensors import copied, gradients, trainable
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -19,7 +19,7 @@ from loopscope.hooks import (
     hook_options,
     select_hooks,
 )
-from loopscope.hooks.selection import check_hook_class
+from loopscope.hooks.class_checks import check_hook_class
 from loopscope.registry import Registry
 
 assert training_hooks.__all__

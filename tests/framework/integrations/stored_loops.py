@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as distributed
-from loopscope.state import is_sharded, local_shards
 from loopscope.state.digest import digest
+from loopscope.tensors import is_sharded, local_shards
 from loopscope.training import Ranks
 from torch import Tensor
 from torch.distributed import checkpoint

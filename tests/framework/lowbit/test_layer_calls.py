@@ -10,7 +10,7 @@ import torch
 from loopscope.errors import LoopscopeError
 from loopscope.lowbit import ROLES, Recipe, dequantize_model, find_recipe
 from loopscope.lowbit.casts import Cast
-from loopscope.state import axpy, dot
+from loopscope.tensors import axpy, dot
 from loopscope.training.loss_probe import ExactHessian
 from torch import Tensor, nn
 from torch.nn import functional

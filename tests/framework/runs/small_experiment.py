@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.experiments import GrokkingConfig, GrokkingRunner
 from loopscope.hooks import ExperimentRegistry, HookRegistry, TrainingHook
-from loopscope.runs import GrokkingConfig, GrokkingRunner, RunOptions, Session
+from loopscope.runs import RunOptions, Session
 from loopscope.sinks import CSVSink, JSONLSink
 from torch import Tensor, nn
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from loopscope.errors import UsageError
-from loopscope.runs import ExperimentConfig, GrokkingConfig, RunFlags, RunOptions, describe_type, field_names
+from loopscope.experiments import GrokkingConfig
+from loopscope.runs import ExperimentConfig, RunFlags, RunOptions, describe_type, field_names
 from loopscope.runs.config import fits
 
 from tests.framework.runs.small_experiment import SmallConfig

@@ -7,7 +7,7 @@ import torch
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import StateMutationError
 from loopscope.hooks import HookPoint
-from loopscope.state import dot, joint_norm
+from loopscope.tensors import dot, joint_norm
 from loopscope.training_hooks import Norms, TrainingMetrics
 from torch import Tensor, nn
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from loopscope.state import (
+from loopscope.tensors import (
     accumulate,
     axpy,
     copied,

@@ -11,9 +11,8 @@ from loopscope.engine import CommitRecord, ModelContext
 from loopscope.engine.hook_calls import forward_pass
 from loopscope.errors import LoopscopeError
 from loopscope.hooks import ModelDataContext, StatePart
-from loopscope.state import (
-    RandomStreams,
-    TrainingState,
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.tensors import (
     accumulate,
     axpy,
     copied,

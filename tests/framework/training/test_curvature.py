@@ -9,7 +9,8 @@ from loopscope.data import TensorLoader, fixed_order, rows
 from loopscope.engine import CommitRecord, ModelContext
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import ModelDataContext, ReadOnlyError
-from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.tensors import cosine, dot, minus, norm, trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.func import functional_call

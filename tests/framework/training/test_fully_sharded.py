@@ -15,7 +15,8 @@ from loopscope.errors import HookError, StateMutationError
 from loopscope.hooks import GradientTap, HookPoint, HookRegistry
 from loopscope.isolation import StateCopy
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state import RandomStreams, TrainingState, local_shards, without_on_demand
+from loopscope.state import RandomStreams, TrainingState, without_on_demand
+from loopscope.tensors import local_shards
 from loopscope.training import TrainingTask, forward_backward, is_skipped, update
 from torch import nn
 

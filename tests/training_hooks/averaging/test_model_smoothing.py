@@ -11,8 +11,9 @@ from loopscope.engine import HookManager
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
 from loopscope.loops import NoProgress, epoch_loop
-from loopscope.state import LoopState, fully_sharded_modules, unsharded
+from loopscope.state import LoopState
 from loopscope.state.digest import described
+from loopscope.tensors import fully_sharded_modules, unsharded
 from loopscope.training import TrainingTask, forward_backward, update
 from loopscope.training_hooks import ModelSmoother, SmoothingConfig
 from loopscope.training_hooks.averaging import ModelSmoothing, smoothing

@@ -13,8 +13,9 @@ from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunFolder
-from loopscope.state import TrainingState, fully_sharded_modules, without_on_demand
+from loopscope.state import TrainingState, without_on_demand
 from loopscope.state.digest import described
+from loopscope.tensors import fully_sharded_modules
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.averaging import WeightAverage
 from loopscope.training_hooks.averaging.weight_average import Average, average_name, averaged_state_dict

@@ -8,7 +8,8 @@ import torch
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
-from loopscope.state import TrainingState, trainable
+from loopscope.state import TrainingState
+from loopscope.tensors import trainable
 from loopscope.training import Precision, TrainingTask, forward_backward, update
 from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.clipping.adaptive_clipping import AdaGC, Gammas, ZClip

@@ -11,7 +11,8 @@ from loopscope.engine import HookManager
 from loopscope.errors import HookError
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, trainable, unsharded
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.tensors import trainable, unsharded
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.gradients import GradientFlow

@@ -9,7 +9,8 @@ from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, copied, seed_everything
+from loopscope.state import RandomStreams, TrainingState, seed_everything
+from loopscope.tensors import copied
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.counterfactual import Counterfactual
 from loopscope.training_hooks.counterfactual.counterfactual import (

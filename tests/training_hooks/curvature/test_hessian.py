@@ -8,7 +8,8 @@ from loopscope.engine import HookManager
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import step_loop
-from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, seed_everything
+from loopscope.state import RandomStreams, TrainingState, seed_everything
+from loopscope.tensors import cosine, dot, minus, norm
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.curvature import Hessian
 from torch import Tensor, nn

@@ -9,8 +9,9 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, Vector, trainable
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import described
+from loopscope.tensors import Vector, trainable
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.curvature import Hessian, LrProbe, Sharpness
 from loopscope.training_hooks.measures import FlatSpace

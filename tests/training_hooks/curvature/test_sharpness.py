@@ -9,7 +9,8 @@ from loopscope.engine import CommitRecord, HookManager, ModelContext
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import ModelDataContext
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState, trainable
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.tensors import trainable
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.curvature import Sharpness
 from loopscope.training_hooks.measures import drawn_loader

@@ -9,7 +9,7 @@ import torch
 from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import EVERY_STEP, HookPoint, RunDataContext, StepSchedule
-from loopscope.state import gradients
+from loopscope.tensors import gradients
 from loopscope.training_hooks.gradients import BatchDynamics
 from loopscope.training_hooks.gradients import batch_dynamics as module
 from loopscope.training_hooks.gradients.batch_dynamics import LAGS, WINDOWS

@@ -7,8 +7,8 @@ import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.state import gradients
 from loopscope.state.digest import described
+from loopscope.tensors import gradients
 from loopscope.training_hooks.gradients import Consecutive
 from torch import nn
 from torch.nn import functional

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from loopscope.hooks import HookPoint, RunDataContext
-from loopscope.state import gradients, norm_of_each
+from loopscope.tensors import gradients, norm_of_each
 from loopscope.training_hooks.gradients import Norms
 from torch import nn
 

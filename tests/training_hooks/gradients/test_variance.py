@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.state import gradients
 from loopscope.state.digest import described
+from loopscope.tensors import gradients
 from loopscope.training_hooks.gradients import Variance
 from torch import nn
 

@@ -16,8 +16,8 @@ from loopscope.lowbit import BitLinear, MetisOptions, Recipe, quantize_model
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import uniform
 from loopscope.runs.reference import load_reference
-from loopscope.state import copied
 from loopscope.state.digest import described
+from loopscope.tensors import copied
 from loopscope.training import Precision
 from loopscope.training_hooks.lowbit import MetisSplit
 from loopscope.training_hooks.lowbit.metis_split import schedule

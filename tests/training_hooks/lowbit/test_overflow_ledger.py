@@ -1,7 +1,6 @@
 """Metrics of counts, and the ledger with counts by layer and role, on one rank and on two."""
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -161,10 +160,7 @@ def sentences_of(pages: list[Page]) -> list[str]:
     alarm, said = Alarm(0.1, math.sqrt(3)), []
     for step, page in enumerate(pages, start=1):
         alarm.update(page, step)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            alarm.alerts.issue_warnings(step)
-        said += [str(each.message).replace(" gradients/e2m1/tensor", "") for each in caught]
+        said += [str(alert).replace(" gradients/e2m1/tensor", "") for alert in alarm.alerts.take_due(step)]
     return said
 
 

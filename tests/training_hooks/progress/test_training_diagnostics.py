@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint, RunDataContext, StatePart
-from loopscope.state import norm
+from loopscope.tensors import norm
 from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.progress import TrainingDiagnostics
 from loopscope.training_hooks.progress.training_diagnostics import autocorrelation, spread, update_ratio

@@ -12,8 +12,9 @@ from loopscope.errors import UnsuitableError
 from loopscope.hooks import InterventionHook, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.lowbit import Recipe, quantize_model
-from loopscope.state import RandomStreams, TrainingState, local_shards, unsharded
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import digest
+from loopscope.tensors import local_shards, unsharded
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional

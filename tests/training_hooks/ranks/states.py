@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from loopscope.engine import HookManager
 from loopscope.loops import NoPauses
-from loopscope.state import LoopState, is_sharded, unsharded
+from loopscope.state import LoopState
 from loopscope.state.digest import digest
+from loopscope.tensors import is_sharded, unsharded
 from torch import Tensor, nn
 
 from tests.training_hooks.reloading import through_a_file

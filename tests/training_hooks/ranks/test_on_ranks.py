@@ -13,7 +13,7 @@ import torch.distributed
 from loopscope import training_hooks
 from loopscope.hooks import EVERY_STEP, HookRegistry, InterventionHook, TrainingHook
 from loopscope.lowbit import MetisOptions, Recipe, find_recipe
-from loopscope.state import norm_of_each, trainable
+from loopscope.tensors import norm_of_each, trainable
 
 from tests.support.cases import slow_unless
 from tests.support.ranks import on_ranks

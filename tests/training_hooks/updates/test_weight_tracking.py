@@ -7,7 +7,7 @@ import pytest
 import torch
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
-from loopscope.state import norm_of_each
+from loopscope.tensors import norm_of_each
 from loopscope.training_hooks.updates import WeightTracking
 from loopscope.training_hooks.updates.weight_tracking import fit_power_law, spectra_by_size
 from torch import nn

@@ -170,9 +170,8 @@ def test_resumed_hook_does_not_repeat_a_warning():
     earlier.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=2))
     later.load_state_dict(earlier.state_dict())
     later.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=3))
-    with pytest.warns(UserWarning, match="Step 2: 1 of 17") as caught:
-        later.check({}, 3)
-    assert len(caught) == 1
+    (alert,) = later.check({}, 3)
+    assert str(alert).startswith("Step 2: 1 of 17")
 
 
 def test_first_and_last_notice_summarize_checks():

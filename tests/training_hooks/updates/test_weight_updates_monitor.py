@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.state import trainable
+from loopscope.tensors import trainable
 from loopscope.training_hooks.updates.element_samples import sample_indices
 from loopscope.training_hooks.updates.weight_updates import WeightUpdateMonitor
 from torch import nn

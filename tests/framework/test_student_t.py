@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from loopscope.training import critical_t, two_sided_p
+from loopscope.student_t import critical_t, two_sided_p
 from scipy import stats
 
 FREEDOM = pytest.mark.parametrize("freedom", [1, 1.5, 2, 3, 3.7, 4, 7, 9, 11, 30, 30.2, 1000, 1e5])

@@ -1,78 +1,19 @@
-"""Vectors over dicts of parameters: dot products, norms, cosines, linear combinations, and their shards.
+"""Vectors over dicts of parameters: dot products, norms, cosines and linear combinations.
 
 A missing name stands for zeros. All results are detached. Reductions are in float32 or wider; those of DTensors are
 over the device mesh, so that every rank gets the same number.
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .shards import Groups, is_sharded, local_shards, over_shards, part_on_rank
+
 Vector = Mapping[str, Tensor]
-Groups = dict[Any, list[int]]
-"""For each process group, the positions of the tensors that are sharded over its ranks."""
 WIDE = frozenset({torch.float32, torch.float64})
-
-
-def dtensor_class() -> Any:
-    """Return the DTensor class if this process has imported it; otherwise no DTensor can exist."""
-    # Read from sys.modules, since importing it takes a second and most runs do not need it.
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor."""
-    dtensor = dtensor_class()
-    return dtensor is not None and isinstance(tensor, dtensor)
-
-
-def is_partial(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor with a pending sum over ranks."""
-    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
-
-
-def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors with the bytes on this rank: a DTensor's local shard, any other tensor itself."""
-    dtensor = dtensor_class()
-    if dtensor is None:
-        return list(tensors)
-    # private, since to_local() creates a new object for a parameter at every call
-    return [tensor._local_tensor if isinstance(tensor, dtensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-
-
-def unsharded(value: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, with pending sums completed, and any other tensor itself."""
-    dtensor = dtensor_class()
-    if dtensor is not None and isinstance(value, dtensor):
-        return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
-    return value
-
-
-def laid_out_like(tensor: Any, owner: Any) -> Any:
-    """Return a DTensor, or a tensor that is equal on all ranks, in the layout of its parameter ``owner``."""
-    if not is_sharded(owner):
-        return tensor
-    mesh = owner.device_mesh
-    if not is_sharded(tensor):
-        module: Any = sys.modules["torch.distributed.tensor"]
-        # run_check would communicate to make the ranks equal; the caller promises that they are.
-        tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    return tensor.redistribute(mesh, owner.placements)
-
-
-def completed(tensor: Any) -> Tensor:
-    """Return a DTensor with its pending sums over ranks completed; any other tensor itself."""
-    return tensor.redistribute(tensor.device_mesh, _completed_placements(tensor)) if is_partial(tensor) else tensor  # type: ignore[no-any-return]
-
-
-def _completed_placements(tensor: Any) -> list[Any]:
-    """Return the placements of a DTensor, with pending sums over ranks replaced by replication."""
-    replicate = sys.modules["torch.distributed.tensor"].Replicate
-    return [replicate() if placement.is_partial() else placement for placement in tensor.placements]
 
 
 @torch.no_grad()
@@ -118,7 +59,9 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
     Tensors are processed one after the other, so that an iterator may create them lazily.
     """
     groups: Groups = {}
-    all_norms = _stacked([_norms([_part(tensor, position, groups)])[0] for position, tensor in enumerate(tensors)])
+    all_norms = _stacked(
+        [_norms([part_on_rank(tensor, position, groups)])[0] for position, tensor in enumerate(tensors)]
+    )
     # ||t|| = sqrt(sum over shards s of ||s||**2), in float64, where the square of a float32 does not overflow
     return over_shards(all_norms.double().square(), groups).sqrt().to(all_norms.dtype) if groups else all_norms
 
@@ -135,7 +78,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 def max_abs(a: Vector) -> Tensor:
     """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
     groups: Groups = {}
-    parts = [_part(tensor, position, groups).abs() for position, tensor in enumerate(a.values())]
+    parts = [part_on_rank(tensor, position, groups).abs() for position, tensor in enumerate(a.values())]
     # amax() rejects a tensor without elements; the sum of none is zero.
     largest = _stacked([_wide(part).amax() if part.numel() else _wide(part).sum() for part in parts])
     return over_shards(largest, groups, largest=True).max() if parts else largest.sum()
@@ -214,48 +157,10 @@ def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     groups: Groups = {}
     # a·b = sum over tensors and shards of Re(sum of a * conj(b)); one product for each tensor on this rank
     products = [
-        _plain_dot(_part(a, position, groups), _part(b, position, {}, a)) for position, (a, b) in enumerate(pairs)
+        _plain_dot(part_on_rank(a, position, groups), part_on_rank(b, position, {}, a))
+        for position, (a, b) in enumerate(pairs)
     ]
     return over_shards(_stacked(products), groups).sum()
-
-
-def _part(tensor: Any, position: int, groups: Groups, like: Any = None) -> Tensor:
-    """Return this rank's part of a tensor in the layout of ``like``, and add the process groups to ``groups``."""
-    like = tensor if like is None else like
-    if not is_sharded(like):
-        return tensor  # type: ignore[no-any-return]
-    # Partial sums are completed before they are multiplied: a product of sums is not the sum of products.
-    placements = _completed_placements(like)
-    for dimension, placement in enumerate(placements):
-        # is_shard() would be false for the strided shards of FSDP2 with tensor parallelism.
-        if not placement.is_replicate():
-            groups.setdefault(like.device_mesh.get_group(dimension), []).append(position)
-    return tensor.redistribute(like.device_mesh, placements).to_local()  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def groups_of(tensors: Iterable[Tensor]) -> Groups:
-    """Return, for every process group, the positions of the tensors that are sharded over its ranks."""
-    groups: Groups = {}
-    for position, tensor in enumerate(tensors):
-        _part(tensor, position, groups)
-    return groups
-
-
-def over_shards(values: Tensor, groups: Groups, *, largest: bool = False) -> Tensor:
-    """Combine one number per tensor (last dimension of ``values``) over the ranks with shards of it, in place.
-
-    The numbers are summed, or with ``largest`` their maximum is taken (NaN if any is NaN), by one all-reduce per
-    process group of :func:`groups_of`.
-    """
-    for group, positions in groups.items():
-        chosen = values[..., positions]
-        if largest:  # backends disagree about the maximum of a number and NaN
-            chosen = torch.stack([chosen.nan_to_num(-torch.inf, torch.inf, -torch.inf), chosen.isnan().to(chosen)])
-        operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-        torch.distributed.all_reduce(chosen, op=operation, group=group)
-        values[..., positions] = torch.where(chosen[1] > 0, torch.nan, chosen[0]) if largest else chosen
-    return values
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -1,22 +1,27 @@
 """The identity of tensors: class, storage, layout, requires_grad, attributes, hooks and memory address."""
 
-import ctypes
 from collections.abc import Callable, Iterator
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .random_streams import bytes_at
-from .vectors import dtensor_class
+from .memory import addresses
+from .shards import dtensor_class
+from .storage import (
+    COMPRESSED,
+    PLAIN,
+    byte_tensors,
+    inner_by_name,
+    inner_tensors,
+    is_cut_off,
+    is_wrapper,
+    storage_needed,
+)
 
-PLAIN = frozenset({Tensor, nn.Parameter})
 # Autograd stores the hooks of a tensor in private dicts, or None before the first hook is registered.
 ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
-_ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
@@ -24,8 +29,6 @@ _requires_grad = attrgetter("requires_grad")
 _implementation = attrgetter("_cdata")
 _use_count = methodcaller("_use_count")
 _layout = attrgetter("layout")
-_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-"""Layouts of sparse tensors that have no strides."""
 
 
 def is_owner(tensor: Tensor) -> bool:
@@ -37,16 +40,6 @@ def is_owner(tensor: Tensor) -> bool:
     return kind is not Tensor and isinstance(tensor, nn.Parameter)
 
 
-def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor stores its bytes in inner tensors, as a DTensor does."""
-    return type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
-
-
-def is_uninitialised(tensor: Tensor) -> bool:
-    """Return whether a tensor of a lazy module has no shape and bytes yet; most of its methods raise."""
-    return type(tensor) not in PLAIN and isinstance(tensor, UninitializedTensorMixin)
-
-
 def attached(tensor: Tensor) -> Iterator[Any]:
     """Yield the objects attached to a tensor: dicts of attributes and hooks, and a wrapper's inner tensors."""
     if type(tensor) is not Tensor and type(tensor) is dtensor_class() and not tensor.requires_grad:
@@ -55,67 +48,6 @@ def attached(tensor: Tensor) -> Iterator[Any]:
     if is_owner(tensor):
         yield from (read(tensor) for read in ATTACHED.values())
     yield from inner_tensors(tensor)
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the inner tensors of a wrapper (of a DTensor, this rank's shard); none for other tensors."""
-    return [*inner_by_name(tensor).values()] if is_wrapper(tensor) else []
-
-
-def inner_by_name(wrapper: Any) -> dict[str, Tensor]:
-    """Return a wrapper's inner tensors by the names of its attributes."""
-    # torch.compile's protocol for tensor subclasses; item 0 of the result names the attributes that hold tensors.
-    parts = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
-    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-
-
-def byte_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors with a tensor's bytes: itself, the parts of a sparse tensor, none for a wrapper."""
-    if is_wrapper(tensor) or is_uninitialised(tensor):
-        return []
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        # The public indices() and values() reject a tensor that is not coalesced; coalescing it would change its bytes.
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in _COMPRESSED:
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    raise TypeError(
-        f"A tensor of layout {tensor.layout} cannot be part of a training state; convert it to a dense one."
-    )
-
-
-def storage_needed(tensor: Tensor) -> int:
-    """Return the number of bytes that the storage of a strided tensor needs for all of its elements."""
-    if not tensor.numel():
-        return 0
-    # last element = offset + sum over dimensions of (size - 1) * stride, in elements
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + last + 1) * tensor.itemsize
-
-
-def is_cut_off(tensor: Tensor) -> bool:
-    """Return whether the storage of a strided tensor is too small, so that reading it could crash the process."""
-    return tensor.untyped_storage().nbytes() < storage_needed(tensor)
-
-
-def in_bytes(tensor: Tensor, kind: torch.dtype = torch.uint8) -> Tensor:
-    """Return the bytes of a strided tensor in row-major order, as a one-byte dtype ``kind``; a view if possible."""
-    # A dimension of one element may have any stride in a contiguous tensor, but view() needs stride 1.
-    return tensor.contiguous().reshape(-1).as_strided((tensor.numel(),), (1,)).view(kind)
-
-
-def addresses(objects: tuple[Any, ...]) -> bytes:
-    """Return the addresses of the objects in a tuple as bytes, equal for two tuples of identical objects.
-
-    CPython stores them contiguously after the tuple's header. Comparing them takes 1 µs for 600 objects, comparing
-    one by one 12 µs.
-    """
-    # tuple.__basicsize__ is the size of the header in every version of Python; it does not include the items.
-    address: bytes = bytes_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)
-    return address
 
 
 class Mark(NamedTuple):
@@ -141,7 +73,7 @@ class TensorIdentities:
     def __init__(self, tensors: list[Tensor], *, persistent: bool) -> None:
         self._tensors = tensors
         self._read_pointer = _pointer_reader(tensors)
-        have_strides = _COMPRESSED.isdisjoint(map(_layout, tensors))
+        have_strides = COMPRESSED.isdisjoint(map(_layout, tensors))
         self._read_stride = Tensor.stride if have_strides else _no_stride
         self._marks = types, *_, requires_grad = self._read_marks()
         plain = PLAIN.issuperset(types)
@@ -301,7 +233,7 @@ def _pointer(tensor: Tensor) -> Any:
 
 
 def _no_stride(tensor: Tensor) -> tuple[int, ...]:
-    return () if tensor.layout in _COMPRESSED else tensor.stride()
+    return () if tensor.layout in COMPRESSED else tensor.stride()
 
 
 def _restore_tensor(tensor: Any, alias: Tensor, previous: Mark, *, leaf: bool) -> None:

@@ -1,0 +1,77 @@
+"""The kinds of hooks, their groups, and the selection of hooks by groups, keywords and names."""
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import UsageError, unknown
+from .base import InterventionHook, TrainingHook
+from .class_checks import KEYWORDS
+from .registries import HookRegistry
+
+GROUPS = ("none", "minimal", "observers", "interventions", "full")
+
+
+def hook_kind(hook: type[TrainingHook]) -> str:
+    """Return the kind of a hook: observer, intervention, committing or debug."""
+    if hook.debug:
+        return "debug"
+    if not issubclass(hook, InterventionHook):
+        return "observer"
+    return "committing" if hook.commits else "intervention"
+
+
+def bulk_hooks(keyword: str) -> list[str]:
+    """Return the hooks of ``all`` (or ``full``), ``observers`` or ``interventions``, no debug or committing hooks."""
+    kinds = {"observers": {"observer"}, "interventions": {"intervention"}}.get(keyword, {"observer", "intervention"})
+    return [hook.name for hook in HookRegistry if hook_kind(hook) in kinds]
+
+
+def hook_groups(minimal: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the groups of ``--with-hooks``, which contain no committing and no debug hooks."""
+    bulk = {group: bulk_hooks(group) for group in GROUPS if group not in ("none", "minimal")}
+    return {"none": [], "minimal": [*always_on(), *minimal], **bulk}
+
+
+def always_on() -> list[str]:
+    """Return the names of the hooks that are active whenever another hook or a sink that keeps metrics is active."""
+    return [hook.name for hook in HookRegistry if hook.always]
+
+
+def select_hooks(
+    group: str | None, named: Sequence[str], hook_sets: Mapping[str, Sequence[str]], owner: str
+) -> list[str]:
+    """Return the names of the hooks in ``--with-hooks GROUP`` and ``--hooks NAME...``, in order, without duplicates.
+
+    Keywords among the names: ``all``, ``observers``, and ``with_debug``, which adds the debug interventions without
+    commits. If any hook is selected, hooks that are ``always`` active come first.
+    """
+    selected: list[str] = []
+    if group is not None:
+        if group not in hook_sets:
+            problem = unknown("group", group, hook_sets)
+            raise UsageError(f"Experiment {owner!r} has no hook group of that name: {problem}")
+        selected += _checked_group(group, hook_sets[group], owner)
+    for name in named:
+        if name in ("all", "observers"):
+            selected += bulk_hooks(name)
+        elif name == "with_debug":
+            debug_hooks = [hook for hook in HookRegistry if hook.debug]
+            selected += [hook.name for hook in debug_hooks if not (issubclass(hook, InterventionHook) and hook.commits)]
+        elif name in hook_sets and name not in HookRegistry.names():
+            raise UsageError(f"{name!r} is a group of hooks, not a hook; use --with-hooks {name}.")
+        else:
+            selected.append(name)
+    if selected:
+        selected = [*always_on(), *selected]
+    return [HookRegistry.get(name, keywords=KEYWORDS).name for name in dict.fromkeys(selected)]
+
+
+def _checked_group(group: str, names: Sequence[str], owner: str) -> Sequence[str]:
+    """Return the names of a group; raise :class:`UsageError` if it contains a committing or debug hook."""
+    for name in names:
+        kind = hook_kind(HookRegistry.get(name))
+        if kind in ("committing", "debug"):
+            raise UsageError(
+                f"Group {group!r} of experiment {owner!r} contains the {kind} hook {name!r}; enable such "
+                f"hooks by name: --hooks {name}."
+            )
+    return names

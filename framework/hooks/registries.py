@@ -1,0 +1,119 @@
+"""The registries of hooks, sinks and experiments, and the creation of hooks with their options."""
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError, unknown, with_lines
+from ..registry import Registry, qualified
+from .base import TrainingHook
+from .class_checks import check_experiment_class, check_hook_class, check_sink_class, hook_options
+from .hook_points import StepSchedule
+from .metrics import MetricSink
+
+OptionsByHook = Mapping[str, Mapping[str, Any]]
+HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class, TrainingHook)
+SinkRegistry: Registry[type[MetricSink]] = Registry("sink", "loopscope.sinks", check_sink_class)
+ExperimentRegistry: Registry[type[Any]] = Registry("experiment", "loopscope.experiments", check_experiment_class)
+
+
+@dataclass(frozen=True)
+class ConfiguredHook:
+    """A hook and the options that it was created with, including defaults."""
+
+    hook: TrainingHook
+    options: Mapping[str, Any]
+
+
+def build_hooks(
+    names: Iterable[str | type[TrainingHook]],
+    user_options: OptionsByHook,
+    strategy_options: OptionsByHook,
+    existing: MutableSequence[ConfiguredHook],
+    *,
+    required: Collection[str] | None = None,
+    left_out: MutableMapping[str, str] | None = None,
+) -> list[ConfiguredHook]:
+    """Create the hooks of one strategy, by name or class; the user's options override those of the strategy.
+
+    Hooks in ``existing``, created for an earlier strategy with the same options, are reused; new ones are appended. If
+    a hook that is not ``required`` (default: all are) cannot be created without options, ``left_out`` receives the
+    reason.
+
+    Raises:
+        UsageError: a name or option is unknown, or a hook refuses a value.
+    """
+    configured = []
+    for item in names:
+        hook = HookRegistry.get(item) if isinstance(item, str) else item
+        options = {**strategy_options.get(hook.name, {}), **user_options.get(hook.name, {})}
+        try:
+            check_hook_class(hook)
+            configured.append(_configured_hook(hook, options, existing))
+        except UsageError as error:
+            if left_out is None or required is None or hook.name in required or options:
+                raise
+            left_out[hook.name] = str(error)
+    return configured
+
+
+def _configured_hook(
+    hook_class: type[TrainingHook], options: Mapping[str, Any], existing: MutableSequence[ConfiguredHook]
+) -> ConfiguredHook:
+    name, parameters = hook_class.name, hook_options(hook_class)
+    for option in options:
+        if option not in parameters:
+            raise unknown(f"option of hook {name!r}:", option, parameters)
+    complete = {option: parameter.default for option, parameter in parameters.items()} | dict(options)
+    for earlier in existing:
+        if type(earlier.hook) is hook_class and earlier.options == complete:
+            return earlier
+    try:
+        configured = ConfiguredHook(hook_class(**options), complete)
+    except UsageError as error:
+        raise UsageError(f"Hook {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        arguments = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise UsageError(f"Hook {name!r} cannot be created with ({arguments}): {with_lines(error)}.") from error
+    existing.append(configured)
+    return configured
+
+
+def refuse_idle_options(user_options: OptionsByHook, active: Collection[str]) -> None:
+    """Raise :class:`UsageError` for options of a hook that is inactive in all strategies."""
+    for name in user_options:
+        if name not in active:
+            HookRegistry.get(name)
+            remedy = f"add --hooks {name} (attach: hooks=[{name!r}])"
+            raise UsageError(f"Hook {name!r} has options, but is not enabled; {remedy}.")
+
+
+def without_duplicates(hooks: Iterable[TrainingHook]) -> list[TrainingHook]:
+    """Return the hooks as a list.
+
+    Raises:
+        UsageError: an object is not a hook, or two hooks have the same name.
+    """
+    by_name: dict[str, TrainingHook] = {}
+    for hook in hooks:
+        if not isinstance(hook, TrainingHook):
+            name = hook if isinstance(hook, str) else str(getattr(hook, "__name__", "NAME"))
+            remedy = f"create it with {name}(), or HookRegistry.get({name!r})() if it is registered"
+            raise UsageError(f"{hook!r} is not a hook object; {remedy}.")
+        if hook.name in by_name:
+            raise UsageError(
+                f"Two hooks are named {hook.name!r}: {qualified(type(by_name[hook.name]))} and "
+                f"{qualified(type(hook))}; names must be unique, because metrics and states are keyed by them."
+            )
+        by_name[hook.name] = hook
+    return list(by_name.values())
+
+
+def options_of(hook: TrainingHook) -> str:
+    """Return a hook's options, if it has attributes of the same names, and its schedule, as text."""
+    values = {name.lstrip("_"): value for name, value in vars(hook).items()}
+    options = inspect.signature(type(hook)).parameters
+    names = [key for key in options if isinstance(values.get(key, ()), (str, float, int))]
+    schedule = [] if hook.step_schedule == StepSchedule() else [str(hook.step_schedule)]
+    return ", ".join([f"{name}={values[name]}" for name in names] + schedule)

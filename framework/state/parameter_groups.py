@@ -1,0 +1,57 @@
+"""Parameter groups of optimizers, which ranks may split by device mesh, and the lists of schedulers by group."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+SPLIT_FROM = "split_from"
+"""Key of a parameter group that gives the index of the original group, before ranks split it."""
+BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
+"""Attributes of torch's schedulers that are lists with one item per parameter group."""
+
+
+def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    """Split parameter groups by device mesh, because a fused kernel cannot update tensors of different meshes.
+
+    Each new group stores the index of its original group, so that checkpoints can merge them. Lists of a scheduler with
+    one entry per group are expanded accordingly.
+    """
+    groups: list[dict[str, Any]] = []
+    count = len(optimizer.param_groups)
+    for index, group in enumerate(optimizer.param_groups):
+        by_mesh: dict[Any, list[Any]] = {}
+        for parameter in group["params"]:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups += [{**group, "params": parameters, SPLIT_FROM: index} for parameters in by_mesh.values()]
+    optimizer.param_groups[:] = groups
+    schedulers = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
+    for item in schedulers:
+        for name in BY_GROUP & vars(item).keys():
+            if isinstance(values := getattr(item, name), list) and len(values) == count:
+                setattr(item, name, [values[group[SPLIT_FROM]] for group in groups])
+
+
+def is_torch_optimizer(optimizer: Any) -> bool:
+    """Return whether an optimizer is a ``torch.optim.Optimizer``; otherwise it wraps others, or has no such state."""
+    return isinstance(optimizer, Optimizer)
+
+
+def original_groups(optimizer: Any) -> list[int]:
+    """Return, for each group of an optimizer, the index of its original group before ranks split it."""
+    groups = optimizer.param_groups if is_torch_optimizer(optimizer) else []
+    return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
+
+
+def regrouped(form: Any, count: int, positions: Sequence[int]) -> Any:
+    """Return a scheduler's plain form; lists of one item per group (``count``) keep the items at ``positions``."""
+    if isinstance(form, list):
+        return [regrouped(item, count, positions) for item in form]
+    if not isinstance(form, Mapping):
+        return form
+    items_by_key = {key: regrouped(item, count, positions) for key, item in form.items()}
+    for key in BY_GROUP & items_by_key.keys():
+        if isinstance(form[key], Mapping) and len(items := form[key].get("list", ())) == count:
+            items_by_key[key] = {"list": [items[position] for position in positions]}
+    return items_by_key
