@@ -5,7 +5,9 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,23 +30,23 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
     Raises :class:`LoopscopeError` if the file system reports an error.
     """
-    partial = path.with_name(path.name + ".partial")
+    temporary = path.with_name(path.name + ".partial")
     with translated_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as file:
+            with temporary.open("wb") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
+            temporary.replace(path)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
 
 def save_tensors(content: Any, path: Path) -> None:
     """Write tensors and plain values with ``torch.save``, atomically."""
-    write_atomically(path, lambda file: write_tensors(content, file))
+    write_atomically(path, partial(write_tensors, content))
 
 
 def write_tensors(content: Any, file: Any) -> None:
@@ -79,7 +81,7 @@ def translated_disk_errors(path: Path) -> Iterator[None]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write indented JSON; non-finite numbers are the bare words ``NaN``, ``Infinity``, ``-Infinity``, as in JSONL."""
     text = json.dumps(plain_json(content), indent=2) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, methodcaller("write", text.encode()))
 
 
 def plain_json(value: Any) -> Any:

@@ -10,11 +10,9 @@ import json
 import math
 import os
 import shlex
-import struct
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,11 +22,7 @@ from typing import Any
 PAUSE = 0.3  # seconds between two reads of the record
 GAVE_UP = 3
 LONGEST_TAG = 64
-LOG_BEGIN = 7  # bytes before the first chunk of a log
-BLOCK = 32768
-CHUNK = struct.Struct("<IHB")
-ENDS = (1, 4)  # types of a chunk that ends a record: a complete record, or its last part
-STEP = "_step"  # W&B's row number, from 0
+WIDTH = 20  # digits and spaces of a row count, which is overwritten in place
 
 
 @dataclass(frozen=True)
@@ -187,10 +181,12 @@ def start_wandb_run(wandb: Any, **options: Any) -> Any:
 def exclusive_run(task: WandbTask) -> Iterator[Any]:
     """Lock the W&B run against other clients, waiting for an earlier one, and yield the file of its row count.
 
-    The file contains the number of rows that W&B had when the newest client finished.
+    The file contains the number of rows that the clients have given to W&B.
     """
+    path = Path(task.folder) / "wandb" / f"{task.run_id}.rows"
+    path.touch()
     # The client of a killed run keeps sending the recorded rows, possibly while the run is resumed.
-    with (Path(task.folder) / "wandb" / f"{task.run_id}.rows").open("a+") as note:
+    with path.open("r+") as note:
         fcntl.flock(note, fcntl.LOCK_EX)
         yield note
 
@@ -201,47 +197,11 @@ def logs_of(task: WandbTask) -> list[Path]:
     return sorted(logs, key=lambda path: path.parent.name.removeprefix("offline-"))
 
 
-def rows_in(log: Path) -> int:
-    """Return the number of rows of W&B's history up to the last row in a possibly truncated log."""
-    from wandb.proto import wandb_internal_pb2
-
-    generated: Any = wandb_internal_pb2
-    items = (item for data in log_records(log) for item in generated.Record.FromString(data).history.item)
-    return max((json.loads(item.value_json) + 1 for item in items if STEP in (item.key, *item.nested_key)), default=0)
-
-
-def log_records(log: Path) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format: blocks of chunks, each with checksum, length and type.
-
-    See https://github.com/google/leveldb/blob/main/doc/log_format.md.
-    """
-    message = b""
-    with log.open("rb") as file:
-        file.seek(LOG_BEGIN)
-        while True:
-            left = BLOCK - file.tell() % BLOCK
-            file.seek(left if left < CHUNK.size else 0, os.SEEK_CUR)
-            header = file.read(CHUNK.size)
-            if len(header) < CHUNK.size:
-                return
-            checksum, length, part = CHUNK.unpack(header)
-            data = file.read(length)
-            if len(data) < length or zlib.crc32(data, zlib.crc32(bytes([part]))) != checksum:
-                return
-            message += data
-            if part in ENDS:
-                yield message
-                message = b""
-
-
 def sent_row_count(task: WandbTask, run: Any, note: Any) -> int:
-    """Return the number of rows that W&B has of a run: from the server, or offline from the logs and the note."""
+    """Return the number of rows that W&B has of a run: from the server, or offline from the note."""
     if not task.resumed:
         return 0
-    if not run.offline:
-        return int(run.starting_step)
-    note.seek(0)
-    return max([int(note.read() or 0), *map(rows_in, logs_of(task))])
+    return int(note.read() or 0) if run.offline else int(run.starting_step)
 
 
 def send(task: WandbTask, listener: Listener, note: Any) -> str:
@@ -282,11 +242,12 @@ def send(task: WandbTask, listener: Listener, note: Any) -> str:
             if end >= begin:
                 run.log(row, step=end if task.resumed else None, commit=True)
             end += 1
+        note.seek(0)
+        note.write(f"{max(begin, end):{WIDTH}}")
+        note.flush()
     status = listener.ending.status
     run.summary["status"] = status
     run.finish(exit_code=0 if status == "completed" else 1)
-    note.truncate(0)
-    note.write(str(max(begin, end)))
     return outcome_of(task, run)
 
 

@@ -1,17 +1,15 @@
 """Dispatch of the command line, and the commands that are too small for a separate file."""
 
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from traceback import format_exception
 
 import yaml
 
 from ..checkpoints import StoppedError
 from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_console, printable, show_warnings, watch
-from ..errors import LoopscopeError, UsageError, counted, listed, raised_in_user_code, unknown, with_lines
+from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
@@ -25,6 +23,8 @@ from .parser import CommandParser, dashed, write_line
 from .plot import plot
 from .report import report
 from .rewind import rewind
+from .user_errors import user_errors
+from .verify import verify
 
 # The display of a run, by the flag that selects it.
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
@@ -69,12 +69,12 @@ def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
 def _dispatch(command: str, *words: str) -> None:
     if command == ONE_OF_SEVERAL:
         warnings_shown = show_warnings(lambda label, sentence: _print_message(f"{label}: {sentence}"), alerts=False)
-        with warnings_shown, _user_errors(full_traceback="--traceback" in sys.argv):
+        with warnings_shown, user_errors(full_traceback="--traceback" in sys.argv):
             train_one_of_several()
         return
     local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
     commands = local_commands | {
-        function.__name__: function for function in (ls, show, diff, new, plot, compare, report, rewind)
+        function.__name__: function for function in (ls, show, diff, new, plot, compare, report, rewind, verify)
     }
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; put the options of a run after loopscope run EXPERIMENT.")
@@ -143,39 +143,13 @@ def _resume(words: Sequence[str]) -> None:
     _start(experiment, options | shared | {"traceback": traceback})
 
 
-@contextmanager
-def _user_errors(*, full_traceback: bool) -> Iterator[None]:
-    """Report an exception of user code in one sentence with the user's lines, after the full traceback if requested.
-
-    An exception that did not pass through user code is raised unchanged, since it may be a bug in loopscope.
-    """
-    try:
-        yield
-    except Exception as error:
-        is_ours = isinstance(error, LoopscopeError)
-        if not is_ours and not raised_in_user_code(error):
-            raise
-        if full_traceback and not isinstance(error, StoppedError):
-            sys.stderr.write("\n".join(map(printable, "".join(format_exception(error)).split("\n"))))
-        if is_ours:
-            raise
-        hint = "" if full_traceback else " --traceback shows the full traceback."
-        raise LoopscopeError(f"Code of the experiment raised {with_lines(error)}.{hint}") from error
-
-
 def _start(experiment: Experiment, options: Options) -> None:
-    """Train an experiment, or compare a repeated run with its checkpoints."""
-    if is_restarted() and not options["validate_checkpoints"]:
+    """Train an experiment."""
+    if is_restarted():
         options = options | {"resume": True, "overwrite": False}
-    with _user_errors(full_traceback=options["traceback"]):
+    with user_errors(full_traceback=options["traceback"]):
         runner = experiment(config_of(experiment, options), check_device(options["device"]))
         session, mode = Session(runner, run_options(options), wanted_sinks(options)), _mode(options)
-        if session.options.validate_checkpoints:
-            compared = session.validate()
-            for name, steps in compared.items() if is_main_process() else ():
-                where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
-                write_line(f"{name}: identical bit for bit at {where}")
-            return
         several = (options["jobs"] or 1) > 1
         conflict = "--jobs trains several runs, --parallel trains one run in several processes; remove one of them."
         require(not several or session.options.parallel is None, conflict)

@@ -36,7 +36,8 @@ def diff(words: Sequence[str]) -> None:
     )
     parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
     runs = parser.parse(words)["RUN"]
-    require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}.")
+    remedy = "; loopscope verify RUN checks one run." if len(runs) == 1 else "."
+    require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}{remedy}")
     records = [RunRecord.read(Path(run)) for run in runs]
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _digests(a, b), _metrics(a, b), _weights(a, b)]

@@ -29,6 +29,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope list             list the experiments, their strategies and presets
   loopscope resume RUN       resume an interrupted run
   loopscope rewind RUN       repeat some steps of a run bit for bit, with other hooks
+  loopscope verify RUN       train a run again and compare it with its checkpoints
   loopscope diff RUN RUN     report the step and the tensor at which two runs diverge
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope --version        print the versions of loopscope, Python, torch and NumPy

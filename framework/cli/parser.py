@@ -23,6 +23,7 @@ NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NEGATIVE_NUMBER = r"-(\d|\.\d|inf|nan)"
 FEW = 10  # an error about an unknown option lists the options of a command that has at most this many
+VERIFYING = ("--verify", "--validate-checkpoints")  # words for what a separate command does
 UNBOUNDED = 10_000  # columns of output that is not a terminal, so that programs can read full names
 
 
@@ -173,6 +174,9 @@ class CommandParser(argparse.ArgumentParser):
             raise UsageError(f"Unexpected word {rest[0]!r}; options start with two dashes, and --help lists them.")
         if rest:
             flag = rest[0].partition("=")[0]
+            if flag in VERIFYING:
+                remedy = "loopscope verify RUN trains a run again and compares it with its checkpoints."
+                raise UsageError(f"Unknown option {flag!r}. {remedy}")
             flags = [word for action in self._actions for word in action.option_strings if word.startswith("--")]
             if len(flags) <= FEW:
                 raise unknown("option", flag, flags)

@@ -47,8 +47,14 @@ def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: GeneratorOfBl
     size: int = batches.batch_size
     full = size if batches.drop_last else 1
     rows = rows_from(batches.sampler, start * size, draw)
-    # iter() stops at the first empty batch; a short last batch is dropped if ``full`` is the batch size.
-    return (batch for batch in iter(lambda: list(islice(rows, size)), []) if len(batch) >= full)
+    return _split(rows, size, full)
+
+
+def _split(rows: Iterator[Any], size: int, smallest: int) -> Iterator[list[Any]]:
+    """Yield ``rows`` in lists of ``size`` rows; a last list with fewer rows than ``smallest`` is dropped."""
+    while batch := list(islice(rows, size)):
+        if len(batch) >= smallest:
+            yield batch
 
 
 def rows_from(sampler: Any, start: int, draw: GeneratorOfBlock) -> Iterator[Any]:

@@ -154,7 +154,11 @@ class TensorLoader(Loader):
 
 def fixed_order(permutation: Tensor) -> Order:
     """Return an order with the same permutation in every epoch."""
-    return lambda epoch: permutation
+
+    def order(epoch: int) -> Tensor:
+        return permutation
+
+    return order
 
 
 def random_order(rows: int, seed: int) -> Order:

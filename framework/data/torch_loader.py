@@ -146,7 +146,7 @@ class TorchLoader(Loader):
         """Yield the batches of the DataLoader."""
         source = self._dataloader
         if not self._skips:
-            replayed = on_streams(self._streams, epoch, self._samplers, [source.dataset], lambda: iter(source))
+            replayed = on_streams(self._streams, epoch, self._samplers, [source.dataset], partial(iter, source))
             yield from islice(replayed, start, None)
             return
         batched = source.batch_sampler is not None
@@ -263,7 +263,12 @@ class TorchLoader(Loader):
         return on_streams(self._streams, epoch, samplers_of(dataloader), (), indices)
 
     def _draw(self, epoch: int) -> GeneratorOfBlock:
-        return lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
+        """Return a function that creates the generator of a block of rows of the epoch."""
+
+        def generator_of(block: int) -> torch.Generator:
+            return torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
+
+        return generator_of
 
     def _in_random_order(self, dataset: Any, batch_size: int | None, seed: int) -> "TorchLoader":
         source = self._dataloader

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import Clipping, StatePart, UndeclaredCommitError
+from ..state import TrainingState, optimizers_of
 from ..tensors import Vector, byte_tensors, gradients, joint_norm, live_gradients, local_shards, overwrite
 from ..training import takes_closure
 
@@ -101,6 +102,12 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     scale(live, clipping_of(live, max_norm).factor)
 
 
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply the gradients by ``factor``, in place."""
+    # looked up now, when the change is applied: an earlier commit may have created a parameter's gradient
+    scale(live_gradients(parameters), factor)
+
+
 @torch.no_grad()
 def scale(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply tensors of any devices by ``factor``, in place."""
@@ -177,9 +184,9 @@ def thaw(parameters: Mapping[str, nn.Parameter]) -> None:
         parameter.requires_grad_(True)
 
 
-def forget(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Remove the optimizers' state of the parameters."""
-    for optimizer, parameter in product(optimizers, parameters.values()):
+def forget(state: TrainingState, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Remove the state of the parameters from all optimizers."""
+    for optimizer, parameter in product(optimizers_of(state), parameters.values()):
         # Optimizers create a parameter's state at its first step, so a removed state is initialised again.
         optimizer.state.pop(parameter, None)
 

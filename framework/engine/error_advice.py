@@ -1,11 +1,10 @@
 """Advice in error messages about hooks, derived from the error, the hook's context and its class."""
 
-import dis
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError
 from traceback import walk_tb
-from types import CodeType
 from typing import Any
 
 from ..errors import StateMutationError, nearest, source_location, text_of
@@ -66,32 +65,31 @@ def advice_on_error(hook: TrainingHook, where: str, error: BaseException) -> str
 
 
 def _advice_on_unset_fields(hook: TrainingHook, where: str, error: BaseException) -> Iterator[str]:
-    """Yield a sentence for every field of its context that a hook has read although it was not set."""
+    """Yield a sentence for every unset field of its context that a hook's source names up to the failed line."""
     context: RunDataContext | None = None
-    names: list[str] = []
-    for frame, _ in walk_tb(error.__traceback__):
+    source = ""
+    for frame, number in walk_tb(error.__traceback__):
         contexts = [value for value in frame.f_locals.values() if type(value) is RunDataContext]
         context = contexts[0] if contexts else context
         if contexts and not str(frame.f_globals.get("__name__")).startswith("loopscope.engine"):
-            # f_lasti is the bytecode offset of the last instruction that ran in this frame.
-            names += _attribute_names(frame.f_code, frame.f_lasti)
+            source += _source_until(frame.f_code, number)
     if context is None:
         return
-    method = inspect.unwrap(called_method(hook, where))
-    if not names and inspect.isfunction(method):  # the hook had returned
-        names = _attribute_names(method.__code__)
-    for name in dict.fromkeys(name for name in names if name in SET_AT):
-        value = getattr(context, name)
-        if value is None or (name == "evaluation" and not value):
+    if not source:  # the hook had returned
+        source = _source_until(inspect.unwrap(called_method(hook, where)))
+    # CPython's AttributeError and KeyError do not state from which object a None or a key came.
+    for name in dict.fromkeys(re.findall(r"\.(\w+)", source)):
+        if name in SET_AT and (getattr(context, name) is None or (name == "evaluation" and not context.evaluation)):
             yield _reason_unset(hook, name, context.hook_point)
 
 
-def _attribute_names(code: CodeType, until: int | None = None) -> list[str]:
-    """Return the names of the attributes that ``code`` reads, up to the bytecode offset ``until``."""
-    # Bytecode, because CPython's AttributeError and KeyError do not say from which object a None or a key came. It is
-    # read only for an error message; LOAD_METHOD is the name of the instruction up to Python 3.11.
-    instructions = [step for step in dis.get_instructions(code) if until is None or step.offset <= until]
-    return [str(step.argval) for step in instructions if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+def _source_until(function: Any, last_number: int | None = None) -> str:
+    """Return the source of a function or its code, up to a line number; empty if it is unknown."""
+    try:
+        lines, first_number = inspect.getsourcelines(function)
+    except (OSError, TypeError):  # generated code, or written in C
+        return ""
+    return "".join(lines if last_number is None else lines[: last_number - first_number + 1])
 
 
 def _reason_unset(hook: TrainingHook, name: str, point: HookPoint) -> str:

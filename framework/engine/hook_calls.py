@@ -79,7 +79,7 @@ class HookCalls:
         """Call the hooks that are due at ``point``; without due hooks, return before any setup."""
         loop = self._state.loop
         listeners = self._hooks.listeners.at[point]
-        due_listeners = [listener for listener in listeners if listener.is_due(loop.epoch, loop.step)]
+        due_listeners = [item for item in listeners if item.is_always_due or item.is_due(loop.epoch, loop.step)]
         if due_listeners:
             self._call_all(point, due_listeners)
 

@@ -163,9 +163,9 @@ class HookSet:
         listeners = [
             item for point in STEP_POINTS for item in self.listeners.at[point] if item.intervention is not None
         ]
-        mutating = [item.hook for item in listeners if item.intervention.mutates]  # type: ignore[union-attr]
-        mutating.sort(key=lambda hook: hook.name not in self.failures.required)
-        return next((hook.name for hook in mutating), "")
+        mutating = [item.hook.name for item in listeners if item.intervention.mutates]  # type: ignore[union-attr]
+        required = [name for name in mutating if name in self.failures.required]
+        return next(iter([*required, *mutating]), "")
 
     def check_first_batch(self, batch: object) -> None:
         """Leave out the hooks that are rolled back within a step if no tensor is found in the first ``batch``.

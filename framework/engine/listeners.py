@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
+from operator import attrgetter
 
 from ..errors import RunNotice, UsageError, require
 from ..hooks import (
@@ -34,15 +35,17 @@ class Listener:
         require(is_valid, f"Hook {hook.name!r} has step_schedule = {schedule!r}; {advice}.")
         skips_steps = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
         self._schedule = schedule if skips_steps else None  # None: every step, or a point between steps
+        self.is_always_due = window == ALWAYS and self._schedule is None
+        """Whether :meth:`is_due` need not be called: most hooks fire at every step."""
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Return whether the hook fires at this step of this epoch."""
-        in_window = self._window == ALWAYS or self.in_window(epoch)
-        return in_window and (self._schedule is None or self._schedule.is_due(step))
+        return self.in_window(epoch) and (self._schedule is None or self._schedule.is_due(step))
 
     def start_at(self, epoch: int) -> None:
         """Delay the hook until ``epoch``."""
         first, last = self._window
+        self.is_always_due = False
         self._window = (epoch if first is None else max(first, epoch), last)
 
     def in_window(self, epoch: int) -> bool:
@@ -66,7 +69,7 @@ class Listeners:
                 raise UsageError(f"Hook {hook.name!r}: {error}") from error
             for point, window in windows.items():
                 by_point[point].append(Listener(hook, point, window))
-        self.at = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
+        self.at = [sorted(listeners, key=attrgetter("rank")) for listeners in by_point]
         """The listeners by hook point. A point without listeners costs only this lookup."""
 
     def drop(self, hook: TrainingHook) -> None:

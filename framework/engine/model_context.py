@@ -176,7 +176,7 @@ class ModelContext(ModelDataContext):
         if batch is not None:
             raise LoopscopeError("Pass a batch or a loader, not both: the loss is the mean over one of them.")
         epoch = self._state.loop.epoch
-        return self._open.probe.hessian_product(vector, lambda: loader.batches(epoch), method, epsilon)
+        return self._open.probe.hessian_product(vector, partial(loader.batches, epoch), method, epsilon)
 
     @override
     def hessian_operator(
@@ -358,9 +358,9 @@ class ModelContext(ModelDataContext):
         else:
             copied_factor = _copied_factor(factor)
             parameters = self._open.parameters
-            # Gradients are looked up when the change is applied: an earlier commit may create a parameter's gradient.
-            change = lambda: commits.scale(live_gradients(parameters), copied_factor)
-            self._open.commits.record(StatePart.GRADIENTS, "scale_gradients", change)
+            self._open.commits.record(
+                StatePart.GRADIENTS, "scale_gradients", commits.scale_gradients, parameters, copied_factor
+            )
 
     @override
     def clamp_gradients(self, max_value: float) -> None:
@@ -422,9 +422,8 @@ class ModelContext(ModelDataContext):
 
     @override
     def reset_optimizer_state(self, names: Iterable[str]) -> None:
-        parameters, state = commits.parameters_named(self.model, names), self._state
-        change = lambda: commits.forget(optimizers_of(state), parameters)
-        self._open.commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", change)
+        parameters = commits.parameters_named(self.model, names)
+        self._open.commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", commits.forget, self._state, parameters)
 
     def _protected(self, vector: Vector) -> Vector:
         """Copy tensors that the rollback or the commits may change before they are used."""

@@ -1,6 +1,7 @@
 """Offload of hook state to the CPU between calls."""
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -29,11 +30,15 @@ class StateOffload:
         if hook.name in self._devices:
             # tree_leaves and tree_map_only visit leaves in the same order: the n-th device belongs to the n-th tensor.
             devices = iter(self._devices.pop(hook.name))
-            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(devices)), hook.state_dict()))
+
+            def to_its_device(tensor: Tensor) -> Tensor:
+                return tensor.to(next(devices))
+
+            hook.load_state_dict(tree_map_only(Tensor, to_its_device, hook.state_dict()))
         try:
             return function()
         finally:
             state: dict[str, Any] = hook.state_dict()
             if homes := [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
-                hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
+                hook.load_state_dict(tree_map_only(Tensor, methodcaller("to", self._home), state))
                 self._devices[hook.name] = homes

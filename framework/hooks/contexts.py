@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from types import MappingProxyType
@@ -195,6 +196,10 @@ class ForwardResult:
     captured: Mapping[str, Any]
 
 
+def _unknown_rows(epoch: int, batch: int) -> None:
+    """Return that the row numbers of a batch are unknown: the default of the services."""
+
+
 def _one_process() -> "Ranks":
     from ..training import Ranks  # imported here, so that defining a hook imports no training code
 
@@ -211,7 +216,7 @@ class ObserverServices:
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
     ranks: "Ranks" = field(default_factory=_one_process)
-    row_indices: Callable[[int, int], Tensor | None] = lambda epoch, batch: None
+    row_indices: Callable[[int, int], Tensor | None] = _unknown_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +239,7 @@ class RunDataContext:
     mean over the steps of the epoch (since the last SNAPSHOT), a float."""
     train_acc: float | None = None
     val_acc: float | None = None
-    evaluation: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    evaluation: Mapping[str, float] = field(default_factory=partial(MappingProxyType[str, float], {}))
     """Results of the last evaluation, including both accuracies; empty after the next step."""
     lr: float | None = None
     """Current learning rate of the first parameter group: from POST_STEP on, that of the next step."""

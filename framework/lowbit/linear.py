@@ -124,7 +124,10 @@ class BitLinear(SplitLinear):
         listeners = [] if is_uncounted else [hook for hook in self._quantization_hooks.values() if hook.is_active()]
         if metis is not None and metis.backward and role == "output_grad":
             source = call.generator(role, values.device)
-            part_cast = lambda part: _cast(role, cast, part, listeners, None, generator=source)
+
+            def part_cast(part: Tensor) -> Tensor:
+                return _cast(role, cast, part, listeners, None, generator=source)
+
             return low_rank_cast(values, part_cast, metis, source)
         generator = call.generator(role, values.device) if cast.rounding == "stochastic" else None
         earlier = self._earlier_maximum(role, values, call) if cast.scaling_rule.history else None

@@ -108,7 +108,7 @@ class CastNames(list[str]):
             for name, embedding in self.tied.items()
         ]
         if self.flop_share < SMALL_SHARE:
-            by_size = sorted(self.left, key=lambda name: -self.left[name])
+            by_size = sorted(self.left, key=self.left.__getitem__, reverse=True)
             notes.append(
                 f"Only {self.flop_share:.1%} of the multiplications by matrices are cast ({self.matrix_share:.1%} of "
                 f"the matrix parameters); in full precision: {listed([repr(name) for name in by_size], 4) or 'none'}."

@@ -213,9 +213,12 @@ def refuse_repetition(name: str, earlier_names: Container[str], text: str) -> No
     require(name not in earlier_names, f"{text!r} names {name} twice; give each name only once.")
 
 
-SETTINGS: Mapping[str, Callable[[str], int]] = dict(
-    along_sum=lambda text: bool(int(text)), hadamard=int, keep_first=int, keep_last=int
-)
+def parse_switch(text: str) -> bool:
+    """Return whether a text is a number other than 0."""
+    return bool(int(text))
+
+
+SETTINGS: Mapping[str, Callable[[str], int]] = dict(along_sum=parse_switch, hadamard=int, keep_first=int, keep_last=int)
 """Settings of a recipe other than casts and Metis, with their parsers; ``along_sum`` is 1 or 0."""
 OPTIONS: Mapping[str, Callable[[str], str | int | float]] = dict(
     rounding=str, block=int, rows=int, q_scalar=float, scale_dtype=str, history=int, margin=int, amax=str

@@ -98,7 +98,6 @@ class RunFlags:
         keep_checkpoints: number of newest checkpoints to keep, in addition to the best.
         digest_every: steps between digests of the training state in the record; 0 writes none; by default at snapshots.
         resume: resume from the newest intact checkpoint; completed strategies are not trained again.
-        validate_checkpoints: train again and compare with the checkpoints in the output directory.
         exact: refuse to resume if the run might differ in any bit, for example with another number of processes.
         no_determinism: allow torch to use nondeterministic algorithms.
         parallel: how the processes that torchrun started train one model: as replicas (ddp), as shards (fsdp), or with
@@ -118,7 +117,6 @@ class RunFlags:
     keep_checkpoints: int = 3
     digest_every: int | None = None
     resume: bool = False
-    validate_checkpoints: bool = False
     exact: bool = False
     no_determinism: bool = False
     parallel: Parallel | None = None
@@ -128,7 +126,7 @@ class RunFlags:
         for name, least in (*((option, 0) for option in (*CHECKPOINTS, "digest_every")), ("keep_checkpoints", 1)):
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} is {value}; it must be at least {least}.")
-        modes = [name for name in ("resume", "overwrite", "validate_checkpoints") if getattr(self, name)]
+        modes = [name for name in ("resume", "overwrite") if getattr(self, name)]
         given = " and ".join("--" + name.replace("_", "-") for name in modes)
         require(len(modes) <= 1, f"{given} exclude each other; give one of them.")
         require(self.resume or not self.exact, "--exact applies only to a resumed run; add --resume, or omit --exact.")

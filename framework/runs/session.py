@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, Signals, is_locked, open_checkpoint
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
 from ..engine import HookManager
 from ..errors import RunNotice, UsageError, notice, require
 from ..hooks import (
@@ -179,8 +179,6 @@ class Session:
         with self._environment() as contexts:
             (plan,) = self._with_references(self._plans())
             require(plan.folder.record() is not None, f"{plan.folder.path} contains no run.")
-            locked = is_locked(plan.folder.path)
-            require(not locked, f"{plan.folder.path} is still being trained; rewind it after its end.")
             earlier = EarlierRun.of(plan.folder, plan.record, is_whole=False)
             path = plan.folder.path / REWINDS / stretch.name
             if not (recorded and Ranks.all_processes(self.options.parallel).is_main):

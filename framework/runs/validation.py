@@ -15,6 +15,7 @@ from ..checkpoints import (
     RunState,
     checkpoints_by_moment,
     differing_entries,
+    is_locked,
     open_checkpoint,
     read_content,
     read_digests,
@@ -52,12 +53,14 @@ class EarlierRun:
         """Return the run in a folder, to compare with the run ``now``, which repeats all of it or a part.
 
         Raises:
-            UsageError: if the folder contains another run, or ``is_whole`` and it has no checkpoints and digests.
+            UsageError: if the folder contains another run, or one that is being trained, or if ``is_whole`` and the
+                run has no checkpoints and digests.
         """
+        require(not is_locked(folder.path), f"{folder.path} is still being trained; wait until it has ended.")
         moments, record, digests = checkpoints_by_moment(folder.checkpoints), folder.record(), read_digests(folder.path)
         if record is None or (is_whole and not (moments or digests)):
             raise UsageError(f"{folder.path} has no intact checkpoints or digests to compare with.")
-        refuse_another_run(folder.path, record, now, warn=is_whole)
+        refuse_another_run(folder.path, record, now, warn=False)
         return cls(folder.path, record, moments, digests)
 
 

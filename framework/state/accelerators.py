@@ -26,8 +26,8 @@ def devices_in_use() -> list[torch.device]:
         return []
     # An unused device has no generator; reading one would create a context of hundreds of MiB on it. A backend without
     # is_initialized() counts as used.
-    initialized: Callable[[], bool] = getattr(_backend(kind.type), "is_initialized", lambda: True)
-    if not initialized():
+    is_initialized: Callable[[], bool] | None = getattr(_backend(kind.type), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
         return []
     devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
     return [device for device in devices if _has_readable_generator(device)]

@@ -31,9 +31,15 @@ from .objects import (
     write_native,
 )
 
+
+def _deque_of(items: list[Any]) -> deque[Any]:
+    """Return a deque, given its ``maxlen``, followed by its items."""
+    return deque(items[1:], maxlen=items[0])
+
+
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, dict, OrderedDict, Counter)},
-    "deque": lambda items: deque(items[1:], maxlen=items[0]),
+    "deque": _deque_of,
 }
 _MUTABLE = (dict, list, set, deque)
 MAX_DEPTH = 100

@@ -71,8 +71,20 @@ def _with_arrays(state: Any, now: Any) -> Any:
     return np.array(state, now.dtype) if isinstance(now, np.ndarray) else state
 
 
-def _set_bits(generator: Any, saved: Any) -> None:
+def _read_bits(generator: np.random.Generator) -> Any:
+    return _without_arrays(generator.bit_generator.state)
+
+
+def _write_bits(generator: Any, saved: Any) -> None:
     generator.bit_generator.state = _with_arrays(saved, generator.bit_generator.state)
+
+
+def _read_random_state(generator: np.random.RandomState) -> Any:
+    return _without_arrays(generator.get_state(legacy=False))
+
+
+def _write_random_state(generator: np.random.RandomState, saved: Any) -> None:
+    generator.set_state(_with_arrays(saved, generator.get_state(legacy=False)))
 
 
 def _read_torch(generator: torch.Generator) -> bytes:
@@ -83,16 +95,17 @@ def _write_torch(generator: torch.Generator, saved: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
 
 
+def _write_bytes(value: bytearray, saved: bytes) -> None:
+    value[:] = saved
+
+
 _KINDS: dict[type, Native] = {
     np.ndarray: Native(_read_array, _write_array),
-    np.random.Generator: Native(lambda generator: _without_arrays(generator.bit_generator.state), _set_bits),
-    np.random.RandomState: Native(
-        lambda generator: _without_arrays(generator.get_state(legacy=False)),
-        lambda generator, saved: generator.set_state(_with_arrays(saved, generator.get_state(legacy=False))),
-    ),
+    np.random.Generator: Native(_read_bits, _write_bits),
+    np.random.RandomState: Native(_read_random_state, _write_random_state),
     random.Random: Native(random.Random.getstate, random.Random.setstate),
     torch.Generator: Native(_read_torch, _write_torch),
-    bytearray: Native(bytes, lambda value, saved: value.__setitem__(slice(None), saved)),
+    bytearray: Native(bytes, _write_bytes),
 }
 # The operating system's generator has no state, and a memory map is a view of a file.
 _WITHOUT = (random.SystemRandom, np.memmap)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -204,7 +205,7 @@ class Loop(Part):
     def load(self, state: StateObjects, stored: Any) -> None:
         """Set the fields; tensors, which checkpoints read to the CPU, on the device of the model."""
         device = device_of(state)
-        vars(state.loop).update(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
+        vars(state.loop).update(tree_map_only(Tensor, methodcaller("to", device), stored))
 
 
 class Generators(Part):
@@ -217,8 +218,9 @@ class Generators(Part):
         """Yield the state of every generator, in tuples: they are copies, not tensors of the state."""
         streams = state.streams.save()
         yield "generators/torch", (streams.torch_cpu,)
-        yield "generators/python", (streams.of_python, streams.python_gaussian)
-        yield "generators/numpy", (streams.of_numpy, streams.second_gaussian)
+        states = streams.global_states
+        yield "generators/python", (states.of_python, states.python_gaussian)
+        yield "generators/numpy", (states.of_numpy, states.second_gaussian)
         for index, (_, generator_state) in enumerate((*streams.accelerators, *streams.owned)):
             yield f"generators/{index}", (generator_state,)
 

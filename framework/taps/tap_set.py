@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +69,10 @@ class TapSet:
                 f"Hook {owner.hook!r} taps the quantisers of {tap.target!r}, which has none; it is a "
                 f"{type(module).__name__}."
             )
-        is_active = lambda: not (self._disabled_depth or self._in_separate_pass) and owner.is_due()
+
+        def is_active() -> bool:
+            return not (self._disabled_depth or self._in_separate_pass) and owner.is_due()
+
         self._attached.callback(module.count_quantizations(is_active, tap.counts).remove)
 
     def _attach(self, owner: TapOwner, tap: GradientTap) -> None:
@@ -84,7 +87,10 @@ class TapSet:
             )
         # Parameter hooks run outside of compiled graphs, module hooks run inside them.
         is_separate = self._compiled and tap.kind != "parameter" and not tap.replaces
-        is_active = lambda: not self._disabled_depth and is_separate is self._in_separate_pass and owner.is_due()
+
+        def is_active() -> bool:
+            return not self._disabled_depth and is_separate is self._in_separate_pass and owner.is_due()
+
         checked = self._checked(owner, tap, is_active)
         if tap.kind == "parameter":
             parameter = _target_of(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
@@ -105,8 +111,8 @@ class TapSet:
         elif self._compiled and tap.kind == "weight":
             self._attached.enter_context(quiet_graph_breaks())
             self._attached.enter_context(_uncompiled_forward(module, callbacks))
-        elif self._compiled:
-            self._attached.callback(module.register_forward_hook(_uncompiled_hook()(callbacks[1])).remove)
+        elif self._compiled and (after := callbacks[1]) is not None:
+            self._attached.callback(module.register_forward_hook(_uncompiled_hook()(after)).remove)
         else:
             self._attach_switchable(owner, module, callbacks)
 
@@ -149,7 +155,7 @@ class TapSet:
             replacement: Tensor | None = None
             self._disabled_depth += 1  # the function may run a backward pass itself
             try:
-                replacement = owner.call(tap.target, lambda: _valid_replacement(tap.function(gradient), gradient))
+                replacement = owner.call(tap.target, partial(_replacement_of, tap, gradient))
             finally:
                 self._disabled_depth -= 1
                 is_same = _version_of(gradient) == version and (copy is None or _same_bytes(copy, gradient))
@@ -247,7 +253,8 @@ def _uncompiled_forward(module: nn.Module, callbacks: ForwardCallbacks) -> Itera
         if before is not None:
             before(module, inputs)
         output = forward(*inputs, **options)
-        after(module, inputs, output)
+        if after is not None:
+            after(module, inputs, output)
         return output
 
     # An instance attribute hides the method of the class until it is removed.
@@ -289,7 +296,8 @@ def _attach_callbacks(stack: ExitStack, module: nn.Module, callbacks: ForwardCal
     before, after = callbacks
     if before is not None:
         stack.callback(module.register_forward_pre_hook(InternalFunction(before)).remove)
-    stack.callback(module.register_forward_hook(InternalFunction(after)).remove)
+    if after is not None:
+        stack.callback(module.register_forward_hook(InternalFunction(after)).remove)
 
 
 def _output_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> ForwardCallbacks:
@@ -319,7 +327,7 @@ def _input_callbacks(on_input: OnGradient, is_active: Callable[[], bool]) -> For
             with torch.no_grad():
                 on_input(first.detach())
 
-    return before, lambda module, inputs, output: None
+    return before, None
 
 
 def _require_trainable(parameter: Tensor | None, owner: TapOwner, tap: GradientTap) -> None:
@@ -341,8 +349,9 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(bytes_a, bytes_b)
 
 
-def _valid_replacement(replacement: Tensor | None, gradient: Tensor) -> Tensor | None:
-    """Return a replacement; raise ``ValueError`` unless shape and dtype equal those of the gradient."""
+def _replacement_of(tap: GradientTap, gradient: Tensor) -> Tensor | None:
+    """Call a tap and return its replacement; raise ``ValueError`` unless shape and dtype equal the gradient's."""
+    replacement = tap.function(gradient)
     if replacement is None or (replacement.shape == gradient.shape and replacement.dtype == gradient.dtype):
         return replacement
     raise ValueError(

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_iter
 
 from ..hooks import OnGradient
 
-ForwardCallbacks = tuple[Callable[..., None] | None, Callable[..., None]]
-"""Functions that are called before (or ``None``) and after a module's forward."""
+ForwardCallbacks = tuple[Callable[..., None] | None, Callable[..., None] | None]
+"""Functions that are called before and after a module's forward; ``None`` for none."""
 
 
 def weight_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> ForwardCallbacks:

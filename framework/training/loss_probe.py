@@ -144,6 +144,10 @@ class LossProbe:
             )
         losses: list[Tensor] = []
         norms: list[Tensor] = []
+
+        def append_loss(task: TrainingTask, row: Batch) -> None:
+            losses.append(measure_gradients(task, row))
+
         parts = batch if isinstance(batch, MicroBatches) else [batch]
         for row in chain.from_iterable(micro_batches(part, rows(part)) for part in parts):
             with self._borrowed_state():
@@ -151,7 +155,7 @@ class LossProbe:
                     # Private: torch has no public base class of all normalisations with running statistics.
                     if isinstance(module, _NormBase) and module.running_mean is not None:
                         module.training = False
-                gradient = self._gradient(row, lambda task, part: losses.append(measure_gradients(task, part)))
+                gradient = self._gradient(row, append_loss)
                 norms.append(norm(gradient) if gradient else losses[-1].new_zeros(()))
         return torch.stack(losses).double(), torch.stack(norms).double()
 

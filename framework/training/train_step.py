@@ -53,6 +53,20 @@ class Precision:
         return GradScaler(self.device_type) if self.dtype is torch.float16 else None
 
 
+def no_evaluation(model: nn.Module) -> dict[str, float]:
+    """Return no numbers: the default of a task without evaluation."""
+    return {}
+
+
+def never_stop(evaluation: dict[str, float]) -> bool:
+    """Return that training continues: the default of a task."""
+    return False
+
+
+def no_target_grad(model: nn.Module) -> None:
+    """Return no target gradient: the default of a task."""
+
+
 @dataclass
 class TrainingTask:
     """Model, optimizer, data and functions of an experiment: the input of a training loop.
@@ -65,9 +79,9 @@ class TrainingTask:
     optimizer: Optimizer
     loader: Loader
     compute_loss: Callable[[nn.Module, Batch], Tensor]
-    evaluate: Callable[[nn.Module], dict[str, float]] = lambda model: {}
-    should_stop: Callable[[dict[str, float]], bool] = lambda evaluation: False
-    target_grad: Callable[[nn.Module], dict[str, Tensor] | None] = lambda model: None
+    evaluate: Callable[[nn.Module], dict[str, float]] = no_evaluation
+    should_stop: Callable[[dict[str, float]], bool] = never_stop
+    target_grad: Callable[[nn.Module], dict[str, Tensor] | None] = no_target_grad
     scheduler: LRScheduler | None = None
     scaler: GradScaler | None = None
     """Scaler of the loss, for float16."""
@@ -175,15 +189,18 @@ def advance_scheduler(task: TrainingTask, count: int) -> None:
 def step_by_metric(task: TrainingTask, evaluation: Mapping[str, float]) -> None:
     """Step a scheduler that needs an evaluation; raises :class:`UsageError` if its number is missing."""
     if task.scheduler is not None and _required_arguments(type(task.scheduler)) == METRIC_ARGUMENT:
-        check_metric(task, lambda: evaluation)
+        _require_metric(task, evaluation)
         task.scheduler.step(evaluation[task.scheduler_metric])  # type: ignore[arg-type]  # the stub declares an epoch number
 
 
 def check_metric(task: TrainingTask, evaluate: Callable[[], Mapping[str, float]]) -> None:
     """Raise :class:`UsageError` if the scheduler needs a number that the evaluation does not return."""
-    if task.scheduler is None or _required_arguments(type(task.scheduler)) != METRIC_ARGUMENT:
-        return
-    if task.scheduler_metric not in (evaluation := evaluate()):
+    if task.scheduler is not None and _required_arguments(type(task.scheduler)) == METRIC_ARGUMENT:
+        _require_metric(task, evaluate())
+
+
+def _require_metric(task: TrainingTask, evaluation: Mapping[str, float]) -> None:
+    if task.scheduler_metric not in evaluation:
         raise UsageError(
             f"{type(task.scheduler).__name__} needs {task.scheduler_metric!r} of the evaluation, which returns "
             f"{listed(list(evaluation), 9) or 'no numbers'}; return it, or set best_metric of the experiment "

@@ -119,7 +119,7 @@ def with_hook(mode: str, loop: str, name: str) -> Run:
 
 @pytest.mark.compile
 @every_mode_and_loop(QUIET)
-def test_a_hook_leaves_the_run_its_bytes(mode: str, loop: str, name: str) -> None:
+def test_run_with_a_hook_has_equal_bytes(mode: str, loop: str, name: str) -> None:
     hooked = with_hook(mode, loop, name)
     if hooked.error is not None:
         assert isinstance(hooked.error, UnsuitableError)

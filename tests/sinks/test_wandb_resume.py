@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint
 from loopscope.sinks import WandbSink, wandb_sink
-from loopscope.sinks.wandb_process import WandbTask, exclusive_run
+from loopscope.sinks.wandb_process import WandbTask, exclusive_run, sent_row_count
 
 from tests.sinks.emits import run_info
 from tests.sinks.wandb_files import history
@@ -128,6 +130,29 @@ def test_removed_offline_folders_are_not_recorded_again(tmp_path, monkeypatch):
     shutil.rmtree(logs_in(tmp_path)[0].parent)
     resumed(tmp_path, position, ROWS[2:]).close("completed")
     assert [history(log) for log in logs_in(tmp_path)] == [WHOLE[4:]]
+
+
+@pytest.mark.slow
+def test_killed_client_leaves_its_row_count(tmp_path, monkeypatch):
+    """The resumed run records only the rows that the killed client did not."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = begun(tmp_path, ROWS[:2])
+    position = sink.position()
+    fed(sink, ROWS[2:4])
+    note = tmp_path / "wandb" / f"{position['run_id']}.rows"
+    while not note.exists() or note.read_text().strip() != "4":
+        time.sleep(0.1)
+    sink._client.process.kill()
+    with pytest.warns(UserWarning, match="The W&B client failed"):
+        sink.close("failed")
+    resumed(tmp_path, position, ROWS[2:]).close("completed")
+    assert history(logs_in(tmp_path)[-1]) == WHOLE[4:]
+
+
+@pytest.mark.parametrize(("is_resumed", "offline", "expected"), [(False, True, 0), (True, False, 2), (True, True, 7)])
+def test_row_count_is_from_server_or_note(is_resumed, offline, expected):
+    task = WandbTask("r", "folder", "p", "e", "s", {}, {}, [], None, resumed=is_resumed)
+    assert sent_row_count(task, SimpleNamespace(offline=offline, starting_step=2), StringIO(" 7")) == expected
 
 
 @pytest.mark.slow

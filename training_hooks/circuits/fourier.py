@@ -25,7 +25,7 @@ from .modular_addition import (
     token_pairs,
 )
 
-NEURON_ROWS = 4  # number of a, each paired with all b, for the spectra of neurons
+NEURON_ROWS = 4  # values of a for the spectra of neurons, each paired with all p values of b
 ALL_PAIRS = 20_000
 """Default largest number of pairs for the losses; for more, a sample of this size, but at least 16 rows."""
 GROUPS = 16  # largest number of jackknife groups

@@ -76,13 +76,14 @@ class AdaGCStep(NamedTuple):
 class AdaGC:
     """The update rule of AdaGC (arXiv 2502.11034).
 
-    Each parameter's norm is reduced to λ_rel·γ_p, and the clipped norm enters γ_p ← β·γ_p + (1 − β)·‖g_p‖. In the first
-    ``warmup`` steps the joint norm is reduced to λ_abs instead, and γ_p is the smallest norm so far.
+    A gradient whose norm exceeds λ_rel·γ_p is scaled to that norm. γ_p is a moving average of the clipped norms:
+    γ_p ← β·γ_p + (1 − β)·‖g_p‖. In the first ``warmup`` steps the joint norm of all gradients is limited to λ_abs
+    instead, and γ_p is the smallest norm so far.
 
     The paper has λ_rel = 1.05 and β = 0.98, the published code 1.04 and 0.99. That code warms up for 100 steps, like
     this class; the paper's pseudo-code for 99. The code also adds 1e-6 to its denominators. Unlike both, this class
-    does not include a norm of exactly zero: γ_p would become zero, or fall towards it, and clip the parameter's
-    gradients to nothing forever. A parameter whose first gradient arrives after the warm-up starts with its norm.
+    ignores a norm of exactly zero, because γ_p would approach zero and every later gradient of the parameter would be
+    clipped to zero. A parameter whose first gradient arrives after the warm-up starts with the norm of that gradient.
     """
 
     beta: float

@@ -47,6 +47,21 @@ def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) ->
         assert summary["traceback"].endswith("IndexError: list index out of range\n")
 
 
+def test_rewind_and_verify_show_user_code_line(tmp_path: Path, capfd) -> None:
+    """A run whose code raises is trained again up to that line, which is shown without a traceback."""
+    words = ["run", "broken", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
+    folder = str(tmp_path / "broken/plain")
+    with registered(type("Whole", (Small,), {"name": "broken"})):
+        assert main(words) == 0
+    with registered(broken("broken", "compute_loss")):
+        for command_words in (["rewind", folder, "--step", "1"], ["verify", folder]):
+            capfd.readouterr()
+            assert main(command_words) == 1
+            error = capfd.readouterr().err
+            assert re.search(rf"^loopscope: Code of the experiment raised IndexError.*{FILE}:\d+ in fail", error)
+            assert error.count("\n") == 1
+
+
 class Rows(torch.utils.data.Dataset):
     """Rows with one unreadable row."""
 

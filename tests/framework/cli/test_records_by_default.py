@@ -74,12 +74,11 @@ def test_default_record_leaves_run_unchanged(tmp_path, monkeypatch, experiment, 
     assert (kept / "plain_final.pt").read_bytes() == (bare / "plain_final.pt").read_bytes()
 
 
-def test_default_record_validates_without_mentioning_hooks(tmp_path: Path, capfd) -> None:
-    """Validation reports equality, prints nothing to stderr and leaves the summary unchanged."""
+def test_default_record_verifies_without_mentioning_hooks(tmp_path: Path, capfd) -> None:
+    """Verifying reports equality, prints nothing to stderr and leaves the summary unchanged."""
     folder = run(tmp_path, Small, "--save-checkpoints", "1")
-    words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--validate-checkpoints"]
     before = read_json(folder / "summary.json")
-    assert main(words) == 0
+    assert main(["verify", str(folder)]) == 0
     printed = capfd.readouterr()
     assert "plain: identical bit for bit" in printed.out
     assert printed.err == ""

@@ -33,7 +33,7 @@ COMMANDS = {
     **RESUMING,
     "neither": SAVING,
     "--overwrite": [*SAVING, "--overwrite"],
-    "--validate-checkpoints": [*SAVING, "--validate-checkpoints"],
+    "verify": ["verify", "{run}"],
     "diff": ["diff", "{whole}", "{run}"],
     "replay": ["replay", "{run}", "--to", "tensorboard"],
     "plot": ["plot", "{run}", "--metrics", "norms/total_grad_norm", "--out", "{elsewhere}/picture.svg"],
@@ -184,7 +184,7 @@ def check(whole: Path, capfd: Any, data: Any) -> None:
             assert {key: value for key, value in contents(run).items() if key != "run.lock"} == {
                 key: value for key, value in before.items() if key != "run.lock"
             }, said
-            refused = command == "neither" or (was_killed and command in ("--reference", "--validate-checkpoints"))
+            refused = command == "neither" or (was_killed and command in ("--reference", "verify"))
             assert refused or status == 1 or Path(name).name in said or Path(name).parent.name in said, said
         elif command == "--overwrite" or (command in RESUMING and (was_killed or contents(run) != before)):
             is_announced = any(sentence in shown for sentence in ANNOUNCEMENTS)

@@ -32,7 +32,7 @@ COMMANDS = {
     "--overwrite": [*MEASURING, "--overwrite", "--output-dir", "{output}"],
     "neither": [*RUN, "--output-dir", "{output}"],
     "--reference": [*MEASURING, "--reference", "{run}", "--output-dir", "{output}/again"],
-    "--validate-checkpoints": [*RUN, "--validate-checkpoints", "--output-dir", "{output}"],
+    "verify": ["verify", "{run}"],
 }
 READING = ["diff", "diff the other way round", "replay", "plot", "resume", "--resume", "neither"]
 
@@ -142,7 +142,7 @@ def deep(levels: int) -> Any:
     return content
 
 
-@pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--resume", "--validate-checkpoints"])
+@pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--resume", "verify"])
 @pytest.mark.parametrize("wrong", [*WRONG, *OF_CONFIG])
 def test_damaged_config_is_reported(wrong, command, whole, capfd) -> None:
     """Each command prints one line with the path of the configuration and the reason."""
@@ -163,10 +163,10 @@ def test_damaged_summary_is_reported(wrong, command, whole, capfd) -> None:
     assert f"loopscope: OUTPUT/small/plain/{SUMMARY} " in said
 
 
-@pytest.mark.parametrize("command", ["diff", "--resume", "--validate-checkpoints"])
+@pytest.mark.parametrize("command", ["diff", "--resume", "verify"])
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "too deep to walk"])
 def test_checkpoint_with_damaged_manifest_is_skipped(wrong, command, whole, capfd) -> None:
-    """The run starts without that checkpoint, and only --validate-checkpoints fails."""
+    """The run starts without that checkpoint, and only verify fails."""
 
     def damage(run: Path) -> None:
         for name in ("summary.json", "plain_final.pt", "digests.jsonl"):
@@ -175,7 +175,7 @@ def test_checkpoint_with_damaged_manifest_is_skipped(wrong, command, whole, capf
             WRONG[wrong][0](f"checkpoints/{folder.name}/manifest.json")(run)
 
     status, said = said_by(command, whole, damage, capfd)
-    assert status == (2 if command.startswith("--validate") else 0), said
+    assert status == (2 if command == "verify" else 0), said
     assert "no intact checkpoints or digests to compare with" in said or not said
 
 

@@ -29,7 +29,7 @@ COMMANDS = {
     "resume": ["resume", "{run}"],
     "--resume": [*RUN, "--resume", "--save-checkpoints", "--output-dir", "{output}"],
     "diff": ["diff", "{whole}", "{run}"],
-    "--validate-checkpoints": [*RUN, "--validate-checkpoints", "--output-dir", "{output}"],
+    "verify": ["verify", "{run}"],
 }
 MISSING = object()
 Path_ = tuple[Any, ...]
@@ -112,7 +112,7 @@ def refused_or_done(command: str, whole: Path, capfd: Any, damage: Any) -> None:
         assert status in (0, 1, 2), said
         assert all(line.startswith("loopscope: ") and line.isprintable() for line in said.splitlines()), said
         assert status == 0 or said
-        assert status == 0 or command in ("diff", "--validate-checkpoints") or run.joinpath("checkpoints").is_dir()
+        assert status == 0 or command in ("diff", "verify") or run.joinpath("checkpoints").is_dir()
 
 
 REST = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow], "deadline": None}

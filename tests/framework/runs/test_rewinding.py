@@ -155,7 +155,7 @@ def test_impossible_rewind_is_refused(finished, tmp_path):
 
 
 def test_rewind_command_keeps_committing_hooks(tmp_path, capfd):
-    """The command accepts further hooks and requires a step, --spike or --verify."""
+    """The command accepts further hooks and requires a step or --spike."""
     words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints"]
     words += ["--keep-checkpoints", "9", "--hooks", "grad_clip", "--grad_clip.max_norm", "0.1", "--no-console-output"]
     assert main([*words, "--output-dir", str(tmp_path)]) == 0
@@ -168,22 +168,7 @@ def test_rewind_command_keeps_committing_hooks(tmp_path, capfd):
     assert record["hooks"]["variance"]["window"] == 2
     assert main(["rewind", str(run), "--step", "7"]) == 0
     assert main(["rewind", str(run)]) == 2
-    assert "loopscope rewind needs one of --step N, --spike and --verify N" in capfd.readouterr().err
-
-
-def test_verify_compares_random_stretches(finished, tmp_path, capfd):
-    """The command names the first difference and leaves the run unchanged."""
-    words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints", "--keep-checkpoints", "9"]
-    assert main([*words, "--no-console-output", "--output-dir", str(tmp_path)]) == 0
-    run, before = tmp_path / "small/plain", contents(tmp_path)
-    assert main(["rewind", str(run), "--verify", "9"]) == 0
-    told = [f"Steps {first} to {first + 2}: identical, bit for bit." for first in (1, 4, 7)]
-    assert capfd.readouterr().out.splitlines() == told
-    assert contents(tmp_path) == before
-    plant(run, 6, next(iter(PLANTED)))
-    assert main(["rewind", str(run), "--verify", "9"]) == 1
-    assert "at step 6 (epoch 2), first in parameters" in capfd.readouterr().err
-    assert main(["rewind", str(run), "--verify", "0"]) == 2
+    assert "loopscope rewind needs one of --step N and --spike" in capfd.readouterr().err
 
 
 def test_rewind_of_no_run_is_refused(tmp_path):
@@ -208,7 +193,7 @@ def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
     assert "at step 2 (epoch 0), first in parameters/0.weight" in capfd.readouterr().err
     _, since, compared = rewind(tmp_path / "a", Stretch(7, 8), hooks=["variance"], hook_options=WINDOW)
     assert (since, compared) == (0, [2, 4, 6, 8])
-    assert session(tmp_path / "a", **DIGESTED, validate_checkpoints=True).validate() == {"plain": [2, 4, 6, 8, 10, 12]}
+    assert session(tmp_path / "a", **DIGESTED).validate() == {"plain": [2, 4, 6, 8, 10, 12]}
     lines = (tmp_path / "a/small/plain" / DIGESTS).read_text().splitlines()
     other = (tmp_path / "c/small/plain" / DIGESTS).read_text().splitlines()
     (tmp_path / "a/small/plain" / DIGESTS).write_text("\n".join([*lines[:2], other[2], *lines[3:]]))

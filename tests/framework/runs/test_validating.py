@@ -1,4 +1,4 @@
-"""``--validate-checkpoints``: a second run is compared with the checkpoints of the first, bit for bit."""
+"""``loopscope verify``: a second run is compared with the checkpoints of the first, bit for bit."""
 
 import shutil
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import DIGESTS
+from loopscope.checkpoints import DIGESTS, run_lock
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.runs.validation import DivergedError
@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def validate(folder: Path, runner: type[Small] = Small, **options: Any) -> dict[str, Any]:
-    return dict(session(folder, runner, **{**OPTIONS, **options}, validate_checkpoints=True).validate())
+    return dict(session(folder, runner, **{**OPTIONS, **options}).validate())
 
 
 @pytest.mark.parametrize("runner", EXPERIMENTS)
@@ -62,15 +62,67 @@ def test_planted_difference_is_named_with_hooks(change, finished, tmp_path) -> N
         validate(tmp_path / "first", hooks=["variance"], hook_options={"variance": {"window": 3}})
 
 
-def test_validate_command_prints_its_result(finished: Path, tmp_path: Path, capfd) -> None:
-    """The command lists the compared steps, or exits with status 1 and names the first difference."""
-    shutil.copytree(finished, tmp_path / "first")
-    words = ["run", "small", "--strategy", "plain", "--epochs", "2", "--validate-checkpoints", "--no-console-output"]
-    assert main([*words, "--output-dir", str(tmp_path / "first")]) == 0
-    assert capfd.readouterr().out == "plain: identical bit for bit at 3 checkpoints, steps 2, 4, 6\n"
-    plant(tmp_path / "first/small/plain", 6, next(iter(PLANTED)))
-    assert main([*words, "--output-dir", str(tmp_path / "first")]) == 1
-    assert "at step 6 (epoch 1), first in parameters/0.weight" in capfd.readouterr().err
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Train a run with the command, and return its folder."""
+    words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints", "--keep-checkpoints", "9"]
+    assert main([*words, "--hooks", "norms", "--no-console-output", "--output-dir", str(tmp_path)]) == 0
+    return tmp_path / "small/plain"
+
+
+def test_verify_names_equal_steps_or_difference(run: Path, capfd) -> None:
+    """The command prints one line and changes no file, or exits with status 1 and names the first difference."""
+    before = contents(run)
+    for hooks in ([], ["--hooks", "path_length"]):
+        assert main(["verify", str(run), *hooks]) == 0
+        assert capfd.readouterr() == ("plain: identical bit for bit at 3 steps: 3, 6, 9\n", "")
+        assert contents(run) == before
+    plant(run, 6, next(iter(PLANTED)))
+    assert main(["verify", str(run)]) == 1
+    assert "at step 6 (epoch 2), first in parameters/0.weight" in capfd.readouterr().err
+
+
+def test_verify_compares_random_intervals(run: Path, capfd) -> None:
+    """With --intervals, only the steps between two checkpoints are trained, from the earlier one."""
+    before = contents(run)
+    assert main(["verify", str(run), "--intervals", "9"]) == 0
+    lines = [f"plain, steps {first} to {first + 2}: identical bit for bit" for first in (1, 4, 7)]
+    assert capfd.readouterr().out.splitlines() == lines
+    assert contents(run) == before
+    plant(run, 6, next(iter(PLANTED)))
+    assert main(["verify", str(run), "--intervals", "9"]) == 1
+    assert "at step 6 (epoch 2), first in parameters" in capfd.readouterr().err
+
+
+def test_verify_checks_every_run_of_folder(tmp_path: Path, capfd) -> None:
+    """The folder of an experiment has all strategies and seeds, each trained with its committing hooks."""
+    words = ["run", "small", "--strategy", "plain", "clipped", "--seed", "3", "4", "--epochs", "1"]
+    assert main([*words, "--no-console-output", "--output-dir", str(tmp_path)]) == 0
+    assert main(["verify", str(tmp_path / "small")]) == 0
+    names = [f"{strategy} seed-{seed}" for strategy in ("clipped", "plain") for seed in (3, 4)]
+    assert capfd.readouterr().out.splitlines() == [f"{name}: identical bit for bit at 1 step: 3" for name in names]
+
+
+def test_verify_reports_what_it_cannot_compare(run: Path, tmp_path: Path, capfd) -> None:
+    for words, sentence in (
+        ([], "loopscope verify takes the folder of a run: loopscope verify RUN."),
+        ([str(run), "--intervals", "0"], "--intervals is 0; it must be at least 1."),
+        ([str(tmp_path / "none")], "none does not exist; verify takes the folder of a run"),
+    ):
+        assert main(["verify", *words]) == 2
+        assert sentence in capfd.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    assert main(["verify", str(run), "--intervals", "1"]) == 2
+    assert "has no intact checkpoint to start from; omit --intervals" in capfd.readouterr().err
+    with run_lock(run):
+        assert main(["verify", str(run)]) == 2
+    assert f"{run} is still being trained; wait until it has ended." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["run small --validate-checkpoints", "rewind RUN --verify 3"])
+def test_former_options_are_refused_naming_verify(words: str, capfd) -> None:
+    assert main(words.split()) == 2
+    assert f"Unknown option '{words.split()[2]}'. loopscope verify RUN trains" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("options", [{"lr": 0.5}, {"seed": 4}, {"hooks": ["grad_clip"]}])
@@ -95,12 +147,12 @@ def test_digests_validate_run_without_checkpoints(tmp_path) -> None:
         (Small, {"epochs": 9, "snapshot_every": 4, "eval_every": 3}, [9]),
         (SmallSteps, {"epochs": 3, "snapshot_every": 4}, [4, 8, 9]),
     ):
-        given = {"strategies": ["plain"], "validate_checkpoints": False, **options}
+        given = {"strategies": ["plain"], **options}
         kind = Stopping if "eval_every" in options else runner
         folder = tmp_path / f"{expected}"
         session(folder, kind, **given).run()
         assert (folder / runner.name / "plain" / DIGESTS).read_text().count("\n") == len(expected)
-        again = session(folder, kind, **{**given, "validate_checkpoints": True, "hooks": ["path_length"]})
+        again = session(folder, kind, **given, hooks=["path_length"])
         assert again.validate() == {"plain": expected}
 
 

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
 from loopscope.state import RandomStreams, random_streams, seed_everything
+from loopscope.state.generator_memory import find_access
+from loopscope.state.global_generators import DocumentedAccess
 
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),
@@ -26,18 +28,12 @@ DRAWS = {
 }
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["as bytes", "by public functions"], autouse=True)
+@pytest.fixture(scope="module", params=[find_access, DocumentedAccess], ids=["found", "documented"], autouse=True)
 def _state_access(request):
-    original = random_streams._BLOCKS_FOUND
-    random_streams._BLOCKS_FOUND = original and request.param
+    original = random_streams._ACCESS
+    random_streams._ACCESS = request.param()
     yield
-    random_streams._BLOCKS_FOUND = original
-
-
-def test_generator_states_are_located_in_memory():
-    """Direct access to the states of Python, NumPy and torch works with the tested versions."""
-    blocks = (random_streams._IN_PYTHON, random_streams._IN_NUMPY, random_streams._IN_TORCH)
-    assert random_streams.NO_BLOCK not in blocks
+    random_streams._ACCESS = original
 
 
 sequences = st.lists(st.sampled_from(sorted(DRAWS)), max_size=8)

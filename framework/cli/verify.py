@@ -1,0 +1,69 @@
+"""The command ``loopscope verify``: trains runs again, and compares them with their checkpoints and digests."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+from ..checkpoints import checkpoints_by_moment
+from ..console import make_console, watch
+from ..errors import counted, listed, require
+from ..runs import RunFolder, Session, Stretch, run_folders
+from ..training import is_main_process
+from .options import without_dots
+from .parser import CommandParser, write_line
+from .recorded_run import RecordedRun, add_hook_options, given_hooks
+from .user_errors import user_errors
+
+
+def verify(words: Sequence[str]) -> None:
+    """Compare runs with their checkpoints and digests; raises :class:`LoopscopeError` at the first difference."""
+    parser = CommandParser(
+        "verify RUN [--intervals N] [hooks]",
+        "Train a run again, and compare it bit for bit with its checkpoints and digests. The folder of the run is not "
+        "changed. If the runs differ, report the step and the tensor of the first difference, and exit with status 1.",
+    )
+    parser.add_argument(
+        "RUN", nargs="*", help="the folder of one run, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all runs"
+    )
+    parser.add("intervals", int, "train only N random intervals between two checkpoints (default: the whole run)")
+    add_hook_options(parser, "only those that change the run")
+    parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
+    given = parser.defaults | parser.parse(without_dots(words))
+    require(len(given["RUN"]) == 1, "loopscope verify takes the folder of a run: loopscope verify RUN.")
+    number, hooks = given["intervals"], given_hooks(given)
+    require(number is None or number >= 1, f"--intervals is {number}; it must be at least 1.")
+    if not (hooks["with_hooks"] or hooks["hooks"]):
+        hooks["with_hooks"] = "none"
+    for folder in run_folders(Path(given["RUN"][0]), "verify"):
+        with user_errors(full_traceback=given["traceback"]):
+            run = RecordedRun.read(folder)
+            session = replace(run.session(**hooks), make_sinks=list)
+            if number is None:
+                _verify_whole(session)
+            else:
+                _verify_intervals(session, RunFolder(folder, run.record.strategy), number)
+
+
+def _verify_whole(session: Session) -> None:
+    """Train the whole run again; on a terminal with a progress bar."""
+    is_shown = is_main_process() and make_console().is_terminal
+    compared = watch(session, "silent", Session.validate) if is_shown else session.validate()
+    for name, steps in compared.items() if is_main_process() else ():
+        write_line(f"{name}: identical bit for bit at {counted(len(steps), 'step')}: {listed(steps)}")
+
+
+def _verify_intervals(session: Session, folder: RunFolder, number: int) -> None:
+    """Train random intervals between two checkpoints again."""
+    steps = sorted({step for _, step in checkpoints_by_moment(folder.checkpoints)})
+    intervals = [Stretch(start + 1, end) for start, end in pairwise([0, *steps])]
+    problem = f"{folder.path} has no intact checkpoint to start from; omit --intervals to compare it with its digests."
+    require(bool(intervals), problem)
+    # All processes of torchrun have the same port, so they draw the same intervals.
+    drawn = Random(os.environ.get("MASTER_PORT")).sample(intervals, min(number, len(intervals)))
+    for interval in sorted(drawn, key=lambda interval: interval.step):
+        session.rewind(interval, recorded=False)
+        if is_main_process():
+            write_line(f"{folder.name}, steps {interval.step:,} to {interval.until:,}: identical bit for bit")

@@ -1,0 +1,63 @@
+"""Both ways to read and write the global generators: as bytes of memory, and by documented functions."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from loopscope.state import RandomStreams, generator_memory, seed_everything
+from loopscope.state.generator_memory import MemoryAccess, find_access
+from loopscope.state.global_generators import DocumentedAccess
+
+DOCUMENTED = DocumentedAccess()
+
+
+@pytest.fixture
+def memory() -> MemoryAccess:
+    access = find_access()
+    assert isinstance(access, MemoryAccess), "the states are not found in the memory of these versions"
+    return access
+
+
+def draw(count: int) -> list[float]:
+    """Draw numbers and Gaussians of all generators; after an odd number, each has cached a Gaussian."""
+    numbers: list[float] = []
+    for _ in range(count):
+        numbers += [torch.randn((), dtype=torch.float64).item(), random.gauss(0, 1), np.random.standard_normal()]
+        numbers += [torch.rand(()).item(), random.random(), np.random.rand()]
+    return numbers
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 700])
+def test_both_ways_read_equal_states(memory: MemoryAccess, draws: int) -> None:
+    with RandomStreams(0).preserved():
+        seed_everything(3)
+        draw(draws)
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        fast, slow = memory.read(bits), DOCUMENTED.read(bits)
+    torch_state = DOCUMENTED.torch_state(slow.of_torch)
+    assert memory.torch_state(fast.of_torch).equal(torch_state)
+    assert memory.torch_state(memory.torch_content(torch_state)).equal(torch_state)
+    assert fast[1:5] == slow[1:5]
+    assert fast.second_gaussian == slow.second_gaussian
+
+
+@pytest.mark.parametrize("way", ["memory", "documented"])
+@pytest.mark.parametrize("draws", [0, 1, 2])
+def test_both_ways_restore_the_draws(memory: MemoryAccess, way: str, draws: int) -> None:
+    access = memory if way == "memory" else DOCUMENTED
+    with RandomStreams(0).preserved():
+        seed_everything(3)
+        draw(draws)
+        states = access.read(np.random.get_bit_generator())  # type: ignore[attr-defined]
+        expected = draw(3)
+        seed_everything(4)
+        draw(1)
+        access.write(states)
+        assert draw(3) == expected
+
+
+@pytest.mark.parametrize("name", ["find_in_python", "find_in_numpy", "find_in_torch"])
+def test_missing_block_selects_documented_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_memory, name, lambda: None)
+    assert type(find_access()) is DocumentedAccess
