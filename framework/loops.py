@@ -104,6 +104,8 @@ def step_loop(
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
     manager.check_loop("step")
     loop, driver, extra_evaluation = manager.state.loop, Driver(task, manager), _extra_evaluations(task, manager)
+    if loop.step == 0:
+        driver.begin_interval()
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         for index, batch in enumerate(task.loader.batches(loop.epoch, first), first):
@@ -128,10 +130,12 @@ def _after_step(driver: Driver, progress: Progress) -> None:
         evaluate(driver)
         progress.report_evaluation(loop)
     last = loop.stopped or loop.step == task.length
-    if loop.step % task.log_every == 0 or last:
-        driver.end_interval()
     if loop.step % task.snapshot_every == 0 or last:
+        driver.end_interval()
         driver.snapshot()
+        driver.begin_interval()
+    elif loop.step % task.log_every == 0:
+        driver.flush_steps()
 
 
 ExtraEvaluation = Callable[[], AbstractContextManager[None]]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from loopscope.runs.provenance import git_state
 
 from tests.support.resources import ResourceGuard
 
@@ -40,6 +41,7 @@ settings.load_profile("same examples")
 
 
 platform.platform()  # starts the program uname, once per process; later calls use its cache
+git_state()  # starts git, once per process
 guard = ResourceGuard()
 guard.install()
 

@@ -1,5 +1,6 @@
 """Schedule of checkpoints: every so many epochs or steps, on a signal, and after a hook has raised."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -117,6 +118,7 @@ class Checkpointing:
         if self.digests is not None:
             manifest["digests"] = self.digests.position()
         self.writer.write(step, content, manifest, sink_files)
+        self.manager.log(logging.INFO, "Checkpoint of step %d.", step)
         if wait:
             self.finish()
 

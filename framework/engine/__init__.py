@@ -3,7 +3,8 @@
 from .commits import CommitRecord
 from .driver import Driver
 from .error_advice import unmet_need
+from .log import log
 from .manager import HookManager
 from .model_context import ModelContext
 
-__all__ = ["CommitRecord", "Driver", "HookManager", "ModelContext", "unmet_need"]
+__all__ = ["CommitRecord", "Driver", "HookManager", "ModelContext", "log", "unmet_need"]

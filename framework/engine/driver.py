@@ -4,7 +4,8 @@ A step is :meth:`Driver.begin_step`, :meth:`Driver.after_backward`, :meth:`Drive
 :meth:`Driver.after_update`. The loop decides what happens between these calls.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,17 @@ class Driver:
 
     def begin_epoch(self, *, snapshot_follows: bool) -> None:
         """Clear the accumulators of the epoch and, if a hook needs it, copy the current state."""
-        loop, manager = self.loop, self.manager
+        loop = self.loop
         loop.running_loss, loop.running_steps = None, 0
         loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
         loop.series_steps = 0
-        points = EPOCH_END if snapshot_follows else EPOCH_END[:1]
+        self._copy_state(EPOCH_END if snapshot_follows else EPOCH_END[:1])
+        self._recorder.forget_parameters()
+        self.manager.fire(PRE_EPOCH)
+
+    def _copy_state(self, points: Sequence[HookPoint]) -> None:
+        """Copy the state at the start of an epoch or interval, if a hook that is due at its end needs the copy."""
+        loop, manager = self.loop, self.manager
         loop.pre_epoch = None
         if manager.hooks.listeners.any_due("needs_pre_epoch_state", points, loop.epoch):
             # Assigned before save(): the saved state then contains it, and a restore does not reset it to None.
@@ -48,12 +55,12 @@ class Driver:
             except Exception as error:
                 loop.pre_epoch = None
                 manager.hooks.leave_out_needing("needs_pre_epoch_state", error)
-        self._recorder.forget_parameters()
-        manager.fire(PRE_EPOCH)
 
     def begin_step(self, batch: Batch, index: int) -> None:
         """Start the step on the ``index``-th batch of the epoch, before zero_grad."""
         loop = self.loop
+        if loop.has_unreported_evaluation:
+            self.manager.report_evaluation()
         if not self._checked_first_batch:
             self._checked_first_batch = True
             self.manager.hooks.check_first_batch(batch)
@@ -96,13 +103,21 @@ class Driver:
         """Clear the current batch: the loop is between steps from now on."""
         self.loop.batch, self.loop.batch_idx, self.loop.loss = None, None, None
 
-    def end_interval(self) -> None:
-        """Deliver step metrics, and compute the mean loss and the mean gradient from their sums."""
+    def flush_steps(self) -> None:
+        """Deliver step metrics, and compute the mean loss since the start of the interval, which displays show."""
         loop = self.loop
         self.manager.dispatch.flush_steps(loop.epoch)
         if loop.running_loss is not None:
             loop.epoch_loss = float(loop.running_loss) / loop.running_steps
-            loop.running_loss, loop.running_steps = None, 0
+
+    def end_interval(self) -> None:
+        """Deliver step metrics, and compute the mean loss and the mean gradient of the epoch or interval.
+
+        An interval of the step loop contains the steps from one SNAPSHOT to the next.
+        """
+        loop = self.loop
+        self.flush_steps()
+        loop.running_loss, loop.running_steps = None, 0
         if loop.gradient_sum is not None:
             with torch.no_grad():
                 # Mean gradient = (Σ over the counted steps of g) / their number, in one call for all tensors.
@@ -115,8 +130,16 @@ class Driver:
         self.record_evaluation(self.manager.in_eval_mode("evaluation", self.task.evaluate))
 
     def record_evaluation(self, numbers: Mapping[str, float]) -> None:
-        """Record the numbers of an evaluation, which hooks see until the next step."""
-        self.loop.evaluation, self.loop.evaluated_at = self.task.ranks.evaluation(numbers), self.loop.step
+        """Record the numbers of an evaluation, which hooks see until the next step.
+
+        Unless a hook reports them at POST_EPOCH or SNAPSHOT, they are reported before the next step or evaluation.
+        """
+        loop, numbers = self.loop, self.task.ranks.evaluation(numbers)
+        is_repeated = loop.evaluated_at == loop.step and loop.evaluation.items() <= numbers.items()
+        if loop.has_unreported_evaluation and not is_repeated:
+            self.manager.report_evaluation()
+        loop.evaluation, loop.evaluated_at, loop.has_unreported_evaluation = numbers, loop.step, True
+        self.manager.log(logging.INFO, "Evaluation after step %d: %s", loop.step, numbers)
 
     def end_epoch(self) -> None:
         """Fire POST_EPOCH; the loop increments its epoch afterwards."""
@@ -127,6 +150,11 @@ class Driver:
         self.manager.fire(SNAPSHOT)
         self.manager.dispatch.snapshot(self.loop.epoch, self.loop.step)
         self.loop.series_steps = 0
+
+    def begin_interval(self) -> None:
+        """Start an interval of the step loop: clear its mean gradient and, if a hook needs it, copy the state."""
+        self.loop.accumulated_grads = None
+        self._copy_state((SNAPSHOT,))
 
 
 class GradientRecorder:

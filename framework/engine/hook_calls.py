@@ -80,15 +80,29 @@ class HookCalls:
         loop = self._state.loop
         listeners = self._hooks.listeners.at[point]
         due_listeners = [item for item in listeners if item.is_always_due or item.is_due(loop.epoch, loop.step)]
-        if not due_listeners:
-            return
+        if due_listeners:
+            self._call_all(point, due_listeners)
+
+    def report_evaluation(self) -> None:
+        """Call the hooks that report evaluations, as at SNAPSHOT, for an evaluation that no hook has reported yet."""
+        if listeners := self._hooks.listeners.of_evaluations:
+            self._call_all(HookPoint.SNAPSHOT, listeners)
+        else:
+            self._state.loop.has_unreported_evaluation = False
+
+    def _call_all(self, point: HookPoint, due_listeners: list[Listener]) -> None:
+        """Call hooks with one shared context, and deliver their metrics."""
+        loop = self._state.loop
+        if point not in STEP_POINTS and any([listener.hook.reports_evaluations for listener in due_listeners]):
+            loop.has_unreported_evaluation = False
+        listeners = self._hooks.listeners.at[point]
         isolation = self._isolation
         try:
             isolation.start_visit()
             context = self._create_context(point)
             # The list is replaced if hooks were left out because part of their context could not be computed.
-            if (remaining := self._hooks.listeners.at[point]) is not listeners:
-                due_listeners = [listener for listener in due_listeners if listener in remaining]
+            if self._hooks.listeners.at[point] is not listeners:
+                due_listeners = [listener for listener in due_listeners if self._hooks.listeners.has(listener)]
             for listener in due_listeners:
                 if listener.intervention is None:
                     observe = partial(self._observe, listener, context)

@@ -1,5 +1,6 @@
 """The active hooks of a run: their schedules, calls, failures and life cycle."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +14,7 @@ from ..errors import (
     RankError,
     RankLostError,
     StateMutationError,
+    UnsuitableError,
     UsageError,
     require,
     shortened,
@@ -27,6 +29,7 @@ from . import hook_validation
 from .error_advice import advice_on_mutation
 from .failures import LOAD, Failure, HookFailures
 from .listeners import Listeners
+from .log import log
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
@@ -207,6 +210,7 @@ class HookSet:
             self._announce(Failure(hook.name, where, step, str(final), outcome), now=True)
             raise
         self._announce(failure, now=collective)
+        log(self._state.streams, logging.ERROR, "%s", failure)
 
     def _announce(self, failure: Failure, *, now: bool) -> None:
         """Send a failure to the other ranks, ``now`` or in :meth:`synchronise_failures`."""
@@ -263,6 +267,7 @@ class HookSet:
             failure = self.failures.leave_out(hook, where, self._state.loop.step, shortened(sentence, 290))
             self._announce(failure, now=False)
             self._drop(hook)
+            log(self._state.streams, logging.WARNING, "Left out: %s", failure)
 
     def _drop(self, hook: TrainingHook) -> None:
         self.listeners.drop(hook)
@@ -285,6 +290,9 @@ class HookSet:
         self.listeners = Listeners(self._hooks, self.loop)  # start() may set the schedule
 
     def _start(self, hook: TrainingHook, run: RunInfo) -> None:
+        if hook.loop_points is not None and not Listeners([hook], self.loop).of(hook):
+            reason = "its loop_points have no point of this loop"
+            raise UnsuitableError(f"Hook {hook.name!r} is never called in the {self.loop} loop: {reason}.")
         hook_validation.start(hook, run)
         Listeners([hook], self.loop)  # raises UsageError for an invalid schedule
 

@@ -23,7 +23,10 @@ class Listener:
     def __init__(self, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> None:
         self.hook, self.point, self._window = hook, point, window
         self.where = point.name  # cached, since enum members compute their name at every access
-        self.intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
+        # In the step loop, SNAPSHOT replaces the points outside of steps.
+        points = hook.hook_points if hook.loop_points is None and point not in hook.hook_points else (point,)
+        intervenes = isinstance(hook, InterventionHook) and any(map(hook.intervenes_at, points))
+        self.intervention = hook if isinstance(hook, InterventionHook) and intervenes else None
         self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
         schedule = hook.point_schedules.get(point, hook.step_schedule)
@@ -56,6 +59,9 @@ class Listeners:
 
     def __init__(self, hooks: Iterable[TrainingHook], loop: str) -> None:
         by_point: list[list[Listener]] = [[] for _ in HookPoint]
+        hooks = [*hooks]
+        self.of_evaluations = [Listener(hook, HookPoint.SNAPSHOT, ALWAYS) for hook in hooks if hook.reports_evaluations]
+        """The listeners of evaluations that neither POST_EPOCH nor SNAPSHOT follows."""
         for hook in hooks:
             try:
                 windows = windows_for(hook.hook_points, hook.loop_points, loop)
@@ -69,6 +75,7 @@ class Listeners:
     def drop(self, hook: TrainingHook) -> None:
         """Remove all listeners of a hook."""
         self.at = [[listener for listener in listeners if listener.hook is not hook] for listeners in self.at]
+        self.of_evaluations = [listener for listener in self.of_evaluations if listener.hook is not hook]
 
     def postpone(self, flag: str, points: Iterable[HookPoint], epoch: int) -> None:
         """Delay hooks with the ``flag`` at ``points`` until ``epoch``, and warn about those due in the epoch before."""
@@ -77,6 +84,10 @@ class Listeners:
                 reason = f"has {flag}, but epoch {epoch - 1} started without that state"
                 warnings.warn(f"Hook {item.hook.name!r} {reason}; its first epoch is {epoch}.", RunNotice, stacklevel=2)
             item.start_at(epoch)
+
+    def has(self, listener: Listener) -> bool:
+        """Return whether the hook of a listener is still active."""
+        return listener in self.at[listener.point] or listener in self.of_evaluations
 
     def of(self, hook: TrainingHook) -> list[Listener]:
         """Return the listeners of one hook."""

@@ -1,5 +1,6 @@
 """The hook manager: the interface between a training loop and the hooks of one strategy's run."""
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ from .commits import refuse_commits_for_closures
 from .failures import HookFailures
 from .hook_calls import HookCalls
 from .hook_set import HookSet
+from .log import log
 from .metric_dispatch import MetricDispatch
 from .state_offload import StateOffload
 
@@ -176,6 +178,8 @@ class HookManager:
         if self._taps.hooks_with_separate_pass and (missing := run.lacks.get("needs_loss")):
             error = UsageError(f"A hook taps a compiled model, which needs a separate pass; {missing}.")
             self.hooks.leave_out(self._taps.hooks_with_separate_pass, "start", error)
+        names = ", ".join(hook.name for hook in self.hooks) or "none"
+        self.log(logging.INFO, "Started %s/%s with the hooks %s.", run.experiment, run.strategy, names)
 
     def disable_dropped_hooks(self) -> None:
         """Disable hooks that the interrupted run had already dropped; called once state and hooks are restored.
@@ -198,6 +202,15 @@ class HookManager:
             self._run_pass_for_taps()
         if self.hooks.listeners.at[point]:
             self._hook_calls.call_due_hooks(point)
+
+    def log(self, level: int, text: str, *arguments: Any) -> None:
+        """Log a message to the logger ``loopscope``."""
+        log(self.state.streams, level, text, *arguments)
+
+    def report_evaluation(self) -> None:
+        """Report the newest evaluation, if no hook has reported it yet, under the step after which it was measured."""
+        if self.state.loop.has_unreported_evaluation:
+            self._hook_calls.report_evaluation()
 
     def raise_failures(self) -> None:
         """Raise the failures of hooks during the step, on any rank; called only between steps."""
@@ -233,12 +246,15 @@ class HookManager:
             return
         self._ended = True
         self._taps.remove()
+        if status == "completed" and self._started:
+            self.report_evaluation()
         # The stack closes the sinks last, after the hooks, and also if a hook or the flush raises.
         with self.isolation.visit(), ExitStack() as callbacks:
             callbacks.callback(self.dispatch.end, status)
             callbacks.callback(self.hooks.end, status)
             if self._started:  # False if a hook of a resumed run rejects its state: the sinks are not open then
                 self.dispatch.flush_steps(self.state.loop.epoch)
+        self.log(logging.INFO, "Ended as %s after step %d.", status, self.state.loop.step)
         if status == "completed":  # otherwise another error already ends the run
             self.raise_failures()
 

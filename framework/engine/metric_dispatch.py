@@ -1,5 +1,6 @@
 """Delivery of metrics from hooks to sinks: buffering, one transfer to the host, full names, failed sinks."""
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from ..hooks import (
     TrainingHook,
 )
 from ..isolation import Call, Isolation
+from .log import log
 
 Group = tuple[torch.device, torch.dtype]
 Origin = TypeVar("Origin")
@@ -314,6 +316,8 @@ class MetricDispatch:
         for alert in alerts:
             if alert.step and (rows := self._rows_of(alert.step)) is not None:
                 alert.rows = rows[:MOST_ROWS].tolist()
+        for alert in alerts:
+            log(self._isolation.streams, logging.WARNING, "Alert of %s at step %s: %s", alert.hook, alert.step, alert)
         if alerts:
             self._for_each_sink(alerts[-1].step or 0, methodcaller("alert", alerts))
 

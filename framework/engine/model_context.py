@@ -253,8 +253,8 @@ class ModelContext(ModelDataContext):
         self._must_mutate("restore_pre_epoch")
         if self._state.loop.pre_epoch is None:
             raise LoopscopeError(
-                "No pre-epoch state is saved here; it exists at POST_EPOCH and SNAPSHOT of the epoch loop, for a hook "
-                "whose class sets needs_pre_epoch_state = True."
+                "No pre-epoch state is saved here; it exists at POST_EPOCH and SNAPSHOT, for a hook whose class sets "
+                "needs_pre_epoch_state = True."
             )
         with self._state.streams.preserved():
             self._state.loop.pre_epoch.restore(self._state)

@@ -139,7 +139,8 @@ class TrainingHook(Remembering, ABC):
 
     name: ClassVar[str]
     hook_points: ClassVar[Set[HookPoint]] = frozenset()
-    """Hook points, for both loops; a loop ignores points that it does not have. ``loop_points`` takes precedence."""
+    """Hook points, for both loops; a loop ignores points that it does not have. In the step loop, a hook with only
+    points outside of steps is called at SNAPSHOT. ``loop_points`` takes precedence."""
     loop_points: ClassVar[LoopPoints | None] = None
     """Points by loop type (``"epoch"``, ``"step"``): a set, or a dict to ``(min_epoch, max_epoch)`` windows."""
     step_schedule: StepSchedule = EVERY_STEP
@@ -163,6 +164,8 @@ class TrainingHook(Remembering, ABC):
     """The hook needs the complete batch of a step, as one object, before the first pass of that step."""
     needs_experiment_loop: ClassVar[bool] = False
     """The hook trains additional epochs, so the loop must be that of an experiment."""
+    reports_evaluations: ClassVar[bool] = False
+    """The hook is also called, as at SNAPSHOT, after an evaluation that neither POST_EPOCH nor SNAPSHOT follows."""
     uses_reference_weights: bool = False
     """The hook reports more if a reference solution exists."""
     debug: ClassVar[bool] = False

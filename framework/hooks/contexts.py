@@ -236,7 +236,7 @@ class RunDataContext:
     batch_data: Any = None
     loss: float | Tensor | None = None
     """The step's loss, a zero-dimensional tensor, from POST_BACKWARD on. After an epoch (step loop: at SNAPSHOT) the
-    mean over the steps of the epoch (over the last ``log_every`` steps), a float."""
+    mean over the steps of the epoch (since the last SNAPSHOT), a float."""
     train_acc: float | None = None
     val_acc: float | None = None
     evaluation: Mapping[str, float] = field(default_factory=partial(MappingProxyType[str, float], {}))
@@ -251,8 +251,8 @@ class RunDataContext:
     skipped_steps: int = 0
     """Number of steps without an update, because gradients overflowed in float16; they have no POST_STEP."""
     accumulated_grads: Mapping[str, Tensor] | None = None
-    """Mean gradient at POST_BACKWARD over the finished epoch (step loop: over the last ``log_every`` steps), by
-    parameter name (``needs_grads``)."""
+    """Mean gradient at POST_BACKWARD over the finished epoch (step loop: since the last SNAPSHOT), by parameter name
+    (``needs_grads``)."""
     step_losses: Tensor | None = None
     """Losses of the steps of the finished epoch (step loop: since the last SNAPSHOT), oldest first: shape (steps,),
     float64 (``needs_step_series``)."""
@@ -326,12 +326,12 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "batch_idx": (_STEPS, "", ""),
     "batch_data": (_STEPS, "", ""),
     "row_indices": (_STEPS, "", "if the loader provides row numbers"),
-    "loss": ((*_STEPS[1:], *EPOCH_END), "", "in the step loop after the first log_every steps"),
+    "loss": ((*_STEPS[1:], *EPOCH_END), "", ""),
     "loss_scale": (_STEPS[1:], "", "in float16 (--amp fp16)"),
     "train_acc": _EVALUATED,
     "val_acc": _EVALUATED,
     "evaluation": _EVALUATED,
-    "accumulated_grads": (EPOCH_END, "needs_grads", "in the step loop after the first log_every steps"),
+    "accumulated_grads": (EPOCH_END, "needs_grads", ""),
     "step_losses": (EPOCH_END, "needs_step_series", ""),
     "step_grad_norms": (EPOCH_END, "needs_step_series", ""),
     "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),

@@ -15,6 +15,9 @@ LoopPoints = Mapping[str, "Set[HookPoint] | Mapping[HookPoint, EpochWindow]"]
 class HookPoint(IntEnum):
     """The hook points of the epoch loop, in order; the step loop has the indented ones and SNAPSHOT.
 
+    In the step loop an interval, from one SNAPSHOT to the next, takes the place of an epoch. SNAPSHOT is also called at
+    the end of every run.
+
     It is an ``IntEnum``, so that a member can index a list of listeners at C speed.
 
     ::
@@ -53,7 +56,8 @@ ALWAYS: EpochWindow = (None, None)
 def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loop: str) -> dict[HookPoint, EpochWindow]:
     """Return a hook's points in one loop type, each with its epoch window (inclusive bounds, ``None`` is open).
 
-    A hook with ``loop_points`` but no entry for this loop has no points.
+    A hook with ``loop_points`` but no entry for this loop has no points. In the step loop, a hook whose ``hook_points``
+    are all outside of steps has SNAPSHOT.
 
     Raises:
         UsageError: a point is not a :class:`HookPoint`, or a window contains no epoch.
@@ -78,6 +82,8 @@ def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loo
                 f"The epoch window {window} at {point.name} contains no epoch; use (first, last) with first <= last: "
                 "epochs count from 0, both bounds are included, and None leaves a side open."
             )
+    if loop == "step" and loop_points is None and requested and not STEP_POINTS & requested.keys():
+        return {HookPoint.SNAPSHOT: ALWAYS}
     return {point: window for point, window in requested.items() if point in POINTS_OF_LOOP[loop]}
 
 

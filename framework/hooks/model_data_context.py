@@ -141,7 +141,9 @@ class ModelDataContext(ABC):
 
     @abstractmethod
     def restore_pre_epoch(self) -> None:
-        """Restore the state before the current epoch; the hook's class must set ``needs_pre_epoch_state``.
+        """Restore the state before the current epoch, or before the interval of the step loop.
+
+        The hook's class must set ``needs_pre_epoch_state``.
 
         The hook's random streams continue, so it draws new numbers after each call.
         """

@@ -22,18 +22,19 @@ from torch.optim import Optimizer
 
 from ..checkpoints import state_for_rank, sync_path
 from ..console import RunConsole
-from ..data import Batch
+from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
 from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, notice, require
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
-from ..runs import ATTACHED, RunFolder, RunRecord, build_summary, environment, load_reference
+from ..runs import ATTACHED, RunFolder, RunRecord, build_summary, environment, load_reference, read_provenance
 from ..state import RandomStreams, TrainingState, copy_of_batch
 from ..tensors import resharded_afterwards
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
+from .loop_settings import loop_settings, name_without_seed, seed_of
 from .model_wrappers import bypass_replica, check_optimizer, find_ranks, unchanged_replica
 
 STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "folder"}
@@ -87,7 +88,11 @@ class AttachedRun:
         self._stored: Mapping[str, Any] | None = None
         self._reference: Mapping[str, Tensor] | None = None
         self._at_exit: Callable[[str], None] = self.end
-        self.is_built = self.is_started = self.is_closed = False
+        self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
+        self.settings: Mapping[str, Any] = {}
+        """Further settings for the record, such as the arguments of a Trainer."""
+        self._accumulate = 1
+        self._first: Batch | None = None
         self.place: dict[str, Any] = {}
         """The position of the loop, in a form of the integration; part of the state."""
 
@@ -143,7 +148,8 @@ class AttachedRun:
         state = TrainingState(model, optimizer, streams, scheduler=task.scheduler, scaler=task.scaler)
         self.manager = self._create_manager(task, state)
         self.driver = Driver(task, self.manager)
-        self._optimizer = optimizer
+        self._optimizer, self._accumulate = optimizer, accumulate
+        self._seed = seed_of({**self.settings, **options.config}, options.seed)
         _TRAINED.add(optimizer)
         self.is_built = True
 
@@ -203,6 +209,8 @@ class AttachedRun:
         self.is_started, _OPEN[self.folder.path.resolve()] = True, self
         progress = self._console.strategy_started(info, self.manager.task, [*self.manager.hooks])
         self._progress = progress if self._bar else NoProgress()
+        if self.options.loop == "step" and self._stored is None:
+            self.driver.begin_interval()
         self._begin = perf_counter()
         atexit.register(self._close_at_exit)
 
@@ -222,8 +230,9 @@ class AttachedRun:
             self.folder = self.folder if self._ranks.is_main else self._folder_at(path)
 
     def _start_hooks(self, first: Batch | None) -> RunInfo:
-        manager, stored = self.manager, self._stored
+        manager, stored, self._first = self.manager, self._stored, first
         record, path = self._record(), self.folder.path
+        self._run_record = record
         if not self._ranks.is_main:
             path = Path(self._contexts.enter_context(TemporaryDirectory()))
         info = manager.run_info(record.experiment, record.strategy, path)
@@ -251,8 +260,22 @@ class AttachedRun:
 
     def _record(self) -> RunRecord:
         options = self.options
-        fields = {"experiment": ATTACHED, "strategy": self.folder.strategy, "config": dict(options.config)}
-        fields["environment"] = environment(self.manager.task.model, self._ranks)
+        task, seed = self.manager.task, self._seed
+        batch = self._first[0] if isinstance(self._first, MicroBatches) else self._first
+        # A numbered default folder says nothing about the run.
+        path = self.folder.path if self._numbered_in is None else self._numbered_in.parent
+        fields = {
+            "experiment": ATTACHED,
+            "strategy": self.folder.strategy,
+            "config": dict(options.config),
+            "environment": environment(task.model, self._ranks),
+            "training": {
+                **loop_settings(task, batch, self._accumulate, seed),
+                **self.settings,
+                "name": name_without_seed(path, seed),
+            },
+            "provenance": read_provenance() if self._ranks.is_main else {},
+        }
         return RunRecord.planned(self._hooks, options.on_hook_error, options.audit, options.reference, **fields)
 
     def after_step(self) -> None:
@@ -260,13 +283,30 @@ class AttachedRun:
         driver, options = self.driver, self.options
         step, in_steps = driver.loop.step, options.loop == "step"
         self._progress.step(driver.loop)
-        if in_steps and (step % options.log_every == 0 or step == options.length):
-            driver.end_interval()
-        elif step % options.log_every == 0:
-            self.manager.dispatch.flush_steps(driver.loop.epoch)
         if in_steps and options.is_due(step):
-            driver.snapshot()
+            self._end_interval()
+        elif step % options.log_every == 0:
+            driver.flush_steps()
         self.manager.raise_failures()
+
+    def _end_interval(self) -> None:
+        """End an interval of the step loop, with SNAPSHOT."""
+        self.driver.end_interval()
+        self.driver.snapshot()
+        self.driver.begin_interval()
+
+    def end_training(self) -> None:
+        """Fire SNAPSHOT after the last step, unless it has just been fired there; further calls do nothing."""
+        loop, options = self.driver.loop, self.options
+        if self._has_ended_training:
+            return
+        self._has_ended_training = True
+        if options.loop == "step" and loop.step and not options.is_due(loop.step):
+            self._end_interval()
+        elif options.loop == "epoch" and loop.epoch and not options.is_due(loop.epoch):
+            loop.epoch -= 1  # SNAPSHOT belongs to the last epoch
+            self.driver.snapshot()
+            loop.epoch += 1
 
     def after_epoch(self, numbers: Mapping[str, float]) -> None:
         """End an epoch; ``numbers`` are those of its evaluation, if any."""
@@ -360,6 +400,8 @@ class AttachedRun:
             return
         self.is_closed = True
         try:
+            if status == "completed" and self.is_started:
+                self.end_training()
             self.manager.end(status)
         except BaseException as raised:
             status, error = "failed", raised
@@ -372,7 +414,7 @@ class AttachedRun:
                 self._release()
 
     def _summarise(self, status: str, error: BaseException | None) -> None:
-        record, path, final = self._record(), self.folder.path, self.driver.loop.evaluation
+        record, path, final = self._run_record, self.folder.path, self.driver.loop.evaluation
         seconds = dict.fromkeys(("total", "training"), perf_counter() - self._begin)
         summary = build_summary(self.manager, record, path, status=status, error=error, seconds=seconds, final=final)
         self.folder.write_summary(summary)

@@ -4,6 +4,7 @@ Tested with transformers 5.23 and accelerate 1.15. The Trainer has neither an ev
 batches of a step, so a few of its methods are wrapped during training.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -29,6 +30,8 @@ from .model_wrappers import temporary_attribute, unwrap
 from .scope import AttachedScope
 
 TESTED = "transformers 5.23"
+NOT_SETTINGS = re.compile(r"_dir$|log|save|report_to|run_name|hub|token|disable_tqdm|do_|resume|eval_")
+"""Names of arguments of a Trainer that do not change its training."""
 STATE = "loopscope"
 """The folder of the hooks' state in a checkpoint of the Trainer."""
 REQUIRED_METHODS = (
@@ -68,6 +71,12 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     trainer.add_callback(events)
     trainer.train = wraps(trainer.train)(partial(events.training, trainer.train))  # type: ignore[method-assign]
     return AttachedScope(run)
+
+
+def trainer_settings(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a Trainer that decide its training: without folders, logging, saving and secrets."""
+    given = arguments.to_dict()
+    return {name: value for name, value in given.items() if not NOT_SETTINGS.search(name)}
 
 
 class TrainerEvents(TrainerCallback):
@@ -123,6 +132,7 @@ class TrainerEvents(TrainerCallback):
             optimizer = optimizer.optimizer
         if takes_closure(optimizer):
             raise UsageError(f"{type(optimizer).__name__} needs a closure, which a Trainer does not provide.")
+        run.settings = trainer_settings(args)
         wrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
         run.build(
             trainer.model,
@@ -152,6 +162,8 @@ class TrainerEvents(TrainerCallback):
         """End the last epoch at the last log of the training, before the Trainer may load the best weights."""
         if "train_runtime" in (logs or {}):
             self._active_loop.end_epoch({})
+            if self.run.is_started:
+                self.run.end_training()
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Write the hooks' states of all ranks into the Trainer's checkpoint, if all ranks see its folder."""

@@ -79,6 +79,7 @@ class LightningLoop(Transient):
         module, per_step = trainer.lightning_module, trainer.accumulate_grad_batches
         require(batch is not None, "training_step takes dataloader_iter, so hooks see no batch; make it take a batch.")
         schedulers = trainer.lr_scheduler_configs
+        run.settings = fit_settings(trainer, module)
         run.build(
             module,
             trainer.optimizers[0],
@@ -255,6 +256,13 @@ class LightningLoop(Transient):
         if not isinstance(loss, Tensor):
             raise LoopscopeError(f"training_step returned {loss!r} for a hook's pass; it must return a loss.")
         return loss / count
+
+
+def fit_settings(trainer: Any, module: Any) -> dict[str, Any]:
+    """Return the hyper-parameters of a LightningModule, and the Trainer's settings that decide its training."""
+    settings = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps, "precision": trainer.precision}
+    settings |= {"gradient_clip_val": trainer.gradient_clip_val}
+    return {**settings, **dict(getattr(module, "hparams", {}))}
 
 
 def check_names(owner: Any, names: tuple[str, ...]) -> None:

@@ -49,7 +49,7 @@ class Isolation:
         self, state: TrainingState, *, audit: bool = False, guardian_device: torch.device | None = None
     ) -> None:
         self._state = state
-        self._streams = state.streams
+        self.streams = state.streams
         self._tripwire = Tripwire(state)
         self._audit = Audit(state, enabled=audit)
         self._guardian = StateCopy(guardian_device)
@@ -70,11 +70,11 @@ class Isolation:
     @property
     def run_streams(self) -> StreamState:
         """The state of the run's random generators: at the start of the current visit, or now outside of one."""
-        return self._saved_streams or self._streams.save()
+        return self._saved_streams or self.streams.save()
 
     def start_visit(self) -> None:
         """Save the run's random streams and take the baseline of every check."""
-        self._saved_streams = self._streams.save()
+        self._saved_streams = self.streams.save()
         self._is_saved = self._has_commit = False
         self._unfinished_calls = []
         self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
@@ -133,7 +133,7 @@ class Isolation:
         if self._has_commit:
             self._rebase_after_commit()
         is_full = self._prepare_check(call, self._tripwire)
-        self._streams.derive(call.name, call.where, call.step)
+        self.streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -166,8 +166,8 @@ class Isolation:
         is_full = self._prepare_check(all_taps, tripwire)
         audit.take_baseline()
         try:
-            with self._streams.preserved():
-                self._streams.derive(call.name, call.where, call.step)
+            with self.streams.preserved():
+                self.streams.derive(call.name, call.where, call.step)
                 try:
                     return function()
                 except BaseException:
@@ -226,7 +226,7 @@ class Isolation:
             self._is_saved = self._holds_copies = True
         if not mutates:
             self._prepare_check(call, self._tripwire)
-        self._streams.derive(call.name, call.where, call.step)
+        self.streams.derive(call.name, call.where, call.step)
         try:
             return function()
         except BaseException:

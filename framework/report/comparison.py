@@ -1,6 +1,6 @@
 """Comparison of runs in plain values: results, differing settings, first diverging step, and tests over seeds."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +15,15 @@ from .seeds import contrast, correct, groups_of, spread_of
 
 Row = dict[str, Any]
 # Compared parts of records, each with the entries that may differ between equivalent runs.
-COMPARED = {"config": {"output_dir"}, "hooks": (), "treatments": (), "versions": (), "environment": {"command"}}
+COMPARED: dict[str, Collection[str]] = {
+    "config": {"output_dir"},
+    "training": {"name"},
+    "hooks": (),
+    "treatments": (),
+    "versions": (),
+    "environment": {"command"},
+    "provenance": {"script", "started"},
+}
 
 
 def differing_parts(records: Mapping[str, RunRecord]) -> list[Row]:
@@ -75,14 +83,14 @@ def compare_over_seeds(
 
 
 def _row(label: str, run: FoundRun, scan: Scan, group: str | None) -> Row:
-    record, summary, seed = run.record, run.summary, run.config.get("seed")
+    record, summary = run.record, run.summary
     row: Row = {"run": label, "path": str(run.path), "state": run.state}
     row |= {"problem": " ".join([run.problem, scan.problem]).strip()}
     row |= {"experiment": record and record.experiment, "strategy": record and record.strategy, "group": group}
     epochs, steps = (summary["epochs"], summary["steps"]) if summary else scan.length
     reached = summary["target_reached"] if summary else None
     final = {**summary["final"], **summary["metrics"]} if summary else {}
-    row |= {"seed": seed if type(seed) is int else None, "epochs": epochs, "steps": steps}
+    row |= {"seed": None if record is None else record.seed, "epochs": epochs, "steps": steps}
     row |= {"target_epoch": reached and reached["epoch"], "treatments": list(record.treatments) if record else []}
     return row | {"final": final, "metrics": {name: vars(metric) for name, metric in scan.metrics.items()}}
 

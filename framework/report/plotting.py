@@ -78,7 +78,7 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
     groups: dict[str, dict[Any, RecordedRun]] = {name: {} for name in names.values()}
     sentences = []
     for run in runs:
-        seed = run.run.config.get("seed")
+        seed = run.run.seed
         require(type(seed) is int, f"A mean over seeds needs runs with a recorded seed; {run.folder} has none.")
         if groups[names[str(run.folder)]].setdefault(seed, run) is not run:
             sentences.append(f"Omitted, since another run has the same options and seed: {run.folder}.")

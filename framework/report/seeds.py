@@ -105,6 +105,9 @@ def groups_of(records: Mapping[str, RunRecord]) -> dict[str, str]:
 
 
 def _identity(record: RunRecord) -> dict[str, Any]:
-    config = {name: value for name, value in record.config.items() if name not in ("seed", "output_dir")}
+    settings = {**record.training, **record.config}
+    config = {name: value for name, value in settings.items() if name not in ("seed", "output_dir", "name")}
     treatments = {name: record.hooks.get(name) for name in record.treatments}
-    return {"experiment": record.experiment, **config, "strategy": record.strategy, "treatments": treatments}
+    # The strategy of an attached run is the name of its folder, which may contain the seed.
+    strategy = record.training.get("name", record.strategy)
+    return {"experiment": record.experiment, **config, "strategy": strategy, "treatments": treatments}

@@ -2,6 +2,7 @@
 
 from ..errors import require
 from .checks import check_device
+from .provenance import read_provenance
 from .config import ExperimentConfig, RunFlags, RunOptions, allowed_words, describe_type, field_names, union_members
 from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked_fields, differences, environment, read_initial,
@@ -22,6 +23,6 @@ __all__ = [
     "ExperimentConfig", "ExperimentRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags",
     "RunFolder", "RunOptions", "RunRecord", "Session", "StrategyPlan", "Stretch", "allowed_words", "build_run",
     "build_summary", "check_device", "checked_fields", "describe_type", "differences", "environment", "field_names",
-    "forward_emits", "load_reference", "read_initial", "read_outcome", "read_status", "require", "run_folders",
-    "union_members", "versions",
+    "forward_emits", "load_reference", "read_initial", "read_outcome", "read_provenance", "read_status", "require",
+    "run_folders", "union_members", "versions",
 ]

@@ -99,6 +99,10 @@ class RunRecord:
     """The options of the command that started the run."""
     versions: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of an attached run's training: optimizer, its options, batch size, seed, and those of a Trainer."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """The script of an attached run, its start time, and the commit of the code."""
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
@@ -139,6 +143,12 @@ class RunRecord:
         config = run.config.as_dict() if isinstance(run.config, ExperimentConfig) else run.config
         plain = config if isinstance(config, Mapping) else {}
         return cls(experiment=run.experiment, strategy=run.strategy, config=plain, treatments=run.treatments)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the run, if it is known."""
+        seed = self.config.get("seed", self.training.get("seed"))
+        return seed if type(seed) is int else None
 
     @property
     def surroundings(self) -> Mapping[str, Any]:

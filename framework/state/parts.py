@@ -44,6 +44,8 @@ class LoopState:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
     """The step after which ``evaluation`` was measured."""
+    has_unreported_evaluation: bool = False
+    """Whether no hook has reported ``evaluation`` yet."""
     gradient_sum: dict[str, Tensor] | None = None
     gradient_steps: int = 0
     step_series: Tensor | None = None
@@ -54,7 +56,8 @@ class LoopState:
     prev_step_grads: dict[str, Tensor] | None = None
     current_grads: dict[str, Tensor] | None = None
     pre_epoch: Any = None
-    """The state copy taken at PRE_EPOCH; hooks never receive it, so the guardian need not copy it."""
+    """The state copy taken at PRE_EPOCH, or at the start of an interval of the step loop. Hooks never receive it, so
+    the guardian need not copy it."""
     loss_scale: float | None = None
     """Factor of the step's loss in its backward pass (float16 only)."""
     skipped_steps: int = 0

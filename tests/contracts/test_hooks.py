@@ -74,7 +74,9 @@ def make(name: str) -> TrainingHook:
 
 @cache
 def refusal(name: str, case: Case) -> str:
-    """Return the error with which a hook refuses a model before the run, or an empty string."""
+    """Return the error with which a hook refuses a model or loop before the run, or an empty string."""
+    if not fires(name, case.loop):
+        return f"{name} is never called in this loop"
     task, state = build(case)
     hook = make(name)
     try:

@@ -26,8 +26,6 @@ CONDITIONS: dict[str, Callable[[str, bool, int], bool]] = {
     ),  # tests/framework/training/test_precision.py has the runs in which it is set
     "wanted": lambda loop, wanted, step: wanted,
     "wanted, from step 2": lambda loop, wanted, step: wanted and step >= 2,
-    "after the first flush": lambda loop, wanted, step: step >= LOG_EVERY,
-    "wanted, after the first flush": lambda loop, wanted, step: wanted and step >= LOG_EVERY,
     "no step since": lambda loop, wanted, step: step in EVALUATED[loop],
 }
 FIELDS = sorted({name for name in RunDataContext.__slots__ if name != "services"} | {"optimizer_groups", "row_indices"})

@@ -88,10 +88,10 @@ def test_accumulated_gradients_are_epoch_mean_before_commits(treatments):
             assert torch.allclose(mean, sum(step[name] for step in steps) / 3, rtol=1e-5, atol=1e-8)
 
 
-def test_step_loop_accumulates_over_log_windows():
+def test_step_loop_accumulates_since_the_last_snapshot():
     log, seen = GradientLog(), []
     look = watch(HookPoint.SNAPSHOT, look=lambda ctx: seen.append(copied(ctx.accumulated_grads)), needs_grads=True)
-    train(Case(loop="step"), [log, look], steps=4, log_every=2, snapshot_every=2)
+    train(Case(loop="step"), [log, look], steps=4, log_every=1, snapshot_every=2)
     for window, accumulated in enumerate(seen):
         first, second = log.steps[2 * window : 2 * window + 2]
         for name, mean in accumulated.items():

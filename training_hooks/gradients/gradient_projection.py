@@ -52,7 +52,7 @@ class GradientProjection(TrainingHook):
     """Measure the progress towards a reference solution, and whether the gradient points there.
 
     θ are the parameters after the epoch (step loop: at SNAPSHOT), θ₀ the initial parameters of the strategy, θ_ref the
-    reference; ḡ is the mean gradient of the epoch (step loop: of the last ``log_every`` steps). Positive values always
+    reference; ḡ is the mean gradient of the epoch (step loop: since the last SNAPSHOT). Positive values always
     mean towards the reference.
 
     Assumes that this run can reach the reference in a straight line: the reference comes from a run with the same

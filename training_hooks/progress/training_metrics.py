@@ -22,13 +22,14 @@ class TrainingMetrics(TrainingHook):
     """Report loss, train and validation accuracy, learning rate; active whenever any hook or record is.
 
     In the epoch loop the hook reports everything at POST_EPOCH. In the step loop it reports loss and learning rate at
-    POST_STEP, and the newest evaluation at SNAPSHOT if there was one since the last step.
+    POST_STEP. Every evaluation is reported at the step after which it was measured, also between these points.
 
     Assumes that the experiment's evaluation calls its accuracies ``train_acc`` and ``val_acc``.
     """
 
     name = "training_metrics"
     always = True
+    reports_evaluations = True
     loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.POST_STEP, HookPoint.SNAPSHOT}}
     metrics = """
         loss | loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)

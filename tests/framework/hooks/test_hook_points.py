@@ -156,8 +156,14 @@ def test_loop_points_take_precedence():
     assert windows_for({HookPoint.POST_EPOCH}, loop_points, "step") == {HookPoint.POST_STEP: ALWAYS}
     assert windows_for({HookPoint.POST_EPOCH}, loop_points, "epoch") == {}
     spy = at(SpyHook, HookPoint.POST_EPOCH, loop_points=loop_points)()
-    train(Case(), [spy])
+    train(Case(), [spy], raises=UsageError)
     assert spy.seen == []
+
+
+def test_points_outside_of_steps_become_snapshot():
+    """In the step loop, a hook whose points are all outside of steps runs at SNAPSHOT."""
+    assert windows_for({HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH}, None, "step") == {HookPoint.SNAPSHOT: ALWAYS}
+    assert windows_for({HookPoint.POST_STEP, HookPoint.POST_EPOCH}, None, "step") == {HookPoint.POST_STEP: ALWAYS}
 
 
 @settings(max_examples=15)

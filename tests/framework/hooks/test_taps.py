@@ -413,7 +413,6 @@ def test_taps_follow_the_hooks_schedule_windows_and_loops():
     assert tap_steps() == list(range(1, 10))
     assert tap_steps(step_schedule=StepSchedule(mode="stride", every_n_steps=4)) == [1, 5, 9]
     assert tap_steps(loop_points={"epoch": {HookPoint.POST_STEP: (1, 1)}}) == [4, 5, 6]
-    assert tap_steps(loop_points={"step": {HookPoint.POST_STEP}}) == []
 
 
 def test_module_hooks_exist_only_at_due_steps():
