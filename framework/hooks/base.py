@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from copy import deepcopy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
@@ -25,20 +26,26 @@ Value = TypeVar("Value")
 class Remembered(Generic[Value]):
     """An attribute that belongs to the memory of a :class:`Remembering` object.
 
-    ``fresh()`` returns the initial value; it is called at the first use, and again at the first use after a reset. The
-    key in the saved state is the attribute's name without leading underscores.
+    It has its initial value at the first use, and again at the first use after a reset. The key in the saved state is
+    the attribute's name without leading underscores.
 
     Args:
-        fresh: returns the value: a tensor, a plain value, lists or dicts of them, or a :class:`Remembering` object.
-        by_options: ``fresh`` takes the owner, because the value depends on the owner's options.
+        initial: the initial value, which is copied, or a class or function that returns it: a tensor, a plain value,
+            lists or dicts of them, or a :class:`Remembering` object. A function creates tensors when they are needed,
+            so that an import of the class creates none on the caller's default device.
+        by_options: ``initial`` takes the owner, because the value depends on the owner's options.
         saved: ``False`` excludes the attribute from the saved state, for values that do not outlive a step.
         merged: the value is a :class:`Remembering` object, and its entries are stored among the owner's entries.
     """
 
+    @overload
     def __init__(
-        self, fresh: Callable[..., Value], *, by_options: bool = False, saved: bool = True, merged: bool = False
-    ) -> None:
-        self._fresh = fresh
+        self, initial: Callable[..., Value], *, by_options: bool = ..., saved: bool = ..., merged: bool = ...
+    ) -> None: ...
+    @overload
+    def __init__(self, initial: Value, *, saved: bool = ...) -> None: ...
+    def __init__(self, initial: Any, *, by_options: bool = False, saved: bool = True, merged: bool = False) -> None:
+        self._initial = initial
         self._by_options = by_options
         self.saved = saved
         self.merged = merged
@@ -60,7 +67,11 @@ class Remembered(Generic[Value]):
 
     def make(self, owner: object) -> Value:
         """Return a fresh value without changing the owner."""
-        return self._fresh(owner) if self._by_options else self._fresh()
+        if not callable(self._initial):
+            initial: Value = deepcopy(self._initial)
+            return initial
+        value: Value = self._initial(owner) if self._by_options else self._initial()
+        return value
 
 
 class Remembering:

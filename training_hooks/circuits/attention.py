@@ -201,7 +201,7 @@ class Attention(TrainingHook):
     _inputs = Remembered(list[Any], saved=False)
     _outputs = Remembered[Mapping[str, Tensor]](dict, saved=False)
     _calls = Remembered[Mapping[str, AttentionCall]](dict, saved=False)
-    _read_at = Remembered[int | None](lambda: None, saved=False)
+    _read_at = Remembered[int | None](None, saved=False)
     _skipped = Remembered(set[str], saved=False)
     metrics = (
         ROWS + CIRCUIT.format(kind="qk", product="W_QᵀW_K") + CIRCUIT.format(kind="ov", product="W_O W_V") + COPYING

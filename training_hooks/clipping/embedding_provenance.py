@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
@@ -51,7 +52,7 @@ class EmbeddingProvenance(TrainingHook):
 
     name = "embedding_provenance"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
-    _gradients = Remembered(lambda: TiedGradients(all_sums), saved=False)
+    _gradients = Remembered(partial(TiedGradients, all_sums), saved=False)
     metrics = (
         PATH.format(prefix="embedding_grad", symbol="g_in", way="through the input embedding")
         + PATH.format(prefix="output_proj_grad", symbol="g_out", way="through the output projection")

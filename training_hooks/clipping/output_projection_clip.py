@@ -207,7 +207,7 @@ class OutputProjectionClip(InterventionHook):
             shares={"clipped_fraction": "clipped"},
         ),
     )
-    _clipper = Remembered[OutputProjectionClipper | None](lambda: None, saved=False)
+    _clipper = Remembered[OutputProjectionClipper | None](None, saved=False)
     _history = Remembered[Mapping[str, Any]](dict, saved=False)
     """What a checkpoint had of the history, until the clipper is made."""
     metrics = """

@@ -160,7 +160,7 @@ class Hessian(InterventionHook):
     needs_next_batch = True
     needs_prev_step_grads = True
     uses_reference_weights = True
-    _departure = Remembered[Departure | None](lambda: None, saved=False)
+    _departure = Remembered[Departure | None](None, saved=False)
     _trail = Remembered(Trail, saved=False)
     metrics = (
         ENTANGLEMENT

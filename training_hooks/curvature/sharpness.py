@@ -180,7 +180,7 @@ class Sharpness(InterventionHook):
     hook_points = frozenset({HookPoint.SNAPSHOT})
     needs_loss = True
     needs_loader = True
-    _drawn = Remembered[Loader | None](lambda: None, saved=False)
+    _drawn = Remembered[Loader | None](None, saved=False)
     metrics = (
         SPECTRUM.format(prefix="", operator="H")
         + MOMENTS

@@ -101,7 +101,7 @@ class GradientHistory(Remembering):
     gathered.
     """
 
-    _rows = Remembered[Tensor | None](lambda: None)
+    _rows = Remembered[Tensor | None](None)
     _gram = Remembered(lambda new: torch.zeros(new.capacity, new.capacity, dtype=torch.float64), by_options=True)
     count = Remembered(int)  # gradients since the last reset, including overwritten ones
     _waiting = Remembered(int)  # newest gradients whose products are not in the Gram matrix yet

@@ -177,11 +177,11 @@ class FlatMemory(Remembering):
     names = Remembered(list[str])
     """Names of the parameters; empty before :meth:`reset_to`."""
     vectors = Remembered(dict[str, FlatVector], saved=False)
-    spare = Remembered[FlatVector | None](lambda: None, saved=False)
+    spare = Remembered[FlatVector | None](None, saved=False)
     """A vector whose content is no longer needed."""
     _loaded = Remembered[Mapping[str, Vector]](dict, saved=False)
     """Loaded vectors by parameter name, until a model determines their layout and device."""
-    _layout = Remembered[FlatLayout | None](lambda: None, saved=False)
+    _layout = Remembered[FlatLayout | None](None, saved=False)
 
     def reset_to(self, parameters: Mapping[str, nn.Parameter], *vectors: str) -> FlatLayout:
         """Reset to these parameters, with their current values in each of the named ``vectors``."""

@@ -37,8 +37,8 @@ class Phases(TrainingHook):
     _epochs = Remembered(dict[str, int])
     """Epochs of the transitions by metric."""
     _widest_gap = Remembered(float)
-    _largest_norm = Remembered[Tensor | None](lambda: None)
-    _cleanup_epoch = Remembered[Tensor | None](lambda: None)
+    _largest_norm = Remembered[Tensor | None](None)
+    _cleanup_epoch = Remembered[Tensor | None](None)
     metrics = """
         phase | 0 memorisation, until train_acc ≥ memorised; 1 circuit formation, until the condition of cleanup_epoch;
             2 clean-up, until that of generalised_epoch; 3 generalised | {0, 1, 2, 3}, never falls

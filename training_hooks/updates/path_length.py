@@ -42,7 +42,7 @@ class PathLength(TrainingHook):
     _interval_path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
     _steps = Remembered(int)
     _interval_steps = Remembered(int)
-    _done = Remembered[int | None](lambda: None)
+    _done = Remembered[int | None](None)
     metrics = """
         path_length | Σ ‖l‖₂ over all legs since the strategy began | [0, ∞)
             | The distance that the parameters have travelled, including detours.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
@@ -62,7 +63,7 @@ class WeightUpdates(TrainingHook):
     name = "weight_updates"
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_STEP})
     monitor = Remembered[WeightUpdateMonitor](lambda hook: hook.new_monitor(), by_options=True)
-    _conditions = Remembered(lambda: Alerts(CONDITIONS))
+    _conditions = Remembered(partial(Alerts, CONDITIONS))
     _kept_at = Remembered(int)
     _checks = Remembered(int)
     metrics = f"""

@@ -20,7 +20,7 @@ class Watch(TrainingHook):
     """A hook that remembers values of every kind."""
 
     name = "watch"
-    best = Remembered[float | None](lambda: None)
+    best = Remembered[float | None](None)
     _names = Remembered(dict[str, list[str]])
     _zeros = Remembered(lambda hook: torch.zeros(hook.length), by_options=True)
     _window = Remembered(Window)
@@ -103,7 +103,7 @@ def test_merged_entries_join_the_other_entries():
 def test_subclass_extends_and_overrides_remembered_attributes():
     class Sub(Window):
         count = Remembered(int)
-        values = Remembered(lambda: [1.0])
+        values = Remembered([1.0])
 
     assert Sub().state_dict() == {"values": [1.0], "count": 0}
 
@@ -137,3 +137,14 @@ def test_handwritten_state_methods_are_sufficient():
     assert hook.loaded == {"mine": 1}
     hook.reset()
     assert hook.loaded == {}
+
+
+def test_initial_values_are_copied_for_each_owner():
+    class Sums(Remembering):
+        rows = Remembered([1.0])
+
+    first, second = Sums(), Sums()
+    first.rows.append(2.0)
+    assert second.rows == [1.0]
+    first.reset()
+    assert first.rows == [1.0]
