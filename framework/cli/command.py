@@ -18,11 +18,12 @@ from .diff import diff
 from .jobs import ONE_OF_SEVERAL, train_in_parallel, train_one_of_several
 from .listing import ls, show
 from .new import new
-from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
+from .options import Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
 from .plot import plot
 from .report import report
 from .rewind import rewind
+from .run_parser import Experiment
 from .user_errors import user_errors
 from .verify import verify
 

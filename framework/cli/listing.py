@@ -22,8 +22,9 @@ from ..errors import UsageError
 from ..hooks import ExperimentRegistry
 from ..report import FoundRun, find_runs, inspect_run
 from ..runs import RunRecord, require, run_folders
-from .options import plain, run_parser
+from .options import plain
 from .parser import NAMES, CommandParser, line_width, write_line
+from .run_parser import run_parser
 
 WIDE = 100  # columns of a terminal that shows full dates, and the longest line of text
 LARGEST_FAMILY = 3  # a family with more metrics than this is shown in one line

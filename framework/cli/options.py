@@ -1,45 +1,21 @@
-"""Options of ``loopscope run EXPERIMENT``, from its config class, the run's flags, the sinks and YAML files."""
+"""Options of ``loopscope run EXPERIMENT`` from the command line, YAML files and records, and what they configure."""
 
 import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..console import first_line
 from ..errors import UsageError, listed, require, shortened, unknown
-from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, SinkRegistry, hook_options
-from ..runs import ExperimentConfig, ExperimentRunner, RunFlags, RunOptions, RunRecord, field_names, run_folders
+from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, hook_options
+from ..runs import ExperimentConfig, RunFlags, RunOptions, RunRecord, field_names, run_folders
 from .parser import NAMES, NEGATIVE_NUMBER, CommandParser, dashed, typed
+from .run_parser import Experiment, flag_name, flag_sinks, run_parser
 from .values import read_yaml
 
-Experiment = type[ExperimentRunner[Any]]
 Options = dict[str, Any]
 PREFIX = re.compile(r"^hook[-_]config\.")
-METAVARS = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandFlags(RunFlags):
-    """Options of the run.
-
-    Args:
-        device: the device to train on; by default the accelerator, if available.
-        live: show progress, results and the newest metrics on the full screen.
-        silent: show one progress bar, and the warnings at the end.
-        no_console_output: print nothing.
-        jobs: the number of runs to train in parallel, each in a separate process; by default 1.
-        traceback: show the full traceback of an error before its one-line message.
-    """
-
-    device: str | None = None
-    live: bool = False
-    silent: bool = False
-    no_console_output: bool = False
-    jobs: int | None = None
-    traceback: bool = False
 
 
 def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
@@ -148,37 +124,6 @@ def typed_options(name: str, recorded: Mapping[str, Any]) -> tuple[Experiment, O
     return experiment, _complete(experiment, parser, options)
 
 
-def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
-    """Build the parser for an experiment, with the preset's values as defaults."""
-    if preset is not None and str(preset) not in experiment.presets:  # a file may contain any value here
-        raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
-    parser = CommandParser(f"run {experiment.name} [options]", first_line(experiment))
-    config = "YAML file of options; flags override it; may be repeated"
-    parser.add_argument("--config", metavar="FILE", action="append", help=config)
-    parser.add_argument("--print-config", action="store_true", help="print the options as a config file, and exit")
-    add = parser.add
-    add("preset", str | None, f"{' or '.join(experiment.presets) or 'none'}: a named set of options", metavar="NAME")
-    strategies = f"{', '.join(experiment.strategies)}, or all (the default)"
-    add("strategy", NAMES, strategies, default=[], metavar="NAME")
-    hooks = "names of hooks (loopscope hooks lists them), or all, observers, with_debug"
-    add("hooks", NAMES, hooks, default=[], metavar="NAME")
-    assignments = "options of hooks: hook.option=value; --hook.option value is equivalent"
-    add("hook_config", NAMES, assignments, default=[], metavar="H.O=V")
-    for sink in SinkRegistry:
-        if sink.flag and sink.option:
-            add(flag_name(sink), str | None, first_line(sink).rstrip("."), metavar=sink.option.upper())
-        elif sink.flag:
-            add(flag_name(sink), bool, first_line(sink).rstrip("."), default=sink.default)
-    values = experiment.presets[preset] if preset is not None else {}
-    settings: dict[str, dict[str, Any]] = {name: {"metavar": metavar} for name, metavar in METAVARS.items()}
-    settings["seed"] = {"nargs": "+"}
-    settings["save_checkpoints"] = {"nargs": "?", "const": 1 if experiment.loop == "epoch" else 100}
-    parser.add_fields(CommandFlags, values, settings)
-    parser.add_fields(experiment.config_class, values, settings)
-    parser.add_negations()
-    return parser
-
-
 def config_of(experiment: Experiment, options: Options) -> ExperimentConfig:
     """Return the config of the experiment, with the first of several seeds; all seeds are checked.
 
@@ -243,7 +188,7 @@ def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:
     """Return a factory of the sinks of a strategy; raises :class:`UsageError` if a sink refuses its value."""
-    values: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in SinkRegistry if sink.flag}
+    values: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in flag_sinks()}
     wanted = {sink: value for sink, value in values.items() if value not in (None, False)}
     included = {name for sink in wanted for name in sink.includes}  # another selected sink writes their files as well
     for sink in wanted:
@@ -255,11 +200,6 @@ def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:
 
     make()
     return make
-
-
-def flag_name(sink: type[MetricSink]) -> str:
-    """Return the name of the option that selects a sink."""
-    return (sink.flag or "").strip("-").replace("-", "_")
 
 
 def _complete(experiment: Experiment, parser: CommandParser, options: Options) -> Options:

@@ -6,8 +6,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -80,6 +80,42 @@ class HelpFormatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return "" if action.const is True else super()._format_args(action, default_metavar)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return super()._format_action_invocation(action).rstrip()
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option with its type, its text in the help, and further keyword arguments of :meth:`CommandParser.add`."""
+
+    name: str
+    annotation: Any
+    text: str
+    default: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def field_options(
+    options: type[Any], defaults: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Option]:
+    """Yield an option for each field of a dataclass, with help from its docstring.
+
+    ``defaults`` override those of the fields; ``settings`` are arguments of :meth:`CommandParser.add`, by field.
+    """
+    documented = [parse_docstring(base.__doc__ or "") for base in reversed(options.__mro__)]
+    texts = {param.arg_name: param.description or "" for docstring in documented for param in docstring.params}
+    types = get_type_hints(options)
+    for item in fields(options):
+        text = " ".join(texts.get(item.name, "").split()).rstrip(".")
+        field_default = item.default if item.default_factory is MISSING else item.default_factory()
+        default = defaults.get(item.name, field_default)
+        yield Option(item.name, types[item.name], text, default, settings.get(item.name, {}))
+
+
+def heading_of(options: type[Any]) -> str:
+    """Return the first paragraph of the docstring of a dataclass as a heading of its options."""
+    return " ".join((options.__doc__ or "").partition("\n\n")[0].replace("``", "").split()).rstrip(".")
+
 
 class CommandParser(argparse.ArgumentParser):
     """The options of a command with their types, defaults and help; dashes and underscores are equivalent."""
@@ -102,6 +138,11 @@ class CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help with control characters escaped, since it contains texts of plug-ins."""
         return "\n".join(map(printable, super().format_help().split("\n")))
+
+    def add_group(self, heading: str) -> argparse._ArgumentGroup:
+        """Return a new group of options, which the help shows after the earlier groups."""
+        width = shutil.get_terminal_size().columns - 3
+        return self.add_argument_group(textwrap.fill(heading, width, subsequent_indent="  "))
 
     def add(
         self,
@@ -134,32 +175,11 @@ class CommandParser(argparse.ArgumentParser):
             raise UsageError(f"{command} already has an option {flag}; rename {name!r} in the config class.")
         (group or self).add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
 
-    def add_fields(
-        self, options: type[Any], defaults: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Add an option for each field of a dataclass, with headings and help from its docstring.
-
-        ``defaults`` override those of the fields; ``settings`` are keyword arguments of :meth:`add`, by field.
-        """
-        documented = [parse_docstring(base.__doc__ or "") for base in reversed(options.__mro__)]
-        texts = {param.arg_name: param.description or "" for docstring in documented for param in docstring.params}
-        heading = " ".join((options.__doc__ or "").partition("\n\n")[0].replace("``", "").split()).rstrip(".")
-        width = shutil.get_terminal_size().columns - 3
-        group = self.add_argument_group(textwrap.fill(heading, width, subsequent_indent="  "))
-        types = get_type_hints(options)
-        for field in fields(options):
-            text = " ".join(texts.get(field.name, "").split()).rstrip(".")
-            field_default = field.default if field.default_factory is MISSING else field.default_factory()
-            default = defaults.get(field.name, field_default)
-            self.add(field.name, types[field.name], text, default=default, group=group, **settings.get(field.name, {}))
-
-    def add_negations(self) -> None:
-        """Add ``--no-NAME`` for each switch that is on by default, unless an option already has that name."""
-        for name in [name for name, default in self.defaults.items() if default is True and self.types[name] is bool]:
-            flag = dashed(f"no_{name}")
-            if flag not in self._option_string_actions:
-                text = f"switch {dashed(name)} off"
-                self.add_argument(flag, dest=name, action="store_false", default=argparse.SUPPRESS, help=text)
+    def add_negation(self, name: str, group: argparse._ArgumentGroup) -> None:
+        """Add ``--no-NAME``, which switches an option off."""
+        text = f"switch {dashed(name)} off"
+        flag = dashed(f"no_{name}")
+        group.add_argument(flag, dest=name, action="store_false", default=argparse.SUPPRESS, help=text)
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the given values by name, converted to their types; raises :class:`UsageError` for invalid words."""

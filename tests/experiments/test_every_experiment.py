@@ -5,7 +5,8 @@ from typing import Any, get_type_hints
 
 import pytest
 from loopscope import experiments, training_hooks
-from loopscope.cli.options import parse_run, run_parser
+from loopscope.cli.options import parse_run
+from loopscope.cli.run_parser import run_parser
 from loopscope.hooks import ExperimentRegistry, HookRegistry
 from loopscope.runs import ExperimentConfig, ExperimentRunner
 from loopscope.runs.config import fits

@@ -1,5 +1,6 @@
 """Command line: output, precedence of presets, files and flags, and options of the run."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -123,6 +124,23 @@ def test_run_help_shows_options_and_preset_defaults(capfd) -> None:
     for option in ("--strategy", "--hooks", "--hook-config", "--hook-csv", "--hook-jsonl", "--with-hooks", "--silent"):
         assert option in text
     assert "(default: 0.5)" in text
+
+
+def test_run_help_groups_options_common_first(capfd) -> None:
+    """Every option is in the group of its subject, and a switch that is on is followed by its negation."""
+    text = shown(["run", "small", "--help"], capfd)
+    headings = re.findall(r"^(\S.*):\n", text, re.M)
+    assert headings == [
+        *("options", "Experiment and hooks", "Output and display", "Checkpoints", "Devices and processes"),
+        *("Options of small, one of every type", "Rare options"),
+    ]
+    groups = [
+        re.findall(r"^  (?:-h, )?(--[a-z-]+)", part, re.M) for part in re.split(r"^\S.*:\n", text, flags=re.M)[1:]
+    ]
+    first = ["--help", "--config", "--output-dir", "--save-checkpoints", "--device", "--batch-size", "--print-config"]
+    assert [group[0] for group in groups] == first
+    assert groups[2][groups[2].index("--hook-jsonl") + 1] == "--no-hook-jsonl"
+    assert {"--traceback", "--audit-hooks", "--no-determinism"} < set(groups[-1])
 
 
 # Flags, files, presets

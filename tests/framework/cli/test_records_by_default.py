@@ -1,6 +1,7 @@
 """The record is written by default, does not change the run, and can be disabled."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from loopscope import experiments, sinks, training_hooks
 from loopscope.checkpoints import checkpoints_by_moment, differing_entries, open_checkpoint
 from loopscope.cli import main
-from loopscope.cli.parser import CommandParser
+from loopscope.cli.options import parse_run
 from loopscope.hooks import MetricSink, SinkRegistry
 
-from tests.framework.runs.small_experiment import Small, SmallSteps, read_json, registered
+from tests.framework.runs.small_experiment import Small, SmallConfig, SmallSteps, read_json, registered
 
 assert experiments.__all__
 assert sinks.__all__
@@ -144,10 +145,22 @@ def test_plugin_sink_may_be_on_by_default(tmp_path: Path, capsys) -> None:
         SinkRegistry.unregister("counting")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Switches(SmallConfig):
+    """Switches that are on.
+
+    Args:
+        loud: one.
+        quick: another.
+        no_quick: a third one.
+    """
+
+    loud: bool = True
+    quick: bool = True
+    no_quick: bool = False
+
+
 def test_option_named_like_a_negation_keeps_meaning() -> None:
-    """--no-bright remains a separate option if no_bright exists, while --no-loud negates loud."""
-    parser = CommandParser("test", "")
-    for name in ("bright", "no_bright", "loud"):
-        parser.add(name, bool, "", default=True)
-    parser.add_negations()
-    assert parser.parse(["--no-bright", "--no-loud"]) == {"no_bright": True, "loud": False}
+    """--no-quick remains a separate option if no_quick exists, while --no-loud negates loud."""
+    options = parse_run(type("Switched", (Small,), {"config_class": Switches}), ["--no-quick", "--no-loud"])
+    assert (options["loud"], options["quick"], options["no_quick"]) == (False, True, True)

@@ -1,0 +1,118 @@
+"""The parser of ``loopscope run EXPERIMENT``: options of the experiment, the run and the sinks, in groups."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..console import first_line
+from ..errors import unknown
+from ..hooks import MetricSink, SinkRegistry
+from ..runs import ExperimentRunner, RunFlags, field_names
+from .parser import NAMES, CommandParser, Option, field_options, heading_of
+
+Experiment = type[ExperimentRunner[Any]]
+METAVARS = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
+COMMON, RARE = "Experiment and hooks", "Rare options"  # headings in the help
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandFlags(RunFlags):
+    """Options of the run.
+
+    Args:
+        device: the device to train on; by default the accelerator, if available.
+        live: show progress, results and the newest metrics on the full screen.
+        silent: show one progress bar, and the warnings at the end.
+        no_console_output: print nothing.
+        jobs: the number of runs to train in parallel, each in a separate process; by default 1.
+        traceback: show the full traceback of an error before its one-line message.
+    """
+
+    device: str | None = None
+    live: bool = False
+    silent: bool = False
+    no_console_output: bool = False
+    jobs: int | None = None
+    traceback: bool = False
+
+
+def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
+    """Build the parser for an experiment, with the preset's values as defaults."""
+    if preset is not None and str(preset) not in experiment.presets:  # a file may contain any value here
+        raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
+    parser = CommandParser(f"run {experiment.name} [options]", first_line(experiment))
+    groups = _help_groups(experiment)
+    sections = {heading: parser.add_group(heading) for heading in groups}
+    config = "YAML file of options; flags override it; may be repeated"
+    sections[COMMON].add_argument("--config", metavar="FILE", action="append", help=config)
+    print_config = "print the options as a config file, and exit"
+    sections[RARE].add_argument("--print-config", action="store_true", help=print_config)
+    values = experiment.presets[preset] if preset is not None else {}
+    options = [*_common_options(experiment), *map(_sink_option, flag_sinks())]
+    for source in (CommandFlags, experiment.config_class):
+        options += field_options(source, values, _settings(experiment))
+    all_names = {option.name for option in options}
+    for heading, names in groups.items():
+        group = sections[heading]
+        for option in [option for name in names for option in options if option.name == name]:
+            parser.add(
+                option.name, option.annotation, option.text, default=option.default, group=group, **option.settings
+            )
+            if option.annotation is bool and option.default is True and f"no_{option.name}" not in all_names:
+                parser.add_negation(option.name, group)
+    return parser
+
+
+def _help_groups(experiment: Experiment) -> dict[str, list[str]]:
+    """Return the names of all options by the heading under which the help shows them, common ones first."""
+    sinks, checkpoints = [flag_name(sink) for sink in flag_sinks()], ["save_checkpoints", "checkpoint_every_steps"]
+    groups = {
+        COMMON: ["preset", "strategy", "seed", "hooks", "with_hooks", "hook_config", "reference"],
+        "Output and display": ["output_dir", "overwrite", *sinks, "live", "silent", "no_console_output"],
+        "Checkpoints": [*checkpoints, "keep_checkpoints", "digest_every", "resume", "exact"],
+        "Devices and processes": ["device", "jobs", "parallel"],
+    }
+    grouped = {name for names in groups.values() for name in names}
+    for heading, options in ((heading_of(experiment.config_class), experiment.config_class), (RARE, CommandFlags)):
+        groups[heading] = [name for name in field_names(options) if name not in grouped]
+    return groups
+
+
+def _common_options(experiment: Experiment) -> list[Option]:
+    """Return the options that select what is trained and with which hooks."""
+    presets = f"{' or '.join(experiment.presets) or 'none'}: a named set of options"
+    strategies = f"{', '.join(experiment.strategies)}, or all (the default)"
+    hooks = "names of hooks (loopscope hooks lists them), or all, observers, with_debug"
+    assignments = "options of hooks: hook.option=value; --hook.option value is equivalent"
+    return [
+        Option("preset", str | None, presets, settings={"metavar": "NAME"}),
+        Option("strategy", NAMES, strategies, [], {"metavar": "NAME"}),
+        Option("hooks", NAMES, hooks, [], {"metavar": "NAME"}),
+        Option("hook_config", NAMES, assignments, [], {"metavar": "H.O=V"}),
+    ]
+
+
+def _sink_option(sink: type[MetricSink]) -> Option:
+    """Return the option that selects a sink."""
+    name, text = flag_name(sink), first_line(sink).rstrip(".")
+    if sink.option:
+        return Option(name, str | None, text, settings={"metavar": sink.option.upper()})
+    return Option(name, bool, text, sink.default)
+
+
+def _settings(experiment: Experiment) -> dict[str, dict[str, Any]]:
+    """Return further arguments of :meth:`CommandParser.add` for options of the run and the experiment."""
+    return {
+        **{name: {"metavar": metavar} for name, metavar in METAVARS.items()},
+        "seed": {"nargs": "+"},
+        "save_checkpoints": {"nargs": "?", "const": 1 if experiment.loop == "epoch" else 100},
+    }
+
+
+def flag_sinks() -> list[type[MetricSink]]:
+    """Return the sinks that an option selects."""
+    return [sink for sink in SinkRegistry if sink.flag]
+
+
+def flag_name(sink: type[MetricSink]) -> str:
+    """Return the name of the option that selects a sink."""
+    return (sink.flag or "").strip("-").replace("-", "_")
