@@ -79,6 +79,8 @@ class Group:
 
 
 Blocks = list[tuple[list[Group], Widths]]
+Choice = Callable[[Sequence[Group], int], list[Group]]
+"""Keeps a number of metrics."""
 
 
 def fitted(
@@ -93,19 +95,33 @@ def fitted(
     sizes = [len(group.cells) for group in groups]
     if not sizes or width < NARROWEST or height < 1:
         return [], 0
-    choices: list[tuple[Callable[[int], list[Group]], range]] = [
-        (lambda count: [group.first(count) for group in groups], range(min(2, max(sizes)), max(sizes) + 1)),
-        (lambda count: in_turn(groups, count), range(1, sum(sizes) + 1)),
-    ]
-    for choice, counts in choices:
+    for choice, least, most in ((of_each, min(2, max(sizes)), max(sizes)), (in_turn, 1, sum(sizes))):
+
+        def is_too_much(count: int, choice: Choice = choice) -> bool:
+            return not divided(choice(groups, count), width, height, most_blocks)
+
         # The needed space grows with the count, so a binary search finds the first count that does not fit.
-        fits = bisect_left(counts, True, key=lambda count: not divided(choice(count), width, height, most_blocks))
-        if fits:
-            shown = choice(counts[fits - 1])
-            begin = min(height, LOWEST_BLOCK, max(group.height for group in shown))
-            low = bisect_left(range(height), True, begin, key=lambda low: bool(divided(shown, width, low, most_blocks)))
-            return _side_by_side(divided(shown, width, low, most_blocks)), sum(len(group.cells) for group in shown)
+        count = bisect_left(range(most + 1), True, least, key=is_too_much) - 1
+        if count >= least:
+            return _lowest(choice(groups, count), width, height, most_blocks)
     return [], 0
+
+
+def _lowest(groups: Sequence[Group], width: int, height: int, most_blocks: int) -> tuple[list[Line], int]:
+    """Lay out groups that fit on as few lines as possible, but at least :data:`LOWEST_BLOCK` for long groups."""
+
+    def fits(lines: int) -> bool:
+        return bool(divided(groups, width, lines, most_blocks))
+
+    lowest = bisect_left(
+        range(height), True, min(height, LOWEST_BLOCK, max(group.height for group in groups)), key=fits
+    )
+    return _side_by_side(divided(groups, width, lowest, most_blocks)), sum(len(group.cells) for group in groups)
+
+
+def of_each(groups: Sequence[Group], count: int) -> list[Group]:
+    """Keep the first ``count`` metrics of every group."""
+    return [group.first(count) for group in groups]
 
 
 def in_turn(groups: Sequence[Group], count: int) -> list[Group]:

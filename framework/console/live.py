@@ -46,9 +46,8 @@ class LiveDisplay(MetricSink):
         self.is_on = False  # while on, output goes to the transcript
         self.transcript: list[RenderableType | tuple[IO[str], str]] = []  # printed texts have their streams
         self._position: Position | None = None
-        draw = lambda: frame(self.board, self._position, self.console)
         options: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-        self._screen = Live(console=console, screen=True, get_renderable=draw, **options)
+        self._screen = Live(console=console, screen=True, get_renderable=self._frame, **options)
         self._is_full_screen = False
         self._on = ExitStack()
         self._due = clock()
@@ -113,6 +112,9 @@ class LiveDisplay(MetricSink):
                     stream.flush()
             else:
                 print_item(item)
+
+    def _frame(self) -> RenderableType:
+        return frame(self.board, self._position, self.console)
 
     def _draw(self) -> None:
         """Enter the full screen if needed, and draw."""

@@ -3,7 +3,8 @@
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -190,7 +191,8 @@ class TrainingProgress:
         now = self.clock()
         if now >= self._due:
             self._loop = loop
-            self._update(lambda: self.view.show(self._position(loop, now)))
+            with self._disabled_on_failure():
+                self.view.show(self._position(loop, now))
 
     report_evaluation = step
 
@@ -199,12 +201,15 @@ class TrainingProgress:
         loop, self._loop = self._loop, None
         now = self.clock()
         last = None if loop is None else replace(self._position(loop, now), took=now - self._begin)
-        self._update(lambda: self.view.finish(last))
+        with self._disabled_on_failure():
+            self.view.finish(last)
 
-    def _update(self, action: Callable[[], None]) -> None:
-        self._due = math.inf  # stays so if the view fails, which disables it
+    @contextmanager
+    def _disabled_on_failure(self) -> Iterator[None]:
+        """Disable the view, with a warning, if the body fails."""
+        self._due = math.inf
         try:
-            action()
+            yield
             self._due = self.clock() + SECONDS_BETWEEN_UPDATES
         except Exception as error:
             warnings.warn(f"The progress display failed and is disabled: {describe_error(error)}", stacklevel=2)

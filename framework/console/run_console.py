@@ -69,14 +69,13 @@ class RunConsole(Display):
         self._numbers = ProgressNumbers(shown)
         self._watch = Watch(self._live_metrics, self._notify, immediate=self._mode != "silent")
         self._hooks: list[str] = []  # of the previous strategy
-        self._snapshot_shown: Callable[[], None] = lambda: None
+        self._line_view: LineView | None = None
         self._exit = ExitStack()
         self._progress: TrainingProgress | None = None
 
     def __enter__(self) -> "RunConsole":
         """Show warnings as lines from now on."""
-        warn: Callable[[Label, str], None] = lambda *notice: self._notify(Notice(*notice))
-        self._exit.enter_context(show_warnings(warn, alerts=False, kind=self._warnings))
+        self._exit.enter_context(show_warnings(self._warn, alerts=False, kind=self._warnings))
         self._exit.callback(self._print_silenced)
         if self._live is not None:
             self._exit.callback(self._live.leave, self._print_now)
@@ -99,7 +98,7 @@ class RunConsole(Display):
             sinks.append(self._live)
         elif self._mode == "normal":
             table_sink: type[Any] = SinkRegistry.get("console")
-            options = {"first": self._live_metrics, "recorded": self._recorded, "shown": lambda: self._snapshot_shown()}
+            options = {"first": self._live_metrics, "recorded": self._recorded, "shown": self._snapshot_shown}
             sinks.append(table_sink(console=self.console, **options))
         return sinks
 
@@ -122,8 +121,7 @@ class RunConsole(Display):
         elif self.console.is_jupyter or self.console.is_interactive:
             view = BarView(self.console, name, transient=is_normal)
         else:
-            view = LineView(self.console, name, transient=is_normal, clock=self._clock)
-            self._snapshot_shown = view.snapshot_shown
+            view = self._line_view = LineView(self.console, name, transient=is_normal, clock=self._clock)
         length, steps = 0 if run.is_endless else task.length, len(task.loader)
         steps_per_epoch, texts = steps if steps < ENDLESS else None, self._numbers.texts
         self._progress = TrainingProgress(
@@ -176,6 +174,13 @@ class RunConsole(Display):
         if not is_repeated:  # a log already has the line
             self._print(notice.text())
 
+    def _warn(self, label: Label, sentence: str) -> None:
+        self._notify(Notice(label, sentence))
+
+    def _snapshot_shown(self) -> None:
+        if self._line_view is not None:
+            self._line_view.snapshot_shown()
+
     def _stop_progress(self) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -200,8 +205,12 @@ def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any]
         compared_to=runner.compared_to,
         recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
     )
+
+    def all_sinks() -> list[MetricSink]:
+        return [*display.sinks(), *make_sinks()]
+
     with display:
-        return run(replace(session, make_sinks=lambda: [*display.sinks(), *make_sinks()], display=display))
+        return run(replace(session, make_sinks=all_sinks, display=display))
 
 
 class Watch(MetricSink):
