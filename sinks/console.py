@@ -38,7 +38,7 @@ class ConsoleSink(MetricSink):
         console: "Console | None" = None,
         first: Groups | None = None,
         recorded: bool = False,
-        shown: Callable[[], None] = lambda: None,
+        shown: Callable[[], None] | None = None,
     ) -> None:
         self._console = console or make_console()
         self._recorded, self._shown = recorded, shown
@@ -87,5 +87,6 @@ class ConsoleSink(MetricSink):
             console.print(newest_table(board, console.width, console.height, recorded=self._recorded))
         else:
             console.out(snapshot_line(board, recorded=self._recorded), highlight=False)
-            self._shown()
+            if self._shown is not None:
+                self._shown()
         board.mark_shown()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import require, require_package
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import ReplaySink, RunRecord, forward_emits
+from loopscope.runs import Record, ReplaySink, RunRecord, forward_emits
 
 from .jsonl import read_jsonl, recorded_run
 
@@ -118,11 +118,14 @@ class TensorBoardSink(ReplaySink):
         target = folder / FOLDER
         require(not target.exists(), f"{target} already exists; remove it to write it again.")
 
+        sink = cls()
+
+        def take(emit: Record) -> None:
+            sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
+
         def send() -> str:
-            sink = cls()
             try:
                 sink._begin(folder, run)
-                take = lambda emit: sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
                 forward_emits(record, read_jsonl(record), take)
                 sink.close(status)
             except BaseException:

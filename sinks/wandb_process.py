@@ -191,12 +191,6 @@ def exclusive_run(task: WandbTask) -> Iterator[Any]:
         yield note
 
 
-def logs_of(task: WandbTask) -> list[Path]:
-    """Return the logs of the run's W&B clients, oldest first."""
-    logs = (Path(task.folder) / "wandb").glob(f"*run-*-{task.run_id}/run-{task.run_id}.wandb")
-    return sorted(logs, key=lambda path: path.parent.name.removeprefix("offline-"))
-
-
 def sent_row_count(task: WandbTask, run: Any, note: Any) -> int:
     """Return the number of rows that W&B has of a run: from the server, or offline from the note."""
     if not task.resumed:
@@ -253,7 +247,8 @@ def send(task: WandbTask, listener: Listener, note: Any) -> str:
 
 def outcome_of(task: WandbTask, run: Any) -> str:
     """Return a sentence with the location of the run; offline logs that have been sent are marked as synced."""
-    logs = [path for path in logs_of(task) if path.parent.name.startswith("offline-")]
+    # The names of the folders contain the time, so the oldest log is the first.
+    logs = sorted((Path(task.folder) / "wandb").glob(f"offline-run-*-{task.run_id}/run-{task.run_id}.wandb"))
     if not run.offline:
         for path in logs:
             path.with_name(f"{path.name}.synced").touch()

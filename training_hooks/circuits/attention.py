@@ -5,6 +5,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from operator import methodcaller
 from types import MappingProxyType
 from typing import Any
 
@@ -69,15 +71,18 @@ def forward_arguments(model: nn.Module) -> dict[str, inspect.Parameter]:
     return {name: item for name, item in parameters.items() if item.kind is item.POSITIONAL_OR_KEYWORD}
 
 
+def _cut(tensor: Tensor, count: int, part: slice) -> Tensor:
+    # The first dimension of a tensor with another length is not that of the samples, so it stays uncut.
+    return tensor[part] if tensor.ndim and len(tensor) == count else tensor
+
+
 def split_inputs(batches: Iterable[Any], most: int) -> Iterator[Any]:
     """Yield the first ``most`` samples of ``batches``, at most :data:`PIECE` at a time."""
     for inputs in batches:
         count = rows(inputs)
         for first in range(0, min(count, most), PIECE):
             part = slice(first, min(first + PIECE, most))
-            # The first dimension of a tensor with another length is not that of the samples, so it stays uncut.
-            cut = lambda tensor, n=count, part=part: tensor[part] if tensor.ndim and len(tensor) == n else tensor
-            yield tree_map_only(Tensor, cut, inputs)
+            yield tree_map_only(Tensor, partial(_cut, count=count, part=part), inputs)
         most -= count
         if most <= 0:
             return
@@ -248,7 +253,7 @@ class Attention(TrainingHook):
         arguments, device = forward_arguments(model), next(model.parameters()).device
         drawn = drawn_loader(self.name, loader).batches(0)
         batches = (model_inputs(batch, self._entry, arguments) for batch in drawn)
-        move = lambda tensor: tensor.to(device)
+        move = methodcaller("to", device)
         pieces = [tree_map_only(Tensor, move, piece) for piece in split_inputs(batches, -(-self._rows // ranks.size))]
         ranks.join()
         self._inputs = pieces[: min(ranks.gather(len(pieces)))]  # equally many passes on all ranks

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -298,7 +299,7 @@ class TiedGradientClipping:
         owner = TapOwner(NAME, lambda: True, lambda target, function: function(), may_replace=True)
         self._taps.attach(owner, self.clipper.taps())
         seen = Pass()
-        self._watch = watch(self._model, seen, lambda: self._verify(seen))
+        self._watch = watch(self._model, seen, partial(self._verify, seen))
 
     def _verify(self, seen: Pass) -> None:
         """Raise :class:`UnsuitableError` if the first pass shows another pair."""

@@ -46,7 +46,7 @@ class Pass:
         return any(matrix is weight for matrix in (*self.of_output, *self.of_loss))
 
 
-def watch(model: nn.Module, seen: Pass, on_output: Callable[[], None] = lambda: None) -> ExitStack:
+def watch(model: nn.Module, seen: Pass, on_output: Callable[[], None] | None = None) -> ExitStack:
     """Record a model's passes until the returned stack is closed; call ``on_output`` for outputs with a graph."""
     stack = ExitStack()
 
@@ -54,7 +54,8 @@ def watch(model: nn.Module, seen: Pass, on_output: Callable[[], None] = lambda: 
         seen.called.add(name)
         if not name and (matrices := output_matrices(output)):
             seen.of_output += matrices
-            on_output()
+            if on_output is not None:
+                on_output()
 
     for name, module in model.named_modules():
         stack.callback(module.register_forward_hook(InternalFunction(partial(after, name))).remove)
@@ -149,7 +150,10 @@ class EmbeddingPair:
     def _candidates(cls, modules: Mapping[str, nn.Module], seen: Pass | None) -> list["EmbeddingPair"]:
         """Return the tied pairs of a model; if there are none, the untied pairs."""
         live = {name: module for name, module in modules.items() if seen is None or name in seen.called}
-        makes_output: Callable[[Tensor | None], bool] = lambda weight: seen is None or seen.made_by(weight)
+
+        def makes_output(weight: Tensor | None) -> bool:
+            return seen is None or seen.made_by(weight)
+
         tied, untied = list[EmbeddingPair](), list[EmbeddingPair]()
         for name, table in live.items():
             # Avoid ``table.weight``: a parametrised module computes a new tensor at every access, and spectral_norm

@@ -278,7 +278,10 @@ class Sharpness(InterventionHook):
         metrics |= rows_metrics(loss, parts, probes[0], self.iterations, metrics["sharpness"])
         if preconditioner is not None:
             root = preconditioner.rsqrt()  # P^(−1/2), shape (n,); zero for parameters without a step
-            preconditioned: Product = lambda flat: root * product(root * flat)
+
+            def preconditioned(flat: Tensor) -> Tensor:
+                return root * product(root * flat)
+
             run = lanczos(preconditioned, root.sign() * probes[0], self.iterations)
             top = top_metrics(preconditioned, run, self.k)
             metrics |= {f"preconditioned_{name}": value for name, value in top.items()}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """
     sizes: dict[str, Tensor] = {}
 
-    def record(name: str, output: Any) -> None:
+    def record(name: str, _module: nn.Module, _inputs: object, output: Any) -> None:
         tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         for tensor in tensors[:1]:
             size = largest_magnitude(tensor)
@@ -42,8 +43,7 @@ def record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if not name or next(module.children(), None) is None:
-                hook = lambda _module, _inputs, output, name=name or "logits": record(name, output)
-                stack.callback(module.register_forward_hook(hook).remove)
+                stack.callback(module.register_forward_hook(partial(record, name or "logits")).remove)
         yield sizes
 
 

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -157,7 +159,7 @@ class WhatIf(DebugInterventionHook):
             results["usual_rate"] = [branches.run(batch, learning_rates=[rate * self.usual_rate for rate in rates])]
         if self.layer:
             module = model_ctx.model.get_submodule(self.layer)
-            results["layer_in_float32"] = [branches.run(batch, within=lambda: widen_layer(module, Widened()))]
+            results["layer_in_float32"] = [branches.run(batch, within=partial(widen_layer, module, Widened()))]
         numbers = {
             name: {branch: [values[place] for values in trials] for branch, trials in results.items()}
             for place, name in enumerate(("loss", "effect", "later"))
@@ -219,7 +221,7 @@ class WhatIf(DebugInterventionHook):
         metrics: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
         common = {name: leaf for name, leaf in parameters.items() if name in self._before}
         changes = [(name, *_most_changed(self._before[name], leaf)) for name, leaf in common.items()]
-        name, place, ratio = max(changes, key=lambda change: change[2], default=("", 0, 0.0))
+        name, place, ratio = max(changes, key=itemgetter(2), default=("", 0, 0.0))
         if ratio >= SINGLE_CHANGE_RATIO:
             old, new = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
             with model_ctx.branch(), torch.no_grad():
@@ -251,7 +253,7 @@ class Branches:
         batch: Batch,
         *,
         draws: int = 0,
-        prepared: Callable[[ModelDataContext], None] = lambda _: None,
+        prepared: Callable[[ModelDataContext], None] | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
         **changed: Any,
     ) -> tuple[float, float, float]:
@@ -268,7 +270,8 @@ class Branches:
             before = self._before if within is nullcontext else self.losses(within)
             for device in {torch.device("cpu"), self.model_ctx.device}:
                 torch.rand(draws, device=device)
-            prepared(self.model_ctx)
+            if prepared is not None:
+                prepared(self.model_ctx)
             loss = self.model_ctx.take_step(batch, passes=within(), **changed)
             after = self.losses(within)
             later = [self.model_ctx.take_step(following, passes=within()).double() for following in self._follow]
