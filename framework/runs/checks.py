@@ -216,17 +216,10 @@ def call_method(runner: Any, method: str, *arguments: Any) -> Any:
         InvalidExperimentError: for an invalid return value.
     """
     value = getattr(runner, method)(*arguments)
-    if method == "compute_loss" and _is_plain_loss(value):
-        return value
-    for rule, accepted in RETURNED[method]:
-        if isinstance(value, type) or not rule(value, *arguments):
-            raise unfit_error(runner, f"returned {_short_repr(value)}; it must be {accepted}.", method)
+    instance = object() if isinstance(value, type) else value  # a class has the methods of its instances
+    if accepted := ACCEPTED[method](instance, *arguments):
+        raise unfit_error(runner, f"returned {_short_repr(value)}; it must be {accepted}.", method)
     return value
-
-
-def _is_plain_loss(value: Any) -> bool:
-    """Return whether a loss is a real scalar tensor with a graph: a short cut, as losses are checked at every step."""
-    return type(value) is Tensor and value.requires_grad and not value.ndim and value.is_floating_point()
 
 
 def as_experiment_fault(error: BaseException) -> InvalidExperimentError | None:
@@ -260,46 +253,91 @@ def plain(value: Any) -> Any:
     return value.item() if scalar else value
 
 
-def _have_common_item(some: Iterable[Any], *others: Iterable[Any]) -> bool:
-    return not {id(item) for item in some}.isdisjoint(map(id, chain(*others)))
+# Each of the following functions checks the return value of a method of an experiment, given with the arguments of the
+# method, and returns a description of accepted values, or an empty text if the value is accepted.
 
 
-LOADERS = "such as loopscope.data.TensorLoader(tensors, batch_size, order)"
-WRAPPED = "a Loader, which a DataLoader becomes by loopscope.data.TorchLoader(dataloader, self.config.seed)"
-OF_THE_MODEL = "an optimizer of the parameters of the model that it is given: model.parameters()"
-LOSS = "the loss alone, a tensor with its graph, without .item(), float(), detach() and no_grad()"
-NUMBERS = "a dict with one number for each name, a text, such as {'val_loss': 0.5}"
-OPTIONS = "a dict of options by hook, such as {'grad_clip': {'max_norm': 1.0}}"
-RULES: list[tuple[str, Callable[..., Any], str]] = [
-    ("build_model", lambda it: isinstance(it, nn.Module), "an nn.Module"),
-    ("build_model", lambda it: any(p.requires_grad for p in it.parameters()), "a model with parameters to train"),
-    ("prepare_model", lambda it, model, _: isinstance(it, nn.Module), "an nn.Module: the given model or another one"),
-    ("build_optimizer", lambda it, _: hasattr(it, "param_groups"), "an optimizer, such as AdamW(model.parameters())"),
-    (
-        "build_optimizer",
-        lambda it, model: _have_common_item(model.parameters(), *(of["params"] for of in it.param_groups)),
-        OF_THE_MODEL,
-    ),
-    ("build_scheduler", lambda it, _: it is None or hasattr(it, "step"), "a scheduler with a step method, or None"),
-    (
-        "build_scheduler",
-        lambda it, of: _have_common_item((getattr(it, "optimizer", None) or of).param_groups, of.param_groups),
-        "a scheduler of the optimizer that it is given",
-    ),
-    ("build_loader", lambda it, _: not isinstance(it, DataLoader), WRAPPED),
-    ("build_loader", lambda it, _: isinstance(it, Loader), f"a Loader, {LOADERS}"),
-    ("build_loader", lambda it, _: length_hint(it) > 0, "a loader with batches: len() of at least 1"),
-    ("state_dict", lambda it: isinstance(it, Mapping), "a dict"),
-    ("compute_loss", lambda it, *_: isinstance(it, Tensor), LOSS),
-    ("compute_loss", lambda it, *_: it.requires_grad or not torch.is_grad_enabled(), LOSS),
-    ("compute_loss", lambda it, *_: not (it.ndim or it.is_complex()), "one real number, such as the mean()"),
-    ("evaluate", lambda it, _: fits(plain(it), Mapping[str, float | bool]), NUMBERS),
-    ("strategy_hooks", lambda it, _: fits(it, Mapping[str, Mapping[str, Any]]), OPTIONS),
-    ("tensor_parallel_plan", lambda it, _: isinstance(it, Mapping), "a dict of ParallelStyles by the names of layers"),
-    ("should_stop", lambda it, _: isinstance(plain(it), bool), "True or False"),
-]
-"""Methods of an experiment, each with a rule for its return value and a description of what the rule accepts."""
-RETURNED = {method: [row[1:] for row in RULES if row[0] == method] for method, *_ in RULES}
+def _check_model(model: Any) -> str:
+    if not isinstance(model, nn.Module):
+        return "an nn.Module"
+    is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+    return "" if is_trainable else "a model with parameters to train"
+
+
+def _check_prepared_model(model: Any, _given: nn.Module, _strategy: str) -> str:
+    return "" if isinstance(model, nn.Module) else "an nn.Module: the given model or another one"
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> str:
+    if not hasattr(optimizer, "param_groups"):
+        return "an optimizer, such as AdamW(model.parameters())"
+    of_model = {id(parameter) for parameter in model.parameters()}
+    of_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    accepted = "an optimizer of the parameters of the model that it is given: model.parameters()"
+    return accepted if of_model.isdisjoint(of_optimizer) else ""
+
+
+def _check_scheduler(scheduler: Any, optimizer: Any) -> str:
+    if scheduler is None:
+        return ""
+    if not hasattr(scheduler, "step"):
+        return "a scheduler with a step method, or None"
+    scheduled = getattr(scheduler, "optimizer", None) or optimizer
+    groups = {id(group) for group in optimizer.param_groups}
+    is_given = not groups.isdisjoint(map(id, scheduled.param_groups))
+    return "" if is_given else "a scheduler of the optimizer that it is given"
+
+
+def _check_loader(loader: Any, _strategy: str) -> str:
+    if isinstance(loader, DataLoader):
+        return "a Loader, which a DataLoader becomes by loopscope.data.TorchLoader(dataloader, self.config.seed)"
+    if not isinstance(loader, Loader):
+        return "a Loader, such as loopscope.data.TensorLoader(tensors, batch_size, order)"
+    return "" if length_hint(loader) > 0 else "a loader with batches: len() of at least 1"
+
+
+def _check_state(state: Any) -> str:
+    return "" if isinstance(state, Mapping) else "a dict"
+
+
+def _check_loss(loss: Any, _model: nn.Module, _batch: Any) -> str:
+    if not isinstance(loss, Tensor) or (torch.is_grad_enabled() and not loss.requires_grad):
+        return "the loss alone, a tensor with its graph, without .item(), float(), detach() and no_grad()"
+    return "one real number, such as the mean()" if loss.ndim or loss.is_complex() else ""
+
+
+def _check_evaluation(numbers: Any, _model: nn.Module) -> str:
+    accepted = "a dict with one number for each name, a text, such as {'val_loss': 0.5}"
+    return "" if fits(plain(numbers), Mapping[str, float | bool]) else accepted
+
+
+def _check_strategy_hooks(options: Any, _strategy: str) -> str:
+    accepted = "a dict of options by hook, such as {'grad_clip': {'max_norm': 1.0}}"
+    return "" if fits(options, Mapping[str, Mapping[str, Any]]) else accepted
+
+
+def _check_tensor_parallel_plan(plan: Any, _model: nn.Module) -> str:
+    return "" if isinstance(plan, Mapping) else "a dict of ParallelStyles by the names of layers"
+
+
+def _check_stop(stop: Any, _evaluation: Mapping[str, float]) -> str:
+    return "" if isinstance(plain(stop), bool) else "True or False"
+
+
+ACCEPTED: dict[str, Callable[..., str]] = {
+    "build_model": _check_model,
+    "prepare_model": _check_prepared_model,
+    "build_optimizer": _check_optimizer,
+    "build_scheduler": _check_scheduler,
+    "build_loader": _check_loader,
+    "state_dict": _check_state,
+    "compute_loss": _check_loss,
+    "evaluate": _check_evaluation,
+    "strategy_hooks": _check_strategy_hooks,
+    "tensor_parallel_plan": _check_tensor_parallel_plan,
+    "should_stop": _check_stop,
+}
+"""The check of the return value of each method of an experiment."""
 
 
 def check_device(name: str | None) -> torch.device:
