@@ -1,4 +1,4 @@
-"""Schedule of checkpoints: every so many epochs or steps, on a signal, and after a hook has raised."""
+"""Schedule of checkpoints: every N epochs or steps, on a signal, and after a hook raises."""
 
 import logging
 import warnings

@@ -131,7 +131,10 @@ class TorchLoader(Loader):
 
     def __init__(self, dataloader: "DataLoader[Any]", seed: int) -> None:
         if dataloader.persistent_workers:
-            raise UsageError("A DataLoader with persistent_workers=True has one shared position; set it to False.")
+            raise UsageError(
+                "A DataLoader with persistent_workers=True is not supported, since its workers keep their position; "
+                "set it to False."
+            )
         if dataloader.num_workers and not dataloader.in_order:
             raise UsageError(
                 "A DataLoader with in_order=False yields batches in the order in which workers finish; set it to True."

@@ -93,7 +93,7 @@ class Driver:
         self.loop.step_lr = learning_rate.clone() if isinstance(learning_rate, Tensor) else learning_rate
 
     def after_update(self, *, skipped: bool = False) -> None:
-        """End a step whose update was made, or ``skipped`` because its gradients overflowed in float16."""
+        """End a step; its update was ``skipped`` if its gradients overflowed in float16."""
         if skipped:
             self.loop.skipped_steps += 1
         elif self._hooks.listeners.at[POST_STEP]:

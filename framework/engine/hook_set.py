@@ -68,7 +68,7 @@ class HookSet:
         self._unannounced: list[Failure] = []
         """Failures on this rank since the last :meth:`synchronise_failures`."""
         self.has_unsynchronised_calls = False
-        """Whether other ranks may still miss failures of calls since the last :meth:`synchronise_failures`."""
+        """Whether other ranks may not know of failures of calls since the last :meth:`synchronise_failures`."""
         self._disabled = False
         self._checked_first_batch = False
 
@@ -168,7 +168,7 @@ class HookSet:
         return next(iter([*required, *mutating]), "")
 
     def check_first_batch(self, batch: object) -> None:
-        """Leave out the hooks that are rolled back within a step if no tensor is found in the first ``batch``.
+        """Leave out the hooks whose changes are rolled back within a step if the first ``batch`` contains no tensor.
 
         Raises :class:`UsageError` if one of them is required.
         """
@@ -179,8 +179,8 @@ class HookSet:
             return
         while hook := self.rolled_back_hook:
             error = UsageError(
-                f"Hook {hook!r} is rolled back within a step, but the batch ({type(batch).__name__}) contains no "
-                "tensor that could be restored; use batches of tensors, arrays, or containers or plain objects of "
+                f"Hook {hook!r} changes the state within a step, and its changes are rolled back, but the batch "
+                f"({type(batch).__name__}) contains no tensor that could be restored; use batches of tensors, arrays, or containers or plain objects of "
                 "them, or remove the hook."
             )
             self.leave_out([hook], "start", error)
@@ -188,7 +188,7 @@ class HookSet:
     def disable_all(self) -> None:
         """Call no hook from now on, since the training state is damaged and metrics of it would be wrong."""
         self._disabled = True
-        self.isolation.rebase()  # or the mutation would be attributed to the sinks, which are still to be closed
+        self.isolation.rebase()  # otherwise the mutation would be attributed to the sinks, which are closed later
 
     def _run_in_gate(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
@@ -229,13 +229,11 @@ class HookSet:
                 self.failures.raise_pending()  # errors of this rank take precedence
             for rank, failure in failures:
                 if not self.ranks.is_this_process(rank):
-                    self._mirror(RankError(rank, failure))
+                    mirror = partial(self.failures.mirror, RankError(rank, failure))
+                    for hook in [hook for hook in self._hooks if hook.name == failure.hook]:
+                        self._drop_after(hook, mirror)
             if run_ends:
                 return
-
-    def _mirror(self, error: RankError) -> None:
-        for hook in [hook for hook in self._hooks if hook.name == error.failure.hook]:
-            self._drop_after(hook, partial(self.failures.mirror, error))
 
     def _drop_after(self, hook: TrainingHook, handle: Callable[[], Result]) -> Result:
         """Handle a failure, and drop the hook if the run continues; ``handle`` raises if it does not."""

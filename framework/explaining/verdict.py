@@ -14,7 +14,7 @@ DATA_MARGIN = 0.1
 """If no update branch removes more of the harm than fresh batches plus this share, the data are the cause."""
 HARMFUL_SPREADS = 3.0
 """A value this many spreads above the usual median is harmful."""
-MOST_SPREADS = 1e9
+MAX_SPREADS = 1e9
 """Upper bound of the number of spreads, also for infinite harm."""
 HARMFUL_RATIO = 1.5
 """The watched quantity must be this many times its largest earlier value, and its largest value on fresh batches."""
@@ -61,7 +61,7 @@ class Harm:
         return 1 - self._size(value) / self._size(self.run) if np.isfinite(value) else -np.inf
 
     def _size(self, value: float) -> float:
-        return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MOST_SPREADS)))
+        return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MAX_SPREADS)))
 
     def extra_removed_share(self, branch: str) -> float:
         """Return the share that a branch removes, less the share that repeating the same step removes."""
@@ -72,7 +72,7 @@ class Harm:
         return f"{self.branches[branch]:.3g}"
 
 
-def middle_and_spread(values: Sequence[float]) -> tuple[float, float]:
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Return the median of the finite values, and 1.4826 times their median distance from it."""
     finite = np.array([value for value in values if np.isfinite(value)] or [np.inf])
     middle = float(np.median(finite))
@@ -84,7 +84,7 @@ def is_beyond(value: float, usual: Sequence[float]) -> bool:
     """Return whether a value is above the usual ones by rank and by ``HARMFUL_SPREADS``; NaN counts as infinite."""
     value = np.inf if np.isnan(value) else value
     above = sum(not other < value for other in usual)
-    middle, spread = middle_and_spread(usual)
+    middle, spread = median_and_spread(usual)
     # p = (1 + usual values at least as high)/(usual values + 1)
     return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + HARMFUL_SPREADS * spread
 
@@ -95,7 +95,7 @@ def harms(
     usual: Mapping[str, Sequence[float]],
     watched: str = "it",
 ) -> list[Harm]:
-    """Return the unusually high values of a step, furthest first: effect on the next losses, loss, watched size.
+    """Return the unusually high values of a step (effect on the next losses, loss, watched size), most extreme first.
 
     Args:
         branch_values: the values that the hook ``what_if`` recorded, by metric and branch.
@@ -110,7 +110,7 @@ def harms(
     for metric in [name for name in words if name in own and name in branch_values]:
         run = np.inf if np.isnan(own[metric]) else float(own[metric])
         earlier, fresh = usual[metric], branch_values[metric].get("fresh", [])
-        middle, spread = middle_and_spread(earlier)
+        middle, spread = median_and_spread(earlier)
         if metric == "size":  # weak evidence alone, so it has a stricter condition
             is_bad = run > HARMFUL_RATIO * max([*earlier, *fresh])
         else:

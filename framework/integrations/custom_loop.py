@@ -21,8 +21,8 @@ BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
 
 
-class Accelerates(Protocol):
-    """The used part of an Accelerator: the backward pass, and whether a step's gradients are complete."""
+class AcceleratorLike(Protocol):
+    """The parts of an Accelerator that are used: the backward pass, and whether a step's gradients are complete."""
 
     sync_gradients: bool
     gradient_accumulation_steps: int
@@ -53,7 +53,7 @@ class CustomLoop(Transient):
     In a loop of Accelerate, the ``accelerator`` runs backward and decides when a step is complete.
     """
 
-    def __init__(self, run: AttachedRun, accumulate: int, accelerator: Accelerates | None) -> None:
+    def __init__(self, run: AttachedRun, accumulate: int, accelerator: AcceleratorLike | None) -> None:
         self._run, self._accumulate, self._accelerator = run, accumulate, accelerator
         self._driver = run.driver
         self._optimizer: Optimizer = run.driver.task.optimizer
@@ -74,7 +74,7 @@ class CustomLoop(Transient):
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
         """Start a step with its first micro-batch, or continue it with the next one.
 
-        ``steps`` is the number of steps per epoch; ``others`` are further micro-batches of the step, if known already.
+        ``steps`` is the number of steps per epoch; ``others`` are the step's remaining micro-batches, if they are already available.
         """
         run = self._run
         if not run.is_started:
@@ -82,8 +82,8 @@ class CustomLoop(Transient):
         if self._is_complete:
             self._warn_once(
                 "skipped",
-                "No optimizer.step() followed a backward pass, so its step counts as skipped; if a step has several "
-                "backward passes, give their number to attach(..., accumulate=N).",
+                "A backward pass was not followed by optimizer.step(), so its step was counted as skipped; for gradient "
+                "accumulation, give the number of backward passes per step to attach(..., accumulate=N).",
             )
             self._end_step(skipped=True)
         if self._is_data_exhausted:
@@ -203,7 +203,7 @@ class CustomLoop(Transient):
         return self._run.state_dict()
 
     def close(self, status: str, error: BaseException | None = None) -> None:
-        """End the run, and first the epoch in progress unless the loop has failed."""
+        """End the current epoch, unless the loop has failed, then the run."""
         for handle in self._handles:
             handle.remove()
         try:
@@ -246,8 +246,8 @@ class CustomLoop(Transient):
         if self._losses and not self._is_complete:
             self._warn_once(
                 "short",
-                f"optimizer.step() was called after {len(self._losses)} of {self._accumulate} micro-batches, and "
-                "POST_BACKWARD saw the gradients of that moment; call scope.backward(loss, last=True) for the last "
+                f"optimizer.step() was called after only {len(self._losses)} of {self._accumulate} micro-batches, so hooks "
+                "at POST_BACKWARD saw the gradients accumulated until then; call scope.backward(loss, last=True) for the last "
                 "micro-batch of a shorter step.",
             )
             self._gradients_complete()
@@ -303,7 +303,9 @@ class CustomLoop(Transient):
 def _check_loss(loss: Any) -> None:
     kind = type(loss).__name__
     if isinstance(loss, (tuple, list)):
-        raise UsageError(f"The loss is a {kind} of {len(loss)}; give scope.backward the loss alone, perhaps its first.")
+        raise UsageError(
+            f"The loss is a {kind} of length {len(loss)}; pass only the loss tensor to scope.backward, perhaps its first item."
+        )
     if not isinstance(loss, Tensor):
         raise UsageError(f"The loss is a {kind}, not a tensor; give scope.backward the tensor of loss.backward().")
     if loss.numel() != 1:

@@ -16,8 +16,8 @@ from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
-# Most faults show in the first calls. Later calls share one rest check at the end of the visit, except when the
-# number of calls is a power of two: that also finds late mutations that do not increment a tensor's version counter.
+# Most mutations appear in the first calls. Later calls share one rest check at the end of the visit, except call numbers
+# that are powers of two: that also finds late mutations that do not increment a tensor's version counter.
 CALLS_CHECKED_ALONE = 3
 
 
@@ -105,6 +105,7 @@ class Isolation:
         """
         if self._saved_streams is None:
             return
+        self._has_commit = False
         self._restore_streams_for_audit()
         self._tripwire.take_baseline()
         self._audit.take_baseline()
@@ -131,7 +132,7 @@ class Isolation:
         The first calls of an observer, and every call under audit, get a full check; later calls get a quick one.
         """
         if self._has_commit:
-            self._rebase_after_commit()
+            self.rebase()
         is_full = self._prepare_check(call, self._tripwire)
         self.streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
@@ -217,7 +218,7 @@ class Isolation:
         """Run ``function`` on the call's random stream and roll back all its changes of the training state."""
         self.check_rest()
         if self._has_commit:
-            self._rebase_after_commit()
+            self.rebase()
         # One state copy serves all interventions of a visit, since each is rolled back; a commit invalidates it.
         if mutates and not self._is_saved:
             self._state.sharding.refuse_gathered()
@@ -258,10 +259,6 @@ class Isolation:
         self._is_saved = False
         self._has_commit = True
 
-    def _rebase_after_commit(self) -> None:
-        self._has_commit = False
-        self.rebase()
-
     @contextmanager
     def visit(self) -> Iterator[None]:
         """Start a visit before the body and end it afterwards; within another visit, only run the body."""
@@ -281,7 +278,7 @@ class Isolation:
 
 
 def _restore_cheaply(tripwire: Tripwire, modes: tuple[int, ...]) -> None:
-    """Undo the cheap changes of a call that raised, so that its own error is reported if that suffices."""
+    """Undo what is cheap to undo after a call raised; if that restores the state, the call's own error is reported."""
     leave_modes(modes)  # first, since an entered mode could intercept the other operations
     with library_warnings_ignored():  # a warning raised as an error would leave the rollback incomplete
         tripwire.restore_cheaply()

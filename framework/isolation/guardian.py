@@ -109,7 +109,7 @@ class StateCopy(Transient):
             structure = Structure(temporary_roots, excluded=persistent.structure.seen)
             if persistent.structure.opaque or structure.opaque:
                 raise UsageError(state.out_of_reach())
-            # Temporary tensors are new at most steps: setting them again, if they allow it, is cheaper than comparing.
+            # Temporary tensors are new on most steps: setting them again, if they allow it, is cheaper than comparing.
             tensors, brief = structure.tensors, BriefIdentities.suit(structure.tensors)
             identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, persistent=False)
             self._temporary = structure, identities

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
 from ..state import TrainingState, differing, digest_of
-from ..tensors import local_shards
+from ..tensors import addresses, local_shards
 from .guardian import Objects
 from .watch_list import WatchList, in_flight, same_values
 
@@ -79,7 +79,7 @@ class Tripwire:
         self._bytes: dict[int, tuple[Tensor, int]] = {}
         self._settings: dict[str, Any] = {}
         self.rewritten = False
-        """Whether tensors were written to before the last check, but still hold the same bytes."""
+        """Whether the last check found writes that left all bytes unchanged."""
 
     def take_baseline(self) -> None:
         """Take the baseline of a dispatch."""
@@ -147,7 +147,8 @@ class Tripwire:
     def _quick_is_same(self, now: Sweep) -> bool:
         """Return whether a quick sweep read the same objects or equal values, and no tensor was written to."""
         try:
-            if self.watch.holds(now[0], now[1]) and now[2:] == self._quick[2:]:
+            has_same_tensors = addresses(now[0]) == self.watch.tensor_addresses
+            if has_same_tensors and addresses(now[1]) == self.watch.other_addresses and now[2:] == self._quick[2:]:
                 return True
         except Exception:  # the comparison of two different tensors may raise
             pass
@@ -263,7 +264,7 @@ class Tripwire:
     def _differing_tensors(
         self, previous: tuple[int, ...], now: tuple[int, ...], attribute_tensors: Sequence[Tensor] = ()
     ) -> list[str]:
-        """Name the tensors whose number differs: the tensors of a quick sweep, then those on attributes."""
+        """Return the names of tensors whose version or pointer differs: those of the quick sweep, then on attributes."""
         return (
             []
             if previous == now
@@ -313,8 +314,8 @@ def mutation_error(culprit: object, changes: list[str]) -> StateMutationError:
     """Return the error that names the culprit and its changes."""
     return StateMutationError(
         f"{culprit} may only read, but changed the training state: {listed(changes, 5)}. The change cannot be undone, "
-        "so the run ends here and no checkpoint is written from this state. Make a hook that modifies the state an "
-        "InterventionHook, which is rolled back."
+        "so the run ends here and no checkpoint is written from this state. If the hook must modify the state, make it "
+        "an InterventionHook; its changes are then rolled back."
     )
 
 

@@ -57,7 +57,7 @@ class WatchList:
         self._keys = _keys_by_container([*tables, *containers, *self._value_spaces])
         self.tensors = (*chain.from_iterable(self.pure_views),)
         self.other_values = (*chain.from_iterable(self.mixed_views),)
-        self._tensor_addresses, self._other_addresses = addresses(self.tensors), addresses(self.other_values)
+        self.tensor_addresses, self.other_addresses = addresses(self.tensors), addresses(self.other_values)
         self._containers = _containers(self.read_attributes())
         self._last_addresses = addresses(self.read_attributes())
         self.attribute_addresses, self._positions = b"", list[int]()
@@ -84,10 +84,6 @@ class WatchList:
             attributes = [space.get(key, _MISSING) for space, key in self._attribute_keys]
         return (*map(len, self._spaces), *attributes, *chain.from_iterable(self._attribute_views))
 
-    def holds(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-        """Return whether the tables still hold the same objects as when this list was built."""
-        return addresses(tensors) == self._tensor_addresses and addresses(others) == self._other_addresses
-
     def read_spaces(self) -> tuple[Any, ...]:
         """Return the sizes of the watched dicts, and all of their values with their types.
 
@@ -107,9 +103,11 @@ class WatchList:
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
         """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors now."""
-        if any(self.empty) or not self.holds(tensors, others):
+        if any(self.empty):
             return False
-        # Plain values are new objects at most steps, so different addresses do not yet require a new list.
+        if addresses(tensors) != self.tensor_addresses or addresses(others) != self.other_addresses:
+            return False
+        # Plain values are new objects on most steps, so different addresses do not yet require a new list.
         now = self.attribute_addresses  # the addresses of ``attributes``: tensors_of() was just called with them
         if now != self._last_addresses and addresses(_containers(attributes)) != addresses(self._containers):
             return False
@@ -120,7 +118,12 @@ class WatchList:
         """Return the tensors in the result of :meth:`read_attributes`."""
         now = addresses(attributes)
         if now != self.attribute_addresses:
-            self.attribute_addresses, self._positions = now, _tensor_positions(attributes)
+            self.attribute_addresses = now
+            self._positions = [
+                place
+                for place, value in enumerate(attributes)
+                if type(value) not in ATOMS and isinstance(value, Tensor)
+            ]
         # checked again, since another object may have reused an address
         return [item for place in self._positions if isinstance(item := attributes[place], Tensor)]
 
@@ -161,7 +164,9 @@ class WatchList:
                     return self.name(container, names)
             elif not same_values(former, (*container.values(),)):
                 key = _changed_key(dict(zip(keys if len(keys) == size else container, former, strict=False)), container)
-                return f"{self.name(container, names)}.{_key_name(key, names)}"
+                # keys of an optimizer's state are parameters, whose text would be their values
+                key_name = names.get(id(key), "a parameter") if isinstance(key, Tensor) else str(key)
+                return f"{self.name(container, names)}.{key_name}"
         return "a container"
 
 
@@ -193,11 +198,6 @@ def _keys_by_container(containers: list[Any]) -> dict[int, tuple[Any, ...]]:
     }
 
 
-def _key_name(key: Any, names: dict[int, str]) -> str:
-    """Return the name of a dict's key; keys of an optimizer's state are parameters, whose text is their values."""
-    return names.get(id(key), "a parameter") if isinstance(key, Tensor) else str(key)
-
-
 def _changed_key(previous: dict[Any, Any], now: dict[Any, Any]) -> Any:
     """Return the first key that only one of two dicts has, or whose values differ."""
     return next(
@@ -213,10 +213,6 @@ def _first_difference(previous: tuple[Any, ...], now: tuple[Any, ...]) -> int:
 def _value_views(containers: list[Any]) -> list[Any]:
     # The view of a dict shows its current values, so it is created once and read at every sweep.
     return [container.values() if isinstance(container, dict) else container for container in containers]
-
-
-def _tensor_positions(values: tuple[Any, ...]) -> list[int]:
-    return [place for place, value in enumerate(values) if type(value) not in ATOMS and isinstance(value, Tensor)]
 
 
 def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:

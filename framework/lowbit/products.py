@@ -63,11 +63,11 @@ class ParameterCasts(BitLinear):
 
 
 class CastingModule(nn.Module):
-    """Base class of modules whose products by their parameters are cast.
+    """Base class of modules whose matrix products with their own parameters are cast to low precision.
 
     In the forward pass, the products of ``OPERANDS`` are cast if one operand is such a parameter, a part of it such as
     ``w[expert]``, or a view. Several matrices in a parameter are cast separately, in blocks along the summed dimension.
-    Any other use of them is reported once, and not cast.
+    Any other operation on these parameters is not cast and causes one warning.
     """
 
     def forward(self, *inputs: Any, **options: Any) -> Any:

@@ -83,7 +83,7 @@ class Session:
                 folder = Path(contexts.enter_context(TemporaryDirectory()))
                 session = replace(self, display=Display(), _output_folder=folder)
             plans = ranks.call_on_all(session._check)
-            ranks.check_equal(session._deciding_options(plans))
+            ranks.check_equal(session._options_affecting_results(plans))
             if self.options.resume:  # all ranks resume from the checkpoints that the main one has found and checked
                 main = ranks.gather([(plan.resumed and plan.resumed.folder, plan.summary) for plan in plans])[0]
                 plans = [
@@ -108,8 +108,8 @@ class Session:
         ):
             yield contexts
 
-    def _deciding_options(self, plans: Sequence[StrategyPlan]) -> dict[str, Any]:
-        """Return all options that decide the numbers of the runs, under their names in an error message."""
+    def _options_affecting_results(self, plans: Sequence[StrategyPlan]) -> dict[str, Any]:
+        """Return every option that affects the results, by its name in error messages."""
         options: dict[str, Any] = {"The list of runs": [(plan.folder.strategy, plan.seed) for plan in plans]}
         for record in [plan.record for plan in plans]:
             entries = {**record.config, **record.versions, **record.run}
@@ -254,7 +254,7 @@ class Session:
         uses = [any(uses_reference(item.hook) for item in plan.hooks) for plan in plans]
         require(
             given is None or any(uses),
-            f"--reference {given} is given, but no active hook measures against a reference; add one of "
+            f"--reference {given} has no effect, since no active hook measures against a reference; add one of "
             f"--hooks {', '.join(hook.name for hook in HookRegistry if uses_reference(hook))}.",
         )
         return [

@@ -132,7 +132,7 @@ def _on_memory(leaf: Any) -> Any:
 
 
 def copy_of_batch(batch: Any) -> Any:
-    """Return a copy that shares no memory with a batch; of views only their elements, as the base may be a data set."""
+    """Return a deep copy of a batch; views are copied without their base tensor, which may be the whole data set."""
     clones = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors_of(batch)}
     return deepcopy(batch, clones)
 
@@ -160,7 +160,7 @@ class Watched(NamedTuple):
 
     Args:
         tables: dicts whose values are compared after every call, tensors among them also by version and pointer.
-        read_tensors: returns tensors that are replaced at most steps (``None`` for a missing one), compared in the same
+        read_tensors: returns tensors that are replaced on most steps (``None`` for a missing one), compared in the same
             way.
         in_flight: dicts with the tensors, batches and lists of tensors of the current step, compared in the same way.
         named_attributes: the ``__dict__`` of objects, each with the two or more names whose values are compared once
@@ -194,9 +194,9 @@ class Watched(NamedTuple):
 class Part:
     """One part of the training state; subclasses override the verbs that apply to it.
 
-    ``read`` yields the entries of the digest. ``persistent``, ``keep`` and ``restore`` are the guardian's copy and its
-    rollback. ``watch`` returns what the tripwire compares. ``store``, ``load`` and ``misfit`` serve checkpoints, if
-    ``is_stored``; the process, or building the run, recreates other parts.
+    ``read`` yields the entries of the digest. The guardian copies the part with ``persistent`` and ``keep`` and rolls it
+    back with ``restore``. ``watch`` returns what the tripwire compares. Checkpoints use ``store``, ``load`` and
+    ``misfit`` if ``is_stored``; other parts are recreated when the process starts or the run is built.
     """
 
     name: str
@@ -217,7 +217,7 @@ class Part:
         return ()
 
     def excluded(self, state: StateObjects) -> Iterable[Any]:
-        """Return objects on persistent ones that change at most steps; they are not walked with these."""
+        """Return objects reachable from persistent ones that change on most steps; the walk leaves them out."""
         return ()
 
     def keep(self, state: StateObjects, owners: list[Tensor]) -> Any:

@@ -88,10 +88,10 @@ class Fourier(TrainingHook):
 
     Assumes that the rows of the embedding are the residues 0..n − 1 in this order. Some metrics are missing:
 
-    * those of the decoder, if no linear layer has a row per token, or the decoder is tied to the embedding
+    * those of the decoder, if no linear layer has one row per token, or the decoder is tied to the embedding
     * those of the neurons, if the training inputs are not pairs of tokens, or no layer widens and narrows again, and
       under tensor parallelism, where each rank has only some of the neurons
-    * the losses, if the targets in the first batch of the run are not (a + b) mod n, or the model has not n classes
+    * the losses, if the targets in the first batch of the run are not (a + b) mod n, or the model does not have n classes
 
     Training pairs are those of all ranks.
 
@@ -118,8 +118,8 @@ class Fourier(TrainingHook):
     name = "fourier"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     needs_loader = True
-    _since = Remembered[Tensor | None](lambda: None)  # start of each key frequency; NaN: not key
-    _adds = Remembered[bool | None](lambda: None)  # whether the targets are sums modulo p
+    _since = Remembered[Tensor | None](None)  # start of each key frequency; NaN: not key
+    _adds = Remembered[bool | None](None)  # whether the targets are sums modulo p
     metrics = """
         total_power | ΣP, P_k = 2|X_k|²/n summed over the embedding's dimensions (|X_k|²/n at k = n/2), k = 1..F, F =
             ⌊n/2⌋ | [0, ∞) | Squared distance of the embedding's rows from their mean; 0: all tokens have the same
@@ -320,7 +320,7 @@ class Fourier(TrainingHook):
         return spectrum(power.sum(dim=1), self.top_k, "neuron_") | {"neuron_purity": purity}
 
     def _losses(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
-        """Return the losses with kept and removed frequencies; empty if the model has not p classes."""
+        """Return the losses with kept and removed frequencies; empty if the model does not have p classes."""
         count = min(p, self.rows or (p if p * p <= ALL_PAIRS else max(GROUPS, ALL_PAIRS // p)))
         groups = [rows.to(power.device) for rows in fixed_rows(p, count)]
         size = max(1, min(PAIRS_AT_ONCE, LOGITS_AT_ONCE // p))

@@ -177,7 +177,7 @@ class WeightUpdateMonitor(Remembering):
         doubtful = {
             name: self._checked[name]
             for name, gradient in diagnostics.items()
-            if gradient.is_vanishing and self._watched[name].share > 1
+            if gradient.is_vanishing and self._watched[name].elements_per_sample > 1
         }
         orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
         tables = [[norms(gradient_shards([value]), order) for order in orders] for value in doubtful.values()]
@@ -191,7 +191,7 @@ class WeightUpdateMonitor(Remembering):
     def _diagnose_gradient(self, name: str, column: Sequence[float], *, complete: bool = False) -> GradientDiagnostics:
         selection = self._watched[name]
         # ‖g‖ ≈ √(n/k)·‖g_sample‖ for k sampled of n elements
-        norm = column[0] * (1.0 if complete else math.sqrt(selection.share))
+        norm = column[0] * (1.0 if complete else math.sqrt(selection.elements_per_sample))
         count = selection.elements if complete else selection.checked
         return GradientDiagnostics(
             l2_norm=norm,
@@ -218,7 +218,7 @@ class WeightUpdateMonitor(Remembering):
 
     def _diagnose_update(self, name: str, column: Sequence[float]) -> UpdateDiagnostics:
         # Norms of k sampled of n elements are scaled by √(n/k), counts by n/k.
-        share = self._watched[name].share
+        share = self._watched[name].elements_per_sample
         weight_norm, update_norm = column[0] * math.sqrt(share), column[1] * math.sqrt(share)
         driven, stuck, decayed, undecayed = (count * share for count in column[2:])
         # r = ‖Δw‖₂/(‖w‖₂ + ε), w the weights before the step

@@ -44,8 +44,8 @@ class ElementSelection:
     """The number of elements of the complete parameter."""
 
     @property
-    def share(self) -> float:
-        """The number of elements that each watched element represents."""
+    def elements_per_sample(self) -> float:
+        """Number of elements of the parameter per watched element."""
         return self.elements / self.checked
 
     def matches(self, shard: Tensor) -> bool:

@@ -99,7 +99,7 @@ def batch_of(parts: Parts, scope: Scope) -> Any:
 
 
 LOSSES = {
-    "a tuple": (lambda loss: (loss, 1), "tuple of 2; .* perhaps its first"),
+    "a tuple": (lambda loss: (loss, 1), "tuple of length 2; .* perhaps its first"),
     "detached": (lambda loss: loss.detach(), "no graph to differentiate; .* do not detach"),
     "a float": (lambda loss: loss.item(), "a float, not a tensor"),
     "many": (lambda loss: loss + torch.zeros(3), "shape \\(3,\\); .*loss.mean()"),
@@ -165,7 +165,7 @@ def loop_with(parts: Parts, scope: Scope, backward: Callable[[Any], None], updat
 
 TOLD: dict[str, tuple[Any, Any, str]] = {
     "loss.backward()": (lambda scope: torch.Tensor.backward, lambda i: 1, "called without scope.backward"),
-    "accumulation": (lambda scope: scope.backward, lambda i: 1 - i % 2, "their number to attach(..., accumulate=N)"),
+    "accumulation": (lambda scope: scope.backward, lambda i: 1 - i % 2, "step to attach(..., accumulate=N)"),
     "short groups": (
         lambda scope: scope.backward,
         lambda i: i % 2,
