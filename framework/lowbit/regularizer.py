@@ -41,14 +41,12 @@ class RangePenalty:
         values = list(matrices.values())
         if not (self.weight and values):
             return torch.zeros((), device=values[0].device if values else None)
-        # λ·Σ(α₁·w² + α₂·(w + 1e-6)⁻²) / number of elements
-        total = torch.stack([self._sum(matrix) for matrix in values]).sum()
-        return self.weight * total / sum(matrix.numel() for matrix in values)
-
-    def _sum(self, matrix: Tensor) -> Tensor:
-        """Return the sum over one matrix, computed in float32 or wider."""
-        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-        return self.large * wide.square().sum() + self.small * (wide + OFFSET).reciprocal().square().sum()
+        # λ·Σ(α₁·w² + α₂·(w + 1e-6)⁻²) / number of elements, with each matrix in float32 or wider
+        sums = []
+        for matrix in values:
+            wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+            sums.append(self.large * wide.square().sum() + self.small * (wide + OFFSET).reciprocal().square().sum())
+        return self.weight * torch.stack(sums).sum() / sum(matrix.numel() for matrix in values)
 
 
 def penalised_matrices(model: nn.Module, pattern: str = "*") -> dict[str, nn.Parameter]:

@@ -97,7 +97,10 @@ class PlainForms:
         if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
             return {"numpy": value.dtype.str, "value": value.item()}
         if not isinstance(value, (Tensor, nn.Module, *_MUTABLE)) and attributes_of(value) is None:
-            return self._form_of_native(value) if native_of(value) is not None else self._form_of_code(value)
+            if native_of(value) is None:
+                return self._form_of_code(value)
+            self._names[id(value)] = next(self._numbers)
+            return {"native": qualified(type(value)), "state": read_native(value)}
         self._names[id(value)] = next(self._numbers)
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
@@ -113,10 +116,6 @@ class PlainForms:
             return value
         references = [self.form_of(item) for item in referenced_objects(value)]
         return {"code": described(value)} | ({"holds": references} if references else {})
-
-    def _form_of_native(self, value: Any) -> Any:
-        self._names[id(value)] = next(self._numbers)
-        return {"native": qualified(type(value)), "state": read_native(value)}
 
     def _forms_of_content(self, value: Any) -> list[Any]:
         if isinstance(value, dict):

@@ -22,7 +22,7 @@ from .global_generators import TWISTER, GlobalStates
 
 _NUMPY: Any = np.random  # its stubs lack set_bit_generator
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
-# The C method that random.Random.seed calls for an integer, after checks for other kinds of seed.
+# The C method that random.Random.seed calls for an integer, after other checks: 4.3 instead of 5.7 µs.
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 _ACCESS = find_access()
 

@@ -158,7 +158,9 @@ class TapSet:
                 replacement = owner.call(tap.target, partial(_replacement_of, tap, gradient))
             finally:
                 self._disabled_depth -= 1
-                is_same = _version_of(gradient) == version and (copy is None or _same_bytes(copy, gradient))
+                is_same = _version_of(gradient) == version
+                if copy is not None:
+                    is_same = is_same and torch.equal(in_bytes(copy), in_bytes(gradient))
                 if not is_same or (replacement is not None and not tap.replaces):
                     tensor = "an input" if tap.kind == "input" else "a gradient"
                     raise StateMutationError(
@@ -342,11 +344,6 @@ def _version_of(gradient: Tensor) -> tuple[int, int, torch.Size]:
     # Detects in-place writes by the version counter, and assignment to ``.data`` or ``set_`` by the address, without a
     # copy or a device synchronisation. Writes through ``.data`` change neither; only an audit detects them.
     return gradient._version, gradient.data_ptr(), gradient.shape
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    bytes_a, bytes_b = (in_bytes(tensor) for tensor in (a, b))
-    return torch.equal(bytes_a, bytes_b)
 
 
 def _replacement_of(tap: GradientTap, gradient: Tensor) -> Tensor | None:

@@ -144,10 +144,6 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in WIDE or tensor.is_complex() else tensor.float()
 
 
-def _plain_dot(a: Tensor, b: Tensor) -> Tensor:
-    return (_wide(a) * _wide(b).conj()).real.sum()  # Re(sum of a * conj(b)), also for complex tensors
-
-
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Stack zero-dimensional tensors on the device of the first one."""
     return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)
@@ -156,10 +152,10 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     groups: Groups = {}
     # a·b = sum over tensors and shards of Re(sum of a * conj(b)); one product for each tensor on this rank
-    products = [
-        _plain_dot(part_on_rank(a, position, groups), part_on_rank(b, position, {}, a))
-        for position, (a, b) in enumerate(pairs)
-    ]
+    products = []
+    for position, (a, b) in enumerate(pairs):
+        part_a, part_b = part_on_rank(a, position, groups), part_on_rank(b, position, {}, a)
+        products.append((_wide(part_a) * _wide(part_b).conj()).real.sum())
     return over_shards(_stacked(products), groups).sum()
 
 
