@@ -212,7 +212,7 @@ class TrainingProgress:
             yield
             self._due = self.clock() + SECONDS_BETWEEN_UPDATES
         except Exception as error:
-            warnings.warn(f"The progress display failed and is disabled: {describe_error(error)}", stacklevel=2)
+            warnings.warn(f"The progress display failed and is disabled: {describe_error(error)}", stacklevel=3)
 
     def _position(self, loop: LoopState, now: float) -> Position:
         epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None
