@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -157,7 +158,7 @@ def _as_float(score: Any) -> float | None:
 def checkpoint_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of a run's checkpoints, newest first."""
     paths = [path for path in folder.glob("step_*") if path.suffix not in (PARTIAL, REMOVED)]
-    yield from sorted(paths, key=lambda path: path.name, reverse=True)
+    yield from sorted(paths, key=attrgetter("name"), reverse=True)
 
 
 def intact_checkpoints(folder: Path) -> Iterator[Checkpoint]:

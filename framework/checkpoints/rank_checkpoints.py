@@ -201,7 +201,7 @@ def _read_rank(
     reader: _Reader,
     number: int,
     parameters: Mapping[str, Tensor],
-    only: Callable[[Keys, bool], bool] = lambda path, is_own: True,
+    only: Callable[[Keys, bool], bool] | None = None,
     same: bool = False,
 ) -> Any:
     """Read the content that a rank wrote, its tensors laid out like the parameters that they belong to.
@@ -216,7 +216,7 @@ def _read_rank(
         if not tensor.is_meta:
             return tensor.clone()  # the file it is mapped from may be overwritten
         name, is_own = json.dumps(path), json.dumps(path) in stored["own"]
-        if not only(path, is_own):
+        if only is not None and not only(path, is_own):
             return None
         name = RANK_TENSOR.format(number, name) if is_own else name
         targets[name] = allocate_for(path, tensor, parameters)

@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class RetainedCheckpoints:
         self._scores.pop(checkpoint.folder, None)
         self._scores[checkpoint.folder] = checkpoint.score
         past = {path: score for path, score in self._scores.items() if path.name <= checkpoint.folder.name}
-        newest = sorted(past, key=lambda path: path.name)[-self.number :]
+        newest = sorted(past, key=attrgetter("name"))[-self.number :]
         scored = {path: score for path, score in past.items() if score is not None and score == score}  # no NaN
         best = {min(scored, key=scored.__getitem__)} if scored else set()
         superseded = [path for path in past if path not in newest and path not in best]

@@ -37,7 +37,7 @@ def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
 
     def warn(label: Label, sentence: str) -> None:
         warned.append(sentence)
-        _print_message(f"{label}: {sentence}")
+        _print_warning(label, sentence)
 
     with show_warnings(warn):
         try:
@@ -69,8 +69,7 @@ def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
 
 def _dispatch(command: str, *words: str) -> None:
     if command == ONE_OF_SEVERAL:
-        warnings_shown = show_warnings(lambda label, sentence: _print_message(f"{label}: {sentence}"), alerts=False)
-        with warnings_shown, user_errors(full_traceback="--traceback" in sys.argv):
+        with show_warnings(_print_warning, alerts=False), user_errors(full_traceback="--traceback" in sys.argv):
             train_one_of_several()
         return
     local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
@@ -199,6 +198,10 @@ def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
     for name, sink in options.items():
         parser.add(name, str, f"the {name} of {sink} (default: the experiment's name)", metavar=name.upper())
     return parser
+
+
+def _print_warning(label: Label, sentence: str) -> None:
+    _print_message(f"{label}: {sentence}")
 
 
 def _print_message(text: str) -> None:

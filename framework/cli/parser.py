@@ -3,9 +3,7 @@
 import argparse
 import os
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -138,11 +136,6 @@ class CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help with control characters escaped, since it contains texts of plug-ins."""
         return "\n".join(map(printable, super().format_help().split("\n")))
-
-    def add_group(self, heading: str) -> argparse._ArgumentGroup:
-        """Return a new group of options, which the help shows after the earlier groups."""
-        width = shutil.get_terminal_size().columns - 3
-        return self.add_argument_group(textwrap.fill(heading, width, subsequent_indent="  "))
 
     def add(
         self,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) ->
     if not is_main_process():
         session.rewind(stretch)
         return
-    path, since, compared = watch(session, "normal", lambda shown: shown.rewind(stretch))
+    path, since, compared = watch(session, "normal", methodcaller("rewind", stretch))
     measured = ROWS_HOOK in session.options.hooks
     rows = rows_by_step(inspect_run(path).points, ROWS_HOOK, runner.describe_row) if measured else {}
     for step in range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1):
@@ -86,7 +87,7 @@ def _explain(run: RecordedRun, step: int) -> None:
     def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
         config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
         repeated = run.session("none", [hook], config)
-        return Path(watch(repeated, "silent", lambda shown: shown.rewind(stretch))[0])
+        return Path(watch(repeated, "silent", methodcaller("rewind", stretch))[0])
 
     outcome = read_outcome(folder)
     last = None if outcome is None else outcome["steps"] + (outcome["status"] != "completed")

@@ -1,5 +1,7 @@
 """The parser of ``loopscope run EXPERIMENT``: options of the experiment, the run and the sinks, in groups."""
 
+import shutil
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +43,9 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
         raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
     parser = CommandParser(f"run {experiment.name} [options]", first_line(experiment))
     groups = _help_groups(experiment)
-    sections = {heading: parser.add_group(heading) for heading in groups}
+    width = shutil.get_terminal_size().columns - 3
+    wrapped = {heading: textwrap.fill(heading, width, subsequent_indent="  ") for heading in groups}
+    sections = {heading: parser.add_argument_group(lines) for heading, lines in wrapped.items()}
     config = "YAML file of options; flags override it; may be repeated"
     sections[COMMON].add_argument("--config", metavar="FILE", action="append", help=config)
     print_config = "print the options as a config file, and exit"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 
@@ -63,7 +64,7 @@ def _verify_intervals(session: Session, folder: RunFolder, number: int) -> None:
     require(bool(intervals), problem)
     # All processes of torchrun have the same port, so they draw the same intervals.
     drawn = Random(os.environ.get("MASTER_PORT")).sample(intervals, min(number, len(intervals)))
-    for interval in sorted(drawn, key=lambda interval: interval.step):
+    for interval in sorted(drawn, key=attrgetter("step")):
         session.rewind(interval, recorded=False)
         if is_main_process():
             write_line(f"{folder.name}, steps {interval.step:,} to {interval.until:,}: identical bit for bit")

@@ -115,7 +115,9 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
             f"{WINDOW + round(1 / LEVEL)}."
         )
     values = np.array([_scaled(history[name], steps, name) for name in names])
-    z = np.concatenate([scores(part, both=both) for part, both in _parts(values, names)])
+    both = np.array([name.startswith(TWO_SIDED) for name in names])
+    parts = [slice(first, first + 256) for first in range(0, len(values), 256)]  # whose windows fit into memory
+    z = np.concatenate([scores(values[part], both=both[part]) for part in parts])
     # null: the largest departure of each earlier step, z over the largest z of the other earlier steps, shape (steps,)
     earlier = z[:, :-tested_steps]
     top = np.sort(np.where(np.isfinite(earlier), earlier, 1e9), axis=1)[:, -2:]
@@ -188,9 +190,3 @@ def _scaled(series: Mapping[int, float], steps: Sequence[int], name: str) -> lis
             return list(np.diff(logs, prepend=logs[:1])) if name.startswith("state/") else list(logs)
     size = float(np.median(np.abs(finite))) if len(finite) else 1.0
     return list(values / (size or 1.0))
-
-
-def _parts(values: np.ndarray, names: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Split the quantities into parts whose windows fit into memory."""
-    both = np.array([name.startswith(TWO_SIDED) for name in names])
-    return [(values[first : first + 256], both[first : first + 256]) for first in range(0, len(values), 256)]

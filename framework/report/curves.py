@@ -118,7 +118,7 @@ def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequ
 def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     """Return the best record in a folder and its sink; raises :class:`UsageError` if there is no record."""
     readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
-    best_first = sorted(readable, key=lambda sink: not sink.lossless)
+    best_first = sorted(readable, key=operator.attrgetter("lossless"), reverse=True)
     files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
     for sink, path in files.items():
         if path.is_file():

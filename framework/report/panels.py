@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from fnmatch import translate
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -255,7 +256,7 @@ def hook_panels(picture: str) -> list[MetricPanel]:
     panels = [
         replace(panel, curves=named(hook, panel.curves), shares=named(hook, panel.shares)) for hook, panel in pairs
     ]
-    return sorted(panels, key=lambda panel: panel.place)
+    return sorted(panels, key=attrgetter("place"))
 
 
 def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -175,4 +176,4 @@ def find_runs(folder: Path) -> list[FoundRun]:
         folders = sorted((entry.is_symlink(), entry.path) for entry in entries if os.path.isdir(entry.path))
         pending[:0] = [path for is_link, path in folders if is_link]
         pending += [path for is_link, path in folders if not is_link]
-    return sorted(runs, key=lambda run: run.path.parts)
+    return sorted(runs, key=attrgetter("path.parts"))

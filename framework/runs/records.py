@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..durable_files import path_exists, plain_json, read_json
-from ..errors import UsageError
+from ..errors import UsageError, require
 from ..hooks import ConfiguredHook, RunInfo, treatments
 from ..state import settings
 from ..training import Ranks
@@ -118,8 +118,9 @@ class RunRecord:
         hints = get_type_hints(cls).items()
         fields = checked_fields(content, {name: of for name, of in hints if name in content or name in REQUIRED}, path)
         for name in ("experiment", "strategy"):
-            if not _is_safe_file_name(fields[name]):
-                raise UsageError(f"{path} cannot be used: its field {name!r} cannot be a name.")
+            value = fields[name]  # files are named after it, so it must not lead out of their folder
+            is_file_name = value.isprintable() and "/" not in value and 0 < len(value.encode()) <= LONGEST_NAME
+            require(is_file_name, f"{path} cannot be used: its field {name!r} cannot be a name.")
         return cls(**fields)
 
     @classmethod
@@ -210,11 +211,6 @@ def checked_fields(content: Mapping[str, Any], hints: Mapping[str, Any], path: P
         if not fits(content[name], annotation):
             raise UsageError(f"{path} cannot be used: its field {name!r} must be {describe_type(annotation)}.")
     return {name: content[name] for name in hints}
-
-
-def _is_safe_file_name(name: str) -> bool:
-    """Return whether file names can contain ``name`` without leading out of the folder."""
-    return name.isprintable() and "/" not in name and 0 < len(name.encode()) <= LONGEST_NAME
 
 
 def seed_name(seed: int | str) -> str:
