@@ -109,8 +109,8 @@ class Fourier(TrainingHook):
         stride: s if the data are sorted by a mod s; 0: the stride of a configuration with ``p`` and ``stride``.
         key_factor: a frequency is acquired while its share of the power is at least this multiple of the even share
             1/F.
-        rows: number of a, each with all b, in the losses, at least 2 for errors; 0: no losses; default: all for up to
-            20,000 pairs, otherwise 20,000/p, but at least 16.
+        rows: number of values of a for the losses, each paired with every b; at least 2 for errors; 0: no losses;
+            default: all p for up to 20,000 pairs, otherwise 20,000/p, but at least 16.
         frequencies: the frequencies that the losses keep and remove: those of the embedding ``now`` or of the
             ``reference`` solution (--reference; Nanda et al. use those of the final model), or a list such as [3,14].
     """
@@ -172,7 +172,7 @@ class Fourier(TrainingHook):
             | The baseline of excluded_loss.
         loss_frequencies | the frequencies k that restricted_loss keeps and excluded_loss removes | 1..F
             | By default the current key_frequencies of the embedding.
-        loss_rows | R, the number of a in the pairs of the losses | 1..p | p: all pairs, and no errors.
+        loss_rows | R, the number of values of a in the pairs of the losses | 1..p | p: all pairs, and no errors.
         restricted_loss_bias | (1 − R/p)(G − 1)(mean of x₋ᵢ − x), x the loss, x₋ᵢ without group i of the G of rows
             | (−∞, ∞)
             | The average excess of restricted_loss due to the sampling of rows. This and all metrics below are missing

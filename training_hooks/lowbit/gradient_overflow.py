@@ -19,10 +19,10 @@ from ..measures import notice
 from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, trained_tensors, with_computed_weights
 from .overflow_ledger import (
     Alarm,
-    Ledger,
-    Page,
+    CountSums,
+    StepCounts,
     Values,
-    close_ledgers,
+    close_counts,
     describe_readings,
     readings_by_role,
     readings_of_all_roles,
@@ -129,21 +129,21 @@ class GradientOverflow(TrainingHook):
         self._inputs: dict[str, list[Tensor]] = {}
         self._pending_gradients: list[tuple[str, Mapping[str, Tensor]]] = []
         self._layers: dict[str, tuple[nn.Module, bool]] = {}
-        self._ledgers = {subject: Ledger() for subject in (QUANTIZERS, *self._casts.subjects)}
+        self._ledgers = {subject: CountSums() for subject in (QUANTIZERS, *self._casts.subjects)}
         self._alarms = {subject: Alarm(self.overflow_threshold, self.noise_threshold) for subject in self._ledgers}
 
     def start(self, run: RunInfo) -> None:
         """Decide between counts and hypothetical casts; raises :class:`UnsuitableError` if neither has a subject."""
         if self._plain_schedule is not None:
             self.step_schedule, self._plain_schedule = self._plain_schedule, None
-        ledgers = {QUANTIZERS: Ledger(quantizing_layers(run.model), ROLES, shared=True)}
-        ledgers |= {subject: self._casts.ledger(subject, run.model) for subject in self._casts.subjects}
+        count_sums = {QUANTIZERS: CountSums(quantizing_layers(run.model), ROLES, shared=True)}
+        count_sums |= {subject: self._casts.sums_of_counts(subject, run.model) for subject in self._casts.subjects}
         self._layers = linear_layers(run.model) if OUTPUT in self._casts.subjects else {}
-        self._counts = bool(ledgers[QUANTIZERS].layers)
+        self._counts = bool(count_sums[QUANTIZERS].layers)
         self._makes_casts = self._formats_given or not self._counts
         computed = with_computed_weights(run.model) if OUTPUT in self._casts.subjects else []
         reason = "whose weights are computed from other parameters, as by prune or weight_norm"
-        if not self._counts and not any(ledger.layers for ledger in ledgers.values()):
+        if not self._counts and not any(sums_of_counts.layers for sums_of_counts in count_sums.values()):
             others = [subject for subject in self._casts.subjects if subject != OUTPUT]
             wanted = ["output gradients of linear layers"] * (OUTPUT in self._casts.subjects)
             wanted += [f"{' or '.join(others)} of trained parameters"] * bool(others)
@@ -151,9 +151,9 @@ class GradientOverflow(TrainingHook):
                 f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(wanted)}; the model has neither"
                 + (f", but layers {reason}: {listed(computed, 3)}." if computed else ".")
             )
-        for subject, ledger in ledgers.items():
-            ledger.load_state_dict(self._ledgers[subject].state_dict())
-        self._ledgers = ledgers
+        for subject, sums_of_counts in count_sums.items():
+            sums_of_counts.load_state_dict(self._ledgers[subject].state_dict())
+        self._ledgers = count_sums
         if self._makes_casts and run.ranks.shares_layers and {OUTPUT, "activations"} & {*self._casts.subjects}:
             raise UnsuitableError(
                 "Hook 'gradient_overflow' casts whole activations and output gradients, but under tensor parallelism "
@@ -161,7 +161,7 @@ class GradientOverflow(TrainingHook):
             )
         if self._counts:
             self._fit_schedule()
-            layers = counted(len(ledgers[QUANTIZERS].layers), "quantised layer")
+            layers = counted(len(count_sums[QUANTIZERS].layers), "quantised layer")
             notice(f"gradient_overflow counts the casts of {layers}, {_frequency(self.step_schedule.every_n_steps)}.")
         if self._makes_casts:
             ways = ", ".join(map(label, self._casts.casts))
@@ -237,8 +237,8 @@ class GradientOverflow(TrainingHook):
             self._casts.clear()
             self._inputs.clear()
             self._pending_gradients.clear()
-            for ledger in self._ledgers.values():
-                ledger.clear()
+            for sums_of_counts in self._ledgers.values():
+                sums_of_counts.clear()
             return {}
         due = [QUANTIZERS] if self._counts else []
         if self._casts_at(ctx.step):
@@ -251,19 +251,19 @@ class GradientOverflow(TrainingHook):
                     self._casts.count_losses(subject, tensors, self._ledgers[subject])
             due += self._casts.subjects
         extra = {subject: self._casts.extra_numbers(subject) for subject in due if subject != QUANTIZERS}
-        ledgers = {subject: self._ledgers[subject] for subject in due}
-        pages = close_ledgers(ledgers, next(ctx.model.parameters()).device, extra, ctx.ranks)
+        count_sums = {subject: self._ledgers[subject] for subject in due}
+        step_counts = close_counts(count_sums, next(ctx.model.parameters()).device, extra, ctx.ranks)
         metrics: dict[str, Any] = {}
-        for subject, page in pages.items():
-            if page.active_roles():
-                metrics |= self._page_metrics(subject, page, ctx.step)
+        for subject, step_count in step_counts.items():
+            if step_count.active_roles():
+                metrics |= self._metrics_of(subject, step_count, ctx.step)
         return metrics
 
-    def _page_metrics(self, subject: str, page: Page, step: int) -> dict[str, Any]:
+    def _metrics_of(self, subject: str, step_count: StepCounts, step: int) -> dict[str, Any]:
         if subject == QUANTIZERS or self._formats_given:  # the default format gives no warnings
-            self._alarms[subject].update(page, step)
-        more = readings_of_all_roles(page) if subject == QUANTIZERS else self._casts.values(subject, page)
-        return more | readings_by_role(page, self.top_k)
+            self._alarms[subject].update(step_count, step)
+        more = readings_of_all_roles(step_count) if subject == QUANTIZERS else self._casts.values(subject, step_count)
+        return more | readings_by_role(step_count, self.top_k)
 
     def check(self, values: Mapping[str, Any], step: int) -> list[Alert]:
         """Return the alerts of all steps up to ``step``."""
@@ -272,23 +272,23 @@ class GradientOverflow(TrainingHook):
     def table(self) -> Mapping[str, Mapping[str, float]]:
         """Return the readings of the whole run: a row per role, and one for all roles of the quantised layers."""
         rows: dict[str, Values] = {}
-        for subject, ledger in self._ledgers.items():
-            rows |= ledger.table(with_total=subject == QUANTIZERS)
+        for subject, sums_of_counts in self._ledgers.items():
+            rows |= sums_of_counts.table(with_total=subject == QUANTIZERS)
         return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of the run so far, the history of delayed rules, and the reported warnings."""
         return {
-            "ledgers": {subject: ledger.state_dict() for subject, ledger in self._ledgers.items()},
+            "ledgers": {subject: sums_of_counts.state_dict() for subject, sums_of_counts in self._ledgers.items()},
             "alarms": {subject: alarm.state_dict() for subject, alarm in self._alarms.items()},
             **self._casts.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from :meth:`state_dict`, with the subjects that this hook counts."""
-        for subject, ledger in self._ledgers.items():
+        for subject, sums_of_counts in self._ledgers.items():
             if subject in state["ledgers"]:
-                ledger.load_state_dict(state["ledgers"][subject])
+                sums_of_counts.load_state_dict(state["ledgers"][subject])
                 self._alarms[subject].load_state_dict(state["alarms"][subject])
         self._casts.load_state_dict(state)
 

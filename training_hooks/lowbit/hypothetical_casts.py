@@ -14,7 +14,7 @@ from loopscope.tensors import trainable, unsharded
 from torch import Tensor, nn
 
 from .cast_losses import losses
-from .overflow_ledger import Ledger, Page
+from .overflow_ledger import CountSums, StepCounts
 from .product_errors import EXPONENTS, KEPT, LOWEST, PRODUCTS, exponents, operands, product_errors
 
 OUTPUT = "output_gradients"
@@ -65,37 +65,39 @@ class HypotheticalCasts(Remembering):
         uses = [f"/{product}" for product in PRODUCTS[1:]] if subject == OUTPUT else [""]
         return [f"{subject}/{label(cast)}{use}" for use in uses for cast in self.casts]
 
-    def ledger(self, subject: str, model: nn.Module) -> Ledger:
-        """Return an empty ledger for the casts of a subject.
+    def sums_of_counts(self, subject: str, model: nn.Module) -> CountSums:
+        """Return empty sums of counts for the casts of a subject.
 
         Activations are the inputs of the modules that own a trained matrix, output gradients those of linear layers.
-        Both differ from rank to rank, so their ledgers are summed over ranks.
+        Both differ from rank to rank, so their count_sums are summed over ranks.
         """
         roles = self.roles(subject)
         if subject == OUTPUT:
-            return Ledger(list(linear_layers(model)) if trainable(model) else [], roles, shared=True)
+            return CountSums(list(linear_layers(model)) if trainable(model) else [], roles, shared=True)
         if subject == "activations":
             parameters = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
             layers = [
                 name for name, values in parameters.items() if any(v.ndim > 1 and v.requires_grad for v in values)
             ]
-            return Ledger(layers, roles, shared=True)
+            return CountSums(layers, roles, shared=True)
         real = [name for name, parameter in trainable(model).items() if parameter.is_floating_point()]
-        return Ledger(real, roles)
+        return CountSums(real, roles)
 
     def clear(self) -> None:
         """Clear the extra numbers and the operands of the current step."""
         self._extra.clear()
         self._products.clear()
 
-    def count_losses(self, subject: str, tensors: Iterable[tuple[str, Tensor]], ledger: Ledger, use: str = "") -> None:
+    def count_losses(
+        self, subject: str, tensors: Iterable[tuple[str, Tensor]], sums_of_counts: CountSums, use: str = ""
+    ) -> None:
         """Count the loss of each cast on each tensor, for one ``use`` of the tensor if it has several."""
         named = [(name, value if value.layout is torch.strided else value.to_dense()) for name, value in tensors]
         histories = [self._histories.get(f"{subject}/{name}{use}") for name, _ in named]
         counts_by_tensor = losses([value for _, value in named], self.casts, histories)
         for (name, _), counts_by_cast in zip(named, counts_by_tensor, strict=True):
             for cast, counts in zip(self.casts, counts_by_cast, strict=True):
-                ledger.add(name, f"{subject}/{label(cast)}{use}", counts)
+                sums_of_counts.add(name, f"{subject}/{label(cast)}{use}", counts)
         for cast in self.casts:
             scales = [
                 cast.scales(value, history).flatten() for (_, value), history in zip(named, histories, strict=True)
@@ -134,11 +136,11 @@ class HypotheticalCasts(Remembering):
         parts = [self._extra.get(name, torch.zeros(size, dtype=torch.float64)) for name, size in sizes.items()]
         return torch.cat([part.to(parts[0].device) for part in parts])
 
-    def values(self, subject: str, page: Page) -> dict[str, Any]:
-        """Return the metrics from a page's extra numbers."""
+    def values(self, subject: str, step_count: StepCounts) -> dict[str, Any]:
+        """Return the metrics from the extra numbers of a step."""
         metrics: dict[str, Any] = {}
         roles = self.roles(subject)
-        counts, products = np.split(page.extra, [len(roles) * EXPONENTS])
+        counts, products = np.split(step_count.extra, [len(roles) * EXPONENTS])
         for role, row in zip(roles, counts.reshape(len(roles), EXPONENTS), strict=True):
             used = np.flatnonzero(row).tolist()
             metrics[f"scale_exponents_of/{role}"] = {str(LOWEST + index): int(row[index]) for index in used}

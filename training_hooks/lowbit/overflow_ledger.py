@@ -143,7 +143,7 @@ QUANTIZATIONS = SUMS.index("quantizations")
 
 
 @dataclass(frozen=True)
-class Page:
+class StepCounts:
     """The counts of a step and of the run so far, on the host, each of shape (layers, roles, numbers)."""
 
     layers: Sequence[str]
@@ -170,8 +170,8 @@ class Page:
         return [(self.layers[index], float(values[index])) for index in order if not np.isnan(values[index])]
 
 
-class Ledger:
-    """Sums counts on their device; :func:`close_ledgers` makes pages of them.
+class CountSums:
+    """Sums of counts on their device; :func:`close_counts` returns those of a step on the host.
 
     Args:
         layers: the names of the layers or tensors.
@@ -182,7 +182,7 @@ class Ledger:
     def __init__(self, layers: Sequence[str] = (), roles: Sequence[str] = (), *, shared: bool = False) -> None:
         self.layers, self.roles = list(layers), list(roles)
         self.steps = 0
-        """Number of pages so far."""
+        """Number of closed steps."""
         self.open: dict[str, dict[str, Counts]] = {layer: {} for layer in self.layers}
         """The counts of the current step by layer and role, without empty ones."""
         self._shared = shared
@@ -208,7 +208,7 @@ class Ledger:
             self._run = Counts(*(torch.cat([table, torch.zeros_like(table[:1])]) for table in tables))
 
     def close(self, device: torch.device, extra: Tensor | None = None, ranks: Ranks | None = None) -> list[Tensor]:
-        """Close the step and return the tables of its page, on ``device``.
+        """Close the step and return its tables, on ``device``.
 
         ``extra`` are further float64 numbers of the step, which accompany the counts. Several ranks need two
         reductions: one of the sums and extra numbers, one of the maxima.
@@ -265,21 +265,27 @@ class Ledger:
             self._add_layer(layer)
 
 
-def close_ledgers(
-    ledgers: Mapping[str, Ledger],
+def close_counts(
+    count_sums: Mapping[str, CountSums],
     device: torch.device,
     extra: Mapping[str, Tensor] = MappingProxyType({}),
     ranks: Ranks | None = None,
-) -> dict[str, Page]:
-    """Close the step of ledgers and return the page of each ledger with layers, in one transfer to the host."""
-    tables = {name: ledger.close(device, extra.get(name), ranks) for name, ledger in ledgers.items() if ledger.layers}
+) -> dict[str, StepCounts]:
+    """Close the step and return the counts of each subject with layers, in one transfer to the host."""
+    tables = {
+        name: sums_of_counts.close(device, extra.get(name), ranks)
+        for name, sums_of_counts in count_sums.items()
+        if sums_of_counts.layers
+    }
     if not tables:
         return {}
     parts = [part for table in tables.values() for part in table]
     flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
     split = iter(np.split(flat, np.cumsum([part.numel() for part in parts])[:-1]))
     return {
-        name: Page(ledgers[name].layers, ledgers[name].roles, *(next(split).reshape(part.shape) for part in table))
+        name: StepCounts(
+            count_sums[name].layers, count_sums[name].roles, *(next(split).reshape(part.shape) for part in table)
+        )
         for name, table in tables.items()
     }
 
@@ -304,26 +310,26 @@ def is_gradient_role(role: str) -> bool:
     return role == "output_grad" or role.startswith(("gradients/", "output_gradients/"))
 
 
-def readings_of_all_roles(page: Page) -> Values:
+def readings_of_all_roles(step_count: StepCounts) -> Values:
     """Return the readings over all roles, for the step and the run so far."""
-    step, run = page.over((0, 1))
+    step, run = step_count.over((0, 1))
     return {name: as_number(name, value) for name, value in step.items()} | {
         f"cumulative_{name}": as_number(name, run[name]) for name in CUMULATIVE
     }
 
 
-def readings_by_role(page: Page, top_k: int) -> Values:
+def readings_by_role(step_count: StepCounts, top_k: int) -> Values:
     """Return the readings of the active roles, and of their worst layers."""
-    step, run = page.over((0,))
+    step, run = step_count.over((0,))
     metrics: Values = {}
-    for index in page.active_roles():
-        role = page.roles[index]
+    for index in step_count.active_roles():
+        role = step_count.roles[index]
         metrics |= {f"{name}_of/{role}": as_number(name, values[index]) for name, values in step.items()}
         metrics |= {f"cumulative_{name}_of/{role}": as_number(name, run[name][index]) for name in CUMULATIVE_BY_ROLE}
-        overflowing = [pair for pair in page.worst(OVERFLOW, index, largest=True)[:top_k] if pair[1] > 0]
+        overflowing = [pair for pair in step_count.worst(OVERFLOW, index, largest=True)[:top_k] if pair[1] > 0]
         metrics |= {f"topk_{OVERFLOW}/{layer}/{role}": value for layer, value in overflowing}
         if is_gradient_role(role):
-            noisy = page.worst(NOISE, index, largest=False)[:top_k]
+            noisy = step_count.worst(NOISE, index, largest=False)[:top_k]
             metrics |= {f"topk_{NOISE}/{layer}/{role}": value for layer, value in noisy}
     return metrics
 
@@ -346,18 +352,20 @@ class Alarm(Remembering):
             NOISE: (f"has {below}", f"have {below}"),
         }
 
-    def update(self, page: Page, step: int) -> None:
-        """Queue warnings for the layers on a page that overflow, or whose gradients are mostly noise."""
-        values = readings(page.sums, page.maxima)
+    def update(self, step_count: StepCounts, step: int) -> None:
+        """Queue warnings for the layers that overflow in a step, or whose gradients are mostly noise."""
+        values = readings(step_count.sums, step_count.maxima)
         overflow, noise = values[OVERFLOW], values[NOISE].copy()
-        noise[:, [not is_gradient_role(role) for role in page.roles]] = np.nan
-        self._update(OVERFLOW, page, -overflow, -self._most_overflow, -self._most_overflow / HYSTERESIS, step)
-        self._update(NOISE, page, noise, self._least_ratio, self._least_ratio * HYSTERESIS, step)
+        noise[:, [not is_gradient_role(role) for role in step_count.roles]] = np.nan
+        self._update(OVERFLOW, step_count, -overflow, -self._most_overflow, -self._most_overflow / HYSTERESIS, step)
+        self._update(NOISE, step_count, noise, self._least_ratio, self._least_ratio * HYSTERESIS, step)
 
-    def _update(self, condition: str, page: Page, values: Any, start: float, end: float, step: int) -> None:
+    def _update(self, condition: str, step_count: StepCounts, values: Any, start: float, end: float, step: int) -> None:
         """Update a condition: casts below ``start`` are in it, reported casts below ``end`` linger."""
         below_end = [(float(values[index]), index) for index in map(tuple, np.argwhere(values < end).tolist())]
-        by_name = {f"{page.layers[row]} {page.roles[role]}": value for value, (row, role) in sorted(below_end)}
+        by_name = {
+            f"{step_count.layers[row]} {step_count.roles[role]}": value for value, (row, role) in sorted(below_end)
+        }
         affected = {name: f"{abs(value):.3g}" for name, value in by_name.items() if value < start}
         recovering = self.alerts.reported(condition) - affected.keys()
         lingering = {name: f"{abs(value):.3g}" for name, value in by_name.items() if name in recovering}

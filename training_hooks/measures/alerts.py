@@ -26,6 +26,7 @@ class Alerts(Remembering):
 
     counts = Remembered[dict[str, int]](lambda alerts: dict.fromkeys(alerts.phrases, 0), by_options=True)
     """Number of parameters in each condition at its last check."""
+    # The names of both attributes are keys of saved states: what each condition's last alert named, and unsent alerts.
     _told = Remembered[dict[str, list[str]]](lambda alerts: {name: [] for name in alerts.phrases}, by_options=True)
     # step, whether the condition starts (or ends), message, condition, worst value, its limit
     _news = Remembered(list[tuple[Any, ...]])

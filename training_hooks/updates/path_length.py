@@ -38,8 +38,8 @@ class PathLength(TrainingHook):
     }
     _memory = Remembered(FlatMemory)
     _squares = Remembered(list[Tensor])  # squared lengths of the legs that are not yet added up
-    _path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
-    _interval_path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
+    _path = Remembered(partial(torch.zeros, (), dtype=torch.float64))
+    _interval_path = Remembered(partial(torch.zeros, (), dtype=torch.float64))
     _steps = Remembered(int)
     _interval_steps = Remembered(int)
     _done = Remembered[int | None](None)

@@ -192,7 +192,7 @@ class WeightUpdateMonitor(Remembering):
         selection = self._watched[name]
         # ‖g‖ ≈ √(n/k)·‖g_sample‖ for k sampled of n elements
         norm = column[0] * (1.0 if complete else math.sqrt(selection.elements_per_sample))
-        count = selection.elements if complete else selection.checked
+        count = selection.elements if complete else selection.sample_size
         return GradientDiagnostics(
             l2_norm=norm,
             max_abs=column[1] if len(column) > 1 else math.nan,

@@ -33,12 +33,12 @@ Named = Mapping[str, nn.Parameter]
 class ElementSelection:
     """The watched elements of one parameter."""
 
-    shard: torch.Size
+    shard_shape: torch.Size
     """The shape of this rank's part of the parameter."""
     dtype: torch.dtype
     indices: Tensor | None
     """Indices into that part, flattened; ``None`` selects all of it."""
-    checked: int
+    sample_size: int
     """The number of watched elements on all ranks together."""
     elements: int
     """The number of elements of the complete parameter."""
@@ -46,17 +46,17 @@ class ElementSelection:
     @property
     def elements_per_sample(self) -> float:
         """Number of elements of the parameter per watched element."""
-        return self.elements / self.checked
+        return self.elements / self.sample_size
 
     def matches(self, shard: Tensor) -> bool:
         """Return whether the selection was made for the shape, dtype and device of a tensor."""
         on_device = self.indices is None or self.indices.device == shard.device
-        return on_device and (self.shard, self.dtype) == (shard.shape, shard.dtype)
+        return on_device and (self.shard_shape, self.dtype) == (shard.shape, shard.dtype)
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the watched elements on this rank."""
-        return self.shard if self.indices is None else self.indices.shape
+        return self.shard_shape if self.indices is None else self.indices.shape
 
     def select(self, shard: Tensor) -> Tensor:
         """Return the watched elements of a tensor that is laid out like this rank's part of the parameter."""

@@ -324,7 +324,7 @@ def test_unshufflable_loader_is_refused(make):
 
 
 def test_persistent_workers_are_refused():
-    with pytest.raises(UsageError, match="persistent_workers=True is not supported, .*; set it to False"):
+    with pytest.raises(UsageError, match=r"persistent_workers=True is not supported, .*; set it to False"):
         TorchLoader(numbers_loader(num_workers=1, persistent_workers=True), 3)
 
 

@@ -355,7 +355,7 @@ def test_warmup_longer_than_run_causes_warning():
 
 @pytest.mark.filterwarnings("ignore:gradient_overflow")
 def test_overflow_ledger_continues_after_split(tmp_path):
-    """A run resumed from a checkpoint after a split has the same tables and ledger."""
+    """A run resumed from a checkpoint after a split has the same tables and sums_of_counts."""
 
     def run(path, write):
         task, state = build(Case("lowbit_mlp", loop="step"), length=STEPS)
@@ -368,10 +368,10 @@ def test_overflow_ledger_continues_after_split(tmp_path):
             path, state, manager.hooks.state_dict(), manager.isolation.run_streams))  # fmt: skip
         step_loop(task, manager, pauses=pauses)
         manager.end("completed")
-        return manager.hooks.tables["gradient_overflow"], hooks[1].state_dict()["ledgers"]["gradients"]
+        return manager.hooks.tables["gradient_overflow"], hooks[1].state_dict()["count_sums"]["gradients"]
 
-    (whole, ledger), (resumed, after) = run(tmp_path / "4.pt", True), run(tmp_path / "4.pt", False)
-    assert any("factors" in layer for layer in ledger["layers"])
+    (whole, sums_of_counts), (resumed, after) = run(tmp_path / "4.pt", True), run(tmp_path / "4.pt", False)
+    assert any("factors" in layer for layer in sums_of_counts["layers"])
     assert resumed == whole
-    assert after["layers"] == ledger["layers"]
-    assert torch.equal(after["run"]["sums"], ledger["run"]["sums"])
+    assert after["layers"] == sums_of_counts["layers"]
+    assert torch.equal(after["run"]["sums"], sums_of_counts["run"]["sums"])

@@ -1,4 +1,4 @@
-"""Metrics of counts, and the ledger with counts by layer and role, on one rank and on two."""
+"""Metrics of counts, and the sums_of_counts with counts by layer and role, on one rank and on two."""
 
 import math
 from typing import Any
@@ -9,7 +9,14 @@ import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training import Ranks
 from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, close_ledgers, readings
+from loopscope.training_hooks.lowbit.overflow_ledger import (
+    READINGS,
+    Alarm,
+    CountSums,
+    StepCounts,
+    close_counts,
+    readings,
+)
 
 from tests.support.ranks import on_two_ranks
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
@@ -31,8 +38,8 @@ def read(counts: Counts) -> dict[str, float]:
     return {name: float(value) for name, value in readings(counts.sums.numpy(), counts.maxima.numpy()).items()}
 
 
-def turned(ledger: Ledger) -> Page:
-    return close_ledgers({"": ledger}, CPU)[""]
+def turned(sums_of_counts: CountSums) -> StepCounts:
+    return close_counts({"": sums_of_counts}, CPU)[""]
 
 
 def test_readings_are_the_formulas_that_are_described():
@@ -99,13 +106,13 @@ def test_gaussian_rates_match_the_descriptions():
 def test_page_holds_step_and_run_sums():
     """Sums are kept by layer and role."""
     torch.manual_seed(0)
-    ledger, tensors = Ledger(["a", "b"], ["in", "out"]), [torch.randn(8, 32) * 10**n for n in range(4)]
+    sums_of_counts, tensors = CountSums(["a", "b"], ["in", "out"]), [torch.randn(8, 32) * 10**n for n in range(4)]
     for tensor in tensors[:2]:
-        ledger.add("a", "out", counts_of(tensor))
-    first = turned(ledger)
-    ledger.add("b", "out", counts_of(tensors[2]))
-    ledger.add("a", "in", counts_of(tensors[3]))
-    second = turned(ledger)
+        sums_of_counts.add("a", "out", counts_of(tensor))
+    first = turned(sums_of_counts)
+    sums_of_counts.add("b", "out", counts_of(tensors[2]))
+    sums_of_counts.add("a", "in", counts_of(tensors[3]))
+    second = turned(sums_of_counts)
     assert (first.active_roles(), second.active_roles()) == ([1], [0, 1])
     assert first.sums[0, 1].tolist() == counts_of(*tensors[:2]).sums.tolist()
     assert not first.sums[1].any()
@@ -118,25 +125,25 @@ def test_page_holds_step_and_run_sums():
 
 def test_ledger_resumes_only_with_same_layers():
     """With other layers the counts restart at zero."""
-    ledger = Ledger(["a"], ["in"])
-    ledger.add("a", "in", counts_of(torch.randn(4, 16)))
-    turned(ledger)
-    state = through_a_file(ledger.state_dict())
+    sums_of_counts = CountSums(["a"], ["in"])
+    sums_of_counts.add("a", "in", counts_of(torch.randn(4, 16)))
+    turned(sums_of_counts)
+    state = through_a_file(sums_of_counts.state_dict())
     for layers, expected in ((["a"], 128), (["other"], 64)):
-        resumed = Ledger(layers, ["in"])
+        resumed = CountSums(layers, ["in"])
         resumed.load_state_dict(state)
         resumed.add(layers[0], "in", counts_of(torch.randn(4, 16)))
-        page = turned(resumed)
-        assert page.over((0, 1))[1]["total_elements"] == expected
+        step_count = turned(resumed)
+        assert step_count.over((0, 1))[1]["total_elements"] == expected
 
 
 def test_saved_sums_are_not_overwritten_later():
-    ledger = Ledger(["a"], ["in"])
+    sums_of_counts = CountSums(["a"], ["in"])
     for _ in range(2):
-        ledger.add("a", "in", counts_of(torch.randn(4, 16)))
-        turned(ledger)
-        if ledger.steps == 1:
-            kept = ledger.state_dict()["run"]["sums"]
+        sums_of_counts.add("a", "in", counts_of(torch.randn(4, 16)))
+        turned(sums_of_counts)
+        if sums_of_counts.steps == 1:
+            kept = sums_of_counts.state_dict()["run"]["sums"]
             before = kept.clone()
     assert torch.equal(kept, before)
 
@@ -144,22 +151,24 @@ def test_saved_sums_are_not_overwritten_later():
 # Ranks
 
 
-def page_of(ratios: list[float], rates: list[float]) -> Page:
-    """Make a page of gradients, one a layer, with these ratios of gradient to noise and rates of overflow."""
+def page_of(ratios: list[float], rates: list[float]) -> StepCounts:
+    """Make a step_count of gradients, one a layer, with these ratios of gradient to noise and rates of overflow."""
     sums = np.zeros((len(ratios), 1, len(SUMS)))
     for row, ratio, rate in zip(sums[:, 0], ratios, rates, strict=True):
         named = {"quantizations": 1, "total_elements": 100, "total_overflow_elements": 100 * rate, "squared_error": 1}
         for name, value in {**named, "squared_norm": ratio**2}.items():
             row[SUMS.index(name)] = value
     layers = [f"layer{index}" for index in range(len(ratios))]
-    return Page(layers, ["gradients/e2m1/tensor"], sums, np.zeros((len(ratios), 1, len(MAXIMA))), sums, sums[..., :0])
+    return StepCounts(
+        layers, ["gradients/e2m1/tensor"], sums, np.zeros((len(ratios), 1, len(MAXIMA))), sums, sums[..., :0]
+    )
 
 
-def sentences_of(pages: list[Page]) -> list[str]:
-    """Return what an alarm with thresholds 0.1 and √3 says at pages of successive steps."""
+def sentences_of(step_counts: list[StepCounts]) -> list[str]:
+    """Return what an alarm with thresholds 0.1 and √3 says at step_counts of successive steps."""
     alarm, said = Alarm(0.1, math.sqrt(3)), []
-    for step, page in enumerate(pages, start=1):
-        alarm.update(page, step)
+    for step, step_count in enumerate(step_counts, start=1):
+        alarm.update(step_count, step)
         said += [str(alert).replace(" gradients/e2m1/tensor", "") for alert in alarm.alerts.take_due(step)]
     return said
 
