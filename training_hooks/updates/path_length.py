@@ -1,5 +1,7 @@
 """Length, displacement and straightness of the path of the parameters."""
 
+from functools import partial
+
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import require
