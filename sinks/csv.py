@@ -34,7 +34,7 @@ class Columns:
         index = {name: position for position, name in enumerate(self.names)}
         self._single = {name: index[name] for name in single}
         self._families = {name.removesuffix(PER_PARAMETER): index[column[name]] for name in infos if name not in single}
-        self._places = lru_cache(LAYOUTS)(lambda names: [self._place(name) for name in names])
+        self._cached_places = lru_cache(LAYOUTS)(self._places)
         header = io.StringIO()
         csv.writer(header, lineterminator="\n").writerow(self.names)
         self.header = header.getvalue()
@@ -42,7 +42,7 @@ class Columns:
     def row(self, position: Sequence[Any], metrics: Mapping[str, Any]) -> str:
         """Return the row of these metrics; metrics that share a column become a dict by key."""
         cells: dict[int, Any] = {}
-        for (column, key), value in zip(self._places(tuple(metrics)), metrics.values(), strict=True):
+        for (column, key), value in zip(self._cached_places(tuple(metrics)), metrics.values(), strict=True):
             if key:
                 cells.setdefault(column, {})[key] = value
             else:
@@ -51,6 +51,9 @@ class Columns:
         for column, value in cells.items():
             row[column] = _cell(value)
         return ",".join(row) + "\n"
+
+    def _places(self, metrics: tuple[str, ...]) -> list[tuple[int, str]]:
+        return [self._place(metric) for metric in metrics]
 
     def _place(self, metric: str) -> tuple[int, str]:
         """Return the column of a metric and its key in that column; the key is empty for a separate column."""

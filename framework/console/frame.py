@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -86,7 +87,11 @@ def _results(board: Board, most: int) -> Layout:
         return Layout(_rule("results: no strategy has ended yet"), size=1)
     title = "results" if len(finished) <= most else f"results: the last {most} of {len(finished)} strategies"
     rows = comparison_rows(finished)[-most:]
-    return Layout(Sized(lambda width, _: Group(_rule(title), table_in_width(rows, width))), size=2 + len(rows))
+
+    def draw(width: int, _: int) -> RenderableType:
+        return Group(_rule(title), table_in_width(rows, width))
+
+    return Layout(Sized(draw), size=2 + len(rows))
 
 
 def _cell(board: Board, name: str, track: Track, sparks: int) -> Cell:
@@ -112,11 +117,15 @@ def _metrics(live: list[Metrics], others: list[Metrics], legend: str, width: int
         return Layout(aside)
     body = Layout()
     body.split_row(
-        Layout(Sized(lambda wide, high: _grid("newest metrics", others, wide, high))),
-        Layout(Sized(lambda _, high: Lines([[(" │ ", "dim")]] * high)), size=3),
+        Layout(Sized(partial(_grid, "newest metrics", others))),
+        Layout(Sized(_divider), size=3),
         Layout(aside, size=sidebar),
     )
     return body
+
+
+def _divider(_: int, height: int) -> Lines:
+    return Lines([[(" │ ", "dim")]] * height)
 
 
 def _grid(title: str, groups: Sequence[Metrics], width: int, height: int, **options: int) -> Group:

@@ -74,7 +74,8 @@ class Group:
         """Keep the ``count`` metrics with the lowest rank, in their order."""
         if count >= len(self.cells):
             return self
-        ranked = sorted(range(len(self.cells)), key=lambda index: self.cells[index].rank)
+        ranks = [cell.rank for cell in self.cells]
+        ranked = sorted(range(len(ranks)), key=ranks.__getitem__)
         return Group(self.heading, [self.cells[index] for index in sorted(ranked[:count])])
 
 

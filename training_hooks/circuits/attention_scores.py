@@ -224,7 +224,10 @@ class AttentionReader(TorchFunctionMode):
         Yields the handles of the hooks on the modules, to remove them.
         """
 
-        # Not a lambda: a forward hook that returns a value other than None replaces the output.
+        # A forward hook that returns a value other than None replaces the output.
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._running.append(name)
+
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self._running.pop()
 
@@ -232,7 +235,7 @@ class AttentionReader(TorchFunctionMode):
             if isinstance(output, Tensor) and output.ndim == 3:
                 self.outputs[name] = output[0].clone()
 
-        yield module.register_forward_pre_hook(lambda module, inputs: self._running.append(name))
+        yield module.register_forward_pre_hook(enter)
         yield module.register_forward_hook(leave, always_call=True)
         if fused is not None:
             yield fused.register_forward_hook(keep)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -115,8 +116,8 @@ class Gammas(Remembering):
     """The history of AdaGC: γ of every parameter that has had a gradient, and the number of included steps."""
 
     names = Remembered(list[str])
-    values = Remembered(lambda: torch.zeros(0, dtype=torch.float64))
-    taken = Remembered(lambda: torch.zeros((), dtype=torch.int64))
+    values = Remembered(partial(torch.zeros, 0, dtype=torch.float64))
+    taken = Remembered(partial(torch.zeros, (), dtype=torch.int64))
 
     def take(self, names: Sequence[str], device: torch.device) -> Tensor:
         """Return γ of these parameters, infinite for new ones, and move the history to ``device``."""

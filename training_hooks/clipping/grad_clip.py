@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -91,7 +92,7 @@ class GradClip(InterventionHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     mutates = False
     commits = frozenset({StatePart.GRADIENTS})
-    _history = Remembered(lambda: torch.zeros(3, dtype=torch.float64), saved=False)
+    _history = Remembered(partial(torch.zeros, 3, dtype=torch.float64), saved=False)
     _calls = Remembered(int, saved=False)
     _gammas = Remembered(Gammas, saved=False)
     metrics = """

@@ -1,7 +1,7 @@
 """Clipping of the gradient through the output projection of a tied matrix, by the norms through its embedding."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +49,7 @@ class ClipOptions:
 class NormHistory(Remembering):
     """The last embedding-gradient norms that were finite, newest last, on their device; NaN before the first."""
 
-    norms = Remembered(lambda: torch.empty(0))
+    norms = Remembered(partial(torch.empty, 0))
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -295,9 +295,15 @@ class TiedGradientClipping:
 
     def enable(self) -> None:
         """Follow the two gradients from the next backward pass on."""
+
+        def is_due() -> bool:
+            return True
+
+        def call(target: str, function: Callable[[], Tensor | None]) -> Tensor | None:
+            return function()
+
         self.disable()
-        owner = TapOwner(NAME, lambda: True, lambda target, function: function(), may_replace=True)
-        self._taps.attach(owner, self.clipper.taps())
+        self._taps.attach(TapOwner(NAME, is_due, call, may_replace=True), self.clipper.taps())
         seen = Pass()
         self._watch = watch(self._model, seen, partial(self._verify, seen))
 

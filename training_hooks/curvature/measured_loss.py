@@ -55,7 +55,11 @@ class MeasuredLoss:
 
     def gradient(self) -> Tensor:
         """Return the gradient, flat."""
-        return self._mean(lambda batch: self.space.flat(self.model_ctx.compute_batch_gradients(batch)))
+
+        def flat_gradient(batch: Batch) -> Tensor:
+            return self.space.flat(self.model_ctx.compute_batch_gradients(batch))
+
+        return self._mean(flat_gradient)
 
     def hessians(self, method: Method, epsilon: float) -> list[Part]:
         """Return the Hessian of each batch; exact ones keep the graphs of all batches."""

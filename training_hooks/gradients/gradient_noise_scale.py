@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,8 +154,8 @@ class GradientNoiseScale(TrainingHook):
     needs_loss = True
     needs_loader = True
     needs_next_batch = True
-    _sums = Remembered(lambda: torch.zeros(3, dtype=torch.float64))  # of 1, signal and noise, weighted
-    _moments = Remembered(lambda: torch.zeros(3, 3, dtype=torch.float64))  # of their products, by the squared weights
+    _sums = Remembered(partial(torch.zeros, 3, dtype=torch.float64))  # of 1, signal and noise, weighted
+    _moments = Remembered(partial(torch.zeros, 3, 3, dtype=torch.float64))  # of their products, by the squared weights
     _cubes = Remembered(float)  # of the cubed weights
     metrics = """
         noise_scale | S / |G|², each averaged by itself over the measurements so far | (−∞, ∞)

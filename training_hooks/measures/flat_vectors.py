@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class FlatSpace:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of flat vectors."""
-        widest = max((value.dtype for value in self.parameters.values()), key=lambda dtype: dtype.itemsize)
+        widest = max((value.dtype for value in self.parameters.values()), key=attrgetter("itemsize"))
         return widest if widest in WIDE else torch.float32
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Spikes of the loss and of the gradient norm relative to the preceding steps."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,9 +76,9 @@ class LossSpikes(TrainingHook):
     name = "loss_spikes"
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_step_series = True
-    _previous = Remembered(lambda: torch.zeros(len(SIGNALS), 0, dtype=torch.float64))
+    _previous = Remembered(partial(torch.zeros, len(SIGNALS), 0, dtype=torch.float64))
     """The newest ``window`` values of each signal."""
-    _counts = Remembered(lambda: torch.zeros(len(SIGNALS), dtype=torch.int64))
+    _counts = Remembered(partial(torch.zeros, len(SIGNALS), dtype=torch.int64))
     metrics = "".join(SPIKES.format(prefix=prefix, label=label) for prefix, label in SIGNALS.items())
 
     def __init__(self, *, window: int = 128, threshold: float = 6.0) -> None:

@@ -1,6 +1,7 @@
 """Stability of training: volatility and autocorrelation of the loss, gradient norm variation, update ratio."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class TrainingDiagnostics(TrainingHook):
     name = "training_diagnostics"
     loop_points = {"epoch": AROUND_UPDATE | {HookPoint.POST_EPOCH}, "step": AROUND_UPDATE | {HookPoint.SNAPSHOT}}
     needs_step_series = True
-    _steps = Remembered(lambda: torch.zeros(2, 0, dtype=torch.float64))
+    _steps = Remembered(partial(torch.zeros, 2, 0, dtype=torch.float64))
     """Losses and gradient norms of the window, shape (2, n)."""
     _ratios = Remembered(list[Tensor])
     _before = Remembered(dict[str, Tensor])
