@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.checkpoints import RunState
 from loopscope.errors import StateMutationError
-from loopscope.hooks import HookPoint, InterventionHook, TrainingHook
+from loopscope.hooks import HookPoint, InterventionHook, TrainingHook, windows_for
 from loopscope.state.flags import GlobalFlags
 
 from tests.support import CASES, Case, RecordingSink, Run, SpyHook, assert_same_bytes, at, bare_run, differences, train
@@ -169,7 +169,8 @@ def assert_no_effect_or_caught(kind: type, names: list[str], where: list[HookPoi
     if run.error is None:
         assert_same_bytes(run, case)
         return
-    culprits = [f"Hook 'misbehaving' at {point.name} of step " for point in where]
+    points_of_loop = windows_for(mutator.hook_points, mutator.loop_points, case.loop)
+    culprits = [f"Hook 'misbehaving' at {point.name} of step " for point in points_of_loop]
     assert any(culprit in str(run.error) for culprit in culprits)
     bare_digests = bare_run(case)[0][: len(run.digests)]
     assert [differences(*pair) for pair in zip(bare_digests, run.digests, strict=True)] == [[]] * len(bare_digests)
