@@ -30,7 +30,10 @@ def step_markers(tensors: Iterable[Tensor]) -> Iterator[None]:
 
     The training step then compiles to the same graph whether or not the body runs after it.
     """
-    sync: Any = import_module("torch_xla").sync if on_xla(tensors) else lambda: None
+    if not on_xla(tensors):
+        yield
+        return
+    sync: Any = import_module("torch_xla").sync
     sync()
     yield
     sync()

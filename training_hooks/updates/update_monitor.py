@@ -279,14 +279,14 @@ class WeightUpdateMonitor(Remembering):
     @staticmethod
     def top_k_largest_gradients(gradients: Mapping[str, GradientDiagnostics], k: int) -> list[tuple[str, float]]:
         """Return the ``k`` parameters with the largest gradient norms, largest first; NaN counts as infinite."""
-        pairs = [(name, gradient.l2_norm) for name, gradient in gradients.items()]
-        return sorted(pairs, key=lambda pair: -_rank(pair[1]))[:k]
+        ranks = {name: _rank(gradient.l2_norm) for name, gradient in gradients.items()}
+        return [(name, gradients[name].l2_norm) for name in sorted(ranks, key=ranks.__getitem__, reverse=True)[:k]]
 
     @staticmethod
     def top_k_smallest_updates(updates: Mapping[str, UpdateDiagnostics], k: int) -> list[tuple[str, float]]:
         """Return the ``k`` parameters with the smallest update ratios, smallest first; NaN counts as infinite."""
-        pairs = [(name, update.update_ratio) for name, update in updates.items()]
-        return sorted(pairs, key=lambda pair: _rank(pair[1]))[:k]
+        ranks = {name: _rank(update.update_ratio) for name, update in updates.items()}
+        return [(name, updates[name].update_ratio) for name in sorted(ranks, key=ranks.__getitem__)[:k]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of checks without movement and, between the two checks of a step, the kept weights.
