@@ -56,6 +56,11 @@ def find_in_numpy() -> MemoryBlock | None:
     return block if flags == [1, 0] else None
 
 
+def _gaussian(generator: torch.Generator) -> float:
+    # on the CPU, also if the script has set another default device before this module is imported
+    return torch.randn((), dtype=torch.float64, device="cpu", generator=generator).item()
+
+
 def find_in_torch() -> MemoryBlock | None:
     """Find seed, position, words and cached Gaussians of a CPU generator: one block in the C++ object."""
     twin, other = torch.Generator(), torch.Generator()
@@ -63,16 +68,16 @@ def find_in_torch() -> MemoryBlock | None:
     # get_state() widens every word to eight bytes, after three entries of eight bytes: the seed; left and seeded; next.
     first = struct.pack("4I", *[word & 0xFFFFFFFF for word in twin.get_state().view(torch.int64)[3:7].tolist()])
     words = bytes_at(address, 256).find(first) if address else -1  # the object is 2.6 KB large
-    torch.randn(1, dtype=torch.float64, generator=twin)
+    _gaussian(twin)
     # Before the words: seed (8 bytes), left, seeded and next (4 each, with padding). After them: padding (4),
     # optional<float> (8) and optional<double> (16), the cached Gaussians.
     start, end = words - 20, words + WORDS * 4 + 28
     block = bytes_at(address + start, end - start) if words >= 20 else b""
-    gaussian = torch.randn(1, dtype=torch.float64, generator=twin).item()
+    gaussian = _gaussian(twin)
     if block[-16:-7] != struct.pack("d?", gaussian, True):
         return None
     ctypes.memmove(other._cdata + start, block, len(block))  # type: ignore[attr-defined]
-    repeats = torch.randn(1, dtype=torch.float64, generator=other).item() == gaussian
+    repeats = _gaussian(other) == gaussian
     return MemoryBlock(start, len(block)) if repeats and torch.equal(other.get_state(), twin.get_state()) else None
 
 

@@ -194,8 +194,8 @@ class Watched(NamedTuple):
 class Part:
     """One part of the training state; subclasses override the verbs that apply to it.
 
-    ``read`` yields the entries of the digest. The guardian copies the part with ``persistent`` and ``keep`` and rolls it
-    back with ``restore``. ``watch`` returns what the tripwire compares. Checkpoints use ``store``, ``load`` and
+    ``read`` yields the entries of the digest. The guardian copies the part with ``persistent`` and ``keep`` and rolls
+    it back with ``restore``. ``watch`` returns what the tripwire compares. Checkpoints use ``store``, ``load`` and
     ``misfit`` if ``is_stored``; other parts are recreated when the process starts or the run is built.
     """
 

@@ -6,6 +6,7 @@ a check on import shows that it detects every such change; without it, :class:`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,17 +26,18 @@ def guard_of(tensors: Sequence[Tensor]) -> Check:
 
 def detects_changes() -> bool:
     """Return whether the guard of this version of torch accepts equal tensors and detects all kinds of changes."""
-    tensor = torch.zeros(2, 3)
+    # explicit, since the script may have set another default device or dtype before this module is imported
+    zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
     changed = [
-        torch.zeros(3, 2),
-        torch.zeros(3, 2).t(),
-        torch.zeros(2, 3, dtype=torch.float64),
-        torch.zeros(2, 3, requires_grad=True),
-        nn.Parameter(torch.zeros(2, 3), requires_grad=False),
+        zeros(3, 2),
+        zeros(3, 2).t(),
+        zeros(2, 3).double(),
+        zeros(2, 3, requires_grad=True),
+        nn.Parameter(zeros(2, 3), requires_grad=False),
     ]
     try:
-        check = guard_of([tensor])
-        return check(torch.ones(2, 3)) and not any(check(other) for other in changed)
+        check = guard_of([zeros(2, 3)])
+        return check(zeros(2, 3)) and not any(check(other) for other in changed)
     except (AttributeError, TypeError):  # another version of torch
         return False
 

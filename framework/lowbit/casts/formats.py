@@ -49,14 +49,14 @@ class FloatFormat:
 
     @classmethod
     def magnitudes(cls) -> Tensor:
-        """Return every magnitude from 0 to ``maximum``, ascending; float64."""
+        """Return every magnitude from 0 to ``maximum``, ascending; float64, on the CPU."""
         # With M mantissa bits and m from 0 to 2^M - 1: subnormal numbers are 2^(1 - bias) · m/2^M, normal ones are
         # 2^e · (1 + m/2^M).
         steps = [index / 2**cls.mantissa_bits for index in range(2**cls.mantissa_bits)]
         powers = [2.0**exponent for exponent in range(1 - cls.bias(), cls.top_exponent() + 1)]
         values = [cls.smallest_normal() * step for step in steps]
         values += [power * (1 + step) for power in powers for step in steps]
-        return torch.tensor([value for value in values if value <= cls.maximum], dtype=torch.float64)
+        return torch.tensor([value for value in values if value <= cls.maximum], dtype=torch.float64, device="cpu")
 
 
 def check_format(candidate: type[FloatFormat]) -> None:

@@ -1,6 +1,8 @@
 """Both ways to read and write the global generators: as bytes of memory, and by documented functions."""
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -61,3 +63,23 @@ def test_both_ways_restore_the_draws(memory: MemoryAccess, way: str, draws: int)
 def test_missing_block_selects_documented_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator_memory, name, lambda: None)
     assert type(find_access()) is DocumentedAccess
+
+
+IMPORTS = """
+import torch
+torch.set_default_device("meta")
+torch.set_default_dtype(torch.float64)
+with torch.inference_mode():
+    from loopscope import cli, experiments, integrations, report, runs, sinks, training_hooks
+    from loopscope.state import random_streams
+    from loopscope.tensors import guards
+assert type(random_streams._ACCESS).__name__ == "MemoryAccess"
+assert guards.is_available
+"""
+
+
+@pytest.mark.process
+def test_imports_ignore_default_device_and_dtype() -> None:
+    """A script may set them before it imports loopscope; tensors on the device "meta" have no values."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
