@@ -91,7 +91,8 @@ class Fourier(TrainingHook):
     * those of the decoder, if no linear layer has one row per token, or the decoder is tied to the embedding
     * those of the neurons, if the training inputs are not pairs of tokens, or no layer widens and narrows again, and
       under tensor parallelism, where each rank has only some of the neurons
-    * the losses, if the targets in the first batch of the run are not (a + b) mod n, or the model does not have n classes
+    * the losses, if the targets in the first batch of the run are not (a + b) mod n, or the model does not have n
+      classes
 
     Training pairs are those of all ranks.
 
