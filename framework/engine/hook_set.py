@@ -180,8 +180,8 @@ class HookSet:
         while hook := self.rolled_back_hook:
             error = UsageError(
                 f"Hook {hook!r} changes the state within a step, and its changes are rolled back, but the batch "
-                f"({type(batch).__name__}) contains no tensor that could be restored; use batches of tensors, arrays, or "
-                "containers or plain objects of them, or remove the hook."
+                f"({type(batch).__name__}) contains no tensor that could be restored; use batches of tensors, arrays, "
+                "or containers or plain objects of them, or remove the hook."
             )
             self.leave_out([hook], "start", error)
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -16,7 +16,7 @@ from ..errors import UsageError, require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
-from .attach_options import AttachOptions, DisplayMode, HookChoice, OnError
+from .attach_options import AttachOptions, DisplayMode, HookChoice
 from .attached_run import AttachedRun
 from .custom_loop import CustomLoop
 from .model_wrappers import unwrap
@@ -48,7 +48,10 @@ def attach(
     snapshot_every: int | None = None,
     seed: int = 0,
     audit: bool = False,
-    on_hook_error: OnError = "raise",
+    on_hook_error: Literal["raise", "skip"] = "raise",
+    profile_hooks: bool = False,
+    guardian_device: str | None = None,
+    hook_offload_state: bool = False,
     display: DisplayMode = "normal",
     reference: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
@@ -82,6 +85,9 @@ def attach(
         seed: the seed of the hooks' random streams.
         audit: compare every byte of the training state before and after every call of a hook.
         on_hook_error: ``raise`` ends the training at the first hook that raises, ``skip`` continues without that hook.
+        profile_hooks: write the time and memory of every hook to ``summary.json``.
+        guardian_device: the device of the copies that undo interventions; by default that of the originals.
+        hook_offload_state: keep the state of hooks on the CPU between their calls.
         display: ``normal`` shows the output of the command, ``silent`` a progress bar and warnings, ``none`` nothing.
         reference: a file of weights, saved as a state dict, for hooks that measure against a reference solution.
         config: a description of the training for the record, as plain values.
@@ -91,6 +97,7 @@ def attach(
         RankLostError: if other ranks do not call attach.
     """
     given = locals()
+    given |= {"audit_hooks": audit, "reference": None if reference is None else Path(reference)}
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
     with preserved_streams():  # importing plug-ins and creating hooks may draw random numbers
         return _attach(target, chosen, given)

@@ -26,11 +26,11 @@ from ..hooks import (
     refuse_idle_options,
     select_hooks,
 )
+from ..runs import RunSettings
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 HookChoice = str | type[TrainingHook] | TrainingHook
 DisplayMode = Literal["normal", "silent", "none"]
-OnError = Literal["raise", "skip"]
 MISSING_PARTS = {
     "needs_experiment_loop": "train in an experiment of loopscope",
     "needs_loss": "give loss=function(model, batch), which returns the argument of scope.backward",
@@ -41,16 +41,14 @@ MISSING_PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttachOptions:
-    """Options of an attached run; :func:`.attach` describes them."""
+class AttachOptions(RunSettings):
+    """The settings of every run, and further options of an attached one; :func:`.attach` describes them."""
 
     hooks: Sequence[HookChoice] = ()
-    with_hooks: str | None = None
     hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schedules: Mapping[str, StepSchedule] = field(default_factory=dict)
     sinks: Sequence[str | MetricSink] = ("jsonl",)
     out: str | Path | None = None
-    overwrite: bool = False
     loss: Loss | None = None
     loader: "Loader | DataLoader[Any] | None" = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
@@ -59,19 +57,17 @@ class AttachOptions:
     log_every: int = 100
     snapshot_every: int | None = None
     seed: int = 0
-    audit: bool = False
-    on_hook_error: OnError = "raise"
     display: DisplayMode = "normal"
-    reference: str | Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for an invalid value."""
+        super().__post_init__()
         for name in ("hooks", "sinks"):
             value = getattr(self, name)
             is_list = isinstance(value, (list, tuple))
             require(is_list, f"{name} is {value!r}; it must be a list: {name}=[{value!r}].")
-        words = {"loop": LoopType, "on_hook_error": OnError, "display": DisplayMode}
+        words = {"loop": LoopType, "display": DisplayMode}
         for name, accepted in words.items():
             if getattr(self, name) not in get_args(accepted):
                 raise unknown(f"value of {name}:", str(getattr(self, name)), get_args(accepted))

@@ -29,7 +29,16 @@ from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
-from ..runs import ATTACHED, RunFolder, RunRecord, build_summary, environment, load_reference, read_provenance
+from ..runs import (
+    ATTACHED,
+    RunFolder,
+    RunRecord,
+    build_summary,
+    check_device,
+    environment,
+    load_reference,
+    read_provenance,
+)
 from ..state import RandomStreams, TrainingState, copy_of_batch
 from ..tensors import resharded_afterwards
 from ..training import Ranks, TrainingTask
@@ -158,7 +167,7 @@ class AttachedRun:
         options, is_recorded = self.options, any(sink.keeps for sink in self.options.create_sinks())
         self._console = RunConsole(options.display, recorded=is_recorded, warnings=RunNotice)
         if options.reference is not None:
-            self._reference = load_reference(Path(options.reference), task.model).weights
+            self._reference = load_reference(options.reference, task.model).weights
         return HookManager(
             [item.hook for item in self._hooks],
             task,
@@ -168,7 +177,10 @@ class AttachedRun:
             left_out=self._left_out,
             sinks=[*options.create_sinks(), *self._console.sinks()],
             on_error=options.on_hook_error,
-            audit=options.audit,
+            audit=options.audit_hooks,
+            guardian_device=check_device(options.guardian_device) if options.guardian_device else None,
+            profile=options.profile_hooks,
+            offload_state=options.hook_offload_state,
             reference_weights=self._reference,
         )
 
@@ -180,7 +192,9 @@ class AttachedRun:
         except RankLostError as error:
             raise RankLostError(f"{error} Call attach on every rank of the training.") from error
         self.folder = RunFolder(Path(path), strategy)
-        ranks.check_equal({"accumulate": accumulate, "on_hook_error": options.on_hook_error, "audit": options.audit})
+        ranks.check_equal(
+            {"accumulate": accumulate, "on_hook_error": options.on_hook_error, "audit": options.audit_hooks}
+        )
         if not ranks.is_main:
             self.options = replace(options, sinks=(), display="none")
 
@@ -276,7 +290,7 @@ class AttachedRun:
             },
             "provenance": read_provenance() if self._ranks.is_main else {},
         }
-        return RunRecord.planned(self._hooks, options.on_hook_error, options.audit, options.reference, **fields)
+        return RunRecord.planned(self._hooks, options.on_hook_error, options.audit_hooks, options.reference, **fields)
 
     def after_step(self) -> None:
         """Run the work that is due between two steps, then raise the first hook error of the completed step."""

@@ -74,7 +74,7 @@ class CustomLoop(Transient):
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
         """Start a step with its first micro-batch, or continue it with the next one.
 
-        ``steps`` is the number of steps per epoch; ``others`` are the step's remaining micro-batches, if they are already available.
+        ``steps`` is the number of steps per epoch; ``others`` are the step's remaining micro-batches, if available.
         """
         run = self._run
         if not run.is_started:
@@ -82,8 +82,8 @@ class CustomLoop(Transient):
         if self._is_complete:
             self._warn_once(
                 "skipped",
-                "A backward pass was not followed by optimizer.step(), so its step was counted as skipped; for gradient "
-                "accumulation, give the number of backward passes per step to attach(..., accumulate=N).",
+                "A backward pass was not followed by optimizer.step(), so its step was counted as skipped; for "
+                "gradient accumulation, give the number of backward passes per step to attach(..., accumulate=N).",
             )
             self._end_step(skipped=True)
         if self._is_data_exhausted:
@@ -246,9 +246,9 @@ class CustomLoop(Transient):
         if self._losses and not self._is_complete:
             self._warn_once(
                 "short",
-                f"optimizer.step() was called after only {len(self._losses)} of {self._accumulate} micro-batches, so hooks "
-                "at POST_BACKWARD saw the gradients accumulated until then; call scope.backward(loss, last=True) for the last "
-                "micro-batch of a shorter step.",
+                f"optimizer.step() was called after only {len(self._losses)} of {self._accumulate} micro-batches, so "
+                "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
+                "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
             )
             self._gradients_complete()
         if not self._is_complete:
@@ -304,7 +304,8 @@ def _check_loss(loss: Any) -> None:
     kind = type(loss).__name__
     if isinstance(loss, (tuple, list)):
         raise UsageError(
-            f"The loss is a {kind} of length {len(loss)}; pass only the loss tensor to scope.backward, perhaps its first item."
+            f"The loss is a {kind} of length {len(loss)}; pass only the loss tensor to scope.backward, perhaps "
+            "its first item."
         )
     if not isinstance(loss, Tensor):
         raise UsageError(f"The loss is a {kind}, not a tensor; give scope.backward the tensor of loss.backward().")

@@ -43,7 +43,7 @@ def loop_settings(task: TrainingTask, first: Batch | None, accumulate: int, seed
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group; a scheduler has stored the initial learning rate in addition to the current one."""
+    """Return the options of a parameter group, with the initial learning rate if a scheduler has changed it."""
     options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
     options["lr"] = group.get("initial_lr", group.get("lr"))
     plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in options.items()}

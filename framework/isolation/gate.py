@@ -16,8 +16,8 @@ from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
-# Most mutations appear in the first calls. Later calls share one rest check at the end of the visit, except call numbers
-# that are powers of two: that also finds late mutations that do not increment a tensor's version counter.
+# Most mutations appear in the first calls. Later calls share one rest check at the end of the visit, except call
+# numbers that are powers of two: that also finds late mutations that do not increment a tensor's version counter.
 CALLS_CHECKED_ALONE = 3
 
 

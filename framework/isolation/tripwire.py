@@ -264,7 +264,7 @@ class Tripwire:
     def _differing_tensors(
         self, previous: tuple[int, ...], now: tuple[int, ...], attribute_tensors: Sequence[Tensor] = ()
     ) -> list[str]:
-        """Return the names of tensors whose version or pointer differs: those of the quick sweep, then on attributes."""
+        """Return the names of tensors whose version or pointer differs: of the quick sweep, then on attributes."""
         return (
             []
             if previous == now

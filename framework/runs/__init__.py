@@ -3,7 +3,9 @@
 from ..errors import require
 from .checks import check_device
 from .provenance import read_provenance
-from .config import ExperimentConfig, RunFlags, RunOptions, allowed_words, describe_type, field_names, union_members
+from .config import (
+    ExperimentConfig, RunFlags, RunOptions, RunSettings, allowed_words, describe_type, field_names, union_members,
+)
 from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked_fields, differences, environment, read_initial,
     read_outcome, read_status, run_folders, versions,
@@ -21,7 +23,8 @@ from .validation import DivergedError, Stretch
 __all__ = [
     "ATTACHED", "CONFIG", "EXPLANATION", "REWINDS", "SUMMARY", "Completed", "Display", "DivergedError",
     "ExperimentConfig", "ExperimentRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags",
-    "RunFolder", "RunOptions", "RunRecord", "Session", "StrategyPlan", "Stretch", "allowed_words", "build_run",
+    "RunFolder", "RunOptions", "RunRecord", "RunSettings", "Session", "StrategyPlan", "Stretch",
+    "allowed_words", "build_run",
     "build_summary", "check_device", "checked_fields", "describe_type", "differences", "environment", "field_names",
     "forward_emits", "load_reference", "read_initial", "read_outcome", "read_provenance", "read_status", "require",
     "run_folders", "union_members", "versions",

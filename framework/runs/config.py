@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ..errors import require
+from ..errors import require, unknown
 from ..training import Parallel
 
 WORDS: dict[Any, str] = {
@@ -81,8 +81,8 @@ CHECKPOINTS = ("save_checkpoints", "checkpoint_every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags:
-    """Options of the run.
+class RunSettings:
+    """Settings that every kind of run has: those of the command, of sessions from Python, and of attached loops.
 
     Args:
         with_hooks: hook group: none, minimal, observers, interventions or full; the default is the experiment's.
@@ -93,6 +93,28 @@ class RunFlags:
         hook_offload_state: keep the state of hooks on the CPU between their calls.
         reference: final weights, or the folder of a run, that hooks measure against.
         overwrite: replace a run in the output directory.
+    """
+
+    with_hooks: str | None = None
+    on_hook_error: Literal["raise", "skip"] = "raise"
+    audit_hooks: bool = False
+    profile_hooks: bool = False
+    guardian_device: str | None = None
+    hook_offload_state: bool = False
+    reference: Path | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for a value of ``on_hook_error`` that does not exist."""
+        if self.on_hook_error not in (words := ("raise", "skip")):
+            raise unknown("value of on_hook_error:", str(self.on_hook_error), words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags(RunSettings):
+    """Options of the run.
+
+    Args:
         save_checkpoints: epochs (step loop: steps) between checkpoints; 0 writes none.
         checkpoint_every_steps: steps between checkpoints, within epochs too; 0 writes none.
         keep_checkpoints: number of newest checkpoints to keep, in addition to the best.
@@ -104,14 +126,6 @@ class RunFlags:
             split layers (tp, fsdp+tp).
     """
 
-    with_hooks: str | None = None
-    on_hook_error: Literal["raise", "skip"] = "raise"
-    audit_hooks: bool = False
-    profile_hooks: bool = False
-    guardian_device: str | None = None
-    hook_offload_state: bool = False
-    reference: Path | None = None
-    overwrite: bool = False
     save_checkpoints: int = 0
     checkpoint_every_steps: int = 0
     keep_checkpoints: int = 3
@@ -123,6 +137,7 @@ class RunFlags:
 
     def __post_init__(self) -> None:
         """Check every value; raise :class:`UsageError` that names a wrong option and what it accepts."""
+        super().__post_init__()
         for name, least in (*((option, 0) for option in (*CHECKPOINTS, "digest_every")), ("keep_checkpoints", 1)):
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} is {value}; it must be at least {least}.")

@@ -1,12 +1,16 @@
 """Options of attach without other tests: reference, schedules, sinks by name, a silent display."""
 
+import json
 import warnings
+from dataclasses import MISSING, fields
+from inspect import signature
 
 import pytest
 import torch
-from loopscope import read_run
+from loopscope import attach, read_run
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint, StepSchedule
+from loopscope.integrations.attach_options import AttachOptions
 
 from tests.framework.integrations.custom_loops import Loop, Parts, alone, assert_equal, train
 from tests.support import SpyHook, at
@@ -50,3 +54,19 @@ def test_silent_run_prints_warnings_at_end(tmp_path, capsys):
     last, *others = reversed(capsys.readouterr().out.splitlines())
     assert last == "note: look (2 times)"
     assert len(others) <= 1  # the progress line
+
+
+def test_attach_has_every_setting_with_its_default():
+    """Each field of the options is an argument of attach; only ``audit`` has a shorter name there."""
+    arguments = {name: item.default for name, item in signature(attach).parameters.items()}
+    arguments["audit_hooks"] = arguments.pop("audit")
+    for item in fields(AttachOptions):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        assert arguments[item.name] == default or (arguments[item.name] is None and not default), item.name
+
+
+def test_attached_hooks_are_profiled(tmp_path):
+    parts = Parts(Loop())
+    with parts.attach(tmp_path, ["norms"], profile_hooks=True, hook_offload_state=True, guardian_device="cpu") as scope:
+        assert_equal(train(parts, scope), alone(Loop()))
+    assert "norms" in json.loads((tmp_path / "summary.json").read_text())["hook_profile"]
