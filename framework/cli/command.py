@@ -13,19 +13,19 @@ from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
-from .compare import compare
-from .diff import diff
+from .compare import compare, compare_parser
+from .diff import diff, diff_parser
 from .jobs import ONE_OF_SEVERAL, train_in_parallel, train_one_of_several
-from .listing import ls, show
-from .new import new
+from .listing import ls, ls_parser, show, show_parser
+from .new import new, new_parser
 from .options import Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
-from .plot import plot
-from .report import report
-from .rewind import rewind
+from .plot import plot, plot_parser
+from .report import report, report_parser
+from .rewind import rewind, rewind_parser
 from .run_parser import Experiment
 from .user_errors import user_errors
-from .verify import verify
+from .verify import verify, verify_parser
 
 # The display of a run, by the flag that selects it.
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
@@ -72,7 +72,7 @@ def _dispatch(command: str, *words: str) -> None:
         with show_warnings(_print_warning, alerts=False), user_errors(full_traceback="--traceback" in sys.argv):
             train_one_of_several()
         return
-    local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
+    local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks, completion=_completion)
     commands = local_commands | {
         function.__name__: function for function in (ls, show, diff, new, plot, compare, report, rewind, verify)
     }
@@ -84,14 +84,47 @@ def _dispatch(command: str, *words: str) -> None:
 
 
 def _list(words: Sequence[str]) -> None:
-    CommandParser("list", "Show the experiments, their strategies and presets.").parse(words)
+    list_parser().parse(words)
     make_console().print(experiment_list(ExperimentRegistry))
 
 
-def _hooks(words: Sequence[str]) -> None:
+def _completion(words: Sequence[str]) -> None:
+    """Print the script of a shell that completes commands, experiments and options."""
+    # Imported here because only this command needs shtab.
+    from .completion import SHELLS, completion_script
+
+    parser = CommandParser(
+        "completion SHELL",
+        "Print a script with which a shell completes commands, experiments, options and their values. It contains the "
+        "experiments and hooks of this installation, so repeat the command after installing others.",
+    )
+    parser.add_argument("SHELL", nargs="*", help=" or ".join(SHELLS))
+    shells = parser.parse(words)["SHELL"]
+    require(len(shells) == 1, f"loopscope completion takes one shell: {', '.join(SHELLS)}.")
+    if shells[0] not in SHELLS:
+        raise unknown("shell", shells[0], SHELLS)
+    parsers = [
+        *(list_parser(), hooks_parser(), resume_parser(), _replay_parser(_replay_sinks()), parser),
+        *(ls_parser(), show_parser(), diff_parser(), new_parser(), plot_parser(), compare_parser(), report_parser()),
+        *(rewind_parser(), verify_parser()),
+    ]
+    sys.stdout.write(completion_script(shells[0], parsers))
+
+
+def list_parser() -> CommandParser:
+    """Build the parser of ``loopscope list``."""
+    return CommandParser("list", "Show the experiments, their strategies and presets.")
+
+
+def hooks_parser() -> CommandParser:
+    """Build the parser of ``loopscope hooks``."""
     parser = CommandParser("hooks [NAME]", "List all hooks, or show every metric and option of one hook.")
     parser.add_argument("NAME", nargs="?", help="the name of a hook")
-    name = parser.parse(words)["NAME"]
+    return parser
+
+
+def _hooks(words: Sequence[str]) -> None:
+    name = hooks_parser().parse(words)["NAME"]
     page = hook_list(list(HookRegistry)) if name is None else hook_page(HookRegistry.get(name.replace("-", "_")))
     make_console().print(page)
 
@@ -113,7 +146,8 @@ def _run(words: Sequence[str]) -> None:
         _start(experiment, options)
 
 
-def _resume(words: Sequence[str]) -> None:
+def resume_parser() -> CommandParser:
+    """Build the parser of ``loopscope resume``."""
     parser = CommandParser(
         "resume RUN",
         "Resume RUN from its newest intact checkpoint, with its original options. This is the same as the original "
@@ -130,7 +164,11 @@ def _resume(words: Sequence[str]) -> None:
         parser.add(flag, bool, "select this display instead of the one in the original command", default=False)
     parser.add("parallel", Parallel, "how the processes share the run from now on (default: unchanged)")
     parser.add("exact", bool, "refuse to resume unless the run stays the same bit for bit", default=False)
-    given = parser.parse(words)
+    return parser
+
+
+def _resume(words: Sequence[str]) -> None:
+    given = resume_parser().parse(words)
     shared = {name: given.pop(name) for name in ("parallel", "exact") if name in given}
     runs, traceback = given.pop("RUN"), given.pop("traceback")
     problem = "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
@@ -172,7 +210,7 @@ def _mode(options: Options) -> Mode:
 
 def _replay(words: Sequence[str]) -> None:
     """Send the records of runs; raises :class:`UsageError` before anything is sent if one record cannot be sent."""
-    sinks = {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
+    sinks = _replay_sinks()
     given = _replay_parser(sinks).parse(words)
     runs, target = given.pop("RUN"), given.pop("to", None)
     number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
@@ -185,6 +223,11 @@ def _replay(words: Sequence[str]) -> None:
     sinks[target].check_installed()
     for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]), "replay")]:
         write_line(send())
+
+
+def _replay_sinks() -> dict[str, type[ReplaySink]]:
+    """Return the sinks to which a record can be sent, by name."""
+    return {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
 
 
 def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:

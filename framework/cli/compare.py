@@ -18,8 +18,8 @@ MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # limits of a table; JSON 
 Row = Mapping[str, Any]
 
 
-def compare(words: Sequence[str]) -> None:
-    """Compare runs; raises :class:`UsageError` for fewer than two."""
+def compare_parser() -> CommandParser:
+    """Build the parser of ``loopscope compare``."""
     parser = CommandParser(
         "compare RUN... [--metrics PATTERN...] [--json | --markdown]",
         "Compare runs: final and best values, differing settings, and the first step at which records differ; for "
@@ -30,6 +30,12 @@ def compare(words: Sequence[str]) -> None:
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     parser.add_argument("--json", action="store_true", help="write one JSON object with everything")
     parser.add_argument("--markdown", action="store_true", help="write Markdown tables")
+    return parser
+
+
+def compare(words: Sequence[str]) -> None:
+    """Compare runs; raises :class:`UsageError` for fewer than two."""
+    parser = compare_parser()
     given = parser.defaults | parser.parse(words)
     require(bool(given["RUN"]), "loopscope compare needs RUN...: folders of runs, or folders that contain runs.")
     require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")

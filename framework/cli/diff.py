@@ -22,6 +22,17 @@ from ..runs import RunFolder, RunRecord, differences, require
 from .parser import CommandParser, write_line
 
 
+def diff_parser() -> CommandParser:
+    """Build the parser of ``loopscope diff``."""
+    parser = CommandParser(
+        "diff RUN RUN",
+        "Compare two runs bit for bit: their common checkpoints, the metrics in their JSONL files, and their final "
+        "weights. Report the step and the tensor of the first difference, and exit with status 1 if there is one.",
+    )
+    parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
+    return parser
+
+
 def diff(words: Sequence[str]) -> None:
     """Compare two runs.
 
@@ -29,13 +40,7 @@ def diff(words: Sequence[str]) -> None:
         LoopscopeError: if the runs differ.
         UsageError: if the runs have nothing to compare.
     """
-    parser = CommandParser(
-        "diff RUN RUN",
-        "Compare two runs bit for bit: their common checkpoints, the metrics in their JSONL files, and their final "
-        "weights. Report the step and the tensor of the first difference, and exit with status 1 if there is one.",
-    )
-    parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
-    runs = parser.parse(words)["RUN"]
+    runs = diff_parser().parse(words)["RUN"]
     remedy = "; loopscope verify RUN checks one run." if len(runs) == 1 else "."
     require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}{remedy}")
     records = [RunRecord.read(Path(run)) for run in runs]

@@ -30,11 +30,16 @@ WIDE = 100  # columns of a terminal that shows full dates, and the longest line 
 LARGEST_FAMILY = 3  # a family with more metrics than this is shown in one line
 
 
-def ls(words: Sequence[str]) -> None:
-    """List the runs in a folder; raises :class:`UsageError` if it has none."""
+def ls_parser() -> CommandParser:
+    """Build the parser of ``loopscope ls``."""
     parser = CommandParser("ls [FOLDER]", "List the runs in FOLDER and its subfolders, one per line.")
     parser.add_argument("FOLDER", nargs="*", default=["output"], help="the folder to search (default: output)")
-    given = parser.parse(words)["FOLDER"]
+    return parser
+
+
+def ls(words: Sequence[str]) -> None:
+    """List the runs in a folder; raises :class:`UsageError` if it has none."""
+    given = ls_parser().parse(words)["FOLDER"]
     require(len(given) == 1, f"loopscope ls takes one folder, but got {len(given)}: {', '.join(given)}.")
     runs, width = runs_in(Path(given[0])), line_width()
     for line in in_columns([_row(run, width) for run in runs], width, flexible=("run", "final")):
@@ -73,8 +78,8 @@ def _listed(numbers: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {number_text(value)}" for name, value in numbers.items())
 
 
-def show(words: Sequence[str]) -> None:
-    """Show a run with its metrics, or a short form of all runs of an experiment."""
+def show_parser() -> CommandParser:
+    """Build the parser of ``loopscope show``."""
     parser = CommandParser("show RUN [--metrics PATTERN...]", "Show the options, the result and the metrics of a run.")
     about = (
         "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment for a short form of its strategies"
@@ -82,6 +87,12 @@ def show(words: Sequence[str]) -> None:
     parser.add_argument("RUN", nargs="*", help=about)
     metrics = "show only these metrics, one per line: full names or quoted patterns"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
+    return parser
+
+
+def show(words: Sequence[str]) -> None:
+    """Show a run with its metrics, or a short form of all runs of an experiment."""
+    parser = show_parser()
     given = parser.defaults | parser.parse(words)
     require(len(given["RUN"]) == 1, f"loopscope show takes the folder of one run, but got {len(given['RUN'])}.")
     folder, patterns, width = Path(given["RUN"][0]), given["metrics"], line_width()

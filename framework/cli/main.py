@@ -32,6 +32,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope verify RUN       train a run again and compare it with its checkpoints
   loopscope diff RUN RUN     report the step and the tensor at which two runs diverge
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
+  loopscope completion SHELL print a script that completes commands in a shell
   loopscope --version        print the versions of loopscope, Python, torch and NumPy
 
 Options of a command: loopscope COMMAND --help

@@ -31,8 +31,8 @@ INTERVENTION = {
 }
 
 
-def new(words: Sequence[str]) -> None:
-    """Write the requested files; raises :class:`UsageError`, and writes nothing, if one cannot be written."""
+def new_parser() -> CommandParser:
+    """Build the parser of ``loopscope new``."""
     parser = CommandParser(
         "new hook|experiment NAME [options]",
         "Write NAME.py, a working hook or experiment, and its test test_NAME.py, as a starting point. Existing files "
@@ -45,7 +45,12 @@ def new(words: Sequence[str]) -> None:
         help="write a hook that may change the training state, which is then rolled back",
     )
     parser.add("output_dir", Path, "the folder to write into (default: the current folder)", metavar="DIR")
-    given = {"output_dir": Path()} | parser.parse(words)
+    return parser
+
+
+def new(words: Sequence[str]) -> None:
+    """Write the requested files; raises :class:`UsageError`, and writes nothing, if one cannot be written."""
+    given = {"output_dir": Path()} | new_parser().parse(words)
     require(len(given["KIND"]) == 2, "loopscope new takes a kind and a name: loopscope new hook NAME.")
     (kind, word), folder = given["KIND"], given["output_dir"]
     if kind not in RUNS:

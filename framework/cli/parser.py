@@ -127,11 +127,17 @@ class CommandParser(argparse.ArgumentParser):
             exit_on_error=False,
             add_help=add_help,
         )
+        self.command = usage.split()[0]
         # argparse takes -1 and -0.5 as values, but -1e-3 (before Python 3.14) and -inf as options.
         self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
         self.several: set[str] = set()  # options that take one value of their type or several
+
+    @property
+    def arguments(self) -> list[Any]:
+        """All options and positional arguments, as actions of argparse."""
+        return list(self._actions)
 
     def format_help(self) -> str:
         """Return the help with control characters escaped, since it contains texts of plug-ins."""

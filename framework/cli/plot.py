@@ -35,7 +35,7 @@ SWITCHES = {
 
 def plot(words: Sequence[str]) -> None:
     """Draw the requested picture; raises :class:`UsageError` before anything is written."""
-    parser = _parser()
+    parser = plot_parser()
     given = parser.defaults | parser.parse(words)
     _check(given)
     log_y = True if given["log_y"] else False if given["linear_y"] else None
@@ -97,7 +97,8 @@ def is_free(path: Path, mark: str) -> bool:
     return not exists or (path.is_file() and os.access(path, os.R_OK) and mark.encode() in path.read_bytes())
 
 
-def _parser() -> CommandParser:
+def plot_parser() -> CommandParser:
+    """Build the parser of ``loopscope plot``."""
     parser = CommandParser(
         "plot RUN... --metrics PATTERN... [options]\n       loopscope plot RUN... --provenance [options]",
         "Draw metrics of runs against steps or epochs, from their records.",

@@ -14,8 +14,8 @@ from .plot import is_free
 UNENDED = {"running": "still running", "killed": "killed, or ended without a summary", "damaged": "damaged"}
 
 
-def report(words: Sequence[str]) -> None:
-    """Write the requested page; raises :class:`UsageError` before anything is written."""
+def report_parser() -> CommandParser:
+    """Build the parser of ``loopscope report``."""
     parser = CommandParser("report RUN... [-o PAGE]", "Write an HTML page with curves and tables of runs.")
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
     parser.add_argument(
@@ -23,6 +23,12 @@ def report(words: Sequence[str]) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="overwrite an existing file at --out")
     parser.add("most_mib", int, "skip records larger than this many MiB", default=256)
+    return parser
+
+
+def report(words: Sequence[str]) -> None:
+    """Write the requested page; raises :class:`UsageError` before anything is written."""
+    parser = report_parser()
     given = parser.defaults | parser.parse(words)
     require(bool(given["RUN"]), "loopscope report needs RUN, the folder of a run: loopscope report RUN... -o page.html")
     require(given["most_mib"] >= 1, f"--most-mib is {given['most_mib']}; it must be a whole number, 1 or more.")

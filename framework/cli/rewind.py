@@ -21,8 +21,8 @@ from .user_errors import user_errors
 ROWS_HOOK, MOST_STEPS = "batch_rows", 5  # the hook that measures rows, and the number of steps whose rows are shown
 
 
-def rewind(words: Sequence[str]) -> None:
-    """Repeat the requested steps, and report the folder of their metrics and the result of the comparison."""
+def rewind_parser() -> CommandParser:
+    """Build the parser of ``loopscope rewind``."""
     parser = CommandParser(
         "rewind RUN --step N [--until M] [hooks] | --step N --explain | --spike",
         "Repeat steps N to M of a run bit for bit, from the nearest earlier intact checkpoint, optionally with other "
@@ -42,6 +42,12 @@ def rewind(words: Sequence[str]) -> None:
     parser.add("spike", bool, spike, default=False)
     add_hook_options(parser, "the original hooks")
     parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
+    return parser
+
+
+def rewind(words: Sequence[str]) -> None:
+    """Repeat the requested steps, and report the folder of their metrics and the result of the comparison."""
+    parser = rewind_parser()
     given = parser.defaults | parser.parse(without_dots(words))
     require(len(given["RUN"]) == 1, "loopscope rewind takes the folder of one run: loopscope rewind RUN --step N.")
     one_step = (given["step"] is None) == given["spike"]

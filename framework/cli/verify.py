@@ -19,8 +19,8 @@ from .recorded_run import RecordedRun, add_hook_options, given_hooks
 from .user_errors import user_errors
 
 
-def verify(words: Sequence[str]) -> None:
-    """Compare runs with their checkpoints and digests; raises :class:`LoopscopeError` at the first difference."""
+def verify_parser() -> CommandParser:
+    """Build the parser of ``loopscope verify``."""
     parser = CommandParser(
         "verify RUN [--intervals N] [hooks]",
         "Train a run again, and compare it bit for bit with its checkpoints and digests. The folder of the run is not "
@@ -32,6 +32,12 @@ def verify(words: Sequence[str]) -> None:
     parser.add("intervals", int, "train only N random intervals between two checkpoints (default: the whole run)")
     add_hook_options(parser, "only those that change the run")
     parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
+    return parser
+
+
+def verify(words: Sequence[str]) -> None:
+    """Compare runs with their checkpoints and digests; raises :class:`LoopscopeError` at the first difference."""
+    parser = verify_parser()
     given = parser.defaults | parser.parse(without_dots(words))
     require(len(given["RUN"]) == 1, "loopscope verify takes the folder of a run: loopscope verify RUN.")
     number, hooks = given["intervals"], given_hooks(given)
