@@ -136,7 +136,10 @@ def test_batch_without_rollback_is_refused_early(tmp_path: Path) -> None:
     opaque = type("Opaquely", (Counted,), {"kind": Opaque})
     trained(tmp_path, runner=opaque, save_checkpoints=1)
     before = contents(tmp_path)
-    with pytest.raises(UsageError, match=r"'acting' changes the state within a step, and its changes are rolled back, but the batch \(Opaque\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"'acting' changes the state within a step, and its changes are rolled back, but the batch \(Opaque\)",
+    ):
         trained(tmp_path, "acting", runner=opaque, overwrite=True)
     assert contents(tmp_path) == before
     trained(tmp_path, runner=opaque, overwrite=True)
