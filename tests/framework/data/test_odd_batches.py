@@ -148,10 +148,7 @@ def test_only_loaders_that_share_data_are_copied() -> None:
 def test_opaque_batch_is_refused_for_interventions() -> None:
     """An intervention within a step raises a UsageError, while hooks that only read are accepted."""
     writing = at(ActingHook, HookPoint.PRE_STEP, needs_pre_epoch_state=False)(lambda *ctx: None)
-    with pytest.raises(
-        UsageError,
-        match=r"'acting' changes the state within a step, and its changes are rolled back, but the batch \(Opaque\) contains",
-    ):
+    with pytest.raises(UsageError, match=r"'acting' changes the state within a step, .* the batch \(Opaque\) contains"):
         run(Views("opaque"), writing)
     looking = [at(SpyHook, HookPoint.PRE_STEP)(), at(ReadOnlyHook, HookPoint.PRE_STEP)(lambda *ctx: None)]
     assert differences(run(Views("opaque"), audit=False), run(Views("opaque"), *looking)) == []
