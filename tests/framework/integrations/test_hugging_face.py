@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import read_run
 from loopscope.data import TorchLoader
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
@@ -251,3 +252,15 @@ def test_hook_points_follow_the_loop_order(tmp_path: Path) -> None:
     step = ["PRE_STEP", "POST_BACKWARD", "PRE_UPDATE", "POST_STEP"]
     assert [point for point, _, _ in spy.seen] == ["PRE_EPOCH", *step, *step, "POST_EPOCH", "SNAPSHOT"]
     assert {HookPoint[point] for point, _, _ in spy.seen} == set(HookPoint)
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_every_evaluation_of_the_trainer_is_recorded(tmp_path: Path, loop: str) -> None:
+    """The record has each evaluation at its step, and the arguments of the Trainer."""
+    made = trainer(tmp_path / "out", eval_strategy="steps", eval_steps=2, max_steps=5)
+    attached(made, ["norms"], loop=loop, out=tmp_path / "run")
+    made.train()
+    name = "training_metrics/evaluation/eval_loss"
+    assert [step for _, step, _, metric, _ in read_run(tmp_path / "run").points if metric == name] == [2, 4, 5]
+    training = json.loads((tmp_path / "run/experiment_config.json").read_text())["training"]
+    assert training.items() >= {"seed": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 2}.items()

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from loopscope import read_run
 from loopscope.data import TorchLoader
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
@@ -288,3 +289,12 @@ def test_unsupported_trainers_are_refused(tmp_path):
     for sentence, mistake in mistakes.items():
         with pytest.raises(UsageError, match=sentence):
             mistake()
+
+
+@pytest.mark.trainer
+def test_every_validation_of_the_fit_is_recorded(tmp_path):
+    """With a validation after every second step, the record has each at its step."""
+    fit(tmp_path, ["norms"], validate=True, val_check_interval=2)
+    name = "training_metrics/evaluation/val_loss"
+    steps = [step for _, step, _, metric, _ in read_run(tmp_path / "run").points if metric == name]
+    assert steps == [2, 4, 7, 9]
