@@ -18,7 +18,7 @@ from ..errors import StateMutationError, library_warnings_ignored, listed
 from ..state import TrainingState, differing, digest_of
 from ..tensors import addresses, local_shards
 from .guardian import Objects
-from .watch_list import WatchList, in_flight, same_values
+from .watch_list import WatchList, same_values, step_tensors
 
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
 # map() with attrgetter is the fastest reader: 9 µs for 150 tensors, and as long again for their pointers.
@@ -196,7 +196,7 @@ class Tripwire:
         watch = self.watch
         pure = (*chain.from_iterable(watch.pure_views),)
         mixed = (*chain.from_iterable(watch.mixed_views),)
-        frequent = [*map(tuple, map(call, watch.tensor_readers)), *map(in_flight, watch.flights)]
+        frequent = [*map(tuple, map(call, watch.tensor_readers)), *map(step_tensors, watch.step_views)]
         temporary = [tensor for group in frequent for tensor in group if tensor is not None]
         tensors = [*pure, *watch.nested_tensors, *temporary]
         # Writes to the local shard of a DTensor do not increment the version counter of the DTensor itself.
@@ -237,7 +237,7 @@ class Tripwire:
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), previous, now, strict=False)
         changes = [watch.place(containers, old, names) for containers, old, new in tables if not same_values(old, new)]
-        frequent = zip((*watch.tensor_parts, *watch.flight_parts), previous[2:], now[2:], strict=False)
+        frequent = zip((*watch.tensor_parts, *watch.step_parts), previous[2:], now[2:], strict=False)
         changes += [part.label for part, old, new in frequent if not same_values(old, new)]
         if changes or len(previous[-1]) != len(now[-1]):
             return changes

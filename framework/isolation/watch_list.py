@@ -43,8 +43,8 @@ class WatchList:
         parts = [part for _, part in watched]
         self.tensor_parts = [part for part in parts if part.read_tensors is not None]
         self.tensor_readers = [part.read_tensors for part in parts if part.read_tensors is not None]
-        self.flight_parts = [part for part in parts if part.in_flight]
-        self.flights = [_value_views([*part.in_flight]) for part in self.flight_parts]
+        self.step_parts = [part for part in parts if part.step_tensors]
+        self.step_views = [_value_views([*part.step_tensors]) for part in self.step_parts]
         self.value_parts = [part for part in parts if part.read_values is not None]
         self.value_readers = [part.read_values for part in parts if part.read_values is not None]
         self.getter_parts = [part for part in parts if part.getters]
@@ -170,7 +170,7 @@ class WatchList:
         return "a container"
 
 
-def in_flight(views: Sequence[Iterable[Any]]) -> tuple[Tensor, ...]:
+def step_tensors(views: Sequence[Iterable[Any]]) -> tuple[Tensor, ...]:
     """Return the tensors of a step, such as batch, losses and gradients, in the values of some dicts, given as views.
 
     Nearly every value is a tensor, or a tuple or dict of plain tensors; only other batches are walked completely.

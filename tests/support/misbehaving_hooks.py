@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from loopscope.isolation.watch_list import in_flight
+from loopscope.isolation.watch_list import step_tensors
 from loopscope.state import TrainingState
 from loopscope.training import TrainingTask, forward_backward, update
 from torch import Tensor, nn
@@ -211,7 +211,7 @@ def write_to_the_kept_gradients(scene):
 
 @mutation(DETECTED_BY_TRIPWIRE)
 def write_to_everything_in_flight(scene):
-    for tensor in in_flight([vars(scene.state.loop).values()]):
+    for tensor in step_tensors([vars(scene.state.loop).values()]):
         tensor.mul_(2)
 
 
