@@ -55,7 +55,7 @@ class Shown:
         self._progress: Progress = console.strategy_started(run, self._task, hooks) if console else NoProgress()
         self._work = HeavyWork()
         for owner, names in [
-            (self._progress, ["step", "evaluated"]),
+            (self._progress, ["step", "report_evaluation"]),
             *((sink, ["emit", "snapshot"]) for sink in sinks),
         ]:
             vars(owner).update({name: self._work.timed(attrgetter(name)(owner)) for name in names})

@@ -368,7 +368,7 @@ def test_overflow_ledger_continues_after_split(tmp_path):
             path, state, manager.hooks.state_dict(), manager.isolation.run_streams))  # fmt: skip
         step_loop(task, manager, pauses=pauses)
         manager.end("completed")
-        return manager.hooks.tables["gradient_overflow"], hooks[1].state_dict()["count_sums"]["gradients"]
+        return manager.hooks.tables["gradient_overflow"], hooks[1].state_dict()["ledgers"]["gradients"]
 
     (whole, sums_of_counts), (resumed, after) = run(tmp_path / "4.pt", True), run(tmp_path / "4.pt", False)
     assert any("factors" in layer for layer in sums_of_counts["layers"])
