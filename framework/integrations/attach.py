@@ -80,7 +80,7 @@ def attach(
         sinks: the destinations of metrics, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``) or as objects.
         loop: whether the loop counts epochs (``epoch``) or steps (``step``), which decides where hooks fire.
         length: the number of epochs or steps of the complete training, if known.
-        log_every: steps between deliveries of step metrics; in the step loop also the interval of means.
+        log_every: steps between deliveries of step metrics.
         snapshot_every: epochs (default 1) or steps (default 1,000) between two SNAPSHOTs.
         seed: the seed of the hooks' random streams.
         audit: compare every byte of the training state before and after every call of a hook.

@@ -46,8 +46,9 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group, with the initial learning rate if a scheduler has changed it."""
     options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
     options["lr"] = group.get("initial_lr", group.get("lr"))
-    plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in options.items()}
-    return {("learning_rate" if name == "lr" else name): value for name, value in plain.items()}
+    # Tensors of several elements, such as a mask, are no settings; plain_json() turns single elements into numbers.
+    single = {name: value for name, value in options.items() if not isinstance(value, Tensor) or value.numel() == 1}
+    return {("learning_rate" if name == "lr" else name): value for name, value in single.items()}
 
 
 def _rows(batch: Batch | None) -> int | None:

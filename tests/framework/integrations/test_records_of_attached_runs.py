@@ -52,6 +52,20 @@ def test_record_knows_settings_of_the_training(tmp_path):
     assert record.items() >= expected.items()
 
 
+def test_odd_options_of_an_optimizer_are_recorded(tmp_path):
+    """A learning rate may be a tensor; tensors of several elements are left out."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    optimizer.param_groups[0] |= {"mask": torch.ones(3), "extra": None}
+    with attach(model, optimizer, hooks=["norms"], out=tmp_path, display="none") as scope:
+        for x in scope.batches([torch.ones(3, 2)]):
+            scope.backward(model(x).sum())
+            optimizer.step()
+    training = json.loads((tmp_path / "experiment_config.json").read_text())["training"]
+    assert (training["learning_rate"], training["extra"]) == (pytest.approx(0.1), None)
+    assert "mask" not in training
+
+
 def test_seed_is_the_first_that_is_known():
     torch.manual_seed(7)
     assert (seed_of({"seed": 3}, 4), seed_of({}, 4), seed_of({}, 0)) == (3, 4, 7)
