@@ -17,7 +17,7 @@ from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedu
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
 from .attach_options import AttachOptions, DisplayMode, HookChoice
-from .attached_run import AttachedRun
+from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
 from .model_wrappers import unwrap
 from .scope import Scope
@@ -175,8 +175,8 @@ def _attach_to_loop(
             "experiment, or use an optimizer that takes no closure."
         )
     missing = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
-    run = AttachedRun(options, options.lacks(**missing))
+    attached = AttachedLoop(options, options.lacks(**missing))
     model, replica, compiled = unwrap(target)
     parts = {"scheduler": scheduler, "scaler": scaler, "replica": replica, "compiled": compiled}
-    run.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
-    return Scope(run, CustomLoop(run, accumulate, accelerator), accumulate)
+    attached.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
+    return Scope(attached, CustomLoop(attached, accumulate, accelerator), accumulate)

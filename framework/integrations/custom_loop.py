@@ -13,7 +13,7 @@ from ..data import Batch, MicroBatches
 from ..errors import RunNotice, UsageError, listed, require
 from ..hooks import HookPoint, InterventionHook
 from ..state import Transient
-from .attached_run import AttachedRun
+from .attached_loop import AttachedLoop
 from .gradient_unscaling import unscaled_gradients
 
 BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
@@ -53,11 +53,11 @@ class CustomLoop(Transient):
     In a loop of Accelerate, the ``accelerator`` runs backward and decides when a step is complete.
     """
 
-    def __init__(self, run: AttachedRun, accumulate: int, accelerator: AcceleratorLike | None) -> None:
-        self._run, self._accumulate, self._accelerator = run, accumulate, accelerator
-        self._driver = run.driver
-        self._optimizer: Optimizer = run.driver.task.optimizer
-        self._scaler = run.driver.task.scaler
+    def __init__(self, attached: AttachedLoop, accumulate: int, accelerator: AcceleratorLike | None) -> None:
+        self._attached, self._accumulate, self._accelerator = attached, accumulate, accelerator
+        self._driver = attached.driver
+        self._optimizer: Optimizer = attached.driver.task.optimizer
+        self._scaler = attached.driver.task.scaler
         self._parts = MicroBatches()
         self._losses: list[Tensor] = []
         self._index = 0
@@ -76,8 +76,8 @@ class CustomLoop(Transient):
 
         ``steps`` is the number of steps per epoch; ``others`` are the step's remaining micro-batches, if available.
         """
-        run = self._run
-        if not run.is_started:
+        attached = self._attached
+        if not attached.is_started:
             self._start(batch, steps)
         if self._is_complete:
             self._warn_once(
@@ -91,7 +91,7 @@ class CustomLoop(Transient):
         self.run_deferred_work()
         if not self._is_in_epoch:
             self._is_in_epoch, self._index = True, 0
-            if run.manager.counts_epochs:  # in the step loop, sums continue across epochs
+            if attached.manager.counts_epochs:  # in the step loop, sums continue across epochs
                 with self._hook_calls:
                     self._driver.begin_epoch(snapshot_follows=True)
         del self._parts[len(self._losses) :]  # the loop has dropped a batch before its backward pass
@@ -104,24 +104,24 @@ class CustomLoop(Transient):
             self._driver.begin_step(self._batch, self._index)
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
-        self._run.start(batch, steps, self.close)
-        self._is_in_epoch, self._is_data_exhausted, self._index = self._run.place.get("loop", (False, False, 0))
+        self._attached.start(batch, steps, self.close)
+        self._is_in_epoch, self._is_data_exhausted, self._index = self._attached.place.get("loop", (False, False, 0))
         # The state may have been saved within the loop body after the last step of an epoch.
         self._is_data_exhausted = self._is_data_exhausted or (self._is_in_epoch and self._index == steps)
 
     def end_of_data(self, steps: int | None) -> None:
         """Note the end of an epoch's data; the epoch ends at the start of the next one, or at ``epoch_end``."""
-        if self._run.place and not self._run.is_started:  # resumed in an epoch without remaining batches
+        if self._attached.place and not self._attached.is_started:  # resumed in an epoch without remaining batches
             self._start(None, steps)
         self._is_data_exhausted = self._is_in_epoch
 
     def next_position(self) -> tuple[int, int]:
         """Return the epoch and the index of the micro-batch with which the next pass over the data starts."""
-        run = self._run
-        if run.is_started or not run.place:
+        attached = self._attached
+        if attached.is_started or not attached.place:
             return self._driver.loop.epoch + self._is_in_epoch, 0
-        in_epoch, is_passed, index = run.place["loop"]
-        epoch = run.stored_epoch
+        in_epoch, is_passed, index = attached.place["loop"]
+        epoch = attached.stored_epoch
         return (epoch, index * self._accumulate) if in_epoch and not is_passed else (epoch + in_epoch, 0)
 
     @property
@@ -147,7 +147,7 @@ class CustomLoop(Transient):
             owner = self._driver.task if self._accelerator is None else self._accelerator
             owner.backward(loss, retain_graph=retain_graph)
         except RuntimeError as error:
-            hooks = self._run.manager.hooks
+            hooks = self._attached.manager.hooks
             acting = next((hook.name for hook in hooks if isinstance(hook, InterventionHook) and hook.mutates), "")
             if acting and "modified by an inplace operation" in str(error):
                 raise UsageError(
@@ -175,7 +175,7 @@ class CustomLoop(Transient):
         if self._has_deferred_work:
             self._has_deferred_work = False
             with self._hook_calls:
-                self._run.after_step()
+                self._attached.after_step()
 
     def _finish_step(self) -> None:
         """End a step that is still open, without an update."""
@@ -192,30 +192,30 @@ class CustomLoop(Transient):
         if self._is_in_epoch:
             self._is_in_epoch = self._is_data_exhausted = False
             with self._hook_calls:
-                self._run.after_epoch(numbers)
+                self._attached.after_epoch(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, between two steps."""
         require(not self._parts, "scope.state_dict() was called within a step; call it after optimizer.step().")
-        require(self._run.is_started, "scope.state_dict() was called before the first step; call it after one.")
+        require(self._attached.is_started, "scope.state_dict() was called before the first step; call it after one.")
         self.run_deferred_work()
-        self._run.place = {"loop": (self._is_in_epoch, self._is_data_exhausted, self._index)}
-        return self._run.state_dict()
+        self._attached.place = {"loop": (self._is_in_epoch, self._is_data_exhausted, self._index)}
+        return self._attached.state_dict()
 
     def close(self, status: str, error: BaseException | None = None) -> None:
         """End the current epoch, unless the loop has failed, then the run."""
         for handle in self._handles:
             handle.remove()
         try:
-            if status == "completed" and self._run.is_started:
+            if status == "completed" and self._attached.is_started:
                 self._finish_step()
-                if self._run.manager.counts_epochs:  # the step loop does not count an incomplete pass
+                if self._attached.manager.counts_epochs:  # the step loop does not count an incomplete pass
                     self.end_epoch({})
         except BaseException as raised:
             status, error = "failed", raised
             raise
         finally:
-            self._run.end(status, error)
+            self._attached.end(status, error)
 
     def _gradients_complete(self) -> None:
         losses = self._losses
@@ -224,7 +224,7 @@ class CustomLoop(Transient):
         unscaled = (
             NO_UNSCALING
             if self._scaler is None
-            else unscaled_gradients(self._driver.task, scales_back=self._run.keeps_gradients)
+            else unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
         )
         with self._hook_calls, unscaled as skipped:
             self._driver.after_backward(loss, skipped=skipped)
@@ -236,7 +236,7 @@ class CustomLoop(Transient):
         # calls it also for a step that it must skip.
         attributes = {} if self._scaler is None else vars(optimizer)
         is_skipped = attributes.get("found_inf") is not None and bool(attributes["found_inf"])
-        if self._hook_calls.is_on or self._run.is_closed or is_skipped:
+        if self._hook_calls.is_on or self._attached.is_closed or is_skipped:
             return
         if (len(inputs) > 1 or options) and any(value is not None for value in (*inputs[1:], *options.values())):
             raise UsageError(
@@ -256,7 +256,9 @@ class CustomLoop(Transient):
         self._is_updating = self._is_complete or self._is_bare
         if self._is_updating:
             is_scaled, task = attributes.get("grad_scale") is not None, self._driver.task
-            unscaled = unscaled_gradients(task, scales_back=self._run.keeps_gradients) if is_scaled else NO_UNSCALING
+            unscaled = (
+                unscaled_gradients(task, scales_back=self._attached.keeps_gradients) if is_scaled else NO_UNSCALING
+            )
             with self._hook_calls, unscaled:
                 self._driver.before_update()
 
@@ -274,13 +276,13 @@ class CustomLoop(Transient):
 
     def _begin_bare_step(self) -> None:
         """Start a step of a loop that called optimizer.step() without the calls of the scope."""
-        run = self._run
-        if not run.is_started:
-            hooks = run.manager.hooks
+        attached = self._attached
+        if not attached.is_started:
+            hooks = attached.manager.hooks
             reason = "loop only calls optimizer.step()"
             hooks.restrict_to(BARE_POINTS, f"this {reason}; {ADVICE}.")
             disabled = listed([*hooks.failures.left_out]) or "none"
-            run.start(None, None, self.close)
+            attached.start(None, None, self.close)
             self._is_bare = True
             message = (
                 f"This {reason}, so hooks see only its updates; disabled hooks: {disabled}. To use them, {ADVICE}."

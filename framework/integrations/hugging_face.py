@@ -23,7 +23,7 @@ from ..errors import UsageError, notice, require
 from ..state import Transient
 from ..training import takes_closure
 from .attach_options import AttachOptions, steps_in
-from .attached_run import AttachedRun
+from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
 from .logger_sink import route_through_trainer
 from .model_wrappers import temporary_attribute, unwrap
@@ -52,8 +52,8 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     """Attach hooks to a Trainer before its training; raise :class:`UsageError` for an unsupported one."""
     missing = [name for name in REQUIRED_METHODS if not callable(getattr(trainer, name, None))]
     require(not missing, f"This Trainer has no {', '.join(missing)}, which attach requires; {TESTED} has them.")
-    attached = any(isinstance(callback, TrainerEvents) for callback in trainer.callback_handler.callbacks)
-    require(not attached, "A run is already attached to this Trainer; use the scope that the first attach returned.")
+    is_attached = any(isinstance(callback, TrainerEvents) for callback in trainer.callback_handler.callbacks)
+    require(not is_attached, "A run is already attached to this Trainer; use the scope that the first attach returned.")
     has_many_devices = trainer.args.n_gpu > 1
     require(
         not has_many_devices,
@@ -66,11 +66,11 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     require(not restarts, "auto_find_batch_size may restart the training; set the batch size to attach hooks.")
     lacks = {need: advice for need, advice in options.lacks().items() if need != "needs_loss"}
     events = TrainerEvents(trainer)
-    run = AttachedRun(route_through_trainer(options, events.log), lacks, Path(trainer.args.output_dir), bar=False)
-    events.run = run
+    attached = AttachedLoop(route_through_trainer(options, events.log), lacks, Path(trainer.args.output_dir), bar=False)
+    events.attached = attached
     trainer.add_callback(events)
     trainer.train = wraps(trainer.train)(partial(events.training, trainer.train))  # type: ignore[method-assign]
-    return AttachedScope(run)
+    return AttachedScope(attached)
 
 
 def trainer_settings(arguments: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def trainer_settings(arguments: Any) -> dict[str, Any]:
 class TrainerEvents(TrainerCallback):
     """Passes a Trainer's events and method calls to a :class:`.CustomLoop`."""
 
-    run: AttachedRun
+    attached: AttachedLoop
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -125,16 +125,18 @@ class TrainerEvents(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Create the run, now that the Trainer has prepared model and optimizer."""
-        trainer, run = self._trainer, self.run
-        require(not run.is_closed, "This run is closed; attach again, with another out=, before the next training.")
+        trainer, attached = self._trainer, self.attached
+        require(
+            not attached.is_closed, "This run is closed; attach again, with another out=, before the next training."
+        )
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         if takes_closure(optimizer):
             raise UsageError(f"{type(optimizer).__name__} needs a closure, which a Trainer does not provide.")
-        run.settings = trainer_settings(args)
+        attached.settings = trainer_settings(args)
         wrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
-        run.build(
+        attached.build(
             trainer.model,
             optimizer,
             scheduler=scheduler,
@@ -143,16 +145,16 @@ class TrainerEvents(TrainerCallback):
             replica=unwrap(trainer.model_wrapped)[1],
             accumulate=args.gradient_accumulation_steps,
             compiled=wrapped is not trainer.model,
-            length=int(state.num_train_epochs if run.options.loop == "epoch" else state.max_steps),
+            length=int(state.num_train_epochs if attached.options.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
         for path in [*checkpoint_folders(self._stored)][:1] if self._stored is not None else ():
-            task, checkpoint = run.driver.task, open_checkpoint(path)
+            task, checkpoint = attached.driver.task, open_checkpoint(path)
             is_shared = checkpoint.is_of_ranks
             content = read_content(checkpoint, task.model, task.ranks) if is_shared else checkpoint.content()
-            run.load_state_dict({name: value for name, value in content.items() if name != FRESH_STREAMS})
+            attached.load_state_dict({name: value for name, value in content.items() if name != FRESH_STREAMS})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
-        self._loop = CustomLoop(run, args.gradient_accumulation_steps, None)
+        self._loop = CustomLoop(attached, args.gradient_accumulation_steps, None)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Note the end of the epoch's data; the epoch ends when the next one starts, after its evaluation."""
@@ -162,12 +164,12 @@ class TrainerEvents(TrainerCallback):
         """End the last epoch at the last log of the training, before the Trainer may load the best weights."""
         if "train_runtime" in (logs or {}):
             self._active_loop.end_epoch({})
-            if self.run.is_started:
-                self.run.end_training()
+            if self.attached.is_started:
+                self.attached.end_training()
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Write the hooks' states of all ranks into the Trainer's checkpoint, if all ranks see its folder."""
-        folder, task = Path(args.output_dir) / f"checkpoint-{state.global_step}", self.run.driver.task
+        folder, task = Path(args.output_dir) / f"checkpoint-{state.global_step}", self.attached.driver.task
         if task.ranks.agree(not folder.is_dir()):
             return
         writer, manifest = CheckpointWriter(folder / STATE, 1, task.ranks), {"step": state.global_step, "score": None}
@@ -196,12 +198,12 @@ class TrainerEvents(TrainerCallback):
 
     def _on_evaluation(self, evaluate: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Evaluate in isolation from the run, and show the numbers to hooks."""
-        run = self.run
-        with run.evaluating(self._trainer.model):
+        attached = self.attached
+        with attached.evaluating(self._trainer.model):
             result = evaluate(*inputs, **options)
-        if isinstance(result, dict) and run.is_built:
+        if isinstance(result, dict) and attached.is_built:
             numbers = {name: value for name, value in result.items() if isinstance(value, (int, float))}
-            run.driver.record_evaluation(
+            attached.driver.record_evaluation(
                 {name: value for name, value in numbers.items() if not name.endswith(COST_SUFFIXES)}
             )
         return result

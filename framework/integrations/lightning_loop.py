@@ -16,7 +16,7 @@ from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, UsageError, require
 from ..state import Transient
 from ..training import is_skipped, takes_closure
-from .attached_run import AttachedRun
+from .attached_loop import AttachedLoop
 from .gradient_unscaling import unscaled_gradients
 from .model_wrappers import temporary_attribute, unwrap
 
@@ -31,9 +31,9 @@ class LightningLoop(Transient):
 
     state_key = "loopscope"
 
-    def __init__(self, trainer: Any, run: AttachedRun) -> None:
+    def __init__(self, trainer: Any, attached: AttachedLoop) -> None:
         super().__init__()
-        self._trainer, self._run = trainer, run
+        self._trainer, self._attached = trainer, attached
         self._contexts = ExitStack()
         self._stage = ""  # of the step: "" between steps, then open, complete and updating, or skipped
         self._parts = MicroBatches()
@@ -47,7 +47,7 @@ class LightningLoop(Transient):
     @property
     def is_closed(self) -> bool:
         """Whether the run is closed."""
-        return self._run.is_closed
+        return self._attached.is_closed
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Wrap clipping and validation, which have no events; refuse modules whose steps hooks cannot follow."""
@@ -75,46 +75,46 @@ class LightningLoop(Transient):
 
     def _start(self, batch: Batch) -> None:
         """Build and start the run before the first step, with its batch."""
-        trainer, run = self._trainer, self._run
+        trainer, attached = self._trainer, self._attached
         module, per_step = trainer.lightning_module, trainer.accumulate_grad_batches
         require(batch is not None, "training_step takes dataloader_iter, so hooks see no batch; make it take a batch.")
         schedulers = trainer.lr_scheduler_configs
-        run.settings = fit_settings(trainer, module)
-        run.build(
+        attached.settings = fit_settings(trainer, module)
+        attached.build(
             module,
             trainer.optimizers[0],
             scheduler=schedulers[0].scheduler if schedulers else None,
             scaler=vars(trainer.precision_plugin).get("scaler"),
-            loss=run.options.loss or self._loss,
+            loss=attached.options.loss or self._loss,
             replica=unwrap(trainer.strategy.model)[1],
             accumulate=per_step,
             compiled=module._compiler_ctx is not None,
             scheduler_interval=schedulers[0].interval if schedulers else "epoch",
         )
         if self._stored:
-            run.load_state_dict(self._stored)
+            attached.load_state_dict(self._stored)
         batches = trainer.num_training_batches
-        run.start(batch, ceil(batches / per_step) if isfinite(batches) else None, self._finish)
-        self._is_in_epoch, self._index, within, evaluation = run.place.get("loop", (False, 0, False, {}))
-        run.driver.loop.step -= within  # Lightning's checkpoints have no gradients, so the step is repeated
+        attached.start(batch, ceil(batches / per_step) if isfinite(batches) else None, self._finish)
+        self._is_in_epoch, self._index, within, evaluation = attached.place.get("loop", (False, 0, False, {}))
+        attached.driver.loop.step -= within  # Lightning's checkpoints have no gradients, so the step is repeated
         if evaluation := self._numbers or evaluation:
-            run.driver.record_evaluation(evaluation)
+            attached.driver.record_evaluation(evaluation)
         self._numbers, self._state = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of hooks, sinks and loop on all ranks, for Lightning's checkpoint."""
-        if not self._run.is_started:
+        if not self._attached.is_started:
             return self._state
-        state, task = self._rank_state(), self._run.driver.task
+        state, task = self._rank_state(), self._attached.driver.task
         if not task.ranks.are_many:
             return state
         return gather_tensors(flatten_state(state, task.model, task.ranks), task.ranks)
 
     def _rank_state(self) -> dict[str, Any]:
-        if self._state or not self._run.is_started:
+        if self._state or not self._attached.is_started:
             return self._state
-        self._run.place = self._place
-        return self._run.state_dict()
+        self._attached.place = self._place
+        return self._attached.state_dict()
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -146,16 +146,16 @@ class LightningLoop(Transient):
             if not isinstance(error, LoopscopeError):
                 self._state = self._rank_state()
         finally:
-            if self._run.is_built:
-                self._run.end(status, error)
+            if self._attached.is_built:
+                self._attached.end(status, error)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Batch, batch_idx: int) -> None:
         """Start a step with its first micro-batch, or continue it with the next one."""
         if not self._is_on:
             return
-        if not self._run.is_started:
+        if not self._attached.is_started:
             self._start(batch)
-        driver = self._run.driver
+        driver = self._attached.driver
         if self._is_in_epoch and batch_idx == 0:  # the checkpoint was between the last step and the end of its epoch
             self._end_epoch()
         if not self._is_in_epoch:
@@ -172,16 +172,16 @@ class LightningLoop(Transient):
     def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
         """Record the unscaled loss of a micro-batch, which Lightning has divided by their number and scaled."""
         if self._stage == "open":
-            scaler = self._run.driver.task.scaler
+            scaler = self._attached.driver.task.scaler
             self._losses.append(loss.detach() if scaler is None else loss.detach() / scaler.get_scale())
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Show hooks the complete gradients before clipping."""
         if self._stage != "open" or not self._losses:
             return
-        driver, losses = self._run.driver, self._losses
+        driver, losses = self._attached.driver, self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        with unscaled_gradients(driver.task, scales_back=self._run.keeps_gradients) as overflowed:
+        with unscaled_gradients(driver.task, scales_back=self._attached.keeps_gradients) as overflowed:
             skipped = overflowed or is_skipped(driver.task)
             self._stage = "skipped" if skipped else "complete"
             driver.after_backward(loss, skipped=skipped)
@@ -191,29 +191,29 @@ class LightningLoop(Transient):
         clip(*inputs, **options)
         if self._stage == "complete":
             self._stage = "updating"
-            with unscaled_gradients(self._run.driver.task, scales_back=self._run.keeps_gradients):
-                self._run.driver.before_update()
+            with unscaled_gradients(self._attached.driver.task, scales_back=self._attached.keeps_gradients):
+                self._attached.driver.before_update()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """End the step after its last micro-batch; schedulers with a step interval have already stepped."""
         # Private: Lightning's own test of whether further micro-batches of this step follow.
         if self._is_on and self._stage and not trainer.fit_loop._should_accumulate():
-            self._run.driver.after_update(skipped=self._stage != "updating")
+            self._attached.driver.after_update(skipped=self._stage != "updating")
             self._forget_step()
             self._index += 1
-            self._run.after_step()
+            self._attached.after_step()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """End the epoch, after its validation."""
-        if self._is_on and self._is_in_epoch and self._run.is_started:
+        if self._is_on and self._is_in_epoch and self._attached.is_started:
             self._end_epoch()
 
     def _end_epoch(self) -> None:
         if self._stage:  # the module's on_train_batch_start has ended the epoch before the step was complete
             self._forget_step()
-            self._run.driver.loop.step -= 1
+            self._attached.driver.loop.step -= 1
         self._is_in_epoch = False
-        self._run.after_epoch({})
+        self._attached.after_epoch({})
 
     def _forget_step(self) -> None:
         self._stage, self._parts, self._losses = "", MicroBatches(), []
@@ -224,20 +224,20 @@ class LightningLoop(Transient):
             # Private: `callback_metrics` would also contain the numbers of the training.
             metrics = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"]
             self._numbers = {name: value.item() for name, value in metrics.items()}
-            if self._run.is_started:
+            if self._attached.is_started:
                 self._state = self._state | {"place": self._place}
 
     def _validate(self, validate: Callable[[], Any]) -> Any:
         """Call ``validate`` so that it cannot change the training."""
-        run, module = self._run, self._trainer.lightning_module
+        attached, module = self._attached, self._trainer.lightning_module
         self._state = self._rank_state()  # a checkpoint may be written during the validation
         try:
-            with run.evaluating(module):
+            with attached.evaluating(module):
                 result = validate()
         finally:
             self._state = {}
-        if self._numbers and run.is_started:
-            run.driver.record_evaluation(self._numbers)
+        if self._numbers and attached.is_started:
+            attached.driver.record_evaluation(self._numbers)
             self._numbers = {}
         return result
 

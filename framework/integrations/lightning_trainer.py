@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import require
 from ..state import Transient
 from .attach_options import AttachOptions
-from .attached_run import AttachedRun
+from .attached_loop import AttachedLoop
 from .lightning_loop import LightningLoop, check_names
 from .logger_sink import route_through_trainer
 from .scope import AttachedScope
@@ -40,12 +40,12 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     advice = "take steps of one batch: accumulate_grad_batches=1"
     lacks = options.lacks(**({} if trainer.accumulate_grad_batches == 1 else {"needs_next_batch": advice}))
     lacks.pop("needs_loss", None)
-    run = AttachedRun(options, lacks, Path(trainer.log_dir or trainer.default_root_dir), bar=False)
+    attached = AttachedLoop(options, lacks, Path(trainer.log_dir or trainer.default_root_dir), bar=False)
     saver = import_module(f"{package}.callbacks").Checkpoint
     others = [callback for callback in trainer.callbacks if not isinstance(callback, (LightningLoop, saver))]
     savers = [callback for callback in trainer.callbacks if isinstance(callback, saver)]  # last, as Lightning orders
-    trainer.callbacks = [*others, _callback_class(package)(trainer, run), *savers]
-    return AttachedScope(run)
+    trainer.callbacks = [*others, _callback_class(package)(trainer, attached), *savers]
+    return AttachedScope(attached)
 
 
 def _refuse(trainer: Any, package: str) -> None:

@@ -17,7 +17,7 @@ from ..data import Loader
 from ..errors import UsageError, require
 from ..hooks import HookPoint
 from .attach_options import steps_in
-from .attached_run import AttachedRun
+from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
 from .model_wrappers import unchanged_replica
 
@@ -28,30 +28,30 @@ Result = TypeVar("Result")
 class AttachedScope(JupyterMixin):
     """A view of the hooks attached to a training: folder, hooks and newest metrics; notebooks show it as a table."""
 
-    def __init__(self, run: AttachedRun) -> None:
-        self._run = run
+    def __init__(self, attached: AttachedLoop) -> None:
+        self._attached = attached
 
     @property
     def folder(self) -> Path:
         """The folder of the run, readable by ``loopscope ls``, ``show`` and ``plot``."""
-        return self._run.folder.path
+        return self._attached.path
 
     @property
     def hooks(self) -> list[str]:
         """The names of the active hooks; empty until the run has its model."""
-        return [hook.name for hook in self._run.manager.hooks] if self._run.is_built else []
+        return [hook.name for hook in self._attached.manager.hooks] if self._attached.is_built else []
 
     def last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
         """Return the newest metrics by full name, of one hook point or all, with tensors as numbers."""
-        newest = self._run.manager.dispatch.last(point) if self._run.is_built else {}
+        newest = self._attached.manager.dispatch.last(point) if self._attached.is_built else {}
         return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
 
     def __rich__(self) -> Group:
         """Return the run's progress and its newest numbers as a table."""
-        run, status = self._run, "not started"
-        if run.is_started:
-            loop = run.manager.state.loop
-            status = f"{'closed' if run.is_closed else 'running'}, epoch {loop.epoch}, step {loop.step}"
+        attached, status = self._attached, "not started"
+        if attached.is_started:
+            loop = attached.manager.state.loop
+            status = f"{'closed' if attached.is_closed else 'running'}, epoch {loop.epoch}, step {loop.step}"
         table = Table("metric", "value")
         for name, value in self.last_metrics().items():
             if isinstance(value, (int, float)):
@@ -73,8 +73,8 @@ class Scope(AttachedScope):
                 optimizer.zero_grad()
     """
 
-    def __init__(self, run: AttachedRun, loop: CustomLoop, accumulate: int) -> None:
-        super().__init__(run)
+    def __init__(self, attached: AttachedLoop, loop: CustomLoop, accumulate: int) -> None:
+        super().__init__(attached)
         self._loop, self._accumulate = loop, accumulate
 
     def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
@@ -84,7 +84,7 @@ class Scope(AttachedScope):
         epoch, and in a resumed run starts within it. The epoch ends at :meth:`epoch_end`, or when the next one starts.
         """
         self._require_open()
-        if self._run.is_started:
+        if self._attached.is_started:
             self._loop.end_epoch({})
         steps = steps_in(loader, self._accumulate)
         if isinstance(loader, Loader):
@@ -114,11 +114,11 @@ class Scope(AttachedScope):
         this, and their hooks receive the means.
         """
         self._require_open()
-        run = self._run
-        with unchanged_replica(run.driver.task.replica):
-            result = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
+        attached = self._attached
+        with unchanged_replica(attached.driver.task.replica):
+            result = attached.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
         if isinstance(result, Mapping) and result and all(isinstance(item, (int, float)) for item in result.values()):
-            run.driver.record_evaluation(result)
+            attached.driver.record_evaluation(result)
         return result
 
     def epoch_end(self, **metrics: float | Tensor) -> None:
@@ -138,7 +138,7 @@ class Scope(AttachedScope):
         On several ranks it contains only tensors, for ``torch.distributed.checkpoint.save``, and all ranks call it.
         With ``of``, the metadata of such a checkpoint, it contains empty tensors to load the state under ``key`` into.
         """
-        task = self._run.driver.task
+        task = self._attached.driver.task
         if of is None and not task.ranks.are_many:
             return self._loop.state_dict()
         if of is not None:
@@ -151,14 +151,14 @@ class Scope(AttachedScope):
         With another number of ranks all resume from the state of the first rank; tensors that belong to parameters are
         laid out like these.
         """
-        self._run.load_state_dict(state)
+        self._attached.load_state_dict(state)
 
     def close(self, status: str = "completed", error: BaseException | None = None) -> None:
         """End the run: deliver all metrics and write the summary; further calls do nothing."""
         self._loop.close(status, error)
 
     def _require_open(self) -> None:
-        require(not self._run.is_closed, "This scope is closed; attach a new one for more training.")
+        require(not self._attached.is_closed, "This scope is closed; attach a new one for more training.")
 
     def __enter__(self) -> Self:
         """Return the scope, which is closed after the body."""

@@ -14,18 +14,18 @@ from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, forward_emits
 from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
+from .run import Display, Run, create_manager
 from .task_building import build_run
 from .session import Session, StrategyPlan
-from .strategy_run import Display
-from .summaries import build_summary
 from .validation import DivergedError, Stretch
 
 __all__ = [
     "ATTACHED", "CONFIG", "EXPLANATION", "REWINDS", "SUMMARY", "Completed", "Display", "DivergedError",
-    "ExperimentConfig", "ExperimentRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags",
+    "ExperimentConfig", "ExperimentRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "Run", "RunFlags",
     "RunFolder", "RunOptions", "RunRecord", "RunSettings", "Session", "StrategyPlan", "Stretch",
     "allowed_words", "build_run",
-    "build_summary", "check_device", "checked_fields", "describe_type", "differences", "environment", "field_names",
+    "check_device", "checked_fields", "create_manager", "describe_type", "differences",
+    "environment", "field_names",
     "forward_emits", "load_reference", "read_initial", "read_outcome", "read_provenance", "read_status", "require",
     "run_folders", "union_members", "versions",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -48,27 +49,40 @@ def find_checkpoint(folder: RunFolder, expected: RunRecord) -> Checkpoint | None
     return checkpoint
 
 
-def resume_run(manager: HookManager, checkpoint: Checkpoint) -> None:
-    """Restore a newly built run from a checkpoint.
+@dataclass(frozen=True)
+class ResumedRun:
+    """The state of a run in a checkpoint, for the run that resumes from it."""
 
-    Digests detect damaged bytes; the checks here detect content that no run has written.
+    checkpoint: Checkpoint
 
-    Raises:
-        UsageError: for a checkpoint with missing, invalid or contradictory entries.
-    """
-    checked_fields(checkpoint.manifest, MANIFEST_TYPES, checkpoint.folder / MANIFEST)
-    path, content = checkpoint.folder / STATE, read_content(checkpoint, manager.state.model, manager.task.ranks)
-    stored = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
-    checked_fields(content, {"state": Mapping[str, Any], **HOOK_TYPES}, path)
-    loop = content["state"].get("loop")
-    # An evaluation may return numbers of any type.
-    checked_fields(loop if isinstance(loop, Mapping) else {}, stored | {"evaluation": dict}, path)
-    for name, dimensions in {"running_loss": 0, "step_series": 2}.items():
-        if loop[name] is not None and loop[name].ndim != dimensions:
-            raise UsageError(f"{path} cannot be used: its field {name!r} must have {dimensions} dimensions.")
-    if (loop["epoch"], loop["step"]) != (checkpoint.manifest["epoch"], checkpoint.manifest["step"]):
-        raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
-    RunState(manager).restore(content, checkpoint.folder)
+    @property
+    def sinks(self) -> Mapping[str, Any]:
+        """The positions of the sinks in their files, by name."""
+        positions: Mapping[str, Any] = self.checkpoint.manifest["sinks"]
+        return positions
+
+    def restore(self, manager: HookManager) -> None:
+        """Restore a newly built run.
+
+        Digests detect damaged bytes; the checks here detect content that no run has written.
+
+        Raises:
+            UsageError: for a checkpoint with missing, invalid or contradictory entries.
+        """
+        checkpoint = self.checkpoint
+        checked_fields(checkpoint.manifest, MANIFEST_TYPES, checkpoint.folder / MANIFEST)
+        path, content = checkpoint.folder / STATE, read_content(checkpoint, manager.state.model, manager.task.ranks)
+        stored = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
+        checked_fields(content, {"state": Mapping[str, Any], **HOOK_TYPES}, path)
+        loop = content["state"].get("loop")
+        # An evaluation may return numbers of any type.
+        checked_fields(loop if isinstance(loop, Mapping) else {}, stored | {"evaluation": dict}, path)
+        for name, dimensions in {"running_loss": 0, "step_series": 2}.items():
+            if loop[name] is not None and loop[name].ndim != dimensions:
+                raise UsageError(f"{path} cannot be used: its field {name!r} must have {dimensions} dimensions.")
+        if (loop["epoch"], loop["step"]) != (checkpoint.manifest["epoch"], checkpoint.manifest["step"]):
+            raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
+        RunState(manager).restore(content, checkpoint.folder)
 
 
 @contextmanager

@@ -9,10 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
-from ..engine import HookManager
 from ..errors import RunNotice, UsageError, notice, require
 from ..hooks import (
     ConfiguredHook,
@@ -33,9 +30,10 @@ from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .records import RunRecord, environment, seed_name
 from .reference import Reference, differences_from_run, find_reference, load_reference
 from .resume import MAY_DIFFER, check_environment, find_checkpoint
+from .run import Display, Run, create_manager
 from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
-from .strategy_run import Display, StrategyRun
+from .strategy_training import StrategyTraining
 from .task_building import build_run, chosen_strategies
 from .validation import EarlierRun, Stretch, rewind, validate
 
@@ -50,7 +48,6 @@ class StrategyPlan:
     folder: RunFolder
     record: RunRecord
     hooks: Sequence[ConfiguredHook]
-    guardian_device: torch.device | None
     left_out: Mapping[str, str]
     """The hooks of a group that could not be created, by name, with the reasons."""
     reference: Reference | None = None
@@ -90,8 +87,8 @@ class Session:
                     replace(plan, resumed=folder and open_checkpoint(folder), summary=summary)
                     for plan, (folder, summary) in zip(plans, main, strict=True)
                 ]
-            runs = session._runs([plan for plan in plans if plan.summary is None])
-            summaries = [plan.summary or next(runs).run() for plan in plans]
+            trainings = session._trainings([plan for plan in plans if plan.summary is None])
+            summaries = [plan.summary or next(trainings).train() for plan in plans]
         session.display.ended(summaries)
         return summaries
 
@@ -159,8 +156,8 @@ class Session:
             moved = [replace(folder, path=Path(temporary, folder.strategy, folder.path.name)) for folder in folders]
             pairs = zip(self._with_references(plans), moved, strict=True)
             plans = [replace(plan, folder=folder) for plan, folder in pairs]
-            runs = replace(self, make_sinks=list)._runs(plans)
-            return {run.folder.name: validate(run, earlier) for run, earlier in zip(runs, earlier_runs, strict=True)}
+            trainings = zip(replace(self, make_sinks=list)._trainings(plans), earlier_runs, strict=True)
+            return {training.folder.name: validate(training, earlier) for training, earlier in trainings}
 
     def rewind(self, stretch: Stretch, *, recorded: bool = True) -> tuple[Path, int, Sequence[int]]:
         """Train a stretch of a run again, from the nearest earlier checkpoint, with the hooks of this session.
@@ -185,9 +182,9 @@ class Session:
                 path = Path(contexts.enter_context(TemporaryDirectory())) / stretch.name
             folder = replace(plan.folder, path=path)
             folder.refuse_to_overwrite(allowed=True)  # an earlier rewind of the same steps is replaced
-            (run,) = self._runs([replace(plan, folder=folder)])
-            compared = rewind(run, stretch, earlier)
-            return path, run.resumed.step if run.resumed else 0, compared
+            (training,) = self._trainings([replace(plan, folder=folder)])
+            compared = rewind(training, stretch, earlier)
+            return path, training.resumed.step if training.resumed else 0, compared
 
     def _plans(self) -> list[StrategyPlan]:
         """Return the plan for every strategy and seed, after checking the experiment, the hooks and the devices."""
@@ -196,18 +193,14 @@ class Session:
         strategies = chosen_strategies(self.runner, options.strategies)
         left_out: dict[str, dict[str, str]] = {strategy: {} for strategy in strategies}
         hooks = self._build_hooks(strategies, left_out)
-        device = check_device(options.guardian_device) if options.guardian_device else None
+        if options.guardian_device:
+            check_device(options.guardian_device)
         configs = [replace(self.runner.config, seed=seed) for seed in options.seeds] or [self.runner.config]
         pairs = [(strategy, config) for config in configs for strategy in strategies]
-        return [self._plan(strategy, config, hooks[strategy], device, left_out[strategy]) for strategy, config in pairs]
+        return [self._plan(strategy, config, hooks[strategy], left_out[strategy]) for strategy, config in pairs]
 
     def _plan(
-        self,
-        strategy: str,
-        config: ExperimentConfig,
-        hooks: Sequence[ConfiguredHook],
-        device: torch.device | None,
-        left_out: Mapping[str, str],
+        self, strategy: str, config: ExperimentConfig, hooks: Sequence[ConfiguredHook], left_out: Mapping[str, str]
     ) -> StrategyPlan:
         """Return the plan for one strategy and seed, without parts that need the model."""
         options, name = self.options, self.runner.name
@@ -215,7 +208,7 @@ class Session:
         record = RunRecord.planned(hooks, options.on_hook_error, options.audit_hooks, **fields)
         path = (self._output_folder or Path(self.runner.config.output_dir)) / name / strategy
         folder = RunFolder(path / seed_name(config.seed) if options.seeds else path, strategy)
-        return StrategyPlan(config.seed, folder, record, hooks, device, left_out)
+        return StrategyPlan(config.seed, folder, record, hooks, left_out)
 
     def _build_hooks(
         self, strategies: Sequence[str], left_out: Mapping[str, MutableMapping[str, str]]
@@ -288,8 +281,8 @@ class Session:
             notice(f"{subject} may differ: {error}")
         return reference
 
-    def _runs(self, plans: Sequence[StrategyPlan]) -> Iterator[StrategyRun]:
-        """Build each run in turn, from the same state of the experiment and with reset hooks."""
+    def _trainings(self, plans: Sequence[StrategyPlan]) -> Iterator[StrategyTraining]:
+        """Build the training of each plan in turn, from the same state of the experiment and with reset hooks."""
         initial_state = deepcopy(call_method(self.runner, "state_dict"))
         for index, plan in enumerate(plans):
             config = replace(self.runner.config, seed=plan.seed)
@@ -297,31 +290,27 @@ class Session:
                 self.runner = type(self.runner)(config, self.runner.device)
                 initial_state = deepcopy(call_method(self.runner, "state_dict"))
             self.runner.load_state_dict(deepcopy(initial_state))
-            run = self._build(plan)
+            training = self._build(plan)
             if index:
-                run.manager.hooks.reset()
-            yield run
+                training.manager.hooks.reset()
+            yield training
 
-    def _build(self, plan: StrategyPlan) -> StrategyRun:
+    def _build(self, plan: StrategyPlan) -> StrategyTraining:
         runner, options = self.runner, self.options
         digest_every = 0 if options.digest_every is None and not self._keeps_metrics() else options.digest_every
         task, state = build_run(runner, plan.folder.strategy, options.parallel)
         weights, parameters = None, dict(state.model.named_parameters())
         if plan.reference is not None:  # complete tensors, while the parameters may be sharded
             weights = {name: laid_out_like(value, parameters[name]) for name, value in plan.reference.weights.items()}
-        manager = HookManager(
-            [item.hook for item in plan.hooks],
+        manager = create_manager(
+            options,
+            plan.hooks,
             task,
             state,
             loop=runner.loop,
             required=[*options.hooks, *runner.strategy_hooks(plan.folder.strategy)],
             left_out=plan.left_out,
             sinks=self.make_sinks() if self._output_folder is None else [],
-            on_error=options.on_hook_error,
-            audit=options.audit_hooks,
-            guardian_device=plan.guardian_device,
-            profile=options.profile_hooks,
-            offload_state=options.hook_offload_state,
             reference_weights=weights,
         )
         record = replace(plan.record, environment=environment(task.model, task.ranks))
@@ -330,11 +319,9 @@ class Session:
         every, keep = options.save_checkpoints, options.keep_checkpoints
         checkpoints = CheckpointPlan(every, options.checkpoint_every_steps, keep, digest_every)
         info = manager.run_info(runner.name, plan.folder.strategy, plan.folder.path)
-        run = StrategyRun(
-            info, runner, manager, plan.folder, record, self.display, checkpoints, self._signals, plan.resumed
-        )
-        run.reference = None if plan.reference is None else plan.reference.path
-        return run
+        run = Run(manager, plan.folder, record, info, self.display, compared_metrics=runner.compared_metrics)
+        reference = None if plan.reference is None else plan.reference.path
+        return StrategyTraining(run, runner, checkpoints, self._signals, plan.resumed, reference)
 
 
 def uses_reference(hook: TrainingHook | type[TrainingHook]) -> bool:

@@ -1,7 +1,6 @@
 """Training a run or a stretch of it again, with bitwise comparison to the checkpoints and digests of the first time."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from math import ceil
@@ -29,7 +28,7 @@ from ..state import LoopState
 from .records import RunRecord, differences, read_outcome
 from .resume import check_environment, refuse_another_run, refuse_other_data
 from .run_folder import RunFolder
-from .strategy_run import StrategyRun
+from .strategy_training import StrategyTraining
 
 
 class DivergedError(LoopscopeError):
@@ -124,16 +123,16 @@ class Validation:
             raise error
 
 
-def validate(run: StrategyRun, earlier: EarlierRun) -> Sequence[int]:
-    """Train a newly built run again from its start and return the steps at which it equals the earlier run.
+def validate(training: StrategyTraining, earlier: EarlierRun) -> Sequence[int]:
+    """Train a new run from its start and return the steps at which it equals the earlier run.
 
     Raises:
         DivergedError: if it differs, or ends before the last checkpoint or digest.
     """
-    validation = Validation(run.manager, earlier, run.record)
-    refuse_other_data(earlier.folder, earlier.record, run.record_rows())
-    run.folder.make()
-    run.retrain(validation)
+    validation = Validation(training.manager, earlier, training.run.record)
+    refuse_other_data(earlier.folder, earlier.record, training.record_rows())
+    training.folder.make()
+    training.retrain(validation)
     if missing := validation.missing():
         raise DivergedError(f"The run ended before the checkpoints or digests of these (epoch, step): {missing}.")
     return validation.steps()
@@ -171,14 +170,14 @@ class Stretch:
         return moments[max(between)] if between else None
 
 
-def rewind(run: StrategyRun, stretch: Stretch, earlier: EarlierRun) -> Sequence[int]:
+def rewind(training: StrategyTraining, stretch: Stretch, earlier: EarlierRun) -> Sequence[int]:
     """Train a stretch of an earlier run again, record its metrics, and return the compared steps.
 
     Raises:
         DivergedError: if it differs from the earlier run.
     """
-    folder, record, manager = earlier.folder, earlier.record, run.manager
-    refuse_other_data(folder, record, run.record_rows())
+    folder, record, manager = earlier.folder, earlier.record, training.manager
+    refuse_other_data(folder, record, training.record_rows())
     per_epoch = len(manager.task.loader) if manager.counts_epochs else 1
     outcome, last = read_outcome(folder), manager.task.length * per_epoch
     if outcome is not None:  # a failed run failed in the step after its last completed one
@@ -187,17 +186,20 @@ def rewind(run: StrategyRun, stretch: Stretch, earlier: EarlierRun) -> Sequence[
         require(step <= last, f"--{name} is {step:,}, but the last step of the run in {folder} is {last:,}.")
     new_hooks = {hook.name for hook in manager.hooks} - record.hooks.keys()
     if start := stretch.find_start(earlier.moments, per_epoch if new_hooks and manager.counts_epochs else None):
-        run.resumed = open_checkpoint(start)
+        training.resume_from(open_checkpoint(start))
     elif stretch.step > 1 and not stretch.from_start:
         steps = min(last, ceil(stretch.until / per_epoch) * per_epoch)
         is_comparable = any(step <= steps for _, step in (*earlier.moments, *earlier.digests))
         notice(_describe_cost(stretch, steps, outcome, is_comparable=is_comparable))
-    check_environment(run.resumed or record, run.record)
-    validation = Validation(manager, earlier, run.record, stretch.until)
-    with ExitStack() as contexts:
-        run.enter_new(contexts)
-        run.retrain(validation, recorded=True)
-    last = run.manager.state.loop.step
+    check_environment(training.resumed or record, training.run.record)
+    validation = Validation(manager, earlier, training.run.record, stretch.until)
+    try:
+        training.run.enter_folder()
+        training.claim()
+        training.retrain(validation, recorded=True)
+    finally:
+        training.run.release()
+    last = manager.state.loop.step
     require(last >= stretch.step, f"The run ended after step {last:,}, before step {stretch.step:,}.")
     return validation.steps()
 

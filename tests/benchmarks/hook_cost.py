@@ -16,7 +16,7 @@ from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
 from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, ModelDataContext, RunInfo, bulk_hooks, windows_for
 from loopscope.loops import epoch_loop
-from loopscope.runs import RunOptions, Session, strategy_run
+from loopscope.runs import RunOptions, Session, strategy_training
 from loopscope.runs.session import uses_reference
 from loopscope.tensors import copied, trainable
 from loopscope.training import forward_backward
@@ -75,7 +75,7 @@ def seconds(summary: Summary) -> float:
 
 def cpu_time(function: Callable[..., Summary], *arguments: Any, **options: Any) -> Summary:
     """Call a function in a separate process whose runs record CPU time instead of wall-clock time."""
-    with mock.patch.object(strategy_run, "perf_counter", clock):
+    with mock.patch.object(strategy_training, "perf_counter", clock):
         return function(*arguments, **options)
 
 

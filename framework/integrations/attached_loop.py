@@ -1,14 +1,11 @@
-"""A run of hooks in a custom loop or a Trainer: its hooks, its folder, its record and its display."""
+"""The transitions of a loop that is not loopscope's own: its hooks, its :class:`.Run`, and the end of its epochs."""
 
 import atexit
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -16,57 +13,37 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import state_for_rank, sync_path
+from ..checkpoints import state_for_rank
 from ..console import RunConsole
 from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
-from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, notice, require
-from ..hooks import ENDLESS, RunInfo, StatePart, treatments
+from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require
+from ..hooks import ENDLESS, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
-from ..runs import (
-    ATTACHED,
-    RunFolder,
-    RunRecord,
-    build_summary,
-    check_device,
-    environment,
-    load_reference,
-    read_provenance,
-)
-from ..state import RandomStreams, TrainingState, copy_of_batch
+from ..runs import ATTACHED, Run, RunRecord, create_manager, environment, load_reference, read_provenance
+from ..state import RandomStreams, TrainingState
 from ..tensors import resharded_afterwards
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
+from .attached_folder import FolderChoice
+from .attached_state import StoredState, state_of
 from .loop_settings import loop_settings, name_without_seed, seed_of
 from .model_wrappers import bypass_replica, check_optimizer, find_ranks, unchanged_replica
 
-STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "folder"}
-RUNS = "loopscope-runs"
-"""Default folder of runs; its name is no Python identifier, so that it cannot be imported by mistake."""
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
-"""Optimizers with an attached run."""
-_OPEN: "dict[Path, AttachedRun]" = {}
-"""Runs of this process that have started and are not closed, by folder."""
+"""Optimizers with an attached loop."""
+_OPEN: "dict[Path, AttachedLoop]" = {}
+"""Loops of this process whose runs have started and are not closed, by folder."""
 
 
-def _free_folders(parent: Path) -> Iterator[Path]:
-    """Yield folders ``run_N`` in ``parent``, numbered from one above the highest existing number."""
-    try:
-        names = [path.name for path in parent.iterdir()]
-    except OSError:  # the folder does not exist yet; an unwritable one is refused when the run starts
-        names = []
-    taken = [int(name.removeprefix("run_")) for name in names if re.fullmatch(r"run_\d+", name)]
-    yield from (parent / f"run_{number}" for number in count(max(taken, default=-1) + 1))
-
-
-class AttachedRun:
-    """A run of hooks in a loop that is not loopscope's, from the options to the summary.
+class AttachedLoop:
+    """A loop that is not loopscope's own, from the options of :func:`.attach` to the end of its run.
 
     Args:
         options: the options of :func:`.attach`.
@@ -77,6 +54,7 @@ class AttachedRun:
 
     manager: HookManager
     driver: Driver
+    run: Run
 
     def __init__(
         self, options: AttachOptions, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
@@ -87,28 +65,23 @@ class AttachedRun:
             if item.hook.name in self._required and (sentence := unmet_need(item.hook, lacks)):
                 raise UnsuitableError(sentence)
         self.treatments = treatments(item.hook for item in self._hooks)
-        self._trained_in = trained_in
-        numbered_in = (trained_in or Path()) / RUNS
-        self._numbered_in = None if options.out else numbered_in
-        self.folder = self._folder_at(Path(options.out or next(_free_folders(numbered_in))))
+        self._folder_choice = FolderChoice(options.out or None, trained_in)
         self._bar = bar
         self._progress: Progress = NoProgress()
         self._contexts = ExitStack()
-        self._stored: Mapping[str, Any] | None = None
-        self._reference: Mapping[str, Tensor] | None = None
+        self._stored: StoredState | None = None
         self._at_exit: Callable[[str], None] = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
         self.settings: Mapping[str, Any] = {}
         """Further settings for the record, such as the arguments of a Trainer."""
         self._accumulate = 1
-        self._first: Batch | None = None
         self.place: dict[str, Any] = {}
         """The position of the loop, in a form of the integration; part of the state."""
 
-    def _folder_at(self, path: Path) -> RunFolder:
-        """Return a folder for this run; the strategy is named after it, or after the Trainer's output folder."""
-        source = path if self.options.out or self._trained_in is None else self._trained_in
-        return RunFolder(path, source.absolute().name)
+    @property
+    def path(self) -> Path:
+        """The folder of the run, which all ranks know."""
+        return self._folder_choice.folder.path
 
     @preserved_streams()
     def build(
@@ -166,32 +139,26 @@ class AttachedRun:
         """Create the manager of the hooks, the display, and the reference solution."""
         options, is_recorded = self.options, any(sink.keeps for sink in self.options.create_sinks())
         self._console = RunConsole(options.display, recorded=is_recorded, warnings=RunNotice)
-        if options.reference is not None:
-            self._reference = load_reference(options.reference, task.model).weights
-        return HookManager(
-            [item.hook for item in self._hooks],
+        reference = None if options.reference is None else load_reference(options.reference, task.model).weights
+        return create_manager(
+            options,
+            self._hooks,
             task,
             state,
             loop=options.loop,
-            required=self._required,
+            required=[*self._required],
             left_out=self._left_out,
             sinks=[*options.create_sinks(), *self._console.sinks()],
-            on_error=options.on_hook_error,
-            audit=options.audit_hooks,
-            guardian_device=check_device(options.guardian_device) if options.guardian_device else None,
-            profile=options.profile_hooks,
-            offload_state=options.hook_offload_state,
-            reference_weights=self._reference,
+            reference_weights=reference,
         )
 
     def _synchronise_options(self, accumulate: int) -> None:
         """Use the folder of the main rank, the only one that writes or displays; refuse options that differ."""
         ranks, options = self._ranks, self.options
         try:
-            path, strategy = ranks.gather((str(self.folder.path), self.folder.strategy))[0]
+            self._folder_choice.share(ranks)
         except RankLostError as error:
             raise RankLostError(f"{error} Call attach on every rank of the training.") from error
-        self.folder = RunFolder(Path(path), strategy)
         ranks.check_equal(
             {"accumulate": accumulate, "on_hook_error": options.on_hook_error, "audit": options.audit_hooks}
         )
@@ -206,87 +173,76 @@ class AttachedRun:
         """
         self._loader.steps = steps
         self._at_exit = at_exit or self.end
-        if self.options.overwrite and (earlier := _OPEN.get(self.folder.path.resolve())):
+        if self.options.overwrite and (earlier := _OPEN.get(self.path.resolve())):
             earlier._at_exit("interrupted")  # a notebook cell that runs again has lost the scope, so it is closed here
         self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         try:
-            self._ranks.call_on_all(self._take_folder)
-            self._share_folder()
+            self._ranks.call_on_all(self._create_folder)
+            self._folder_choice.share(self._ranks)
             self._contexts.enter_context(self._console)
-            info = self._start_hooks(first)
+            self.run = self._create_run(first)
+            self._start_run(first)
         except BaseException:
             self.is_closed = True
             self._release()
             self.manager.end("failed")
-            self.folder.remove_created()
+            self._folder_choice.folder.remove_created()
             raise
-        self.is_started, _OPEN[self.folder.path.resolve()] = True, self
-        progress = self._console.strategy_started(info, self.manager.task, [*self.manager.hooks])
+        self.is_started, _OPEN[self.path.resolve()] = True, self
+        progress = self.run.show_progress()
         self._progress = progress if self._bar else NoProgress()
         if self.options.loop == "step" and self._stored is None:
             self.driver.begin_interval()
-        self._begin = perf_counter()
+        self.run.training_started_at = perf_counter()
         atexit.register(self._close_at_exit)
 
-    def _take_folder(self) -> None:
+    def _create_folder(self) -> None:
         if self._ranks.is_main:
-            if self._numbered_in is not None and self._stored is None:
-                folders = map(self._folder_at, _free_folders(self._numbered_in))
-                self.folder = next(folder for folder in folders if folder.make_new())
-            advice = "give attach another folder, out=, or overwrite=True"
-            self.folder.refuse_to_overwrite(allowed=self.options.overwrite or self._stored is not None, advice=advice)
-            self.folder.enter(self._contexts)
+            self._folder_choice.create(overwrite=self.options.overwrite, is_resumed=self._stored is not None)
 
-    def _share_folder(self) -> None:
-        """Share the main rank's folder with all ranks."""
-        if self._ranks.are_many:
-            path = Path(self._ranks.gather(str(self.folder.path))[0])
-            self.folder = self.folder if self._ranks.is_main else self._folder_at(path)
-
-    def _start_hooks(self, first: Batch | None) -> RunInfo:
-        manager, stored, self._first = self.manager, self._stored, first
-        record, path = self._record(), self.folder.path
-        self._run_record = record
+    def _create_run(self, first: Batch | None) -> Run:
+        """Create the run; all ranks but the main one have a temporary folder."""
+        manager, folder, record = self.manager, self._folder_choice.folder, self._record(first)
         if not self._ranks.is_main:
-            path = Path(self._contexts.enter_context(TemporaryDirectory()))
-        info = manager.run_info(record.experiment, record.strategy, path)
+            folder = replace(folder, path=Path(self._contexts.enter_context(TemporaryDirectory())))
+        info = manager.run_info(record.experiment, record.strategy, folder.path)
         info = replace(info, treatments=self.treatments, lacks=self._lacks)
-        if stored is not None:
-            vars(manager.state.loop).update(deepcopy(stored["loop"]))
-            # Metrics first: they show which hooks had already reported, and an error of such a hook ends the run.
-            manager.dispatch.load_state_dict(stored["metrics"], {hook.name: hook for hook in manager.hooks})
-            manager.hooks.load_state_dict(stored["hooks"])
-            manager.hooks.failures.earlier = stored["errors"], stored["left_out"]
-        manager.start_hooks(info, first)
+        run = Run(manager, folder, record, info, self._console, self._stored)
+        self._contexts.callback(run.release)
+        return run
+
+    def _start_run(self, first: Batch | None) -> None:
+        """Lock the folder, start or resume the hooks, and start the sinks."""
+        run, ranks = self.run, self._ranks
+        with run.undone_after_errors():
+            ranks.call_on_all(run.enter_folder)
+            run.start_hooks(partial(self._check_first_batch, first), first=first)
+            if self._stored is not None:
+                self.manager.disable_dropped_hooks()
+            ranks.call_on_all(self._start_record)
+
+    def _check_first_batch(self, first: Batch | None) -> None:
         if first is not None:
-            manager.hooks.check_first_batch(first)
-        info = replace(info, metric_infos=manager.hooks.metric_infos())
-        if stored is not None:
-            manager.hooks.disable_dropped_hooks()
-        self._ranks.call_on_all(partial(self._begin_record, record, info))
-        return info
+            self.manager.hooks.check_first_batch(first)
 
-    def _begin_record(self, record: RunRecord, info: RunInfo) -> None:
-        if self._stored is None and self._ranks.is_main:
-            self.folder.claim()
-            self.folder.write_record(record)
-        self.manager.dispatch.start(info, self._stored and self._stored["sinks"])
+    def _start_record(self) -> None:
+        if self._stored is None:
+            self.run.claim(self.options.reference)
+        self.run.start_sinks()
 
-    def _record(self) -> RunRecord:
+    def _record(self, first: Batch | None) -> RunRecord:
         options = self.options
         task, seed = self.manager.task, self._seed
-        batch = self._first[0] if isinstance(self._first, MicroBatches) else self._first
-        # A numbered default folder says nothing about the run.
-        path = self.folder.path if self._numbered_in is None else self._numbered_in.parent
+        batch = first[0] if isinstance(first, MicroBatches) else first
         fields = {
             "experiment": ATTACHED,
-            "strategy": self.folder.strategy,
+            "strategy": self._folder_choice.folder.strategy,
             "config": dict(options.config),
             "environment": environment(task.model, self._ranks),
             "training": {
                 **loop_settings(task, batch, self._accumulate, seed),
                 **self.settings,
-                "name": name_without_seed(path, seed),
+                "name": name_without_seed(self._folder_choice.named_after, seed),
             },
             "provenance": read_provenance() if self._ranks.is_main else {},
         }
@@ -367,23 +323,7 @@ class AttachedRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the hooks, the sinks and the loop, as tensors and plain values."""
-        manager = self.manager
-        with manager.between_steps():
-            positions, files = manager.dispatch.positions(), manager.dispatch.files()
-            content = {
-                "loop": manager.state.loop.state_dict(),
-                "hooks": manager.hooks.state_dict(),
-                "metrics": manager.dispatch.state_dict(),
-                "errors": manager.hooks.failures.errors,
-                "left_out": manager.hooks.failures.left_out,
-                "sinks": positions,
-                "place": self.place,
-                "folder": self.folder.path.name,
-            }
-        for path in files:
-            sync_path(path)
-        copied: dict[str, Any] = copy_of_batch(content)
-        return copied
+        return state_of(self.manager, self.place, self.path.name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume, at the first step, from a result of :meth:`state_dict` or its flat form for several ranks.
@@ -396,16 +336,14 @@ class AttachedRun:
         require(not self.is_started, "Load the state of a scope before its first step: right after attach.")
         if self._ranks.are_many or (isinstance(state, Mapping) and "rank 0" in state):
             state = state_for_rank(state, self.driver.task.model, self._ranks)
-        if not isinstance(state, Mapping) or state.keys() != STATE:
-            raise UsageError("This is not a result of scope.state_dict(), so no run can resume from it.")
-        self._stored, self.place = state, dict(state["place"])
-        if self._numbered_in is not None:
-            self.folder = self._folder_at(self._numbered_in / Path(str(state["folder"])).name)
+        self._stored = StoredState(state)
+        self.place = dict(state["place"])
+        self._folder_choice.resume(str(state["folder"]))
 
     @property
     def stored_epoch(self) -> int:
         """The epoch of the loaded state."""
-        return 0 if self._stored is None else int(self._stored["loop"]["epoch"])
+        return 0 if self._stored is None else self._stored.epoch
 
     @preserved_streams()
     def end(self, status: str = "completed", error: BaseException | None = None) -> None:
@@ -414,31 +352,31 @@ class AttachedRun:
             return
         self.is_closed = True
         try:
-            if status == "completed" and self.is_started:
-                self.end_training()
-            self.manager.end(status)
-        except BaseException as raised:
-            status, error = "failed", raised
-            raise
-        finally:
+            if not self.is_started:
+                self.manager.end(status)
+                return
             try:
-                if self.is_started and self._ranks.is_main:
-                    self._summarise(status, error)
-            finally:  # also if the disk refuses the summary
-                self._release()
+                if status == "completed":
+                    self.end_training()
+            except BaseException as raised:
+                status, error = "failed", raised
+                raise
+            finally:
+                self._end_run(status, error)
+        finally:  # also if the disk refuses the summary
+            self._release()
 
-    def _summarise(self, status: str, error: BaseException | None) -> None:
-        record, path, final = self._run_record, self.folder.path, self.driver.loop.evaluation
-        seconds = dict.fromkeys(("total", "training"), perf_counter() - self._begin)
-        summary = build_summary(self.manager, record, path, status=status, error=error, seconds=seconds, final=final)
-        self.folder.write_summary(summary)
-        self._console.strategy_ended(summary)
-        self._console.ended([summary])
+    def _end_run(self, status: str, error: BaseException | None) -> None:
+        try:
+            self.run.end(status, error)
+        finally:
+            if self._ranks.is_main and self.run.summary:
+                self._console.ended([self.run.summary])
 
     def _release(self) -> None:
         _TRAINED.discard(self._optimizer)
-        if _OPEN.get(self.folder.path.resolve()) is self:
-            del _OPEN[self.folder.path.resolve()]
+        if _OPEN.get(self.path.resolve()) is self:
+            del _OPEN[self.path.resolve()]
         atexit.unregister(self._close_at_exit)
         self._contexts.close()
 
@@ -448,7 +386,7 @@ class AttachedRun:
             self._at_exit("failed")
             return
         notice(
-            f"The run in {self.folder.path} was still open and is closed at the end of the program: call scope.close() "
+            f"The run in {self.path} was still open and is closed at the end of the program: call scope.close() "
             "after the loop, or use `with loopscope.attach(...) as scope`."
         )
         self._at_exit("interrupted" if self._ranks.are_many else "completed")  # other ranks may be gone

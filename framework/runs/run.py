@@ -1,0 +1,200 @@
+"""The life cycle of a run in any loop: the lock of its folder, the start of its hooks, its record and its summary."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..durable_files import plain_json
+from ..engine import HookManager
+from ..errors import LoopscopeError
+from ..hooks import ConfiguredHook, MetricSink, RunInfo
+from ..loops import NoProgress, Progress
+from ..state import TrainingState
+from ..training import TrainingTask
+from .checks import check_device
+from .config import RunSettings
+from .records import RunRecord
+from .run_folder import RunFolder
+from .summaries import build_summary
+
+
+class Display:
+    """The display of a run; this one shows nothing."""
+
+    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[Any]) -> Progress:
+        """Announce a run and return the display of its progress."""
+        return NoProgress()
+
+    def strategy_ended(self, summary: Mapping[str, Any]) -> None:
+        """Show how a run ended."""
+
+    def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the runs of a session."""
+
+
+class EarlierState(Protocol):
+    """What an interrupted run has stored, for the run that continues it."""
+
+    @property
+    def sinks(self) -> Mapping[str, Any]:
+        """The positions of the sinks in their files, by name."""
+
+    def restore(self, manager: HookManager) -> None:
+        """Restore training state, hooks and metrics in a manager that has not started."""
+
+
+@dataclass
+class Run:
+    """A run of hooks in a loop, which may be that of an experiment, a custom one or a Trainer's.
+
+    Its owner, which trains, calls :meth:`enter_folder` and :meth:`start_hooks` within :meth:`undone_after_errors`, then
+    :meth:`claim` unless the run continues an earlier one, :meth:`start_sinks`, and after the last step :meth:`end` and
+    :meth:`release`.
+    """
+
+    manager: HookManager
+    folder: RunFolder
+    """The folder of the run; a temporary one on all ranks but the main one."""
+    record: RunRecord
+    info: RunInfo
+    display: Display
+    earlier: EarlierState | None = None
+    """The state of the run that this one continues, if any."""
+    initial: Mapping[str, float] = field(default_factory=dict)
+    """The evaluation before the first step."""
+    compared_metrics: Sequence[str] = ()
+    """Full names of the metrics in which runs of an experiment are compared."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """The summary, once the run has ended."""
+    training_started_at: float | None = None
+    training_ended_at: float | None = None
+    _contexts: ExitStack = field(default_factory=ExitStack)
+    """Holds the lock of the folder."""
+    _created_at: float = field(default_factory=perf_counter)
+
+    @contextmanager
+    def undone_after_errors(self) -> Iterator[None]:
+        """Start the run in the body; after an error, end the started hooks and leave the folder as it was."""
+        try:
+            yield
+        except BaseException:
+            attempt(partial(self.manager.end, "failed"))
+            self.release()
+            self.folder.remove_created()
+            raise
+
+    def enter_folder(self) -> None:
+        """Create the folder, and lock it until :meth:`release`; refuse files that another process has written."""
+        self.folder.enter(self._contexts)
+
+    def start_hooks(self, *checks: Callable[[], object], first: Any = None) -> None:
+        """Restore the earlier state, if any, start the hooks, and make further checks, which may leave out hooks.
+
+        ``first`` is the first batch, for loops whose loader must not be read here.
+        """
+        if self.earlier is not None:
+            self.earlier.restore(self.manager)
+        self.manager.start_hooks(self.info, first)
+        for check in checks:
+            check()
+        self.info = replace(self.info, metric_infos=self.manager.hooks.metric_infos())
+
+    def claim(self, reference: Path | None = None, data: Mapping[str, Any] = {}) -> None:
+        """Remove an earlier run from the folder, and write the record.
+
+        ``reference`` is the file of the weights that hooks measure against, ``data`` the description of the data.
+        """
+        reference = self.folder.claim(reference)
+        settings = {**self.record.run, "reference": None if reference is None else str(reference)}
+        self.record = replace(self.record, data=plain_json(data), run=settings)
+        self.folder.write_record(self.record)
+
+    def start_sinks(self) -> None:
+        """Start the sinks, which append to the files of the earlier run, if any."""
+        self.manager.dispatch.start(self.info, None if self.earlier is None else self.earlier.sinks)
+
+    def show_progress(self) -> Progress:
+        """Show that training starts, and return the display of its progress."""
+        return self.display.strategy_started(self.info, self.manager.task, [*self.manager.hooks])
+
+    def end(self, status: str, error: BaseException | None = None) -> None:
+        """End hooks and sinks, and write the summary, with the newest evaluation as the final one.
+
+        The summary is also written if a hook or a sink raises at its end; a run without another ``error`` then failed.
+        """
+        try:
+            self.manager.end(status)
+        except BaseException as raised:
+            if error is None:
+                status, error = "failed", raised
+            raise
+        finally:
+            self.summarise(status, error, dict(self.manager.state.loop.evaluation))
+
+    def summarise(
+        self, status: str, error: BaseException | None, final: Mapping[str, float], sample: str | None = None
+    ) -> dict[str, Any]:
+        """Write the summary, show it, and return it."""
+        now = perf_counter()
+        began, ended = self.training_started_at, self.training_ended_at
+        training = 0.0 if began is None else (now if ended is None else ended) - began
+        seconds = {"total": now - self._created_at, "training": training}
+        manager, record, path = self.manager, self.record, self.folder.path
+        self.summary = build_summary(
+            manager, record, path, status, error, seconds, final, self.initial, self.compared_metrics
+        )
+        self.summary["sample"] = None if sample is None else str(sample)
+        self.folder.write_summary(self.summary)
+        self.display.strategy_ended(self.summary)
+        return self.summary
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        self._contexts.close()
+
+
+def create_manager(
+    settings: RunSettings,
+    hooks: Sequence[ConfiguredHook],
+    task: TrainingTask,
+    state: TrainingState,
+    *,
+    loop: str,
+    required: Sequence[str],
+    left_out: Mapping[str, str],
+    sinks: Sequence[MetricSink],
+    reference_weights: Mapping[str, Tensor] | None,
+) -> HookManager:
+    """Create the manager of a run's hooks with the settings of the run."""
+    device = check_device(settings.guardian_device) if settings.guardian_device else None
+    return HookManager(
+        [item.hook for item in hooks],
+        task,
+        state,
+        loop=loop,
+        required=required,
+        left_out=left_out,
+        sinks=sinks,
+        on_error=settings.on_hook_error,
+        audit=settings.audit_hooks,
+        guardian_device=device,
+        profile=settings.profile_hooks,
+        offload_state=settings.hook_offload_state,
+        reference_weights=reference_weights,
+    )
+
+
+def attempt(action: Callable[[], object]) -> None:
+    """Run a cleanup action after an error; its own error becomes a warning, so that the first error is reported."""
+    try:
+        action()
+    except Exception as error:
+        text = str(error) if isinstance(error, LoopscopeError) else f"{type(error).__name__}: {error}"
+        warnings.warn(text, stacklevel=2)
