@@ -56,6 +56,8 @@ ALWAYS: EpochWindow = (None, None)
 def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loop: str) -> dict[HookPoint, EpochWindow]:
     """Return a hook's points in one loop type, each with its epoch window (inclusive bounds, ``None`` is open).
 
+    ``loop`` is ``"epoch"`` or ``"step"``; an attached loop is one of these, too.
+
     A hook with ``loop_points`` but no entry for this loop has no points. In the step loop, a hook whose ``hook_points``
     are all outside of steps has SNAPSHOT.
 

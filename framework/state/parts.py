@@ -174,6 +174,7 @@ class Watched(NamedTuple):
         label: names the difference if one of the values differs.
         differences: names the differences more precisely, given the earlier results of ``getters`` or ``read_values``.
         restore: restores the earlier results of ``getters``, ``read_values`` or ``read_tensors``, if that costs little.
+            It is called only after a call raised; a change by a call that returned is an error.
     """
 
     tables: Sequence[dict[Any, Any]] = ()

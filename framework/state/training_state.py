@@ -296,6 +296,8 @@ def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leav
 
 
 EXTRAS, GENERATORS, OTHERS = Extras(), Generators(), OtherTensors()
+# A new part belongs here, so that OtherTensors knows its tensors. Flags are first: an entered mode, which could
+# intercept the restoration of other parts, is left before them.
 _NAMED = (Flags(), Kinds(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
 PARTS = (*_NAMED, OTHERS, GENERATORS)
 
