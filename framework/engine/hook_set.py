@@ -195,7 +195,7 @@ class HookSet:
     ) -> Result:
         if intervention is None and self._taps.is_idle:
             return self.isolation.observe(call, function)
-        with self._taps:
+        with self._taps.disabled():
             if intervention is None:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)

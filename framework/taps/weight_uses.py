@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..hooks import OnGradient
-
-ForwardCallbacks = tuple[Callable[..., None] | None, Callable[..., None] | None]
-"""Functions that are called before and after a module's forward; ``None`` for none."""
+from .callbacks import ForwardCallbacks
 
 
 def weight_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> ForwardCallbacks:

@@ -1,5 +1,7 @@
 """Taps on quantisers receive the counts of the training step; taps on inputs receive the inputs of modules."""
 
+import copy
+
 import pytest
 import torch
 from loopscope.errors import StateMutationError, UsageError
@@ -79,6 +81,26 @@ def test_inactive_taps_count_nothing():
     layer = model[0]
     assert isinstance(layer, BitLinear)
     assert not layer._quantization_hooks
+
+
+class Uncopyable:
+    """Stands for the run, to which the owner of a tap leads."""
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied with the model")
+
+    def call(self, target, function):
+        return function()
+
+
+def test_copies_of_models_do_not_copy_the_run():
+    """Hooks may copy the model, which has the callbacks of taps."""
+    model, counts = quantised(), {}
+    owner = TapOwner("tapper", lambda: True, Uncopyable().call, may_replace=False)
+    attached(model, QuantizationTap("0", counts), GradientTap("0", "input", lambda values: None), owner=owner)
+    step(copy.deepcopy(model))
+    step(model)
+    assert elements(counts)["output_grad"] == 128
 
 
 def test_a_module_that_does_not_quantise_is_refused():

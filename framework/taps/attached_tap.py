@@ -1,0 +1,178 @@
+"""One tap of a hook on a parameter or on modules: its callbacks, and whether they are on the model now."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ..errors import UsageError, unknown
+from ..hooks import GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
+from ..state import InternalFunction
+from .callbacks import FORWARD_TENSORS, ForwardCallbacks, input_callbacks, output_callbacks
+from .checked_function import checked_function
+from .compiled_modules import uncompiled_forward, uncompiled_hook
+from .passes import Pass, RunningPasses
+from .weight_uses import elsewhere_callbacks, weight_callbacks
+
+Target = TypeVar("Target")
+Registration = Callable[[], AbstractContextManager[Any]]
+"""Puts a callback on the model and returns a context whose end removes it, such as torch's ``RemovableHandle``."""
+
+_MODULE_CALLBACKS = {"output": output_callbacks, "weight": weight_callbacks, "input": input_callbacks}
+"""By the kind of tap, the function that makes the callbacks around the forward pass of its module."""
+
+
+class TapState(Enum):
+    """Where the callbacks of a tap are."""
+
+    PERMANENT = "on the model during the whole run"
+    ATTACHED = "on the model, since the hook is due on this step"
+    DETACHED = "off the model, since the hook is not due on this step"
+    SEPARATE = "on the model during the separate pass only"
+
+
+# Until Python 3.12, each look-up of a member calls a Python function.
+ATTACHED, DETACHED = TapState.ATTACHED, TapState.DETACHED
+
+
+class AttachedTap:
+    """One tap of a hook with its state; :meth:`attach` puts its callbacks on the model.
+
+    torch.compile would trace taps on modules into the graphs of a compiled model, which can change the last bits of the
+    run. Taps that only read are therefore attached in a separate eager pass; taps that replace gradients break the
+    graph at their module.
+
+    Raises:
+        UsageError: the tap does not fit the model or its hook.
+    """
+
+    def __init__(
+        self, owner: TapOwner, tap: Tap, model: nn.Module, passes: RunningPasses, *, compiled: bool, audit: bool
+    ) -> None:
+        self.owner = owner
+        self.state = _first_state(tap, compiled=compiled)
+        self._pass = Pass.SEPARATE if self.state is TapState.SEPARATE else Pass.OWN
+        self._passes = passes.kinds
+        self._attached = ExitStack()
+        if isinstance(tap, QuantizationTap):
+            self._registrations = self._on_quantizers(tap, model)
+        else:
+            on_tensor = checked_function(owner, tap, self.is_active, passes, audit=audit)
+            self._registrations = self._on_tensors(tap, model, on_tensor, compiled=compiled)
+
+    def _on_quantizers(self, tap: QuantizationTap, model: nn.Module) -> list[Registration]:
+        module = _target_of(dict(model.named_modules(remove_duplicate=False)), self.owner, tap)
+        if not isinstance(module, Quantized):
+            raise UsageError(
+                f"Hook {self.owner.hook!r} taps the quantisers of {tap.target!r}, which has none; it is a "
+                f"{type(module).__name__}."
+            )
+        return [partial(module.count_quantizations, self.is_active, tap.counts)]
+
+    def _on_tensors(
+        self, tap: GradientTap, model: nn.Module, on_tensor: OnGradient, *, compiled: bool
+    ) -> list[Registration]:
+        owner = self.owner
+        _require_permission(owner, tap)
+        if tap.kind == "parameter":
+            parameter = _target_of(dict(model.named_parameters(remove_duplicate=False)), owner, tap)
+            _require_trainable(parameter, owner, tap)
+            return [partial(parameter.register_hook, InternalFunction(on_tensor))]
+        module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
+        if tap.kind in ("weight", "elsewhere"):
+            # Not module.weight: a parametrization may compute it from other parameters, so it need not be a leaf.
+            _require_trainable(module._parameters.get("weight"), owner, tap)
+        breaks_graph = compiled and tap.replaces
+        if tap.kind == "elsewhere":
+            if breaks_graph:
+                raise UsageError(
+                    f"Hook {owner.hook!r} taps uses of {tap.target}.weight outside of modules, which a compiled model "
+                    "hides; make the head a module (an nn.Linear with this weight), or train without compiling."
+                )
+            # The callbacks of the module exclude its own uses from those of the whole model.
+            inner, outer = elsewhere_callbacks(on_tensor, self.is_active, module)
+            return [*_around(module, inner), *_around(model, outer)]
+        callbacks = _MODULE_CALLBACKS[tap.kind](on_tensor, self.is_active)
+        if breaks_graph and tap.kind == "weight":
+            return [partial(uncompiled_forward, module, callbacks)]
+        return _around(module, callbacks, uncompiled_hook() if breaks_graph else InternalFunction)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AttachedTap":
+        # A hook may copy the model with its module hooks, and these refer to taps; a tap refers to the whole run.
+        return self
+
+    def is_active(self) -> bool:
+        """Return whether the tap is called in the innermost running pass."""
+        return self._passes[-1] is self._pass and self.owner.is_due()
+
+    def attach(self) -> None:
+        """Put the callbacks on the model."""
+        for register in self._registrations:
+            self._attached.enter_context(register())
+
+    def detach(self) -> None:
+        """Remove the callbacks from the model."""
+        self._attached.close()
+
+    def switch(self) -> None:
+        """Change the state from attached to detached or back."""
+        if self.state is ATTACHED:
+            self.state = DETACHED
+            self.detach()
+        else:
+            self.state = ATTACHED
+            self.attach()
+
+
+def _first_state(tap: Tap, *, compiled: bool) -> TapState:
+    # Hooks of parameters run outside of compiled graphs, hooks of modules inside them.
+    if isinstance(tap, QuantizationTap) or tap.kind == "parameter":
+        return TapState.PERMANENT
+    if not compiled:
+        return ATTACHED
+    return TapState.PERMANENT if tap.replaces else TapState.SEPARATE
+
+
+def _around(
+    module: nn.Module, callbacks: ForwardCallbacks, hook_class: type[InternalFunction] = InternalFunction
+) -> list[Registration]:
+    """Return the registrations of functions before and after a module's forward."""
+    before, after = callbacks
+    registrations: list[Registration] = []
+    if before is not None:
+        registrations.append(partial(module.register_forward_pre_hook, hook_class(before)))
+    if after is not None:
+        registrations.append(partial(module.register_forward_hook, hook_class(after)))
+    return registrations
+
+
+def _require_permission(owner: TapOwner, tap: GradientTap) -> None:
+    """Raise :class:`UsageError` if the tap replaces a tensor of the forward pass, or a gradient undeclared."""
+    if tap.replaces and tap.kind in FORWARD_TENSORS:
+        raise UsageError(
+            f"The tap of hook {owner.hook!r} on {tap.target!r} replaces {FORWARD_TENSORS[tap.kind]}; taps can only "
+            "replace gradients."
+        )
+    if tap.replaces and not owner.may_replace:
+        raise UsageError(
+            f"The tap of hook {owner.hook!r} on {tap.target!r} replaces a gradient, which the hook does not "
+            "declare; add commits = {StatePart.GRADIENTS} to its class."
+        )
+
+
+def _require_trainable(parameter: Tensor | None, owner: TapOwner, tap: GradientTap) -> None:
+    """Raise :class:`UsageError` for a missing or frozen parameter."""
+    if parameter is None:
+        raise UsageError(f"Hook {owner.hook!r} taps the weight of {tap.target!r}, which has no weight.")
+    if not parameter.requires_grad:
+        raise UsageError(f"Hook {owner.hook!r} taps {tap.target!r}, which has no gradient because it is frozen.")
+
+
+def _target_of(candidates: dict[str, Target], owner: TapOwner, tap: Tap) -> Target:
+    if tap.target not in candidates:
+        kind = "parameter" if isinstance(tap, GradientTap) and tap.kind == "parameter" else "module"
+        raise UsageError(f"Hook {owner.hook!r} has a tap without a target: {unknown(kind, tap.target, candidates)}")
+    return candidates[tap.target]

@@ -1,0 +1,44 @@
+"""The passes through the model that are running, which determine the taps that are called."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+
+class Pass(Enum):
+    """A pass through the model; each tap is called in one kind of pass."""
+
+    OWN = "a pass of the training step"
+    SEPARATE = "the additional eager pass of a step, for taps that do not work in a compiled pass"
+    OTHER = "a pass of a hook, an evaluation or an optimizer's closure, in which no tap is called"
+
+
+OTHER = Pass.OTHER  # until Python 3.12, each look-up of a member calls a Python function
+
+
+class RunningPasses:
+    """The kinds of the passes that are running, the innermost last; outside of all passes the next one is the run's.
+
+    As a context manager, which may be nested, it enters a pass of kind ``OTHER``. It is entered at every hook call,
+    where the cost of a generator-based context manager is noticeable.
+    """
+
+    def __init__(self) -> None:
+        # A stack, not the previous kind in each context: autograd has one thread per device, so with several devices
+        # functions of taps may overlap and leave their contexts in another order than they entered them.
+        self.kinds = [Pass.OWN]
+
+    def __enter__(self) -> None:
+        self.kinds.append(OTHER)
+
+    def __exit__(self, *error: object) -> None:
+        self.kinds.pop()
+
+    @contextmanager
+    def separate(self) -> Iterator[None]:
+        """Enter the separate pass in the body."""
+        self.kinds.append(Pass.SEPARATE)
+        try:
+            yield
+        finally:
+            self.kinds.pop()
