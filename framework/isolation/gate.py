@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -192,11 +191,11 @@ class Isolation:
     @cached_property
     def _pass_checkers(self) -> tuple[Tripwire, Audit]:
         """Tripwire and audit for calls during a pass, separate from those of a visit, which may contain the pass."""
-        state = copy(self._state)
+        state = self._state
         # Autograd has one thread per device: with several devices, gradients can arrive while a function runs.
-        if len({parameter.device for parameter in state.model.parameters()}) > 1:
-            state.parts = [part for part in state.parts if part.name != "gradients"]
-        return Tripwire(state), Audit(state, enabled=self._audit.enabled)
+        has_several_devices = len({parameter.device for parameter in state.model.parameters()}) > 1
+        parts = [part for part in state.parts if part.name != "gradients"] if has_several_devices else ()
+        return Tripwire(state, parts), Audit(state, parts, enabled=self._audit.enabled)
 
     def _prepare_check(self, call: Call, tripwire: Tripwire) -> bool:
         """Count the call, return whether it gets a full check, and record bytes if a check needs them."""

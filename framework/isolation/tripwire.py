@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import TrainingState, differing, digest_of
+from ..state import Part, TrainingState, differing, digest_of
 from ..tensors import addresses, local_shards
 from .guardian import Objects
 from .watch_list import WatchList, same_values, step_tensors
@@ -69,9 +69,11 @@ class Tripwire:
     numbers of hooks.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, parts: Sequence[Part] = ()) -> None:
+        """Watch all parts of the state, or only ``parts``."""
         self._state = state
-        self.watch = WatchList(state)
+        self._parts = parts
+        self.watch = WatchList(state, parts)
         self._quick: Sweep = ()
         self._rest: Sweep = ()
         self._attribute_addresses = b""
@@ -84,11 +86,11 @@ class Tripwire:
     def take_baseline(self) -> None:
         """Take the baseline of a dispatch."""
         if not self.watch.has_equal_keys():
-            self.watch = WatchList(self._state)
+            self.watch = WatchList(self._state, self._parts)
         self._quick, tensors = self._sweep()
         self._rest = self._sweep_rest(tensors)
         if not self.watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
-            self.watch = WatchList(self._state)
+            self.watch = WatchList(self._state, self._parts)
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
         self._attribute_addresses = self.watch.attribute_addresses
@@ -323,8 +325,10 @@ def mutation_error(culprit: object, changes: list[str]) -> StateMutationError:
 class Audit:
     """Compares digests and the identity of every object of the state; does nothing if disabled."""
 
-    def __init__(self, state: TrainingState, *, enabled: bool) -> None:
+    def __init__(self, state: TrainingState, parts: Sequence[Part] = (), *, enabled: bool) -> None:
+        """Compare all parts of the state, or only ``parts``."""
         self._state = state
+        self._parts = parts
         self.enabled = enabled
         self._digests: dict[str, int] = {}
         self._objects: Objects | None = None
@@ -333,15 +337,15 @@ class Audit:
     def take_baseline(self) -> None:
         """Compute the digests and record the objects to compare with."""
         if self.enabled:
-            self._digests = self._state.digest()
+            self._digests = self._state.digest(self._parts)
             self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
-            self._objects = Objects((*self._state.roots, self._gradients), persistent=False)
+            self._objects = Objects((*self._state.roots(self._parts), self._gradients), persistent=False)
 
     def check(self, culprit: object) -> None:
         """Raise :class:`StateMutationError`, which names ``culprit`` and the differences, if the state changed."""
         if self.enabled:
             try:
-                changes = differing(self._digests, self._state.digest()) or self._replaced_objects()
+                changes = differing(self._digests, self._state.digest(self._parts)) or self._replaced_objects()
             except Exception as error:
                 raise unreadable_state(culprit, error) from error
             if changes:

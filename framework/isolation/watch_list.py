@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..state import ATOMS, TrainingState, Transient, Watched, nested, tensors_of
+from ..state import ATOMS, Part, TrainingState, Transient, Watched, nested, tensors_of
 from ..tensors import addresses, is_sharded
 
 _NOT_CONTAINERS = (*ATOMS, Tensor)
@@ -22,9 +22,10 @@ class WatchList:
     tensors in other tables are selected by position.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, parts: Sequence[Part] = ()) -> None:
+        """List the watched objects of all parts of the state, or only of ``parts``."""
         self.parameters = [*state.model.parameters()]
-        watched = [(part.name, part.watch(state)) for part in state.parts]
+        watched = [(part.name, part.watch(state)) for part in parts or state.parts]
         self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.containers)}
         self._owners |= {id(space): name for name, part in watched for space, _ in part.named_attributes}
         tables = [table for _, part in watched for table in part.tables]
@@ -40,19 +41,19 @@ class WatchList:
         entries = [entry for _, part in watched for entry in part.named_attributes]
         self._spaces, self._getters = [space for space, _ in entries], [itemgetter(*keys) for _, keys in entries]
         self._attribute_keys = [(space, key) for space, keys in entries for key in keys]
-        parts = [part for _, part in watched]
-        self.tensor_parts = [part for part in parts if part.read_tensors is not None]
-        self.tensor_readers = [part.read_tensors for part in parts if part.read_tensors is not None]
-        self.step_parts = [part for part in parts if part.step_tensors]
+        watched_parts = [part for _, part in watched]
+        self.tensor_parts = [part for part in watched_parts if part.read_tensors is not None]
+        self.tensor_readers = [part.read_tensors for part in watched_parts if part.read_tensors is not None]
+        self.step_parts = [part for part in watched_parts if part.step_tensors]
         self.step_views = [_value_views([*part.step_tensors]) for part in self.step_parts]
-        self.value_parts = [part for part in parts if part.read_values is not None]
-        self.value_readers = [part.read_values for part in parts if part.read_values is not None]
-        self.getter_parts = [part for part in parts if part.getters]
+        self.value_parts = [part for part in watched_parts if part.read_values is not None]
+        self.value_readers = [part.read_values for part in watched_parts if part.read_values is not None]
+        self.getter_parts = [part for part in watched_parts if part.getters]
         self.getters = [part.getters for part in self.getter_parts]
-        spaces = [(space, part) for part in parts for space in part.spaces]
+        spaces = [(space, part) for part in watched_parts for space in part.spaces]
         self._value_spaces, self._space_parts = [space for space, _ in spaces], [part for _, part in spaces]
         self._space_views = _value_views(self._value_spaces)
-        self._keyed = [(part.key, part.refresh) for part in parts if part.key is not None]
+        self._keyed = [(part.key, part.refresh) for part in watched_parts if part.key is not None]
         self._keys_read = [tuple(read()) for read, _ in self._keyed]
         self._keys = _keys_by_container([*tables, *containers, *self._value_spaces])
         self.tensors = (*chain.from_iterable(self.pure_views),)

@@ -320,10 +320,9 @@ class TrainingState(StateObjects):
         # dict.fromkeys removes duplicates in order, since modules may share a generator.
         self.streams.owned += tuple(dict.fromkeys([item for item in natives if isinstance(item, torch.Generator)]))
 
-    @property
-    def roots(self) -> tuple[Any, ...]:
-        """The objects from which the guardian walks the state."""
-        return (*_roots(self, self.parts),)
+    def roots(self, parts: Sequence[Part] = ()) -> tuple[Any, ...]:
+        """Return the objects from which the guardian walks all parts of the state, or some."""
+        return (*_roots(self, parts or self.parts),)
 
     def leaf_values(self) -> list[tuple[str, Any]]:
         """Return every tensor and plain value of the state with its name."""
@@ -354,7 +353,7 @@ class TrainingState(StateObjects):
 
     def out_of_reach(self) -> str:
         """Return a sentence that names the objects whose state cannot be read, or an empty text."""
-        opaque = Structure(self.roots).opaque
+        opaque = Structure(self.roots()).opaque
         if not opaque:
             return ""
         names = {id(item): inner for name, leaf in self.leaf_values() for inner, item in _nested_items(name, leaf)}

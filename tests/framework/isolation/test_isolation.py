@@ -187,3 +187,20 @@ def test_exception_restores_random_streams(audit):
         with suppress(Mishap), isolation.visit():
             call(CALL, raise_after_drawing)
     assert differences(original, scene.state.digest()) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gradients_may_arrive_from_several_devices(device):
+    """Autograd has one thread per device, so other gradients may arrive while the function of a tap runs."""
+    scene, isolation = isolated_run()
+    scene.model.register_parameter("other", torch.nn.Parameter(torch.ones(2, device=device)))
+    weight = scene.model[0].weight
+
+    def receive_gradient() -> None:
+        weight.grad = torch.ones_like(weight)
+
+    if device == "meta":
+        isolation.observe_in_pass(CALL, receive_gradient)
+    else:
+        with pytest.raises(StateMutationError, match="a gradient was replaced"):
+            isolation.observe_in_pass(CALL, receive_gradient)
