@@ -338,7 +338,9 @@ class Audit:
         """Compute the digests and record the objects to compare with."""
         if self.enabled:
             self._digests = self._state.digest(self._parts)
-            self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
+            has_gradients = any(part.name == "gradients" for part in self._parts or self._state.parts)
+            parameters = self._state.model.parameters() if has_gradients else ()
+            self._gradients = {parameter: parameter.grad for parameter in parameters}
             self._objects = Objects((*self._state.roots(self._parts), self._gradients), persistent=False)
 
     def check(self, culprit: object) -> None:

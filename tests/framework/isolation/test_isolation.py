@@ -189,10 +189,10 @@ def test_exception_restores_random_streams(audit):
     assert differences(original, scene.state.digest()) == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_gradients_may_arrive_from_several_devices(device):
+@pytest.mark.parametrize(("device", "audit"), [("cpu", False), ("meta", False), ("meta", True)])
+def test_gradients_may_arrive_from_several_devices(device, audit):
     """Autograd has one thread per device, so other gradients may arrive while the function of a tap runs."""
-    scene, isolation = isolated_run()
+    scene, isolation = isolated_run(audit=audit)
     scene.model.register_parameter("other", torch.nn.Parameter(torch.ones(2, device=device)))
     weight = scene.model[0].weight
 
