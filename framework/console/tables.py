@@ -279,7 +279,7 @@ def _indented(shown: RenderableType) -> Padding:
 
 
 def points_text(hook: type[TrainingHook]) -> str:
-    """Return the hook points of a hook in firing order, by loop and with epochs if it restricts them."""
+    """Return the hook points of a hook in the order of their calls, by loop and with epochs if it restricts them."""
     if hook.loop_points is None:
         return ", ".join(point.name for point in sorted(hook.hook_points))
     loops = []

@@ -1,4 +1,4 @@
-"""Listeners: the hooks of each hook point with their schedules, in firing order, resolved before the run."""
+"""Listeners: the hooks of each hook point in the order of their calls, with their schedules."""
 
 import warnings
 from collections.abc import Iterable
@@ -55,7 +55,7 @@ class Listener:
 
 
 class Listeners:
-    """The listeners of a run, by hook point, in firing order."""
+    """The listeners of a run, by hook point, in the order of their calls."""
 
     def __init__(self, hooks: Iterable[TrainingHook], loop: str) -> None:
         by_point: list[list[Listener]] = [[] for _ in HookPoint]
