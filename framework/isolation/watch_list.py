@@ -53,8 +53,9 @@ class WatchList:
         spaces = [(space, part) for part in watched_parts for space in part.spaces]
         self._value_spaces, self._space_parts = [space for space, _ in spaces], [part for _, part in spaces]
         self._space_views = _value_views(self._value_spaces)
-        self._keyed = [(part.key, part.refresh) for part in watched_parts if part.key is not None]
-        self._keys_read = [tuple(read()) for read, _ in self._keyed]
+        self._keyed_parts = [part for part in watched_parts if part.key]
+        self._key_getters = [getter for part in self._keyed_parts for getter in part.key]
+        self._key_values = (*map(call, self._key_getters),)
         self._keys = _keys_by_container([*tables, *containers, *self._value_spaces])
         self.tensors = (*chain.from_iterable(self.pure_views),)
         self.other_values = (*chain.from_iterable(self.mixed_views),)
@@ -69,11 +70,14 @@ class WatchList:
 
     def has_equal_keys(self) -> bool:
         """Return whether all parts still have the containers of this list, after refreshing parts whose key differs."""
-        for index, (read, refresh) in enumerate(self._keyed):
-            if (key := tuple(read())) != self._keys_read[index]:
-                if refresh is None or not refresh():
-                    return False
-                self._keys_read[index] = key
+        now, previous = (*map(call, self._key_getters),), self._key_values
+        if now == previous:
+            return True
+        self._key_values, end = now, 0
+        for part in self._keyed_parts:
+            start, end = end, end + len(part.key)
+            if now[start:end] != previous[start:end] and (part.refresh is None or not part.refresh()):
+                return False
         return True
 
     def read_attributes(self) -> tuple[Any, ...]:

@@ -392,7 +392,8 @@ def _is_readable(flag: Flag) -> bool:
 class GlobalFlags:
     """All settings as one tuple, which starts with the quick ones that a tripwire reads at every call.
 
-    A tripwire calls ``readers``, which are valid until :meth:`key` returns other values; :meth:`refresh` updates them.
+    A tripwire calls ``readers``, which are valid until a function of ``key`` returns another value; :meth:`refresh`
+    updates them.
     """
 
     def __init__(self) -> None:
@@ -412,9 +413,7 @@ class GlobalFlags:
         self.refresh()
 
     # The lengths of both stacks of modes, and whether there are hooks on all modules or optimizers; all C functions.
-    key = staticmethod(
-        partial(map, call, (_FUNCTION_MODES.length, _DISPATCH_MODES.length, partial(any, _HOOKS_OF_ALL)))
-    )
+    key = (_FUNCTION_MODES.length, _DISPATCH_MODES.length, partial(any, _HOOKS_OF_ALL))
 
     def refresh(self) -> bool:
         """Update the list of readers of the quick settings; always returns ``True``."""

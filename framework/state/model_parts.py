@@ -184,8 +184,8 @@ class HookCounts:
     """
 
     # next_id is undocumented: torch numbers handles consecutively, and a handle's number is the key of its hook.
-    read = staticmethod(partial(map, partial(getattr, RemovableHandle), ("next_id",)))
-    """Returns an iterator over the number of the next handle."""
+    next_handle = staticmethod(partial(getattr, RemovableHandle, "next_id"))
+    """Returns the number of the next handle."""
 
     def __init__(
         self,
@@ -220,8 +220,8 @@ class HookCounts:
         """Return the values for the tripwire: the next handle, and the contents of the filled tables."""
         return Watched(
             self._filled or (),
-            read_values=self.read,
-            key=self.read,
+            getters=[self.next_handle],
+            key=[self.next_handle],
             refresh=self.refresh,
             differences=self.differences,
             restore=self.remove_newer,

@@ -169,8 +169,9 @@ class Watched(NamedTuple):
         spaces: dicts whose values are compared by value and type once per dispatch.
         read_values: returns plain values that are compared once per dispatch.
         getters: functions that return one such value each; one that raises counts as ``None``.
-        key: returns the values on which ``containers`` and ``read_values`` depend, read at the start of a dispatch.
-        refresh: called if the result of ``key`` has changed; returns whether ``containers`` are still complete.
+        key: functions that return one value each, on which ``containers`` and ``getters`` depend; called at the start
+            of a dispatch.
+        refresh: called if a value of ``key`` has changed; returns whether ``containers`` are still complete.
         label: names the difference if one of the values differs.
         differences: names the differences more precisely, given the earlier results of ``getters`` or ``read_values``.
         restore: restores the earlier results of ``getters``, ``read_values`` or ``read_tensors``, if that costs little.
@@ -185,7 +186,7 @@ class Watched(NamedTuple):
     spaces: Sequence[dict[str, Any]] = ()
     read_values: Callable[[], Iterable[Any]] | None = None
     getters: Sequence[Callable[[], Any]] = ()
-    key: Callable[[], Iterable[Any]] | None = None
+    key: Sequence[Callable[[], Any]] = ()
     refresh: Callable[[], bool] | None = None
     label: str = ""
     differences: Callable[[Any], list[str]] | None = None
