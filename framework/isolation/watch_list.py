@@ -41,11 +41,11 @@ class WatchList:
         entries = [entry for _, part in watched for entry in part.named_attributes]
         self._spaces, self._getters = [space for space, _ in entries], [itemgetter(*keys) for _, keys in entries]
         self._attribute_keys = [(space, key) for space, keys in entries for key in keys]
-        watched_parts = [part for _, part in watched]
+        parts = [part for _, part in watched]
         self.tensor_parts = [part for part in watched_parts if part.read_tensors is not None]
         self.tensor_readers = [part.read_tensors for part in watched_parts if part.read_tensors is not None]
-        self.step_parts = [part for part in watched_parts if part.step_tensors]
-        self.step_views = [_value_views([*part.step_tensors]) for part in self.step_parts]
+        self.step_parts = [part for part in watched_parts if part.step_tensors is not None]
+        self.step_views = [part.step_tensors.values() for part in watched_parts if part.step_tensors is not None]
         self.value_parts = [part for part in watched_parts if part.read_values is not None]
         self.value_readers = [part.read_values for part in watched_parts if part.read_values is not None]
         self.getter_parts = [part for part in watched_parts if part.getters]
@@ -175,23 +175,23 @@ class WatchList:
         return "a container"
 
 
-def step_tensors(views: Sequence[Iterable[Any]]) -> tuple[Tensor, ...]:
-    """Return the tensors of a step, such as batch, losses and gradients, in the values of some dicts, given as views.
+def step_tensors(values: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Return the tensors of a step, such as batch, losses and gradients, in the values of a dict.
 
     Nearly every value is a tensor, or a tuple or dict of plain tensors; only other batches are walked completely.
     """
     tensors: list[Tensor] = []
-    # Most values are numbers or None, which a comprehension skips faster than the loop.
-    for value in [value for value in chain.from_iterable(views) if type(value) not in ATOMS]:
+    for value in values:
         kind = type(value)
+        if kind in ATOMS:  # most values are numbers or None
+            continue
         if kind is Tensor:
             tensors.append(value)
         elif kind is tuple or kind is dict or kind is list:
-            items = [*value.values()] if kind is dict else value
-            kinds = {*map(type, items)}
-            if kinds <= _PLAIN:
+            items = value.values() if kind is dict else value
+            if _PLAIN.issuperset(map(type, items)):
                 tensors += items
-            elif not kinds <= ATOMS:
+            elif not ATOMS.issuperset(map(type, items)):
                 tensors += tensors_of(value)
         elif kind in _PLAIN:
             tensors.append(value)

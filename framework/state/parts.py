@@ -162,7 +162,7 @@ class Watched(NamedTuple):
         tables: dicts whose values are compared after every call, tensors among them also by version and pointer.
         read_tensors: returns tensors that are replaced on most steps (``None`` for a missing one), compared in the same
             way.
-        step_tensors: dicts with tensors, batches and lists of tensors of the current step, compared in the same way.
+        step_tensors: a dict with tensors, batches and lists of tensors of the current step, compared in the same way.
         named_attributes: the ``__dict__`` of objects, each with the two or more names whose values are compared once
             per dispatch.
         containers: containers whose contents are compared once per dispatch.
@@ -180,7 +180,7 @@ class Watched(NamedTuple):
 
     tables: Sequence[dict[Any, Any]] = ()
     read_tensors: Callable[[], Iterable[Tensor | None]] | None = None
-    step_tensors: Sequence[dict[str, Any]] = ()
+    step_tensors: dict[str, Any] | None = None
     named_attributes: Sequence[tuple[dict[str, Any], tuple[str, ...]]] = ()
     containers: Sequence[Any] = ()
     spaces: Sequence[dict[str, Any]] = ()

@@ -196,7 +196,7 @@ class Loop(Part):
         """Compare the fields by value, and the tensors in them."""
         fields = vars(state.loop)
         label = "the batch, the loss, accumulated gradients or the loop's counters"
-        return Watched(step_tensors=[fields], spaces=[fields], label=label)
+        return Watched(step_tensors=fields, spaces=[fields], label=label)
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
         """Return the fields that a checkpoint contains."""

@@ -211,7 +211,7 @@ def write_to_the_kept_gradients(scene):
 
 @mutation(DETECTED_BY_TRIPWIRE)
 def write_to_everything_in_flight(scene):
-    for tensor in step_tensors([vars(scene.state.loop).values()]):
+    for tensor in step_tensors(vars(scene.state.loop).values()):
         tensor.mul_(2)
 
 
