@@ -41,7 +41,7 @@ class WatchList:
         entries = [entry for _, part in watched for entry in part.named_attributes]
         self._spaces, self._getters = [space for space, _ in entries], [itemgetter(*keys) for _, keys in entries]
         self._attribute_keys = [(space, key) for space, keys in entries for key in keys]
-        parts = [part for _, part in watched]
+        watched_parts = [part for _, part in watched]
         self.tensor_parts = [part for part in watched_parts if part.read_tensors is not None]
         self.tensor_readers = [part.read_tensors for part in watched_parts if part.read_tensors is not None]
         self.step_parts = [part for part in watched_parts if part.step_tensors is not None]
