@@ -19,7 +19,7 @@ QUICK := not slow and not statistical and not process and not ranks and not comp
 # do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)
 
-.PHONY: types run fast fast-oldest fast-newest test slow oracle oracle-update shape lint docs site bench fastai xla clean
+.PHONY: pictures types run fast fast-oldest fast-newest test slow oracle oracle-update shape lint docs site bench fastai xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -92,6 +92,10 @@ docs: $(STAMP)
 
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The pictures of the README; needs Chromium with its driver.
+pictures: $(STAMP)
+	$(BIN)/python -m docs.make_pictures
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m tests.benchmarks $(ARGS)

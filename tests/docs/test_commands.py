@@ -16,7 +16,7 @@ from loopscope.cli import main
 from tests.docs.markdown import PAGES, ROOT, blocks, code, prose
 from tests.docs.running import PARSED, recipes, status_of
 
-FIRST = ("README.md", "docs/writing-a-hook.md", "docs/writing-an-experiment.md")
+FIRST = ("docs/first-run.md", "docs/writing-a-hook.md", "docs/writing-an-experiment.md")
 EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

@@ -1,21 +1,47 @@
-"""The README's sample matches the output of `make run`, except for numbers, and names existing make targets."""
+"""The README's program prints the sample below it, and the sample of the first run is the output of `make run`."""
 
+import re
+import warnings
 from pathlib import Path
 
-import pytest
-
-from tests.docs.markdown import ROOT, blocks
+from tests.docs.markdown import ROOT, blocks, code, table_with
 from tests.docs.running import recipes, run_recipe
 
 README = ROOT / "README.md"
+FIRST_RUN = ROOT / "docs/first-run.md"
+INSTALLATION = ROOT / "docs/installation.md"
 
 
-def sample() -> list[str]:
-    (text,) = [block.text for block in blocks(README) if block.language == "text"]
+def sample(page: Path = FIRST_RUN) -> list[str]:
+    (text,) = [block.text for block in blocks(page) if block.language == "text"]
     return text.splitlines()
 
 
-def test_readme_sample_matches_output_of_make_run(tmp_path: Path, monkeypatch, capsys) -> None:
+def masked(text: str) -> str:
+    """Return a text without the values of its numbers, and with single spaces."""
+    return " ".join(re.sub(r"\d+(?:\.\d+)?(?:e-?\d+)?", "0", text).split())
+
+
+def test_program_of_the_readme_prints_its_sample(tmp_path: Path, monkeypatch, capsys) -> None:
+    (program,) = [block.text for block in blocks(README) if block.language == "python"]
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # a user's filters; those of the tests turn alerts into errors
+        exec(compile(program, "vanishing.py", "exec"), {})
+    printed = masked(capsys.readouterr().out)
+    alert, ended = (masked(part) for part in "\n".join(sample(README)).split("\nrun_0: "))
+    assert alert in printed
+    assert masked(f"run_0: {ended}") in printed
+
+
+def test_readme_fits_on_one_screen() -> None:
+    """The program is in the first lines, and the page has at most 75 lines."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert lines.index("import loopscope, torch") < 12
+    assert len(lines) <= 75
+
+
+def test_first_sample_matches_output_of_make_run(tmp_path: Path, monkeypatch, capsys) -> None:
     """Compare the columns, the second-last line and the path of the report."""
     monkeypatch.chdir(tmp_path)
     run_recipe("run", monkeypatch)
@@ -34,7 +60,8 @@ def test_the_sample_compares_the_strategies_of_make_run() -> None:
     assert named == ["stride", "target"]
 
 
-@pytest.mark.parametrize("target", ["run", "test", "lint", "docs", "bench"])
-def test_makefile_has_targets_named_in_readme(target: str) -> None:
-    assert f"make {target}" in README.read_text(encoding="utf-8")
-    assert recipes()[target]
+def test_makefile_has_the_targets_of_the_installation_page() -> None:
+    """Every target in the table exists, and the README's two are among them."""
+    named = [word for row in table_with(INSTALLATION, "target") for word in code(row["target"])]
+    assert {"make run", "make test"} <= set(named)
+    assert all(recipes()[target.removeprefix("make ")] for target in named)
