@@ -22,6 +22,8 @@ from loopscope.hooks import (
     windows_for,
 )
 
+from docs.roles import markdown
+
 FOLDER = Path(__file__).parent / "hooks"
 BENCHMARKS = Path(__file__).parent / "benchmarks.md"
 PACKAGE = training_hooks.__name__
@@ -239,15 +241,6 @@ def parse_arguments(text: str) -> dict[str, str]:
     """
     items = re.split(r"^(\w+): ", inspect.cleandoc(text), flags=re.MULTILINE)[1:]
     return {name: " ".join(markdown(meaning).split()) for name, meaning in zip(items[::2], items[1::2], strict=True)}
-
-
-def markdown(text: str) -> str:
-    """Turn the markup of a docstring into Markdown.
-
-    >>> markdown("see :func:`~loopscope.training.loss_probe.central_difference` and ``k``")
-    'see `central_difference` and `k`'
-    """
-    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 """The site's pages for files outside of docs/."""
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Create the links by which the API reference finds the package, as `make types` does."""
+    package = ROOT / "build/types/loopscope"
+    package.mkdir(parents=True, exist_ok=True)
+    folders = [*(ROOT / "framework").iterdir(), *(ROOT / name for name in ("training_hooks", "sinks", "experiments"))]
+    for target in folders:
+        with suppress(FileExistsError):
+            (package / target.name).symlink_to(target)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:

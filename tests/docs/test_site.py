@@ -1,17 +1,25 @@
-"""`make site` builds a site with every page that fetches nothing from the network."""
+"""`make site` builds a site with every page and the API reference, which fetches nothing from the network."""
 
 import doctest
 import re
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
+import loopscope
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from docs import site
+from docs import roles, site
 from tests.docs.markdown import PAGES, ROOT
 from tests.support.processes import own_process
 
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
 FETCHED = re.compile(r"""<(?!a\b)\w+[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 
 
@@ -45,3 +53,72 @@ def test_no_page_fetches_anything_from_the_network(built: Path) -> None:
 
 def test_links_out_of_the_docs_are_text() -> None:
     assert doctest.testmod(site) == (0, 1)
+
+
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
+
+
+def names_on(page: Path) -> list[str]:
+    """Return the last parts of the names whose docstrings a page shows."""
+    return re.findall(r"^::: [\w.]*?(\w+)$", page.read_text(encoding="utf-8"), re.M)
+
+
+def test_every_public_name_is_on_one_reference_page() -> None:
+    names = [name for page in REFERENCE for name in names_on(page)]
+    assert len(names) == len(set(names))
+    assert set(loopscope.__all__) <= set(names)
+
+
+@pytest.mark.parametrize("page", [page for page in REFERENCE if names_on(page)], ids=lambda page: page.stem)
+def test_reference_page_shows_docstrings_without_markup(built: Path, page: Path) -> None:
+    text = (built / "reference" / page.with_suffix(".html").name).read_text(encoding="utf-8")
+    for name in names_on(page):
+        assert re.search(rf"doc-object-name[^>]*>{name}<", text), name
+    assert not re.search(r":(class|meth|func|attr|mod):|^:::", text, re.M)
+
+
+def test_markup_of_docstrings_is_converted() -> None:
+    assert doctest.testmod(roles) == (0, 1)
+    assert roles.fenced_examples(">>> 1 + 1\n2\n\nMore.") == "```pycon\n>>> 1 + 1\n2\n```\n\nMore."
+
+
+@pytest.fixture(scope="module")
+def served(built: Path) -> Iterator[str]:
+    """Serve the site, since browsers allow its search only over HTTP, and yield its address."""
+    handler = partial(QuietHandler, directory=str(built))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """A handler without log lines."""
+
+    def log_message(self, *words: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver to open the site in")
+def test_search_finds_pages_and_no_page_scrolls_sideways(served: str) -> None:
+    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    options = selenium.ChromeOptions()
+    options.binary_location = BROWSER
+    for word in ("--headless=new", "--no-sandbox"):
+        options.add_argument(word)
+    chrome = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
+    try:
+        chrome.implicitly_wait(10)
+        for width in (400, 1440):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            for page in ("index", "options", "hooks/index", "guarantees", "reference/attach", "reference/hooks"):
+                chrome.get(f"{served}/{page}.html")
+                assert chrome.execute_script("return document.documentElement.scrollWidth <= innerWidth"), page
+        box = chrome.find_element("css selector", "input.md-search__input")
+        chrome.execute_script("arguments[0].click(); arguments[0].focus()", box)
+        box.send_keys("tripwire")
+        assert chrome.find_elements("css selector", ".md-search-result__item")
+    finally:
+        chrome.quit()
