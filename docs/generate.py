@@ -63,8 +63,9 @@ INTRODUCTION = """\
 `loopscope hooks` prints every installed hook, `loopscope hooks NAME` the page of one. An *observer* only reads. An
 *intervention* may do anything and is rolled back, which requires a copy of the training state; *debug* interventions
 are enabled only by name. A *committing* hook changes the run, which is then recorded as treated. *Needs* are values
-that the loop computes or keeps only for hooks; a hook's page lists its assumptions about the model. Costs are from
-[one run](../benchmarks.md#each-hook) of the quick preset, which did not include the hooks with a dash."""
+that the loop computes or keeps only for hooks; a hook's page explains them, and lists its assumptions about the model.
+*Cost* is the additional time of an epoch in [one run](../benchmarks.md#each-hook) of the quick preset, a small model on
+a CPU; a dash stands for a hook that was not measured."""
 
 
 def shipped_hooks() -> list[type[TrainingHook]]:
@@ -94,8 +95,12 @@ def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
 
 def index_row(hook: type[TrainingHook]) -> tuple[str, ...]:
     """Return the row of a hook in the list."""
-    cost_text = measured_costs().get(hook.name, "").partition(", ")[0]
-    return f"[`{hook.name}`]({hook.name}.md)", documentation(hook)[0], hook_kind(hook), needs(hook), cost_text or "-"
+    share = re.search(r"([\d.]+)% of an epoch", measured_costs().get(hook.name, ""))
+    cost_text = (
+        "-" if share is None else f"{float(share[1]):.2g} %" if float(share[1]) < 10 else f"{float(share[1]):,.0f} %"
+    )
+    needed = ", ".join(re.findall(r"(?<!\()`\w+`", needs(hook)))
+    return f"[`{hook.name}`]({hook.name}.md)", documentation(hook)[0], hook_kind(hook), needed, cost_text
 
 
 def hook_page(hook: type[TrainingHook]) -> str:
