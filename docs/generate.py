@@ -275,8 +275,9 @@ def main() -> int:
     """Write the pages and print the changes."""
     changed = write()
     print(f"docs/hooks: {', '.join(changed) or 'nothing'} changed, {len(pages())} pages.")
-    options = import_module("docs.options")  # it imports this module
-    print(f"docs/options.md: {'changed' if options.write() else 'unchanged'}.")
+    for name in ("options", "file_formats"):  # they import this module
+        generator = import_module(f"docs.{name}")
+        print(f"docs/{generator.PAGE.name}: {'changed' if generator.write() else 'unchanged'}.")
     real_models = import_module("docs.real_models")  # it imports this module, and transformers
     print(f"docs/real-models.md: {'changed' if real_models.write() else 'unchanged'}.")
     return 0

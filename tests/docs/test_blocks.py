@@ -32,8 +32,8 @@ def test_every_block_names_its_language(page: Path) -> None:
 
 
 def test_documented_json_lines_match_sink_output() -> None:
-    """Every JSON example on the command-line page begins with the keys epoch, step and hook_point."""
-    examples = [block.text for block in blocks(ROOT / "docs/command-line.md") if block.language == "json"]
+    """Every JSON example on the page of file formats begins with the keys epoch, step and hook_point."""
+    examples = [block.text for block in blocks(ROOT / "docs/file-formats.md") if block.language == "json"]
     assert len(examples) == 2
     for example in examples:
         assert list(json.loads(example))[:3] == ["epoch", "step", "hook_point"]

@@ -1,0 +1,100 @@
+"""docs/file-formats.md lists exactly the files and fields of real runs, whose JSON files fit the schemas."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import loopscope
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from loopscope.cli import main
+from loopscope.training_hooks import WeightUpdates
+
+from docs import file_formats
+from tests.docs.markdown import code, table_with
+from tests.docs.running import SMALL
+
+RUN = f"run mod_arithmetic --strategy random --no-console-output {SMALL['mod_arithmetic']}".split()
+HOOKS = ["--hooks", "norms", "grad_clip", "--hook-csv", "--hook-jsonl", "--hook-tensorboard", "--profile-hooks"]
+FILES = {schema["title"]: schema for schema in file_formats.schemas()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train with everything on and return the folder of the run."""
+    folder = tmp_path_factory.mktemp("run")
+    assert main([*RUN, *HOOKS, "--save-checkpoints", "1", "--output-dir", str(folder)]) == 0
+    return folder / "mod_arithmetic/random"
+
+
+@pytest.fixture(scope="module")
+def attached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train an attached loop that raises alerts, and return the folder of the run."""
+    folder = tmp_path_factory.mktemp("attached") / "run"
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hooks = ["norms", WeightUpdates(vanishing_grad_threshold=50.0, interval=1)]
+    with (
+        warnings.catch_warnings(action="ignore"),  # alerts are warnings, which the tests turn into errors
+        loopscope.attach(model, optimizer, hooks=hooks, out=folder, display="none") as scope,
+    ):
+        for batch in scope.batches(torch.ones(6, 2, 4)):
+            scope.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def lines_of(path: Path) -> Iterator[Any]:
+    """Yield the objects of a JSON file, or of the lines of one."""
+    text = path.read_text(encoding="utf-8")
+    yield from map(json.loads, text.splitlines()) if path.suffix == ".jsonl" else [json.loads(text)]
+
+
+def check_files(folder: Path, expected: set[str]) -> None:
+    """Check the JSON files of a run, which must be ``expected`` and must not be empty, against their schemas."""
+    paths = {path for path in folder.rglob("*.json*") if path.is_file()}
+    titles = {path: str(path.relative_to(folder)).replace(f"{folder.name}.jsonl", "STRATEGY.jsonl") for path in paths}
+    shown = {path: "manifest.json" if path.name == "manifest.json" else title for path, title in titles.items()}
+    assert set(shown.values()) == expected
+    for path, title in shown.items():
+        schema = next(schema for name, schema in FILES.items() if name.endswith(title))
+        validator = Draft202012Validator(schema)
+        for content in lines_of(path):
+            assert [error.message for error in validator.iter_errors(content)] == [], title
+
+
+def test_files_of_an_experiment_fit_the_schemas(run: Path) -> None:
+    names = {"experiment_config.json", "summary.json", "STRATEGY.jsonl", "alerts.jsonl", "digests.jsonl"}
+    check_files(run, names | {"manifest.json"})
+    for name in ("experiment_config.json", "summary.json"):
+        assert FILES[name]["properties"].keys() == next(lines_of(run / name)).keys()
+
+
+def test_files_of_an_attached_run_fit_the_schemas(attached: Path) -> None:
+    check_files(attached, {"experiment_config.json", "summary.json", "STRATEGY.jsonl", "alerts.jsonl"})
+    assert len([*lines_of(attached / "alerts.jsonl")]) > 0
+
+
+def test_schemas_describe_every_field_and_refuse_others() -> None:
+    for schema in FILES.values():
+        Draft202012Validator.check_schema(schema)
+        assert all(field["description"] for field in schema["properties"].values())
+        assert set(schema["required"]) <= schema["properties"].keys()
+    wrong = {"epoch": 0, "step": 1, "hook_point": "NEVER"}
+    assert [*Draft202012Validator(FILES["STRATEGY.jsonl"]).iter_errors(wrong)]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert file_formats.PAGE.read_text("utf-8") == file_formats.page(), "docs/file-formats.md is stale: run make docs"
+
+
+def test_every_file_of_a_run_is_listed(run: Path) -> None:
+    names = [name for row in table_with(file_formats.PAGE, "file", "content") for name in code(row["file"])]
+    patterns = [name.replace("STRATEGY", "random").replace("N", "[0-9]") for name in names]
+    files = {path for path in run.rglob("*") if path.is_file()}
+    assert files == {path for pattern in patterns for path in run.glob(pattern)}
+    assert all(list(run.glob(pattern)) for pattern in patterns)
