@@ -19,7 +19,7 @@ QUICK := not slow and not statistical and not process and not ranks and not comp
 # do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)
 
-.PHONY: pictures types run fast fast-oldest fast-newest test slow oracle oracle-update shape lint docs site bench fastai xla clean
+.PHONY: pictures types run fast fast-oldest fast-newest fast-matrix test slow coverage dist oracle oracle-update shape lint docs site bench fastai xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -43,11 +43,18 @@ fast-oldest: .venv-oldest/.installed
 fast-newest: .venv-newest/.installed
 	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" --quick-limit $(QUICK_LIMIT) $(ARGS)
 
+# One combination, for CI: make fast-matrix PYTHON=python3.12 TORCH=2.13. Remove .venv-matrix before another combination.
+fast-matrix: .venv-matrix/.installed
+	$(if $(filter 2.9,$(TORCH)),.venv-matrix/bin/python -m pip uninstall --quiet --yes torchao)
+	.venv-matrix/bin/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" --quick-limit $(QUICK_LIMIT) $(ARGS)
+
 .venv-oldest/.installed: END_PYTHON := python3.11
 .venv-oldest/.installed: END_TORCH := torch==2.9.*
 .venv-newest/.installed: END_PYTHON := python3.13
 .venv-newest/.installed: END_TORCH := torch==2.15.*
-.venv-oldest/.installed .venv-newest/.installed: pyproject.toml constraints.txt
+.venv-matrix/.installed: END_PYTHON := $(PYTHON)
+.venv-matrix/.installed: END_TORCH := torch==$(TORCH).*
+.venv-oldest/.installed .venv-newest/.installed .venv-matrix/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(END_PYTHON) -m venv $(@D)
 	grep -vE '^torch(vision)?==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt \
@@ -62,6 +69,14 @@ xla:
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "slow or statistical" --hypothesis-profile "new examples" $(ARGS)
+	$(if $(ARGS),,$(MAKE) coverage)
+
+# Branch coverage of the tests of make fast; make slow includes it. Measuring takes about twice the time of make fast, and
+# would disturb the measurements of time in other tests. FLOOR is the measured share, rounded down, less one point:
+# 93 % of lines and branches on 26 November 2026, with Python 3.11, torch 2.13.0 and no GPU.
+FLOOR := 92
+coverage: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" --cov --cov-report=term --cov-fail-under=$(FLOOR) $(ARGS)
 
 # Prints nothing if behaviour is unchanged. PART=hooks|experiments|trainers|ranks|help compares one part.
 oracle: $(STAMP)
@@ -97,6 +112,17 @@ site: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m docs.make_pictures
 
+# Source archive and wheel in dist/, checked, and the wheel installed into an empty environment.
+dist:
+	rm -rf dist .venv-dist
+	$(PYTHON) -m venv .venv-dist/tools
+	.venv-dist/tools/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine
+	.venv-dist/tools/bin/python -m build
+	.venv-dist/tools/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv .venv-dist/empty
+	.venv-dist/empty/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd .venv-dist && empty/bin/loopscope --help && empty/bin/loopscope list
+
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 	$(BIN)/python -m docs.generate
@@ -117,4 +143,4 @@ $(BENCH_STAMP): $(STAMP)
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-xla .venv-fastai .venv-oldest .venv-newest build *.egg-info
+	rm -rf $(VENV) .venv-xla .venv-fastai .venv-oldest .venv-newest .venv-matrix .venv-dist build dist *.egg-info
