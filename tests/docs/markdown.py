@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")
+PAGES = sorted([*(ROOT / name for name in ROOT_PAGES), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(
     r"^(?:<!-- (?P<use>file|shown): (?P<file>\S+) -->\n+)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )

@@ -32,7 +32,11 @@ SMALL = {
     " --warmup-steps 1 --evaluation-windows 4 --sample-tokens 5 --rank 0.25 --forward-warmup-steps 1 --merge-steps 2",
 }
 """Options that make the pages' experiments small."""
-PARSED = {"make test": "runs these tests, and takes minutes"}
+PARSED = {
+    "make test": "runs these tests, and takes minutes",
+    "make fast": "runs most of these tests, and takes minutes",
+    "make lint": "runs before a merge, and takes minutes",
+}
 """Commands of the pages that are only parsed, each with the reason."""
 LANGUAGES = {"python", "console", "yaml", "toml", "json", "text"}
 

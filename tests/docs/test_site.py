@@ -37,6 +37,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_renders_lists_and_tables(built: Path) -> None:
     """No paragraph of a built page contains the source of a Markdown list or table."""
     for page in PAGES:
+        if page.parent == ROOT and page.name not in site.OUTSIDE:
+            continue  # a page for contributors
         place = page.relative_to(ROOT / "docs") if page.parent != ROOT else Path(site.OUTSIDE[page.name])
         shown = (built / place.with_suffix(".html")).read_text(encoding="utf-8")
         assert not re.search(r"<p>(?:(?!</p>).)*\n(- |\| )", shown, re.S), page
