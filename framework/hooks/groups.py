@@ -7,6 +7,8 @@ from .base import InterventionHook, TrainingHook
 from .class_checks import KEYWORDS
 from .registries import HookRegistry
 
+BULK = ("observers", "interventions", "full", "all")
+"""The groups and keywords that select hooks by their kind."""
 GROUPS = ("none", "minimal", "observers", "interventions", "full")
 
 
@@ -45,6 +47,11 @@ def select_hooks(
     commits. If any hook is selected, hooks that are ``always`` active come first.
     """
     selected: list[str] = []
+    if (bulk := [word for word in (group, *named) if word in BULK]) and not bulk_hooks("all"):
+        raise UsageError(
+            f"No observers and interventions are registered, so {bulk[0]!r} selects none; from Python, import "
+            "loopscope.training_hooks first."
+        )
     if group is not None:
         if group not in hook_sets:
             problem = unknown("group", group, hook_sets)
