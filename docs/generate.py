@@ -278,6 +278,8 @@ def main() -> int:
     for name in ("options", "file_formats"):  # they import this module
         generator = import_module(f"docs.{name}")
         print(f"docs/{generator.PAGE.name}: {'changed' if generator.write() else 'unchanged'}.")
+    examples = import_module("docs.included_examples")
+    print(f"docs/examples: {', '.join(examples.write()) or 'nothing'} changed.")
     real_models = import_module("docs.real_models")  # it imports this module, and transformers
     print(f"docs/real-models.md: {'changed' if real_models.write() else 'unchanged'}.")
     return 0

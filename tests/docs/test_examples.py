@@ -1,0 +1,83 @@
+"""Every script in docs/examples runs, and ends with the weights of the same script without the lines of loopscope."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.markdown import PAGES, ROOT, blocks
+from tests.support.processes import own_process
+
+FOLDER = ROOT / "docs/examples"
+ADDED = re.compile(r"^.*  # added\n", re.M)
+CHANGED = re.compile(r"^( *)\S.*  # in place of: (.*)$", re.M)
+EVALUATIONS = {
+    "hugging_face.py": ('eval_strategy="epoch"', 'eval_strategy="no"'),
+    "lightning_module.py": ("batches, validation)", "batches)"),
+}
+"""The evaluation of the trainers, which changes the weights of a script without loopscope, and its replacement."""
+LIBRARIES = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*:UserWarning:lightning")
+
+
+def plain(name: str) -> str:
+    """Return a script without the lines of loopscope, and without the evaluation of a trainer."""
+    text = CHANGED.sub(r"\1\2", ADDED.sub("", (FOLDER / name).read_text(encoding="utf-8")))
+    original, replacement = EVALUATIONS.get(name, ("", ""))
+    assert original in text
+    return text.replace(original, replacement)
+
+
+def run(text: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """Run a script; return its names, and the state of torch's generator at its end."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "example.py", "exec"), names)
+    return names, torch.get_rng_state()
+
+
+def assert_equal_without_loopscope(name: str, model: str, folder: Path) -> set[str]:
+    """Run a script with and without loopscope in ``folder``; return the names of the metrics in its record."""
+    os.chdir(folder)  # of the separate process
+    assert not re.search(r"import loopscope|scope\.\w", plain(name))
+    names, generator = run((FOLDER / name).read_text(encoding="utf-8"))
+    plain_names, plain_generator = run(plain(name))
+    weights, plain_weights = names[model].state_dict(), plain_names[model].state_dict()
+    assert weights.keys() == plain_weights.keys()
+    assert all(torch.equal(weights[key], plain_weights[key]) for key in weights)
+    assert torch.equal(generator, plain_generator)
+    run_folder = names["scope"].folder
+    assert json.loads((run_folder / "summary.json").read_text())["status"] == "completed"
+    assert (run_folder / "alerts.jsonl").read_text() == ""
+    (record,) = [path for path in run_folder.glob("*.jsonl") if path.name != "alerts.jsonl"]
+    return {metric for line in record.read_text().splitlines() for metric in json.loads(line)}
+
+
+@own_process
+def test_nanogpt_keeps_its_weights(tmp_path: Path) -> None:
+    metrics = assert_equal_without_loopscope("nanogpt.py", "model", tmp_path)
+    assert {"training_metrics/evaluation", "gradient_flow/gain/blocks.1"} <= metrics
+
+
+@pytest.mark.trainer
+@own_process
+def test_hugging_face_keeps_its_weights(tmp_path: Path) -> None:
+    metrics = assert_equal_without_loopscope("hugging_face.py", "model", tmp_path)
+    assert {"training_metrics/evaluation", "norms/total_grad_norm"} <= metrics
+
+
+@pytest.mark.trainer
+@LIBRARIES
+@own_process
+def test_lightning_keeps_its_weights(tmp_path: Path) -> None:
+    metrics = assert_equal_without_loopscope("lightning_module.py", "module", tmp_path)
+    assert {"training_metrics/evaluation", "norms/total_grad_norm"} <= metrics
+
+
+def test_every_example_is_shown_on_a_page() -> None:
+    """Pages show the complete text of the scripts, which tests/docs/test_blocks.py compares."""
+    shown = {block.shown for page in PAGES for block in blocks(page)}
+    scripts = {f"docs/examples/{path.name}" for path in FOLDER.glob("*.py")}
+    assert scripts - shown == {"docs/examples/faults.py"}  # docs/troubleshooting.md shows its output
