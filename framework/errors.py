@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -257,15 +256,3 @@ def counted(count: int, singular: str, plural: str = "") -> str:
     ('1 epoch', '1,200 steps', '2 batches')
     """
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
-
-
-def require_package(package: str, needed_by: str, extra: str) -> None:
-    """Raise :class:`UsageError` with installation advice if ``package``, part of an ``extra``, is missing.
-
-    A folder of that name (a namespace package) is not accepted; it has no origin.
-    """
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise UsageError(
-            f"{needed_by} needs the package {package}, which is not installed: pip install 'loopscope[{extra}]'."
-        )

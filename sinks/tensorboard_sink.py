@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from loopscope.errors import require, require_package
+from loopscope.errors import require
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
+from loopscope.optional_packages import require_package
 from loopscope.runs import Record, ReplaySink, RunRecord, forward_emits
 
 from .jsonl import read_jsonl, recorded_run
@@ -38,7 +39,7 @@ class TensorBoardSink(ReplaySink):
     @classmethod
     def check_installed(cls) -> None:
         """Raise :class:`UsageError` if tensorboard is missing."""
-        require_package("tensorboard", f"Sink {cls.name!r}", "tensorboard")
+        require_package("tensorboard", f"Sink {cls.name!r}")
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:

@@ -13,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loopscope.errors import LoopscopeError, RunNotice, UsageError, require_package
+from loopscope.errors import LoopscopeError, RunNotice, UsageError
 from loopscope.hooks import STEP_POINTS, Alert, HookPoint, RunInfo, SinkRegistry
+from loopscope.optional_packages import require_package
 from loopscope.runs import ReplaySink, RunRecord
 from loopscope.sinks import wandb_process
 
@@ -113,7 +114,7 @@ class WandbSink(ReplaySink):
     @classmethod
     def check_installed(cls) -> None:
         """Raise :class:`UsageError` if wandb is missing."""
-        require_package("wandb", f"Sink {cls.name!r}", "wandb")
+        require_package("wandb", f"Sink {cls.name!r}")
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:

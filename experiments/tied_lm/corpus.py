@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import xxhash
 from loopscope.errors import UsageError
+from loopscope.optional_packages import require_package
 
 END_OF_DOCUMENT = "<|end|>"
 SMALLEST_VOCABULARY = 257  # one token for each byte, and one for the end of a document
@@ -115,8 +115,7 @@ class Tokenizer:
                 f"vocabulary is {vocabulary}; for texts it must be at least {SMALLEST_VOCABULARY}: one token for each "
                 "byte, and one for the end of a document."
             )
-        if find_spec("tokenizers") is None:
-            raise UsageError("Texts need the package tokenizers, which is not installed: pip install 'loopscope[lm]'.")
+        require_package("tokenizers", "A vocabulary for texts")
         from tokenizers import Tokenizer as Encoder
         from tokenizers import decoders, models, pre_tokenizers, trainers
 

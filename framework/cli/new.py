@@ -14,6 +14,7 @@ from string import Template
 from ..durable_files import path_exists
 from ..errors import UsageError, require, unknown
 from ..hooks import KEYWORDS, ExperimentRegistry, HookRegistry
+from ..optional_packages import install_command
 from .parser import CommandParser, write_line
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -68,7 +69,9 @@ def new(words: Sequence[str]) -> None:
     python, script, test = (shlex.quote(str(part)) for part in ("python" if is_ours else sys.executable, *paths))
     write_line(f"Wrote {paths[0]} and {paths[1]}. To run and test them:")
     write_line(f"  {python} {script} run {RUNS[kind].format(name)}")
-    write_line(f"  {python} -m pytest {test}" + ("" if find_spec("pytest") else "  (after pip install pytest)"))
+    write_line(
+        f"  {python} -m pytest {test}" + ("" if find_spec("pytest") else f"  (after {install_command('pytest')})")
+    )
 
 
 def _refuse(kind: str, name: str, paths: Sequence[Path]) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from ..console import printable
 from ..durable_files import path_exists
-from ..errors import listed, require_package
+from ..errors import listed
+from ..optional_packages import require_package
 from ..report import Look, hook_panels, hook_picture, matcher, metric_picture, read_runs, save_picture, seeds_picture
 from ..runs import require
 from .parser import NAMES, CommandParser, dashed, write_line
@@ -39,7 +40,7 @@ def plot(words: Sequence[str]) -> None:
     given = parser.defaults | parser.parse(words)
     _check(given)
     log_y = True if given["log_y"] else False if given["linear_y"] else None
-    require_package("matplotlib", "loopscope plot", "plot")
+    require_package("matplotlib", "loopscope plot")
     panels = hook_panels(PROVENANCE) if given[PROVENANCE] else []
     wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
     runs, unit = read_runs(map(Path, given["RUN"]), wanted, given["x"])

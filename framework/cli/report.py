@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ..console import result_line
 from ..durable_files import write_atomically
-from ..errors import listed, require_package
+from ..errors import listed
+from ..optional_packages import require_package
 from ..report import MARK, ShownRun, page_of, read_shown, run_labels
 from ..runs import require, run_folders
 from .parser import CommandParser, write_line
@@ -36,7 +37,7 @@ def report(words: Sequence[str]) -> None:
     require(path.suffix.lower() == ".html", f"--out is {str(path)!r}; it must end in .html.")
     may_write = is_free(path, MARK) or given["overwrite"]
     require(may_write, f"{path} exists and is not a loopscope report; use --overwrite, or another --out.")
-    require_package("plotly", "loopscope report", "report")
+    require_package("plotly", "loopscope report")
     folders = {folder.resolve(): folder for run in given["RUN"] for folder in run_folders(Path(run), "report")}
     labels, most = run_labels([*folders]), given["most_mib"] * 2**20
     runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), labels, strict=True)]

@@ -7,7 +7,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import listed, require, require_package
+from ..errors import listed, require
+from ..optional_packages import require_package
 from ..runs import run_folders
 from .curves import RecordedRun, read_curves
 from .panels import Look, Picture, matcher, metric_picture
@@ -38,7 +39,7 @@ def plot(
     Raises:
         UsageError: if the metrics cannot be drawn.
     """
-    require_package("matplotlib", "loopscope.plot", "plot")
+    require_package("matplotlib", "loopscope.plot")
     from .drawing import figure_of
 
     require(bool(patterns), "loopscope.plot needs metrics: loopscope.plot(folder, 'training_metrics/loss').")

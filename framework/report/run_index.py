@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from ..checkpoints import is_locked
 from ..durable_files import path_exists, read_json
-from ..errors import UsageError, listed, require, require_package
+from ..errors import UsageError, listed, require
+from ..optional_packages import require_package
 from ..runs import CONFIG, REWINDS, SUMMARY, Completed, Record, RunRecord, checked_fields, forward_emits
 from .curves import record_of, series_in
 from .panels import matcher, near_names
@@ -130,7 +131,7 @@ def read_run(path: str | os.PathLike[str]) -> FoundRun:
     Raises:
         UsageError: if the folder has no readable run, or pandas is not installed.
     """
-    require_package("pandas", "loopscope.read_run", "frames")
+    require_package("pandas", "loopscope.read_run")
     run = inspect_run(Path(path))
     require(run.record is not None, run.problem)
     return run

@@ -45,7 +45,7 @@ METHOD = """
   last epoch of a training are excluded, and the trainings of one framework alternate. loopscope's rows use `epoch_loop`
   with observers and a JSONL file. The cost of a feature is trainings with it minus trainings without it, both relative
   to the bare loop; here a block is the median over an epoch's steps. HF's Trainer computes the norm of all gradients
-  anyway, so clipping adds little there. `pip install 'loopscope[bench]'` installs the frameworks. fastai has a separate
+  anyway, so clipping adds little there. `make bench` installs the frameworks. fastai has a separate
   environment, made by `make fastai`, because it needs torchvision, which must match torch's build: the torchvision of
   PyPI, combined with a CPU-only torch, breaks the import of Lightning and transformers. `wandb.watch` runs offline;
   W&B's own process is not counted.
@@ -81,7 +81,7 @@ METHOD = """
   for a killed process (only a flush forces a file onto the disk). Every number of a list or series counts as a scalar.
   In turn, the same numbers go through Lightning's `CSVLogger` with its defaults (it writes every 100 rows; saved at the
   end of a block) and `torch.utils.tensorboard.SummaryWriter.add_scalar` (flushed at the end of a block, its thread
-  counted); `pip install 'loopscope[bench]'` installs both, and without them their rows are omitted.
+  counted); `make bench` installs both, and without them their rows are omitted.
 - *Displays.* Epochs of the quick preset with `training_metrics`, on one model, with a display on a pseudo terminal of
   120x40 that another process reads, and in turn without a display; no evaluation. Half a second passes in about two
   epochs, so most epochs with a display contain a redraw. *Own time* is the time inside the display.

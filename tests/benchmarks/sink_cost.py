@@ -104,7 +104,7 @@ def installed() -> Iterator[tuple[str, Logger]]:
         if find_spec(package) is not None:
             yield name, logger
         else:
-            sys.stderr.write(f"No row against {name}: {package} is not installed (pip install 'loopscope[bench]').\n")
+            sys.stderr.write(f"No row against {name}: {package} is not installed (make bench installs it).\n")
 
 
 def measured(load: Load, loggers: Mapping[str, Logger], rounds: int) -> dict[str, list[float]]:

@@ -160,7 +160,7 @@ def test_unopenable_event_file_is_closed(tmp_path):
 
 def test_missing_tensorboard_error_shows_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UsageError, match=r"'tensorboard' needs the package tensorboard.* pip install 'loopscope\[tens"):
+    with pytest.raises(UsageError, match=r"'tensorboard' needs the package tensorboard.* pip install 'tensorboard>="):
         TensorBoardSink()
 
 
