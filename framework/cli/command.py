@@ -11,6 +11,7 @@ from ..checkpoints import StoppedError
 from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_console, printable, show_warnings, watch
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
+from ..names import as_names
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
 from .compare import compare, compare_parser
@@ -31,7 +32,7 @@ from .verify import verify, verify_parser
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
 
 
-def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
+def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
     """Import the packages, run a command and return its exit status; see :func:`loopscope.cli.main.main`."""
     warned: list[str] = []
 
@@ -41,7 +42,7 @@ def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
 
     with show_warnings(warn):
         try:
-            for package in packages:
+            for package in as_names(packages):
                 import_module(package)
             for registry in (ExperimentRegistry, HookRegistry, SinkRegistry):
                 registry.discover()

@@ -39,12 +39,12 @@ Options of a command: loopscope COMMAND --help
 """
 
 
-def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str] = ()) -> int:
     """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 128 + n after signal n.
 
     Args:
         arguments: the words after ``loopscope``; by default those of ``sys.argv``.
-        packages: names of packages to import before the command runs, so that they fill the registries.
+        packages: a package, or several, by name; they are imported before the command runs and fill the registries.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("help", "-h", "--help"):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import Clipping, StatePart, UndeclaredCommitError
+from ..names import as_names
 from ..state import TrainingState, optimizers_of
 from ..tensors import Vector, byte_tensors, gradients, joint_norm, live_gradients, local_shards, overwrite
 from ..training import takes_closure
@@ -191,9 +192,9 @@ def forget(state: TrainingState, parameters: Mapping[str, nn.Parameter]) -> None
         optimizer.state.pop(parameter, None)
 
 
-def parameters_named(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+def parameters_named(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Parameter]:
     """Return the named parameters; raise :class:`UsageError` for an unknown name."""
-    parameters, requested = dict(model.named_parameters()), list(names)
+    parameters, requested = dict(model.named_parameters()), as_names(names)
     for name in requested:
         if name not in parameters:
             raise unknown("parameter", name, parameters)

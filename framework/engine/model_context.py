@@ -411,7 +411,7 @@ class ModelContext(ModelDataContext):
         self._open.commits.record(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, copies, weight)
 
     @override
-    def thaw_parameters(self, names: Iterable[str]) -> None:
+    def thaw_parameters(self, names: str | Iterable[str]) -> None:
         if self._task.ranks.averages and self._task.ranks.data:
             raise LoopscopeError(
                 "DistributedDataParallel averages only gradients of parameters that were trainable when it was "
@@ -421,7 +421,7 @@ class ModelContext(ModelDataContext):
         self._open.commits.record(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, parameters)
 
     @override
-    def reset_optimizer_state(self, names: Iterable[str]) -> None:
+    def reset_optimizer_state(self, names: str | Iterable[str]) -> None:
         parameters = commits.parameters_named(self.model, names)
         self._open.commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", commits.forget, self._state, parameters)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import UsageError
+from ..names import as_names
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _one_process() -> "Ranks":
 class ObserverServices:
     """Functions behind the methods of :class:`RunDataContext`; created once per run."""
 
-    forward: Callable[[Any, Sequence[str], bool], ForwardResult]
+    forward: Callable[[Any, list[str], bool], ForwardResult]
     batch_gradients: Callable[[Any], dict[str, Tensor]]
     evaluate: Callable[[Mapping[str, Tensor]], dict[str, float]]
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
@@ -283,15 +284,15 @@ class RunDataContext:
         """
         return None if self.batch_idx is None else self.services.row_indices(self.epoch, self.batch_idx)
 
-    def forward(self, inputs: Any, *, capture: Sequence[str] = (), train: bool = False) -> ForwardResult:
+    def forward(self, inputs: Any, *, capture: str | Sequence[str] = (), train: bool = False) -> ForwardResult:
         """Run the model on ``inputs`` without gradients; modes, buffers and random streams are restored.
 
         Args:
             inputs: the model's input, or a tuple of its positional inputs.
-            capture: names of submodules whose outputs are returned as well.
+            capture: the name of a submodule whose output is returned as well, or several names.
             train: run in train mode (with dropout) instead of eval mode.
         """
-        return self.services.forward(inputs, capture, train)
+        return self.services.forward(inputs, as_names(capture), train)
 
     def compute_batch_gradients(self, batch: Any) -> dict[str, Tensor]:
         """Return the gradient of the mean training loss on ``batch`` by parameter name, in the model's current modes.

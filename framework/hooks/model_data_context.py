@@ -219,7 +219,7 @@ class ModelDataContext(ABC):
         """Commit: θ ← (1 − weight)·θ + weight·target; the hook must not change ``target`` afterwards."""
 
     @abstractmethod
-    def thaw_parameters(self, names: Iterable[str]) -> None:
+    def thaw_parameters(self, names: str | Iterable[str]) -> None:
         """Commit: train the named parameters from now on.
 
         Raises:
@@ -227,5 +227,5 @@ class ModelDataContext(ABC):
         """
 
     @abstractmethod
-    def reset_optimizer_state(self, names: Iterable[str]) -> None:
+    def reset_optimizer_state(self, names: str | Iterable[str]) -> None:
         """Commit: reset the optimizer's state of the named parameters."""

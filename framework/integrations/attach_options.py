@@ -26,6 +26,7 @@ from ..hooks import (
     refuse_idle_options,
     select_hooks,
 )
+from ..names import as_names
 from ..runs import RunSettings
 
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -65,8 +66,9 @@ class AttachOptions(RunSettings):
         super().__post_init__()
         for name in ("hooks", "sinks"):
             value = getattr(self, name)
-            is_list = isinstance(value, (list, tuple))
+            is_list = isinstance(value, (list, tuple, str))
             require(is_list, f"{name} is {value!r}; it must be a list: {name}=[{value!r}].")
+            object.__setattr__(self, name, as_names(value))
         words = {"loop": LoopType, "display": DisplayMode}
         for name, accepted in words.items():
             if getattr(self, name) not in get_args(accepted):

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from ..errors import RunNotice, UsageError, listed, nearest, require
+from ..names import as_names
 from .linear import BitLinear, make_bit_linear, make_plain_linear
 from .matrices import CastNames, Matrix, cast_names, castable_matrices
 from .products import CastingModule, convert_products, restore_products
 from .recipes import Recipe, find_recipe
 
-Patterns = Sequence[str]
+Patterns = str | Sequence[str]
 
 
 def quantize_model(
@@ -130,6 +131,7 @@ def _chosen_names(layers: Mapping[str, Matrix], include: Patterns, exclude: Patt
             "The model has no linear layer (nn.Linear itself, no subclass), nn.MultiheadAttention, Conv1D or experts, "
             "so there is nothing to cast."
         )
+    include, exclude = as_names(include), as_names(exclude)
     names = listed([repr(name) for name in layers])
     for pattern in (*include, *exclude):
         if not _matching(layers, [pattern]):
@@ -146,5 +148,5 @@ def _chosen_names(layers: Mapping[str, Matrix], include: Patterns, exclude: Patt
     return chosen
 
 
-def _matching(names: Iterable[str], patterns: Patterns) -> list[str]:
+def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

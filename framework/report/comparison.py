@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import listed, require
 from ..hooks import HookRegistry
+from ..names import as_names
 from ..runs import RunRecord, differences
 from .curves import ACCURACIES
 from .panels import matcher, no_match, run_labels
@@ -38,12 +39,13 @@ def differing_parts(records: Mapping[str, RunRecord]) -> list[Row]:
     return rows
 
 
-def compare_runs(found_runs: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dict[str, list[Any]]:
+def compare_runs(found_runs: Sequence[FoundRun], patterns: str | Sequence[str] = ()) -> dict[str, list[Any]]:
     """Compare the readable parts of runs in the matching metrics, by default those of the evaluation.
 
     Raises:
         UsageError: for fewer than two readable runs, and for a pattern without a match, with the nearest names.
     """
+    patterns = as_names(patterns)
     runs = dict(zip(run_labels([run.path.resolve() for run in found_runs]), found_runs, strict=True))
     records = {label: run.record for label, run in runs.items() if run.record is not None}
     problem = f"loopscope compare takes two or more runs, but could read {len(records)}."

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import UsageError, listed
 from ..hooks import HookRegistry, MetricPanel
+from ..names import as_names
 from ..runs import require
 from .curves import Curve, RecordedRun
 
@@ -78,7 +79,7 @@ class Picture:
     sentences: Sequence[str] = ()
 
 
-def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+def matcher(patterns: str | Sequence[str]) -> Callable[[str], bool]:
     """Return a function that selects metrics by full name or by pattern.
 
     ``*``, ``?`` and ``[...]`` do not match slashes, ``**`` does, and ``**/`` also matches an empty text.
@@ -88,8 +89,9 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     >>> [name for name in ("a/x", "a/b/x", "x", "a") if matcher(["**/x"])(name)]
     ['a/x', 'a/b/x', 'x']
     """
-    shapes = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns]
-    return lambda name: name in patterns or any(shape.fullmatch(name) for shape in shapes)
+    names = as_names(patterns)
+    shapes = [re.compile(_expression(pattern), re.DOTALL) for pattern in names]
+    return lambda name: name in names or any(shape.fullmatch(name) for shape in shapes)
 
 
 def _expression(pattern: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from ..checkpoints import is_locked
 from ..durable_files import path_exists, read_json
 from ..errors import UsageError, listed, require
+from ..names import as_names
 from ..optional_packages import require_package
 from ..runs import CONFIG, REWINDS, SUMMARY, Completed, Record, RunRecord, checked_fields, forward_emits
 from .curves import record_of, series_in
@@ -88,12 +89,15 @@ class FoundRun:
         """The metrics in the order of the record; an entry of a dict is named ``metric/key``."""
         return list(dict.fromkeys(name for *_, name, _ in self.points))
 
-    def matching(self, patterns: Sequence[str]) -> list[str]:
-        """Return the metrics that match patterns like those of ``loopscope plot``; without patterns, all metrics.
+    def matching(self, patterns: str | Sequence[str]) -> list[str]:
+        """Return the metrics that match a pattern, or one of several, like those of ``loopscope plot``.
+
+        An empty list of patterns matches all metrics.
 
         Raises:
             UsageError: for a pattern without a match, with the nearest names.
         """
+        patterns = as_names(patterns)
         matches = {pattern: list(filter(matcher([pattern]), self.names)) for pattern in patterns}
         for pattern in [pattern for pattern, names in matches.items() if not names]:
             near = near_names(pattern, self.names)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from ..errors import require, unknown
+from ..names import as_names
 from ..training import Parallel
 
 WORDS: dict[Any, str] = {
@@ -159,6 +160,12 @@ class RunOptions(RunFlags):
     """Options by hook name, as values of the annotated types."""
     recorded: Mapping[str, Any] = field(default_factory=dict)
     """The options of the command line, as plain values, that start the run again."""
+
+    def __post_init__(self) -> None:
+        """Check every value; one strategy or hook may be given without a list."""
+        super().__post_init__()
+        for name in ("strategies", "hooks"):
+            object.__setattr__(self, name, as_names(getattr(self, name)))
 
 
 def field_names(options: type[ExperimentConfig | RunFlags]) -> list[str]:

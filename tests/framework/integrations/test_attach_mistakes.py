@@ -34,7 +34,7 @@ def printed(capsys: Any) -> str:
 
 
 REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
-    "a text for hooks": (lambda parts: {"hooks": "norms"}, "it must be a list: hooks=\\['norms'\\]"),
+    "a hook without a list": (lambda parts: {"hooks": 3}, "it must be a list: hooks=\\["),
     "an unknown hook": (lambda parts: {"hooks": ["norm"]}, "Did you mean 'norms'"),
     "a hook twice": (lambda parts: {"hooks": ["norms", norms()]}, "'norms' is given by name, and as .* leave one"),
     "two objects": (lambda parts: {"hooks": [norms(), norms()]}, "Two hooks are named 'norms'"),
