@@ -86,10 +86,17 @@ oracle: $(STAMP)
 oracle-update: $(STAMP)
 	@$(BIN)/python -m tests.oracle update $(PART)
 
-# mypy and editors cannot resolve an editable install with renamed folders, so they use a folder of links.
+# Type checkers and editors cannot follow an editable install with renamed folders, so they use folders of links: the
+# project's own checks one in build/types, and checks of code that uses loopscope the stub package loopscope-stubs in
+# the environment (PEP 561), in which only __init__ must be named as a stub. Nothing imports either of them.
+LINKED = $(CURDIR)/framework/* $(foreach folder,training_hooks sinks experiments,$(CURDIR)/$(folder))
+TYPES := build/types
+STUBS = $(addsuffix /loopscope-stubs,$(wildcard $(VENV)/lib/python3*/site-packages))
 types:
-	rm -rf build/types && mkdir -p build/types/loopscope
-	ln -s $(CURDIR)/framework/* $(foreach folder,training_hooks sinks experiments,$(CURDIR)/$(folder)) build/types/loopscope/
+	rm -rf $(TYPES)/loopscope $(STUBS)
+	mkdir -p $(TYPES)/loopscope $(STUBS)
+	for folder in $(TYPES)/loopscope $(STUBS); do ln -s $(LINKED) $$folder/ || exit 1; done
+	for folder in $(STUBS); do mv $$folder/__init__.py $$folder/__init__.pyi || exit 1; done
 
 # The structure of the source code in numbers; ARGS=--step lists the functions of one step, ARGS=--imports the modules.
 shape: $(STAMP)
@@ -136,6 +143,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "loopscope needs Python 3.11 or newer, and none was found: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[dev,wandb,tensorboard,plot,report,lm,site]'
+	$(MAKE) --no-print-directory types
 	touch $(STAMP)
 
 $(BENCH_STAMP): $(STAMP)

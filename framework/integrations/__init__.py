@@ -1,6 +1,6 @@
 """Hooks in existing training loops: custom loops, Hugging Face's Trainer and Lightning's Trainer."""
 
 from .attach import attach
-from .scope import Scope
+from .scope import AttachedScope, Scope
 
-__all__ = ["Scope", "attach"]
+__all__ = ["AttachedScope", "Scope", "attach"]

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -16,13 +16,28 @@ from ..errors import UsageError, require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
-from .attach_options import AttachOptions, DisplayMode, HookChoice
+from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
 from .model_wrappers import unwrap
-from .scope import Scope
+from .scope import AttachedScope, Scope
+from .trainers import HuggingFaceTrainer, LightningTrainer
 
 
+@overload
+def attach(
+    target: nn.Module,
+    optimizer: Optimizer,
+    *,
+    scheduler: Any = None,
+    scaler: GradScaler | None = None,
+    accelerator: Any = None,
+    accumulate: int = 1,
+    ranks: Ranks | None = None,
+    **options: Unpack[AttachArguments],
+) -> Scope: ...
+@overload
+def attach(target: HuggingFaceTrainer | LightningTrainer, **options: Unpack[AttachArguments]) -> AttachedScope: ...
 def attach(
     target: Any,
     optimizer: Any = None,
@@ -55,8 +70,10 @@ def attach(
     display: DisplayMode = "normal",
     reference: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
-) -> Any:
+) -> AttachedScope:
     """Attach hooks to an existing training, without changing a bit of it; return its :class:`Scope`.
+
+    For a Trainer, which calls the hooks itself, the result is an :class:`AttachedScope`.
 
     Args:
         target: the model, a ``transformers.Trainer`` or a ``lightning.Trainer``; a Trainer needs no further arguments.
@@ -103,7 +120,7 @@ def attach(
         return _attach(target, chosen, given)
 
 
-def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) -> AttachedScope:
     """Attach hooks to a Trainer or a custom loop; ``given`` has all arguments of :func:`attach`."""
     for package in ("training_hooks", "sinks"):
         import_module(f"loopscope.{package}")
@@ -114,7 +131,8 @@ def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) ->
         own_parts = ("optimizer", "scheduler", "scaler", "accelerator", "ranks")
         surplus = [name for name in own_parts if given[name] is not None]
         require(not surplus, f"The trainer has its own {' and '.join(surplus)}; give attach the trainer alone.")
-        return import_module(f"{__package__}.{trainer}").attach_to(target, options)
+        scope: AttachedScope = import_module(f"{__package__}.{trainer}").attach_to(target, options)
+        return scope
     require(
         not isinstance(target, nn.DataParallel),
         "DataParallel trains on several devices in one process, but attach supports one device; use "

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,37 @@ MISSING_PARTS = {
     "needs_evaluation": "give evaluate=function(model), which returns named numbers",
 }
 """Parts that a loop may lack, by the need of a hook, with advice."""
+
+
+class AttachArguments(TypedDict, total=False):
+    """The keyword arguments that :func:`.attach` takes for a model and for a Trainer, for type checkers and editors.
+
+    Their defaults and meanings are those of :func:`.attach`.
+    """
+
+    hooks: Sequence[HookChoice]
+    with_hooks: str | None
+    hook_options: Mapping[str, Mapping[str, Any]] | None
+    schedules: Mapping[str, StepSchedule] | None
+    loss: Loss | None
+    loader: "Loader | DataLoader[Any] | None"
+    evaluate: Callable[[nn.Module], dict[str, float]] | None
+    out: str | Path | None
+    overwrite: bool
+    sinks: Sequence[str | MetricSink]
+    loop: LoopType
+    length: int | None
+    log_every: int
+    snapshot_every: int | None
+    seed: int
+    audit: bool
+    on_hook_error: Literal["raise", "skip"]
+    profile_hooks: bool
+    guardian_device: str | None
+    hook_offload_state: bool
+    display: DisplayMode
+    reference: str | Path | None
+    config: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
