@@ -91,6 +91,13 @@ def test_new_files_pass_format_and_lint(kind: list[str], folder: Path, capfd) ->
     assert "class MyOwn(" in (folder / "deep/er/my_own.py").read_text("utf-8")
 
 
+@EACH_KIND
+def test_docstring_fits_any_name(kind: list[str], folder: Path, capfd) -> None:
+    """The file is described as an example, so that ``dead_units`` does not claim to measure something else."""
+    assert main(["new", *kind, "dead_units"]) == 0
+    assert '    """An example to replace: ' in (folder / "dead_units.py").read_text("utf-8")
+
+
 @pytest.mark.parametrize("kind", ["hook", pytest.param("experiment", marks=pytest.mark.slow)])
 def test_class_names_hide_no_needed_name(kind: str, folder: Path) -> None:
     for name in HIDING[kind]:
