@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
+from loopscope.option_words import option_text
 from loopscope.runs import Record
 
 from .record import LAYOUTS, NUMBERS, POSITION, json_text
@@ -102,7 +103,7 @@ class CSVSink(FileSink):
         if position and position.get("cells") != self.notation["cells"]:
             raise UsageError(
                 f"{run.strategy}.csv was written by an older version, which did not write lists and dicts as JSON; "
-                "resume the run with that version, or restart it with --overwrite."
+                f"resume the run with that version, or restart it with {option_text('overwrite', True)}."
             )
         self._columns = Columns(run.metric_infos)
         return self._columns.header

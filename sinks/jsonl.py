@@ -101,7 +101,7 @@ def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:
     path = folder / f"{run.strategy}.jsonl"
     if not path.is_file():
         raise UsageError(
-            f"{folder} has no {path.name}, the record that replay sends; a run writes it unless it is started with "
-            "--no-hook-jsonl."
+            f"{folder} has no {path.name}, the record that replay sends; a run writes it unless the sink 'jsonl' is "
+            "disabled."
         )
     return run, path, read_status(folder) or "failed"  # a run without a summary was killed

@@ -10,10 +10,14 @@ from typing import Any, ClassVar
 import xxhash
 from loopscope.errors import UsageError
 from loopscope.hooks import RunInfo
+from loopscope.option_words import option_text
 from loopscope.runs import RecordSink
 
 CHUNK = 1 << 24
-_REMEDY = "restore that file, or restart the run with --overwrite."
+
+
+def _remedy() -> str:
+    return f"restore that file, or restart the run with {option_text('overwrite', True)}."
 
 
 class RunFile:
@@ -49,14 +53,14 @@ class RunFile:
         try:
             self._file = FileIO(path, "r+")
         except FileNotFoundError as error:
-            raise UsageError(f"{path} is missing; it had {size:,} bytes at the checkpoint; {_REMEDY}") from error
+            raise UsageError(f"{path} is missing; it had {size:,} bytes at the checkpoint; {_remedy()}") from error
         except OSError as error:
-            raise UsageError(f"{path} cannot be opened for appending: {error.strerror}; {_REMEDY}") from error
+            raise UsageError(f"{path} cannot be opened for appending: {error.strerror}; {_remedy()}") from error
         try:
             if (actual_size := os.fstat(self._file.fileno()).st_size) < size:
-                raise UsageError(f"{path} has {actual_size:,} bytes, but had {size:,} at the checkpoint; {_REMEDY}")
+                raise UsageError(f"{path} has {actual_size:,} bytes, but had {size:,} at the checkpoint; {_remedy()}")
             if reason := (fault and fault(self._file, size)) or self._changed(size, position):
-                raise UsageError(f"{path} differs from the file at the checkpoint: {reason}; {_REMEDY}")
+                raise UsageError(f"{path} differs from the file at the checkpoint: {reason}; {_remedy()}")
             self._file.seek(size)
         except BaseException:
             self.close()
@@ -194,7 +198,7 @@ def size_at(position: Any) -> int:
     """Return the size of a file at a checkpoint, in bytes; raises :class:`UsageError` if it is not stored."""
     size = position.get("size") if isinstance(position, Mapping) else None
     if type(size) is not int or size < 0:
-        raise UsageError(f"The checkpoint has no valid size of a file of the run, but {size!r}; {_REMEDY}")
+        raise UsageError(f"The checkpoint has no valid size of a file of the run, but {size!r}; {_remedy()}")
     return size
 
 

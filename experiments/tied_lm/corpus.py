@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from loopscope.errors import UsageError
+from loopscope.option_words import option_text
 from loopscope.optional_packages import require_package
 
 END_OF_DOCUMENT = "<|end|>"
@@ -66,7 +67,9 @@ def read_corpus(path: Path) -> Corpus:
     if path.is_dir():
         files = sorted(file for kind in ("*.txt", "*.md") for file in path.rglob(kind))
         if not files:
-            raise UsageError(f"--data {path} is a folder without .txt or .md files; name a folder of texts, or a file.")
+            raise UsageError(
+                f"{option_text('data', path)} is a folder without .txt or .md files; name a folder of texts, or a file."
+            )
         documents = {str(file.relative_to(path)): _read_text(file) for file in files}
     else:
         documents = _split_text(_read_text(path))
@@ -74,7 +77,8 @@ def read_corpus(path: Path) -> Corpus:
     if len(documents) < 2:
         content = "only one document" if documents else "no text"
         raise UsageError(
-            f"--data {path} contains {content}; at least two documents are needed, one of them for validation."
+            f"{option_text('data', path)} contains {content}; at least two documents are needed, one of them for "
+            "validation."
         )
     return Corpus(str(path), documents)
 
@@ -132,7 +136,7 @@ class Tokenizer:
         if self.vocabulary < vocabulary:
             raise UsageError(
                 f"vocabulary is {vocabulary}, but the text yields only {self.vocabulary} different tokens; choose "
-                f"--vocabulary {self.vocabulary} or less, or a longer text."
+                f"{option_text('vocabulary', self.vocabulary)} or less, or a longer text."
             )
 
     @property

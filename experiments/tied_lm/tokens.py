@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from loopscope.data import Loader, SourceOfRows, derived_seed
 from loopscope.errors import UsageError, require
+from loopscope.option_words import option_text
 from torch import Tensor
 
 RAW = {".u16": np.uint16, ".u32": np.uint32, ".bin": np.uint16}
@@ -69,7 +70,7 @@ class TokenLoader(Loader):
         if len(self.tokens) <= self.context:
             raise UsageError(
                 f"The data has {len(self.tokens)} tokens, but a context of {self.context} needs at least "
-                f"{self.context + 1}; choose a shorter --context, or more data."
+                f"{self.context + 1}; choose a shorter {option_text('context')}, or more data."
             )
 
     def __len__(self) -> int:
@@ -120,7 +121,7 @@ def split_targets(windows: np.ndarray, vocabulary: int, device: torch.device) ->
         invalid = smallest if smallest < 0 else largest
         raise UsageError(
             f"The data contains the token id {invalid}, which is outside the vocabulary of {vocabulary}; set "
-            "--vocabulary to the vocabulary size of the data's tokenizer."
+            f"{option_text('vocabulary')} to the vocabulary size of the data's tokenizer."
         )
     tokens = torch.from_numpy(windows).to(device)
     return tokens[:, :-1], tokens[:, 1:]

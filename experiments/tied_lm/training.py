@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from loopscope.data import Batch, Loader, derived_seed
 from loopscope.errors import UsageError, shortened
+from loopscope.option_words import option_text
 from loopscope.runs import ExperimentConfig, ExperimentRunner, require
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -112,7 +113,9 @@ class LanguageData:
         """
         data = config.data
         if data is not None and not data.exists():
-            raise UsageError(f"--data {data} does not exist; name a text file, a folder of texts or a file of tokens.")
+            raise UsageError(
+                f"{option_text('data', data)} does not exist; name a text file, a folder of texts or a file of tokens."
+            )
         if data is not None and data.is_file() and data.suffix in TOKEN_FILES:
             tokens = open_tokens(data)
             training_count = len(tokens) - round(config.validation_share * len(tokens))  # the end is held out
@@ -124,7 +127,7 @@ class LanguageData:
             require(
                 len(side) > config.context,
                 f"The {name} data has {len(side)} tokens, but a context of {config.context} needs at least "
-                f"{config.context + 1}; choose a shorter --context, or more data.",
+                f"{config.context + 1}; choose a shorter {option_text('context')}, or more data.",
             )
         return loaded
 

@@ -60,7 +60,7 @@ def read_content(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: 
     if not checkpoint.is_of_ranks:
         require(
             ranks is None or not ranks.are_many,
-            f"{checkpoint.folder} was written by one process; resume it with one, without torchrun and --parallel.",
+            f"{checkpoint.folder} was written by one process; resume it with one, without torchrun.",
         )
         return checkpoint.content()
     from .rank_checkpoints import read_parts  # imported here, as it takes a second

@@ -109,7 +109,7 @@ def _lock(descriptor: int, path: Path) -> None:
             time.sleep(PATIENCE)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        advice = "wait for it, stop it, or choose another --output-dir"
+        advice = "wait for it, stop it, or choose another output folder"
         raise UsageError(f"{path.parent} is being written by {_owner(path)}; {advice}.") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):

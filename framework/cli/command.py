@@ -12,6 +12,7 @@ from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_c
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..names import as_names
+from ..option_words import command_line_messages
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
 from .compare import compare, compare_parser
@@ -40,7 +41,7 @@ def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
         warned.append(sentence)
         _print_warning(label, sentence)
 
-    with show_warnings(warn):
+    with command_line_messages(), show_warnings(warn):
         try:
             for package in as_names(packages):
                 import_module(package)

@@ -81,7 +81,7 @@ class RunConsole(Display):
             self._exit.callback(self._live.leave, self._print_now)
         self._exit.callback(self._stop_progress)
         if self._no_screen:
-            sentence = "--live needs a terminal; the output is plain lines instead."
+            sentence = "The live display needs a terminal; the output is plain lines instead."
             self._notify(Notice("note", sentence))
         return self
 

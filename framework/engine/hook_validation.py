@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..errors import UnsuitableError, UsageError, shortened
 from ..hooks import MetricInfo, RunInfo, TrainingHook
+from ..option_words import option_text
 from .error_advice import unmet_need
 
 
@@ -56,7 +57,7 @@ def start(hook: TrainingHook, run: RunInfo) -> None:
     if hook.needs_reference_weights and run.reference_weights is None:
         raise UnsuitableError(
             f"Hook {hook.name!r} needs a reference solution, but none is given; pass a run or a file of final weights "
-            "with --reference PATH (reference= of attach)."
+            f"with {option_text('reference', 'PATH')}."
         )
     if sentence := unmet_need(hook, run.lacks):
         raise UnsuitableError(sentence)

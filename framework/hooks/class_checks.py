@@ -36,7 +36,7 @@ def _check_declarations(hook: type[TrainingHook]) -> None:
     name = getattr(hook, "name", None)
     is_valid_name = isinstance(name, str) and name.replace("_", "").isalnum()
     require(is_valid_name, "needs a name of letters, digits and underscores.")
-    require(name not in KEYWORDS, f"is named {name!r}, which is a keyword of --hooks; rename it.")
+    require(name not in KEYWORDS, f"is named {name!r}, which is a keyword in lists of hooks; rename it.")
     is_table = isinstance(hook.metrics, str)
     require(is_table, "has metrics that are not a string with rows 'name | formula | range | reading'.")
     _check_methods(hook)

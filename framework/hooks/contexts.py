@@ -328,7 +328,7 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "batch_data": (_STEPS, "", ""),
     "row_indices": (_STEPS, "", "if the loader provides row numbers"),
     "loss": ((*_STEPS[1:], *EPOCH_END), "", ""),
-    "loss_scale": (_STEPS[1:], "", "in float16 (--amp fp16)"),
+    "loss_scale": (_STEPS[1:], "", "in float16"),
     "train_acc": _EVALUATED,
     "val_acc": _EVALUATED,
     "evaluation": _EVALUATED,
@@ -337,6 +337,6 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "step_grad_norms": (EPOCH_END, "needs_step_series", ""),
     "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),
     "target_grad": (tuple(HookPoint), "needs_target_grad", "if the experiment defines target_grad"),
-    "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with --reference PATH"),
+    "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with a reference solution"),
 }
 """Optional fields of a view: the points at which they are set, the flag that requests them, and further conditions."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ..errors import UsageError, unknown
+from ..option_words import option_text
 from .base import InterventionHook, TrainingHook
 from .class_checks import KEYWORDS
 from .registries import HookRegistry
@@ -64,7 +65,7 @@ def select_hooks(
             debug_hooks = [hook for hook in HookRegistry if hook.debug]
             selected += [hook.name for hook in debug_hooks if not (issubclass(hook, InterventionHook) and hook.commits)]
         elif name in hook_sets and name not in HookRegistry.names():
-            raise UsageError(f"{name!r} is a group of hooks, not a hook; use --with-hooks {name}.")
+            raise UsageError(f"{name!r} is a group of hooks, not a hook; use {option_text('with_hooks', name)}.")
         else:
             selected.append(name)
     if selected:
@@ -79,6 +80,6 @@ def _checked_group(group: str, names: Sequence[str], owner: str) -> Sequence[str
         if kind in ("committing", "debug"):
             raise UsageError(
                 f"Group {group!r} of experiment {owner!r} contains the {kind} hook {name!r}; enable such "
-                f"hooks by name: --hooks {name}."
+                f"hooks by name: {option_text('hooks', [name])}."
             )
     return names

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError, unknown, with_lines
+from ..option_words import option_text
 from ..registry import Registry, qualified
 from .base import TrainingHook
 from .class_checks import check_experiment_class, check_hook_class, check_sink_class, hook_options
@@ -85,8 +86,7 @@ def refuse_idle_options(user_options: OptionsByHook, active: Collection[str]) ->
     for name in user_options:
         if name not in active:
             HookRegistry.get(name)
-            remedy = f"add --hooks {name} (attach: hooks=[{name!r}])"
-            raise UsageError(f"Hook {name!r} has options, but is not enabled; {remedy}.")
+            raise UsageError(f"Hook {name!r} has options, but is not enabled; add {option_text('hooks', [name])}.")
 
 
 def without_duplicates(hooks: Iterable[TrainingHook]) -> list[TrainingHook]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError, require
 from ..hooks import HookPoint, HookRegistry, Series, SinkRegistry
+from ..option_words import is_command_line
 from ..runs import Record, RecordSink, RunRecord, forward_emits, read_initial
 
 Floats = NDArray[np.float64]
@@ -125,6 +126,7 @@ def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
             return sink, path
     names = " nor ".join(path.name for path in files.values())
     ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
+    ways = ways if is_command_line() else f"with the sink {' or '.join(repr(sink.name) for sink in files)}"
     raise UsageError(f"{folder} has neither {names}; a run started {ways} writes its metrics there.")
 
 

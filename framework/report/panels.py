@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import UsageError, listed
 from ..hooks import HookRegistry, MetricPanel
 from ..names import as_names
+from ..option_words import option_text
 from ..runs import require
 from .curves import Curve, RecordedRun
 
@@ -214,10 +215,11 @@ def _overlaid(
     """Show all metrics in one panel: by colour for one run, by dashes for several."""
     if len(runs) == 1:
         _require_few(metrics, MOST_CURVES, f"a panel can distinguish at most {MOST_CURVES}")
+    overlay = option_text("overlay")
     require(
         len(runs) == 1 or (len(metrics) <= len(DASHES) and len(runs) <= len(COLOURS)),
-        f"--overlay can distinguish {len(COLOURS)} runs by colour and {len(DASHES)} metrics by dashes, but got "
-        f"{len(runs)} runs and {len(metrics)} metrics; remove --overlay, or narrow the patterns.",
+        f"{overlay} can distinguish {len(COLOURS)} runs by colour and {len(DASHES)} metrics by "
+        f"dashes, but got {len(runs)} runs and {len(metrics)} metrics; remove {overlay}, or narrow the patterns.",
     )
     shared = posixpath.commonpath([posixpath.dirname(metric) for metric in metrics])
     numbers = {metric: number for number, metric in enumerate(metrics)}
@@ -226,8 +228,8 @@ def _overlaid(
 
 
 def _require_few(metrics: Sequence[str], most: int, why: str) -> None:
-    narrow = f"narrow the patterns. They match {listed(metrics)}."
-    require(len(metrics) <= most, f"--metrics matches {len(metrics)} metrics, and {why}; {narrow}")
+    narrow = f"narrow them: {listed(metrics)}."
+    require(len(metrics) <= most, f"The patterns match {len(metrics)} metrics, and {why}; {narrow}")
 
 
 def distinguishable_traces(runs: Sequence[RecordedRun], numbers: Mapping[str, int]) -> list[Trace]:
@@ -265,18 +267,20 @@ def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:
     """Show the panels that hooks define for a picture; raises :class:`UsageError` if no metric was recorded."""
     panels = hook_panels(picture)
     by_label = dict(zip(run_labels([run.folder.resolve() for run in runs]), runs, strict=True))
-    require(len(runs) <= len(COLOURS), f"--{picture} can distinguish at most {len(COLOURS)} runs, but got {len(runs)}.")
+    require(
+        len(runs) <= len(COLOURS),
+        f"{option_text(picture)} can distinguish at most {len(COLOURS)} runs, but got {len(runs)}.",
+    )
     texts = [text for text in dict.fromkeys(text for panel in panels for text in panel.curves.values()) if text]
     require(
         len(texts) <= len(DASHES),
-        f"--{picture} can distinguish at most {len(DASHES)} kinds of curves, but hooks define {texts}.",
+        f"{option_text(picture)} can distinguish at most {len(DASHES)} kinds of curves, but hooks define {texts}.",
     )
     drawn = [panel for panel in panels if any(metric in run.curves for run in runs for metric in panel.curves)]
     hooks = dict.fromkeys(metric.partition("/")[0] for panel in panels for metric in panel.curves)
     require(
         bool(drawn),
-        f"{listed([str(run.folder) for run in runs])} has no metrics of {' or '.join(hooks)}; enable these hooks "
-        "with --hooks.",
+        f"{listed([str(run.folder) for run in runs])} has no metrics of {' or '.join(hooks)}; enable these hooks.",
     )
     numbers = {text: number for number, text in enumerate(texts)}
     shown = {text for panel in drawn for text in panel.curves.values()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import listed, require
+from ..option_words import option_text
 from ..optional_packages import require_package
 from ..runs import run_folders
 from .curves import RecordedRun, read_curves
@@ -69,7 +70,10 @@ def read_runs(paths: Iterable[Path], wanted: Callable[[str], bool], x: Unit | No
     runs = [read_curves(folder, wanted) for folder in folders.values()]
     without = [str(run.folder) for run in runs if not run.epoch_steps]
     unit: Unit = x or ("step" if without else "epoch")
-    require(unit == "step" or not without, f"--x epoch needs recorded ends of epochs; {listed(without)} has none.")
+    require(
+        unit == "step" or not without,
+        f"{option_text('x', 'epoch')} needs recorded ends of epochs; {listed(without)} has none.",
+    )
     return [run.in_epochs() for run in runs] if unit == "epoch" else runs, unit
 
 

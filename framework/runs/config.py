@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 from ..errors import require, unknown
 from ..names import as_names
+from ..option_words import option_text
 from ..training import Parallel
 
 WORDS: dict[Any, str] = {
@@ -143,9 +144,10 @@ class RunFlags(RunSettings):
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} is {value}; it must be at least {least}.")
         modes = [name for name in ("resume", "overwrite") if getattr(self, name)]
-        given = " and ".join("--" + name.replace("_", "-") for name in modes)
+        given = " and ".join(option_text(name) for name in modes)
         require(len(modes) <= 1, f"{given} exclude each other; give one of them.")
-        require(self.resume or not self.exact, "--exact applies only to a resumed run; add --resume, or omit --exact.")
+        advice = f"add {option_text('resume', True)}, or omit {option_text('exact')}"
+        require(self.resume or not self.exact, f"{option_text('exact')} applies only to a resumed run; {advice}.")
 
 
 @dataclass(frozen=True, kw_only=True)

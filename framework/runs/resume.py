@@ -10,6 +10,7 @@ from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact, 
 from ..data import data_changed
 from ..engine import HookManager
 from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, raised_in_user_code, shortened
+from ..option_words import option_text
 from ..state import LoopState
 from .records import FailedHook, RunRecord, checked_fields, differences
 from .run_folder import RunFolder
@@ -165,8 +166,8 @@ def check_environment(earlier: Checkpoint | RunRecord, now: RunRecord, *, exact:
     changes = [f"{name}: {old} before, {new} now" for name, old, new in environment_changes]
     if changes and exact:
         raise UsageError(
-            f"--exact: {where} was written in another environment: {listed(changes, 5)}. Resume in the original "
-            "environment, or omit --exact."
+            f"{option_text('exact')}: {where} was written in another environment: {listed(changes, 5)}. Resume in the "
+            f"original environment, or omit {option_text('exact')}."
         )
     if changes:
         changed_settings = listed(changes, 5)

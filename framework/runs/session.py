@@ -21,6 +21,7 @@ from ..hooks import (
     refuse_idle_options,
     select_hooks,
 )
+from ..option_words import option_text
 from ..preserved_streams import preserved_streams
 from ..state import deterministic, seed_everything
 from ..tensors import laid_out_like
@@ -247,8 +248,8 @@ class Session:
         uses = [any(uses_reference(item.hook) for item in plan.hooks) for plan in plans]
         require(
             given is None or any(uses),
-            f"--reference {given} has no effect, since no active hook measures against a reference; add one of "
-            f"--hooks {', '.join(hook.name for hook in HookRegistry if uses_reference(hook))}.",
+            f"{option_text('reference', given)} has no effect, since no active hook measures against a reference; "
+            f"enable one of {', '.join(hook.name for hook in HookRegistry if uses_reference(hook))}.",
         )
         return [
             replace(plan, reference=self._reference(plan.folder, plan.seed)) if is_used else plan

@@ -24,6 +24,7 @@ from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, global_b
 from ..errors import HookError, LoopscopeError, StateMutationError, UsageError, notice, this_command, with_lines
 from ..isolation import borrowed_extras
 from ..loops import Pauses, epoch_loop, step_loop
+from ..option_words import option_text
 from ..state import explain_nondeterminism
 from ..training import check_metric
 from .checks import as_experiment_fault, check_numbers
@@ -182,7 +183,7 @@ class StrategyTraining:
         if self.plan.writes and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise UsageError(
                 f"Process {self.task.ranks.rank_and_count[0]} cannot write to {folder}, the folder of the first "
-                "process; checkpoints of several processes need an --output-dir that all of them share."
+                "process; checkpoints of several processes need an output folder that all of them share."
             )
 
     def _check_first_batch(self) -> None:
@@ -265,7 +266,7 @@ class StrategyTraining:
 
     def _resume_advice(self) -> str:
         if self.folder.newest_checkpoint() is None:
-            return "Restart the run with --overwrite, or in another --output-dir."
+            return f"Restart the run with {option_text('overwrite', True)}, or in another {option_text('output_dir')}."
         if not self.run.record.options:
             return "To resume from it, start the same program with resume=True in its RunOptions."
         return f"To resume from it: {this_command('resume', str(self.folder.path))}"

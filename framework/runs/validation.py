@@ -24,6 +24,7 @@ from ..data import RowNumbers, global_batches
 from ..digests import state_digests
 from ..engine import HookManager
 from ..errors import LoopscopeError, UsageError, listed, notice, require
+from ..option_words import option_text
 from ..state import LoopState
 from .records import RunRecord, differences, read_outcome
 from .resume import check_environment, refuse_another_run, refuse_other_data
@@ -151,8 +152,10 @@ class Stretch:
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for impossible steps."""
-        require(self.step >= 1, f"--step is {self.step}; steps are counted from 1.")
-        require(self.until >= self.step, f"--until is {self.until}, before --step {self.step}.")
+        require(self.step >= 1, f"{option_text('step')} is {self.step}; steps are counted from 1.")
+        require(
+            self.until >= self.step, f"{option_text('until')} is {self.until}, before {option_text('step', self.step)}."
+        )
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from torch.utils import _device as default_device
 from torch.utils import _python_dispatch
 
 from ..errors import LoopscopeError, text_of
+from ..option_words import option_text
 from .accelerators import UNSUPPORTED, devices_in_use
 
 # Any, since the stubs of torch._C lack most of the functions used here.
@@ -517,7 +518,7 @@ def explain_nondeterminism(error: BaseException) -> BaseException:
         return error
     return NotDeterministicError(
         f"{operation} has no deterministic implementation here, so its results may differ from run to run: use another "
-        "operation, or start the run with --no-determinism."
+        f"operation, or start the run with {option_text('no_determinism', True)}."
     ).with_traceback(error.__traceback__)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
+from ..option_words import option_text
 
 
 def compile_model(model: nn.Module) -> None:
@@ -25,8 +26,8 @@ def compile_model(model: nn.Module) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
             raise UsageError(
-                "--with-compile needs a C++ compiler on a CPU, but none was found; install g++ or clang, or set CXX to "
-                "its path."
+                f"{option_text('with_compile')} needs a C++ compiler on a CPU, but none was found; install g++ or "
+                "clang, or set CXX to its path."
             ) from error
     torch.use_deterministic_algorithms(  # called again, since it also sets the flag of the compiler
         torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()

@@ -11,6 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import listed, require
+from ..option_words import is_command_line, option_text
 
 Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
 TENSOR_RANKS = 2
@@ -49,20 +50,18 @@ def joined_process_group(kind: Parallel | None) -> Iterator[None]:
     if kind is None:
         require(
             has_group or count < 2,
-            f"torchrun started {count} processes, but --parallel is missing, which says how they share the model; add "
-            f"--parallel {listed([*get_args(Parallel)])}, or start one process.",
+            f"torchrun started {count} processes, but {option_text('parallel')} is missing, which says how they share "
+            f"the model; choose {listed([*get_args(Parallel)])}, or start one process.",
         )
     if kind is None or has_group:
         yield
         return
-    require(
-        count > 0,
-        f"--parallel {kind} trains in several processes; start them with torchrun --nproc-per-node 2 -m "
-        f"loopscope run EXPERIMENT --parallel {kind}.",
-    )
+    chosen = option_text("parallel", kind)
+    program = f"-m loopscope run EXPERIMENT {chosen}" if is_command_line() else "SCRIPT"
+    require(count > 0, f"{chosen} trains in several processes; start them with torchrun --nproc-per-node 2 {program}.")
     if kind == "fsdp+tp":
         is_multiple = count >= TENSOR_RANKS and count % TENSOR_RANKS == 0
-        sentence = f"--parallel fsdp+tp needs a multiple of {TENSOR_RANKS} processes, but torchrun started {count}."
+        sentence = f"{chosen} needs a multiple of {TENSOR_RANKS} processes, but torchrun started {count}."
         require(is_multiple, sentence)
     # After a restart, torchrun reuses the store, which contains addresses of the failed processes; hence a prefix.
     store, rank, count = next(rendezvous("env://"))
@@ -94,8 +93,8 @@ def parallelise(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn
     if kind != "fsdp":
         require(
             bool(plan),
-            f"--parallel {kind} splits layers, but the experiment defines no plan for this model; return a plan from "
-            "its method tensor_parallel_plan(model), or choose ddp or fsdp.",
+            f"{option_text('parallel', kind)} splits layers, but the experiment defines no plan for this model; return "
+            "a plan from its method tensor_parallel_plan(model), or choose ddp or fsdp.",
         )
         parallelize_module(model, mesh["tensor"], dict(plan))
     if kind != "tp":

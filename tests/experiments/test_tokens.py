@@ -164,7 +164,7 @@ def test_windows_are_drawn_from_the_whole_data() -> None:
 def test_token_outside_vocabulary_is_refused() -> None:
     """Reading a batch with a negative id or an id beyond the vocabulary raises a UsageError with the id."""
     with pytest.raises(
-        UsageError, match="contains the token id 99, which is outside the vocabulary of 50; set --vocabulary"
+        UsageError, match="contains the token id 99, which is outside the vocabulary of 50; set vocabulary"
     ):
         next(loader(np.full(60, 99, dtype=np.uint32), vocabulary=50).batches(0))
     with pytest.raises(UsageError, match="contains the token id -1"):

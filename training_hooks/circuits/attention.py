@@ -16,6 +16,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, Train
 from loopscope.data import Loader, rows
 from loopscope.errors import UnsuitableError, listed, require, shortened
 from loopscope.hooks import Metrics, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.training import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -47,7 +48,8 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
         if entry not in batch:
             raise UnsuitableError(
                 f"Hook 'attention' finds no entry {shortened(entry, 40)!r} in a batch of "
-                f"{shortened(listed([*batch]), 80)}; name the model's input with --hook-config attention.entry=NAME."
+                f"{shortened(listed([*batch]), 80)}; name the model's input with "
+                f"{hook_option_text('attention', entry='NAME')}."
             )
         given = [name in batch for name in arguments]
         named = [*arguments][: len(given) - given[::-1].index(True)] if entry in arguments else []

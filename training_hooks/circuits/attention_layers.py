@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError, shortened
+from loopscope.option_words import hook_option_text
 from loopscope.tensors import unsharded
 from torch import Tensor, nn
 
@@ -175,7 +176,7 @@ def find_attention(model: nn.Module, projections: str = "") -> dict[str, Attenti
     raise UnsuitableError(
         f"Hook 'attention' finds no attention layer in {shortened(type(model).__name__, 40)}: no "
         "nn.MultiheadAttention, and no linear layers named like q_proj, k_proj, v_proj, o_proj or qkv, proj; name them "
-        "with --hook-config attention.projections=QUERY,KEY,VALUE,OUTPUT (or FUSED,OUTPUT)."
+        f"with {hook_option_text('attention', projections='QUERY,KEY,VALUE,OUTPUT')} (or FUSED,OUTPUT)."
     )
 
 

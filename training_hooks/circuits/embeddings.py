@@ -1,6 +1,7 @@
 """Search for a model's token embedding, output projection and feed-forward layers, by class and shape."""
 
 from loopscope.errors import UnsuitableError, listed, unknown
+from loopscope.option_words import hook_option_text
 from torch import nn
 
 
@@ -21,12 +22,12 @@ def first_embedding(model: nn.Module, hook: str) -> str:
         raise UnsuitableError(
             f"Hook {hook!r} needs a token embedding whose weight is a parameter, but the weight of "
             f"{listed([*tables], 3)} is computed from others, as by prune or weight_norm. "
-            f"Name a matrix with --hook-config {hook}.embedding=NAME."
+            f"Name a matrix with {hook_option_text(hook, embedding='NAME')}."
         )
     kinds = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name]
     raise UnsuitableError(
         f"Hook {hook!r} needs a token embedding, but the model has no nn.Embedding. Its modules: "
-        f"{listed(kinds) or type(model).__name__}. Name a parameter with --hook-config {hook}.embedding=NAME."
+        f"{listed(kinds) or type(model).__name__}. Name a parameter with {hook_option_text(hook, embedding='NAME')}."
     )
 
 

@@ -9,6 +9,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, Train
 from loopscope.data import preserved_loader
 from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
+from loopscope.option_words import hook_option_text, option_text
 from loopscope.tensors import unsharded
 from loopscope.training import Ranks
 from torch import Tensor, nn
@@ -234,7 +235,7 @@ class Fourier(TrainingHook):
         if self.frequencies == "reference" and run.reference_weights is None:
             raise UnsuitableError(
                 "fourier.frequencies is 'reference', but the run has no reference solution; name a run or a file of "
-                "final weights with --reference PATH."
+                f"final weights with {option_text('reference', 'PATH')}."
             )
         chosen = [] if isinstance(self.frequencies, str) else self.frequencies
         if beyond := [k for k in chosen if k not in range(1, length // 2 + 1)]:
@@ -244,7 +245,7 @@ class Fourier(TrainingHook):
         if self.rows == 1 < length:
             notice(
                 "fourier.rows is 1; bias and error of restricted and excluded loss need at least 2 "
-                "rows (--hook-config fourier.rows=2)."
+                f"rows ({hook_option_text(self.name, rows=2)})."
             )
 
     def _checked_length(self, model: nn.Module, name: str, option: str) -> int:

@@ -4,6 +4,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.tensors import unsharded
 from torch import Tensor
 
@@ -87,7 +88,7 @@ class TokenGradient(TrainingHook):
         if not find_matrix(run.model, name, "token_gradient.embedding").requires_grad:
             raise UnsuitableError(
                 f"Hook 'token_gradient' needs a trained embedding, but {name!r} has requires_grad = False. "
-                "Name another parameter with --hook-config token_gradient.embedding=NAME."
+                f"Name another parameter with {hook_option_text(self.name, embedding='NAME')}."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:

@@ -11,6 +11,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner
+from loopscope.option_words import hook_option_text
 from loopscope.taps import TapSet
 from loopscope.training import Ranks
 from torch import Tensor, nn
@@ -136,7 +137,7 @@ class OutputProjectionClipper:
         if logits and loss_scale != 1.0:
             raise UnsuitableError(
                 f"{NAME}.scope is 'logits', whose gradients are multiplied by the loss scale of float16 while they are "
-                "clipped; choose scope=weight, or --amp bf16."
+                f"clipped; choose {hook_option_text(NAME, scope='weight')}, or train in bfloat16."
             )
         input_norm, output_norm = (sums.sqrt() / loss_scale).unbind()
         factors = [factor for _, factor in logits]

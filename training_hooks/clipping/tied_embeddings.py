@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import GradientTap, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.state import InternalFunction
 from loopscope.tensors import WIDE, fully_sharded_modules, is_sharded
 from loopscope.training import Ranks
@@ -129,7 +130,7 @@ class EmbeddingPair:
         candidates = ", ".join(f"{pair.embedding} with {pair.projection or 'a functional head'}" for pair in pairs)
         raise UnsuitableError(
             f"Hook {hook!r} needs an embedding and its output projection; the model has {candidates or 'none'}. Name "
-            f"them with --hook-config {hook}.embedding=NAME {hook}.projection=NAME."
+            f"them with {hook_option_text(hook, embedding='NAME', projection='NAME')}."
         )
 
     @classmethod

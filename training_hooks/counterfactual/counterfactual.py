@@ -6,6 +6,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
 from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.student_t import critical_t
 from loopscope.tensors import Vector, dot, minus, trainable
 from torch import Tensor
@@ -212,7 +213,7 @@ class Counterfactual(InterventionHook):
         if self.k < FEWEST:
             notice(
                 f"counterfactual.k is {self.k}; errors of the fractions and the excess need at least {FEWEST} "
-                f"shuffles (--hook-config counterfactual.k={FEWEST})."
+                f"shuffles ({hook_option_text(self.name, k=FEWEST)})."
             )
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -6,6 +6,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.tensors import trainable
 from torch import Tensor
 
@@ -79,7 +80,8 @@ class Consecutive(TrainingHook):
         """
         length = run.steps_per_epoch if run.loop == "epoch" else self._interval or run.steps_per_epoch
         if run.steps < 2 * length:
-            remedy = " Set --hook-config consecutive.interval=STEPS to fewer steps." if run.loop == "step" else ""
+            fewer = hook_option_text(self.name, interval="STEPS")
+            remedy = f" Set fewer steps with {fewer}." if run.loop == "step" else ""
             raise UnsuitableError(
                 f"Hook 'consecutive' compares the mean gradients of two intervals of {length} steps, but the run has "
                 f"only {run.steps} steps.{remedy}"

@@ -12,6 +12,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Alert, GradientTap, Metrics, Recovery, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
 
@@ -169,7 +170,7 @@ class GradientFlow(TrainingHook):
             raise UnsuitableError(
                 f"Hook 'gradient_flow' needs the complete output of every block on every rank, but tensor parallelism "
                 f"may split the outputs of {listed(split_blocks, 3)}; name blocks whose outputs stay complete with "
-                "--hook-config gradient_flow.pattern=GLOB."
+                f"{hook_option_text(self.name, pattern='GLOB')}."
             )
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
@@ -275,9 +276,10 @@ def _changes(
 
 
 def _describe_missing_blocks(model: nn.Module, pattern: str) -> str:
+    named = hook_option_text("gradient_flow", pattern="GLOB")
+    modules = listed([name for name, _ in model.named_modules() if name], 10) or "none"
     remedy = (
-        "name the blocks with --hook-config gradient_flow.pattern=GLOB, such as 'blocks.*' (* stops at dots); the "
-        f"modules of the model are {listed([name for name, _ in model.named_modules() if name], 10) or 'none'}"
+        f"name the blocks with {named}, such as 'blocks.*' (* stops at dots); the modules of the model are {modules}"
     )
     if pattern.strip():
         requirement = f"at least two blocks, but the pattern {pattern!r} matches fewer modules"

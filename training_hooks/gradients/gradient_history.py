@@ -3,6 +3,7 @@
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import Remembered, Remembering
+from loopscope.option_words import hook_option_text
 from loopscope.tensors import gradients, trainable
 from torch import Tensor, nn
 
@@ -165,8 +166,8 @@ def check_memory(hook: str, memory: int, rows: int, model: nn.Module, projection
     if needed > memory:
         raise UnsuitableError(
             f"Hook {hook!r} keeps {rows} gradients, which take {needed:,.0f} MiB for this model, but {hook}.memory "
-            f"allows {memory}; project them with --hook-config {hook}.projection=16384 ({rows / 16:.1f} MiB), or raise "
-            f"the limit with --hook-config {hook}.memory=N."
+            f"allows {memory}; project them with {hook_option_text(hook, projection=16384)} ({rows / 16:.1f} MiB), or "
+            f"raise the limit with {hook_option_text(hook, memory='N')}."
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.tensors import trainable
 from torch import Tensor
 
@@ -126,15 +127,15 @@ class SubspaceGradientInfo(TrainingHook):
         if len(list(islice(filter(self.step_schedule.is_due, range(1, run.steps + 1)), 2))) < 2:
             raise UnsuitableError(
                 f"Hook 'subspace_gradient_info' compares gradients of different steps, but fewer than two of the "
-                f"{run.steps} steps of this run are due; set fewer steps between gradients with --hook-config "
-                "subspace_gradient_info.every=N."
+                f"{run.steps} steps of this run are due; set fewer steps between gradients with "
+                f"{hook_option_text(self.name, every='N')}."
             )
         elements = FlatSpace(trainable(run.model)).size
         if self.top >= elements:
             raise UnsuitableError(
                 f"Hook 'subspace_gradient_info' needs a model with more than {self.top} trainable elements, since a "
                 f"subspace of {self.top} dimensions contains every gradient of a smaller one; this model has "
-                f"{elements}. Choose fewer dimensions with --hook-config subspace_gradient_info.top=N."
+                f"{elements}. Choose fewer dimensions with {hook_option_text(self.name, top='N')}."
             )
         check_memory(self.name, self.memory, self._history.capacity, run.model, self._history.projection)
 

@@ -8,6 +8,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
+from loopscope.option_words import hook_option_text
 from loopscope.tensors import trainable
 from torch import Tensor
 
@@ -159,7 +160,7 @@ class Variance(TrainingHook):
         if run.steps < self._window:
             raise UnsuitableError(
                 f"Hook 'variance' measures windows of {self._window} steps, but the run has only {run.steps} steps. "
-                "Set --hook-config variance.window=STEPS to a shorter window."
+                f"Set a shorter window with {hook_option_text(self.name, window='STEPS')}."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:

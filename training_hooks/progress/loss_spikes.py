@@ -8,6 +8,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Alert, Metrics, RunInfo
+from loopscope.option_words import hook_option_text
 from torch import Tensor
 
 SMALLEST_SPREAD = 1e-10  # below this standard deviation a step has no deviation
@@ -95,7 +96,7 @@ class LossSpikes(TrainingHook):
         if run.steps <= self.window:
             raise UnsuitableError(
                 f"Hook 'loss_spikes' compares each step with the previous {self.window} steps, but the run has only "
-                f"{run.steps} steps; choose a smaller window with --hook-config loss_spikes.window=N."
+                f"{run.steps} steps; choose a smaller window with {hook_option_text(self.name, window='N')}."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:

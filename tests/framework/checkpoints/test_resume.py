@@ -348,7 +348,7 @@ def test_foreign_sink_files_are_refused(name, place, killed: Path) -> None:
         path.write_bytes(path.read_bytes()[:20])
     else:
         change_file(path, flipped(place))
-    with pytest.raises(UsageError, match="restore that file, or restart the run with --overwrite"):
+    with pytest.raises(UsageError, match="restore that file, or restart the run with overwrite=True"):
         resume(killed)
 
 

@@ -156,7 +156,7 @@ def test_two_nodes_train_together(tmp_path):
 def test_refused_launch_reports_once_and_writes_nothing(tmp_path):
     """The error appears once for both ranks, the ranks exit with status 2, and no run folder is left."""
     for words, sentence in (
-        (SMALL, "torchrun started 2 processes, but --parallel is missing, which says how they share the model; add"),
+        (SMALL, "torchrun started 2 processes, but --parallel is missing, which says how they share the model; choose"),
         (
             (*NARROW[:2], "fp8", *NARROW[3:], "--parallel", "tp"),
             "--parallel tp splits layers, but the experiment defines no plan for this model",

@@ -112,9 +112,9 @@ def init(signature: str):
 @pytest.mark.parametrize(
     ("hook", "sentence"),
     [
-        (lambda: variant(Watcher, "all"), "keyword of --hooks; rename it"),
-        (lambda: variant(Watcher, "observers"), "keyword of --hooks; rename it"),
-        (lambda: variant(Watcher, "with_debug"), "keyword of --hooks; rename it"),
+        (lambda: variant(Watcher, "all"), "keyword in lists of hooks; rename it"),
+        (lambda: variant(Watcher, "observers"), "keyword in lists of hooks; rename it"),
+        (lambda: variant(Watcher, "with_debug"), "keyword in lists of hooks; rename it"),
         (lambda: variant(Watcher, "two words"), "needs a name of letters, digits and underscores"),
         (lambda: variant(Watcher, ""), "needs a name of letters, digits and underscores"),
         (lambda: variant(Watcher, "w", hook_points=frozenset()), "fires nowhere; set hook_points"),

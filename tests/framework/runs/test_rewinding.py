@@ -150,7 +150,7 @@ def test_impossible_rewind_is_refused(finished, tmp_path):
         rewind(tmp_path, Stretch(3, 3))
     with pytest.raises(UsageError, match=r"--step is 0; steps are counted from 1"):
         Stretch(0, 3)
-    with pytest.raises(UsageError, match="--until is 2, before --step 3"):
+    with pytest.raises(UsageError, match="until is 2, before step=3"):
         Stretch(3, 2)
 
 

@@ -337,7 +337,7 @@ def test_the_frequencies_of_the_losses_can_be_fixed(given):
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("reference", "the run has no reference solution.*--reference PATH"),
+        ("reference", "the run has no reference solution.*reference='PATH'"),
         ([2, 6], "names 6; 11 rows have .* 1 to 5"),
         ([0, 1.5], "names 0, 1.5;"),
     ],

@@ -298,7 +298,7 @@ def refusal(model: nn.Module, **options: Any) -> str:
 def test_model_without_blocks_is_refused():
     """The error names the pattern option; a pattern that matches too few modules is refused as well."""
     model = nn.ModuleDict({"only": nn.Linear(WIDTH, 1)})
-    assert "the model has none; name the blocks with --hook-config gradient_flow.pattern=GLOB" in refusal(model)
+    assert "the model has none; name the blocks with hook_options={'gradient_flow': {'pattern'" in refusal(model)
     assert "modules of the model are only." in refusal(model)
     assert "pattern 'blocks.9' matches fewer modules" in refusal(build_mlp(), pattern="blocks.9")
     assert "pattern 'block.*' matches fewer modules" in refusal(build_mlp(), pattern="blocks.*, block.*")
