@@ -22,19 +22,55 @@ FOLDERS = {
     "experiments": "loopscope.experiments",
 }
 ORDER = (
-    *("preserved_streams", "errors", "registry", "durable_files", "student_t", "tensors", "state", "digests"),
+    *(
+        "preserved_streams",
+        "names",
+        "option_words",
+        "errors",
+        "optional_packages",
+        "registry",
+        "durable_files",
+        "student_t",
+        "tensors",
+        "state",
+        "digests",
+    ),
     *("isolation", "data", "training", "hooks", "taps", "lowbit.casts", "lowbit", "engine", "loops", "checkpoints"),
     *("runs", "report", "console", "explaining", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""
 MEASURES = (
-    *("errors", "durable_files", "student_t", "tensors", "state", "isolation", "data", "lowbit.casts", "lowbit"),
+    *(
+        "names",
+        "option_words",
+        "errors",
+        "durable_files",
+        "student_t",
+        "tensors",
+        "state",
+        "isolation",
+        "data",
+        "lowbit.casts",
+        "lowbit",
+    ),
     *("training", "hooks", "taps"),
 )
 ALLOWED = {
     "training_hooks": {"", *MEASURES},
-    "sinks": {"", "errors", "durable_files", "hooks", "runs"},
-    "experiments": {"", "errors", "state", "data", "lowbit.casts", "lowbit", "training", "hooks", "runs"},
+    "sinks": {"", "option_words", "errors", "optional_packages", "durable_files", "hooks", "runs"},
+    "experiments": {
+        "",
+        "option_words",
+        "errors",
+        "optional_packages",
+        "state",
+        "data",
+        "lowbit.casts",
+        "lowbit",
+        "training",
+        "hooks",
+        "runs",
+    },
 }
 """The rooms of ``framework/`` that the other folders may import, which are also those for third-party code."""
 EXCEPTIONS = {("sinks/console.py", "console"), ("framework/__main__.py", "cli")}

@@ -112,7 +112,7 @@ def test_csv_of_older_version_is_refused(tmp_path):
     sink = begun(CSVSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 1)])
     size, before = sink.position()["size"], (tmp_path / "only.csv").read_bytes()
     sink.close("failed")
-    with pytest.raises(UsageError, match=r"only\.csv was written by an older version.*--overwrite"):
+    with pytest.raises(UsageError, match=r"only\.csv was written by an older version.*overwrite=True"):
         resumed(CSVSink, tmp_path, {"size": size}, [])
     assert (tmp_path / "only.csv").read_bytes() == before
 

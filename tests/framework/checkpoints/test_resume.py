@@ -581,7 +581,7 @@ def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> N
         patch.setattr(RunFolder, "write_weights", write_weights)
         with pytest.raises(LoopscopeError, match="the final weights were not written") as error:
             train(tmp_path, epochs=1, save_checkpoints=saved)
-    advice = "start the same program with resume=True" if saved else "Restart the run with --overwrite"
+    advice = "start the same program with resume=True" if saved else "Restart the run with overwrite=True"
     assert re.search(advice, str(error.value))
     if saved:
         assert train(tmp_path, epochs=1, save_checkpoints=1, resume=True)["status"] == "completed"

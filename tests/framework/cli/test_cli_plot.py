@@ -233,7 +233,7 @@ def test_more_than_24_panels_are_refused(tmp_path, monkeypatch, capfd):
     """The error gives the number of metrics; --overlay accepts them."""
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {f"m/{index}": 1.0 for index in range(25)})])
-    assert "--metrics matches 25 metrics, and a picture has at most 24 panels" in refused(
+    assert "The patterns match 25 metrics, and a picture has at most 24 panels" in refused(
         capfd, folder, "--metrics", "**"
     )
     assert plotted(folder, "--metrics", "**", "--overlay") == 0

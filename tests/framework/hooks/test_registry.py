@@ -357,7 +357,7 @@ def test_group_and_names_are_combined():
 
 def test_group_name_among_hooks_is_refused():
     """The error suggests --with-hooks."""
-    with pytest.raises(UsageError, match=r"'minimal' is a group of hooks, not a hook; use --with-hooks minimal\."):
+    with pytest.raises(UsageError, match=r"'minimal' is a group of hooks, not a hook; use with_hooks='minimal'\."):
         select_hooks(None, ["minimal"], {"minimal": ["training_metrics"]}, "own")
 
 

@@ -128,7 +128,7 @@ def test_unreadable_folder_or_record_is_refused(tmp_path: Path) -> None:
     (folder / "only.jsonl").unlink()
     run = loopscope.read_run(folder)
     assert run.config == {}
-    with pytest.raises(UsageError, match=r"has neither only.jsonl nor only.csv; .* without --no-hook-jsonl"):
+    with pytest.raises(UsageError, match=r"has neither only.jsonl nor only.csv; .* with the sink 'jsonl' or 'csv'"):
         run.names  # noqa: B018
     (folder / "summary.json").write_text(json.dumps({"status": "failed"}))
     run = loopscope.read_run(folder)

@@ -110,7 +110,7 @@ def test_optional_reference_hook_reports_nothing_without_one(tmp_path):
 
 def test_hook_without_its_reference_is_refused_by_name(tmp_path):
     """Nothing is written."""
-    with pytest.raises(UsageError, match=r"'needs_reference' needs a reference solution.*--reference PATH"):
+    with pytest.raises(UsageError, match=r"'needs_reference' needs a reference solution.*reference='PATH'"):
         run_again(tmp_path, hooks=["needs_reference"])
     assert [*tmp_path.iterdir()] == []
 
@@ -136,7 +136,7 @@ def test_differences_from_reference_run_are_named(earlier, tmp_path):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("nowhere", "nowhere does not exist"),
+        ("nowhere", "nowhere' does not exist"),
         (".", "has no final weights of strategy 'plain': neither it .* contains .*plain/plain_final.pt or small"),
     ],
 )

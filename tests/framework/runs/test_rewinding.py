@@ -148,7 +148,7 @@ def test_impossible_rewind_is_refused(finished, tmp_path):
     assert not (finished / "bare/small/plain/rewinds").exists()
     with pytest.raises(UsageError, match="contains no run"):
         rewind(tmp_path, Stretch(3, 3))
-    with pytest.raises(UsageError, match=r"--step is 0; steps are counted from 1"):
+    with pytest.raises(UsageError, match=r"step is 0; steps are counted from 1"):
         Stretch(0, 3)
     with pytest.raises(UsageError, match="until is 2, before step=3"):
         Stretch(3, 2)

@@ -213,7 +213,7 @@ def test_custom_projection_names_are_an_option():
     assert list(layers) == ["0", "1"]
     assert layers["1"].projections == (model[1].asks, model[1].offers, model[1].gives, model[1].mix[0])
     with pytest.raises(
-        UnsuitableError, match=r"finds no attention layer in ModuleList.*attention\.projections=QUERY,KEY,VALUE,OUTPUT"
+        UnsuitableError, match=r"finds no attention layer in ModuleList.*'projections': 'QUERY,KEY,VALUE,OUTPUT'"
     ):
         find_attention(model)
 

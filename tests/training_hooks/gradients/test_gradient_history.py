@@ -149,7 +149,7 @@ def test_oversized_history_is_refused_with_a_remedy():
     model = nn.Linear(2**18, 1, bias=False)
     check_memory("some", 10, 10, model, 0)
     check_memory("some", 10, 40, model, 2**16)
-    with pytest.raises(UnsuitableError, match=r"'some' keeps 11 gradients, which take 11 MiB .*projection=16384"):
+    with pytest.raises(UnsuitableError, match=r"'some' keeps 11 gradients, which take 11 MiB .*'projection': 16384"):
         check_memory("some", 10, 11, model, 0)
     with pytest.raises(UnsuitableError, match="take 12 MiB"):
         check_memory("some", 10, 6, model.double(), 0)
