@@ -10,7 +10,7 @@ import torch
 from loopscope import attach, read_run
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint, StepSchedule
-from loopscope.integrations.attach_options import AttachOptions
+from loopscope.integrations.attach_options import AttachArguments, AttachOptions
 
 from tests.framework.integrations.custom_loops import Loop, Parts, alone, assert_equal, train
 from tests.support import SpyHook, at
@@ -70,3 +70,9 @@ def test_attached_hooks_are_profiled(tmp_path):
     with parts.attach(tmp_path, ["norms"], profile_hooks=True, hook_offload_state=True, guardian_device="cpu") as scope:
         assert_equal(train(parts, scope), alone(Loop()))
     assert "norms" in json.loads((tmp_path / "summary.json").read_text())["hook_profile"]
+
+
+def test_type_checkers_see_every_argument() -> None:
+    """The arguments of the overloads are those of the function, apart from the parts that only a custom loop has."""
+    only_loops = {"target", "optimizer", "scheduler", "scaler", "accelerator", "accumulate", "ranks"}
+    assert AttachArguments.__annotations__.keys() == signature(attach).parameters.keys() - only_loops
