@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.docs.markdown import PAGES, ROOT, blocks
+from tests.docs.samples import assert_printed
 from tests.support.processes import own_process
 
 FOLDER = ROOT / "docs/examples"
@@ -74,6 +76,17 @@ def test_hugging_face_keeps_its_weights(tmp_path: Path) -> None:
 def test_lightning_keeps_its_weights(tmp_path: Path) -> None:
     metrics = assert_equal_without_loopscope("lightning_module.py", "module", tmp_path)
     assert {"training_metrics/evaluation", "norms/total_grad_norm"} <= metrics
+
+
+def test_first_program_on_custom_loops_prints_its_sample(tmp_path: Path, monkeypatch, capsys) -> None:
+    shown = blocks(ROOT / "docs/custom-loop.md")
+    program = next(block.text for block in shown if block.language == "python")
+    sample = next(block.text for block in shown if block.language == "text")
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # a user's filters; those of the tests ignore notices
+        exec(compile(program, "mine.py", "exec"), {"__name__": "__main__"})
+    assert_printed(sample, capsys.readouterr().out)
 
 
 def test_every_example_is_shown_on_a_page() -> None:

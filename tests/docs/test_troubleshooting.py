@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import ROOT
+from tests.docs.samples import assert_printed
 from tests.support.processes import own_process
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
@@ -20,17 +21,6 @@ SCRIPT = ROOT / "docs/examples/faults.py"
 PRINTED = re.compile(r"^<!-- printed by docs/examples/faults.py: (\w+) -->\n```text\n(.*?)^```$", re.M | re.S)
 SAMPLES = dict(PRINTED.findall(PAGE))
 IN_ONE_PROCESS = [name for name in SAMPLES if name != "hang"]
-
-
-def masked(text: str) -> str:
-    """Return a text without the values of its numbers, and with single spaces."""
-    return " ".join(re.sub(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", "0", text).split())
-
-
-def assert_printed(name: str, output: str) -> None:
-    """Assert that the output of a fault contains the parts of its sample, which `...` separates."""
-    for part in SAMPLES[name].split("\n...\n"):
-        assert masked(part) in masked(output), output
 
 
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
@@ -41,7 +31,7 @@ def test_fault_prints_its_sample(name: str, tmp_path: Path) -> None:
     warnings.simplefilter("default")  # a user's filters; those of the tests turn alerts into errors
     with redirect_stdout(io.StringIO()) as output:
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert_printed(name, output.getvalue())
+    assert_printed(SAMPLES[name], output.getvalue())
 
 
 @pytest.mark.ranks
@@ -50,7 +40,7 @@ def test_rank_that_evaluates_alone_prints_its_sample(tmp_path: Path) -> None:
     words = [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], str(SCRIPT), "hang"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert_printed("hang", done.stdout)
+    assert_printed(SAMPLES["hang"], done.stdout)
 
 
 def test_every_symptom_has_an_output_and_a_table() -> None:
