@@ -120,7 +120,9 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
     if record is not None and not short:
         fields["began"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
         fields["options"] = ", ".join(_changed_options(record)) or "the defaults"
-        fields["hooks"] = ", ".join(record.hooks) or "none"
+        left_out = [*summary.get("hooks_left_out", ())]
+        fields["hooks"] = ", ".join(name for name in record.hooks if name not in left_out) or "none"
+        fields["left out"] = ", ".join(left_out)
         fields["so far"] = f"epoch {run.length[0]:,}, step {run.length[1]:,}" if run.length and not summary else ""
         fields |= {part: _listed(summary[part]) for part in ("initial", "final") if summary}
     yield from ((label, text) for label, text in fields.items() if text)

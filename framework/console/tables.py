@@ -6,6 +6,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
     texts = {"record": ", ".join(files["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
     lines += [f"  {kind:9}{text}" for kind, text in {**texts, "weights": ", ".join(files["weights"])}.items() if text]
     lines.append(f"Next: loopscope show {shlex.quote(str(first.path))}")
-    if plotted and files["record"]:
+    if plotted and files["record"] and find_spec("matplotlib"):
         lines.append(f"      loopscope plot {shlex.quote(str(above if many else first.path))} --metrics {plotted}")
     return Text("\n".join(map(printable, lines)), no_wrap=True)  # so that a command can be copied as one line
 

@@ -210,7 +210,8 @@ class HookSet:
             self._announce(Failure(hook.name, where, step, str(final), outcome), now=True)
             raise
         self._announce(failure, now=collective)
-        log(self._state.streams, logging.ERROR, "%s", failure)
+        level = logging.WARNING if hook.name in self.failures.left_out else logging.ERROR
+        log(self._state.streams, level, "%s", failure)
 
     def _announce(self, failure: Failure, *, now: bool) -> None:
         """Send a failure to the other ranks, ``now`` or in :meth:`synchronise_failures`."""

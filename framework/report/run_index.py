@@ -148,11 +148,16 @@ def inspect_run(folder: Path) -> FoundRun:
         record = RunRecord.read(folder)
         if is_locked(folder) or not path_exists(path):
             return FoundRun(folder, "running" if is_locked(folder) else "killed", record)
-        summary = checked_fields(read_json(path), SUMMARY_FIELDS, path)
+        content = read_json(path)
+        summary = checked_fields(content, SUMMARY_FIELDS, path)
     except UsageError as error:
         return FoundRun(folder, "damaged", record, problem=str(error))
     for name in ("initial", "final"):
         summary[name] = {key: value for key, value in summary[name].items() if isinstance(value, (int, float))}
+    if record is not None:
+        summary["experiment"] = record.experiment
+    left_out = content.get("hooks_left_out")
+    summary["hooks_left_out"] = [str(name) for name in left_out] if isinstance(left_out, Mapping) else []
     return FoundRun(folder, summary["status"], record, summary)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.hooks import ENDLESS, Metrics, RunInfo
 from loopscope.option_words import hook_option_text
 from loopscope.tensors import trainable
 from torch import Tensor
@@ -81,6 +81,11 @@ class Consecutive(TrainingHook):
         length = run.steps_per_epoch if run.loop == "epoch" else self._interval or run.steps_per_epoch
         if run.steps < 2 * length:
             fewer = hook_option_text(self.name, interval="STEPS")
+            if length >= ENDLESS:
+                raise UnsuitableError(
+                    "Hook 'consecutive' compares the mean gradients of two passes over the data, but their length is "
+                    f"unknown; set {fewer}."
+                )
             remedy = f" Set fewer steps with {fewer}." if run.loop == "step" else ""
             raise UnsuitableError(
                 f"Hook 'consecutive' compares the mean gradients of two intervals of {length} steps, but the run has "

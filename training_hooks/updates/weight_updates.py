@@ -141,7 +141,7 @@ class WeightUpdates(TrainingHook):
         steps = "at every step" if self.interval == 1 else f"at step 1, then every {self.interval:,} steps"
         notice(
             f"weight_updates checks the {counted(len(trained), 'parameter')} ({counted(elements, 'element')}) of "
-            f"strategy {run.strategy!r} {mode}, {steps}."
+            f"{run.strategy!r} {mode}, {steps}."
         )
 
     def end(self, status: str) -> None:

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from loopscope import attach
+from loopscope.cli import main
 from loopscope.integrations.loop_settings import name_without_seed, seed_of
 from loopscope.report import compare_runs, find_runs
 from torch import nn
@@ -105,3 +107,24 @@ def test_record_knows_commit_and_uncommitted_changes(tmp_path):
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert (provenance["git_commit"], provenance["git_dirty"]) == (head, True)
     assert provenance["script"] == str(script)
+
+
+def test_show_names_the_end_and_the_hooks_that_ran(tmp_path, capsys):
+    """A custom loop has no limit at which it stops, and a hook that was left out did not run."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    folder = tmp_path / "run"
+    with (
+        warnings.catch_warnings(action="ignore"),
+        attach(model, optimizer, with_hooks="full", out=folder, display="none") as scope,
+    ):
+        for batch in scope.batches(torch.ones(3, 2, 4)):
+            scope.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert main(["show", str(folder)]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert ": ended after 1 epoch, 3 steps" in first
+    active, _, left_out = " ".join(lines).partition("  left out ")
+    assert "hessian" not in active
+    assert "hessian" in left_out.partition("  metrics ")[0]

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from loopscope import attach
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.state.digest import described
@@ -160,3 +161,15 @@ def test_a_run_of_one_epoch_is_refused(loop):
 def test_negative_interval_is_refused():
     with pytest.raises(UsageError, match=r"consecutive.interval is -1; it must be 0 .* or more"):
         Consecutive(interval=-1)
+
+
+def test_unknown_length_of_a_pass_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sentence = r"their length is unknown; set hook_options=.*'interval': STEPS"
+    with (
+        pytest.raises(UnsuitableError, match=sentence),
+        attach(model, optimizer, hooks=[Consecutive()], loop="step", sinks=(), display="none") as scope,
+    ):
+        next(scope.batches(iter([torch.ones(3, 2)])))

@@ -180,7 +180,7 @@ def test_first_and_last_notice_summarize_checks():
         run([WeightUpdates(interval=4)])
     first, last = (str(warning.message) for warning in (caught[0], caught[-1]))
     assert first == (
-        "weight_updates checks the 17 parameters (735 elements) of strategy 'only' by samples of up to 1,024 elements "
+        "weight_updates checks the 17 parameters (735 elements) of 'only' by samples of up to 1,024 elements "
         "each, at step 1, then every 4 steps."
     )
     assert last == "weight_updates checked 2 steps; last check: all parameters healthy."
