@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -88,6 +89,20 @@ def _excluded_markers(expression: str) -> set[str]:
 
 def _markers(value: object) -> set[str]:
     return {mark.name for mark in getattr(value, "marks", ())}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the rows slow that ``some_rows`` leaves out; rows that are slow anyway are not counted."""
+    numbers: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("some_rows")
+        if mark is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if numbers[test] % mark.args[0]:
+            item.add_marker("slow")
+        numbers[test] += 1
 
 
 def pytest_collection_finish() -> None:

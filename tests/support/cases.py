@@ -26,6 +26,21 @@ def pairs(row: tuple[Any, ...]) -> set[Any]:
     return set(combinations(enumerate(row), min(2, len(row))))
 
 
+def each_value(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Choose fewer rows of ``pairwise`` that together contain every value of each axis.
+
+    >>> each_value("ab", [1, 2])
+    [('a', 1), ('a', 2), ('b', 1)]
+    """
+    chosen: list[tuple[Any, ...]] = []
+    seen: set[Any] = set()
+    for row in pairwise(*axes):
+        if not seen.issuperset(enumerate(row)):
+            chosen.append(row)
+            seen.update(enumerate(row))
+    return chosen
+
+
 def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
     """Return the marks of a row: ``slow`` unless the condition holds."""
     return [] if condition else [pytest.mark.slow]
@@ -41,13 +56,13 @@ def some_of(values: Iterable[Any], every: int = 2) -> list[Any]:
 
 
 def matrix(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize over the product of axes with hashable values; without ``slow``, over every pair of values.
+    """Parametrize over the product of axes with hashable values; without ``slow``, over rows with every value.
 
     >>> [row.values for row in matrix("loop, every", ["epoch", "step"], [1, 2]).args[1]]
     [('epoch', 1), ('epoch', 2), ('step', 1), ('step', 2)]
     """
     axes = tuple(map(list, axes))
-    chosen = pairwise(*axes)
+    chosen = each_value(*axes)
     rows = [pytest.param(*row, id="-".join(map(str, row)), marks=slow_unless(row in chosen)) for row in product(*axes)]
     return pytest.mark.parametrize(names, rows)
 
