@@ -29,7 +29,10 @@ from tests.support.models import batchnorm_mlp, mean_loss
 from tests.support.runs import RecordingSink
 from tests.support.spies import ActingHook, SpyHook
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*:UserWarning:lightning")
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*:UserWarning:lightning"),
+]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 OBSERVERS = ["norms", "training_metrics", "consecutive", "parameter_delta"]
 
@@ -108,7 +111,6 @@ CASES = {
 }
 
 
-@pytest.mark.trainer
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_fit_with_hooks_matches_bare_fit(options, tmp_path):
     """Weights, optimizer state, generators, learning rate and metrics are equal, even with a misbehaving hook."""
@@ -118,7 +120,6 @@ def test_fit_with_hooks_matches_bare_fit(options, tmp_path):
     assert attached.callback_metrics == alone.callback_metrics != {}
 
 
-@pytest.mark.trainer
 def test_audited_fit_matches_bare_fit(tmp_path):
     """The hooks include one that trains, draws random numbers and zeroes the weights."""
     hooks = ["norms", "training_metrics", "hessian", ActingHook(mutate_state)]
@@ -126,7 +127,6 @@ def test_audited_fit_matches_bare_fit(tmp_path):
     assert audited == fit(tmp_path, max_epochs=1)[0]
 
 
-@pytest.mark.trainer
 def test_validation_changes_only_fits_without_hooks(tmp_path):
     """With hooks attached, frequent validation leaves the fit unchanged, and the validation loop is unwrapped
     afterwards."""
@@ -140,7 +140,6 @@ def test_validation_changes_only_fits_without_hooks(tmp_path):
     assert json.loads((scope.folder / "summary.json").read_text())["final"].keys() == {"val_loss"}
 
 
-@pytest.mark.trainer
 def test_attached_hooks_match_epoch_loop_metrics(tmp_path):
     """Hooks on the Trainer emit the same rows as hooks in the framework's epoch loop on the same task."""
 
@@ -164,7 +163,6 @@ def test_attached_hooks_match_epoch_loop_metrics(tmp_path):
     assert attached.rows() == own.rows() != []
 
 
-@pytest.mark.trainer
 @pytest.mark.parametrize("at_the_end_of", ["epoch", "validation"])
 def test_resumed_fit_has_the_same_record(at_the_end_of, tmp_path):
     """The checkpoint is saved after the training epoch or after validation; record and weights match the whole fit."""
@@ -182,7 +180,6 @@ def test_resumed_fit_has_the_same_record(at_the_end_of, tmp_path):
     assert [row[0] for row in later] == [row[0] for row in whole[5:]]
 
 
-@pytest.mark.trainer
 @pytest.mark.parametrize(("error", "status"), [(ValueError, "failed"), (KeyboardInterrupt, "interrupted")])
 def test_a_fit_that_breaks_off_closes_the_run(error, status, tmp_path):
     class Failing(Classifier):
@@ -197,7 +194,6 @@ def test_a_fit_that_breaks_off_closes_the_run(error, status, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
 
 
-@pytest.mark.trainer
 def test_epoch_cut_short_drops_its_open_step(tmp_path):
     """The module ends the epoch within an accumulated step, which dispatches PRE_STEP but no later step point."""
 
@@ -212,7 +208,6 @@ def test_epoch_cut_short_drops_its_open_step(tmp_path):
     assert [step for *_, step in spy.seen] == [0, 1, 1, 1, 1, 2, 1, 1]
 
 
-@pytest.mark.trainer
 @pytest.mark.parametrize("fused", [False, True])
 def test_float16_overflow_is_a_skipped_step(fused, tmp_path):
     """The step dispatches no PRE_UPDATE or POST_STEP, and the summary counts it as skipped."""
@@ -234,7 +229,6 @@ def test_float16_overflow_is_a_skipped_step(fused, tmp_path):
 
 
 @pytest.mark.compile
-@pytest.mark.trainer
 def test_a_compiled_module_is_trained_the_same(tmp_path):
     class Silent(Classifier):
         def training_step(self, batch, batch_idx):
@@ -245,7 +239,6 @@ def test_a_compiled_module_is_trained_the_same(tmp_path):
     assert found == fit(tmp_path, module=Silent, max_epochs=1)[0]
 
 
-@pytest.mark.trainer
 def test_numbers_reach_the_loggers_of_the_trainer(tmp_path):
     logger = CSVLogger(tmp_path, "logs")
     fit(tmp_path, ["norms", "training_metrics"], logger=logger, choices={"sinks": ["trainer"], "out": None})
@@ -262,7 +255,6 @@ def test_missing_private_lightning_name_is_refused(tmp_path, monkeypatch):
         attach(made, hooks=["norms"])
 
 
-@pytest.mark.trainer
 def test_unsupported_trainers_are_refused(tmp_path):
     """A second or late attach, ddp_spawn, FSDP, barebones mode, manual optimization and LBFGS raise UsageError."""
 
@@ -291,7 +283,6 @@ def test_unsupported_trainers_are_refused(tmp_path):
             mistake()
 
 
-@pytest.mark.trainer
 def test_every_validation_of_the_fit_is_recorded(tmp_path):
     """With a validation after every second step, the record has each at its step."""
     fit(tmp_path, ["norms"], validate=True, val_check_interval=2)
