@@ -84,6 +84,7 @@ def test_bare_step_precedes_each_batch(framework, tmp_path):
     assert all(map(torch.equal, weights, subject.task.model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.trainer
 def test_only_loopscope_keeps_bits_despite_callbacks():
     """In every other framework, draws change the weights and writes are not noticed."""

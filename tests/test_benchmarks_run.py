@@ -77,6 +77,7 @@ def test_bare_loop_matches_the_real_loop(max_norm):
     assert all(map(torch.equal, weights(ours), weights(bare)))
 
 
+@pytest.mark.slow
 @own_process
 def test_bare_language_model_loop_matches_real_loop():
     ours, bare = (tied_cost.language_model(tied_cost.TINY) for _ in range(2))

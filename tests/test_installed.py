@@ -103,6 +103,7 @@ def _below(path: Path) -> list[Path]:
     return [path] if path.is_file() else [file for file in path.rglob("*.*") if file.suffix in SUFFIXES]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("is_package", [True, False], ids=["packages", "plain folders"])
 def test_wheel_coexists_with_same_named_folders(site: Path, tmp_path: Path, is_package: bool) -> None:
     """A project with folders named like our packages works with the installed wheel."""

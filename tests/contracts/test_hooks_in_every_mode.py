@@ -117,6 +117,7 @@ def with_hook(mode: str, loop: str, name: str) -> Run:
     return run(mode, loop, [hook])
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.compile
 @every_mode_and_loop(QUIET)
 def test_run_with_a_hook_has_equal_bytes(mode: str, loop: str, name: str) -> None:

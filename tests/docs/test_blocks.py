@@ -12,8 +12,16 @@ from tests.support.processes import own_process
 
 TESTED_ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_an_experiment.py
 WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != TESTED_ELSEWHERE]
-SLOW_PAGES = ("many-processes.md", "comparing.md")
-"""Pages that together take a minute; smaller versions of their commands run in other quick tests."""
+SLOW_PAGES = (
+    "many-processes.md",
+    "comparing.md",
+    "command-line.md",
+    "lowbit-lm.md",
+    "plotting.md",
+    "sinks.md",
+    "tied-embeddings.md",
+)
+"""Pages that together take two minutes; smaller versions of their commands run in other tests."""
 
 
 @pytest.mark.parametrize(

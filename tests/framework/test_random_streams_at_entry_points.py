@@ -144,8 +144,7 @@ def run(code, folder):
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "entry",
-    [pytest.param(entry, marks=slow_unless(entry not in ("names", "star", "refused attach"))) for entry in SCRIPTS],
+    "entry", [pytest.param(entry, marks=slow_unless(entry in ("loop", "command line"))) for entry in SCRIPTS]
 )
 def test_entry_point_leaves_streams_unchanged(entry, tmp_path):
     run(SCRIPTS[entry], tmp_path)
@@ -153,7 +152,9 @@ def test_entry_point_leaves_streams_unchanged(entry, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.trainer
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "trainer", [pytest.param(trainer, marks=slow_unless(trainer == "hugging face")) for trainer in TRAINERS]
+)
 def test_attach_to_trainer_leaves_streams_unchanged(trainer, tmp_path):
     run(TRAINERS[trainer], tmp_path)
 

@@ -45,6 +45,7 @@ class Loud(Small):
 RUN = ["run", "loud", "--strategy", "plain", "--hooks", "noisy", "--on-hook-error", "skip", "--output-dir", "{folder}"]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(
     "words",
@@ -62,6 +63,7 @@ def test_plugin_text_sends_no_terminal_control_codes(words: list[str], tmp_path:
 ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": "> /dev/full"}
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.process
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("words", some_of(["list", "--help"]))

@@ -44,9 +44,7 @@ LANGUAGE = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow_unless(name in ("GPT-2", "ResNet"))) for name in MODELS]
-)
+@EVERY
 @own_process
 def test_hooked_steps_match_bare_steps(name: str) -> None:
     assert same_steps(watched(name), bare(name))
@@ -164,6 +162,7 @@ def test_norms_updates_and_paths_match_plain_formulas(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 @own_process
 def test_sharpness_matches_dense_hessian(tmp_path: Path) -> None:
     options = {"sharpness": {"iterations": 24, "probes": 1, "density_probes": 0, "critical_passes": 0, "k": 1}}

@@ -123,6 +123,7 @@ def test_runs_are_hidden_and_shown(page: Page, written: Path) -> None:
     assert page.points() == every
 
 
+@pytest.mark.slow
 def test_metric_can_be_selected_by_keyboard(page: Page, written: Path) -> None:
     """Tab reaches the search field and the checkbox, and the space key selects the metric."""
     page.open(written)
@@ -141,6 +142,7 @@ def test_metric_can_be_selected_by_keyboard(page: Page, written: Path) -> None:
     assert page.get("charts.get('m/phase').plot.data[0].y") == [0] * 4 + [1] * 5
 
 
+@pytest.mark.slow
 def test_zoom_by_fields_or_dragging_affects_all_charts(page: Page, written: Path) -> None:
     page.open(written, "m/loss", "m/spectrum")
     page.set("#from", "2")
@@ -160,6 +162,7 @@ def test_zoom_by_fields_or_dragging_affects_all_charts(page: Page, written: Path
     assert page.get("[at('from').value, at('to').value]") == [str(math.floor(low + 0.5)), str(math.floor(high + 0.5))]
 
 
+@pytest.mark.slow
 def test_axes_are_logarithmic_and_curves_smooth(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
     page.click("#log-x")
@@ -174,6 +177,7 @@ def test_axes_are_logarithmic_and_curves_smooth(page: Page, written: Path) -> No
     assert page.get("smoothed([1, NaN, 100, 10, 1], 3, false)[2]") == 55
 
 
+@pytest.mark.slow
 def test_hovering_in_one_chart_hovers_in_all(page: Page, written: Path) -> None:
     page.open(written, "m/loss", "training_metrics/loss", "m/phase")
     drag = page.get(f"({LOSS}.scrollIntoView({{block: 'center'}}), {LOSS}.querySelector('.nsewdrag'))")
@@ -193,6 +197,7 @@ def test_spectra_phases_and_alerts_are_drawn(page: Page, written: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_means_over_seeds_replace_runs(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
     page.click("#means")
@@ -204,6 +209,7 @@ def test_means_over_seeds_replace_runs(page: Page, written: Path) -> None:
     assert len(page.points()) == 6
 
 
+@pytest.mark.slow
 def test_rewinds_have_a_button_and_alerts_list_rows(page: Page, tmp_path: Path) -> None:
     """The button shows the curves of the rewind, and the label of an alert lists its first rows."""
     folder = record(tmp_path, [(at, {f"m/{name}": at for name in "abcde"}) for at in range(9)], strategy="run")

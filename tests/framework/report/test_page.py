@@ -116,6 +116,7 @@ def test_long_run_page_is_small_and_keeps_spikes(tmp_path: Path) -> None:
     assert report.size < LARGEST_PAGE
 
 
+@pytest.mark.slow
 @own_process
 def test_page_fits_two_thousand_metrics(tmp_path: Path) -> None:
     """Metrics beyond the size limit are omitted and counted."""

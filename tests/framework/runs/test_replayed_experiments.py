@@ -72,6 +72,7 @@ def replay(run: Path, groups: Mapping[str, Path]) -> None:
         assert_the_same(path, expected, 1, last)
 
 
+@pytest.mark.slow
 @own_process
 def test_replayed_epochs_match_run_with_all_hooks(tmp_path, tokens):
     """A run without hooks is trained again with all hooks, and gives the metrics of a run that had them."""

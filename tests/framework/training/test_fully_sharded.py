@@ -385,10 +385,12 @@ def four_ranks(tmp_path_factory):
     return on_ranks(two_dimensional_meshes, tmp_path_factory.mktemp("ranks"), 4)
 
 
+@pytest.mark.slow
 def test_hooks_leave_two_dimensional_meshes_unchanged(four_ranks):
     assert [result["equal"] for result in four_ranks] == [[True, True]] * 4
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_overflowing_steps(four_ranks):
     """A gradient overflow in the shard of one rank skips the step on every rank."""
     assert [result["skips"] for result in four_ranks] == [[[False, True, True]] * 3] * 4

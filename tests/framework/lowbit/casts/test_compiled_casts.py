@@ -164,6 +164,7 @@ def test_compiled_cast_options_match_eager_ones(cast, dtype, monkeypatch):
         compare(monkeypatch, cast, values.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_successive_compiled_casts_are_independent(monkeypatch):
     """Casts to different formats, compiled one after another, match their uncompiled results."""
@@ -226,6 +227,7 @@ def test_every_rule_and_dtype_counts_while_casting(rule, rounding, dtype, monkey
         check_counted_in_one(cast, [each.to(dtype) for each in values], monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_undeclared_overflows_are_counted(monkeypatch):
     """Overflows are counted even if the scaling rule declares that it never overflows."""
@@ -405,6 +407,7 @@ print(rounded.sum().item())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_without_a_compiler_casts_run_uncompiled_and_silent(tmp_path):
     environment = os.environ | {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
