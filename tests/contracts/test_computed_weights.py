@@ -81,6 +81,7 @@ def trained(way: str, folder=None, **options) -> Net:
     return model
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("way", "group"),
     [*((way, "observers") for way in WAYS), ("prune", "full"), ("parametrizations.spectral_norm", "full")],

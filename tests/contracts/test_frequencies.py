@@ -30,6 +30,7 @@ def drawing(ctx) -> None:
     torch.rand(3), random.random(), random.gauss(0, 1), np.random.standard_normal()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("setting", ["eval_every", "log_every"])
@@ -39,6 +40,7 @@ def test_evaluation_and_logging_frequency_preserves_final_bytes(setting, loop, m
     assert differing_finals(case, *({setting: period} for period in PERIODS)) == []
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_snapshot_frequency_preserves_final_bytes(loop):
     """A hook that draws random numbers at SNAPSHOT leaves the same final state for every snapshot_every."""

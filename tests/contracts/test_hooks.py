@@ -153,6 +153,7 @@ def test_hooked_run_matches_bare_run(name, case, steps):
     assert_same_bytes(alone(name, case, steps), case, steps)
 
 
+@pytest.mark.some_rows(5)
 @every_length
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=slow_unless(case in ORDERED)) for case in CASES]
@@ -177,6 +178,7 @@ def runs_of_all_hooks() -> None:
         together(case, 3)
 
 
+@pytest.mark.some_rows(3)
 @every_length
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=slow_unless(case in ADDED)) for case in CASES])
 @pytest.mark.parametrize("half", [0, 1])

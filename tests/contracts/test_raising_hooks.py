@@ -48,6 +48,7 @@ def commit_and_raise(run_ctx, model_ctx):
     raise Mishap("after committing")
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", STEP_POINTS)
 @pytest.mark.parametrize("kind", KINDS)
 @every_case
@@ -65,6 +66,7 @@ def stop_here(ctx):
     raise Mishap("here")
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", [*STEP_POINTS, HookPoint.SNAPSHOT])
 @every_case
 def test_half_finished_intervention_leaves_bare_run_state(case, point):
@@ -74,6 +76,7 @@ def test_half_finished_intervention_leaves_bare_run_state(case, point):
     assert differences(stopped_run.final, run.final) == []
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", KINDS)
 @every_case
 def test_skip_finishes_run_like_bare_run(case, kind):
@@ -87,6 +90,7 @@ def test_skip_finishes_run_like_bare_run(case, kind):
     assert [seen[2] for seen in bystander.seen if seen[0] == "POST_STEP"] == [1, 2, 3]
 
 
+@pytest.mark.some_rows(2)
 @every_case
 def test_skip_rolls_back_raising_intervention(case):
     with pytest.warns(UserWarning, match="raised at"):
@@ -103,6 +107,7 @@ def test_commits_of_raising_hook_are_not_applied(case):
     assert len(run.manager.hooks.failures.errors) == 1
 
 
+@pytest.mark.some_rows(2)
 @every_case
 def test_commits_of_other_hooks_survive_a_raise(case):
     """The result equals that of a run with the other committing hook alone."""
@@ -120,6 +125,7 @@ def interrupt(run_ctx, model_ctx):
     raise KeyboardInterrupt
 
 
+@pytest.mark.some_rows(2)
 @every_case
 def test_interrupt_during_intervention_is_rolled_back(case):
     """A KeyboardInterrupt in the middle of an intervention leaves the state of the bare run."""
@@ -172,6 +178,7 @@ def train_with_mutation(kind, name, error, **options):
         return train(Case(), [kind(act)], length=2, introduce=introduce, **options)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(("kind", "audit"), [(MisbehavingObserver, False), (MisbehavingReader, True)])
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_skip_restores_changes_of_raising_reader(name, kind, audit):
@@ -199,6 +206,7 @@ def test_hook_on_parameter_is_removed_after_raise():
     assert run.digests == train(Case(), length=2, audit=False).digests
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit("bye"), GeneratorExit()], ids=repr)
 def test_exit_in_hook_counts_as_hook_error(kind, error):

@@ -184,6 +184,7 @@ def test_penalty_covers_the_matrices_of_the_blocks(tokens: Path) -> None:
     assert torch.allclose(difference, expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_custom_recipes_are_strategies_in_the_comparison(tmp_path: Path, tokens: Path) -> None:
     """A recipe equal to nvfp4 gives the same result, and the recipes that differ give other losses."""
     mine = (
@@ -236,6 +237,7 @@ BAD = {
 }
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_one_sentence_before_the_run(
     tmp_path: Path, tokens: Path, capsys: pytest.CaptureFixture[str], words: str

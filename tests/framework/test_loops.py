@@ -98,6 +98,7 @@ def test_step_loop_accumulates_since_the_last_snapshot():
             assert torch.allclose(mean, (first[name] + second[name]) / 2, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("treatments", [[], [Halve()]])
 def test_previous_gradients_precede_commits(loop, treatments):
@@ -110,6 +111,7 @@ def test_previous_gradients_precede_commits(loop, treatments):
     assert all(equal(previous, step) for previous, step in zip(seen[1:], log.steps[:-1], strict=True))
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_previous_gradients_are_kept_only_for_due_steps(loop):
     schedule = StepSchedule(mode="burst", every_n_steps=4, burst_length=2, warmup=1)

@@ -147,6 +147,7 @@ def test_sink_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
     assert produced(tmp_path, capsys)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("method", ["set_run_context", "emit", "flush", "close"])
 def test_failing_sink_is_disabled_and_run_continues(sink_class, tmp_path, method, capsys):
     """The state is bitwise unchanged, and other sinks receive every row."""

@@ -115,6 +115,7 @@ def assert_the_same(folder: Path, whole: Path) -> None:
 # Resuming
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     "step", [pytest.param(step, marks=slow_unless(step in (2, 5, 9))) for step in (1, 2, 3, 5, 6, 9)]
 )
@@ -137,6 +138,7 @@ def test_resume_does_not_warn_about_scheduler_order(whole, tmp_path: Path) -> No
     assert_the_same(tmp_path / "killed", whole[Small])
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("named", [False, True])
 def test_overwritten_weights_remain_the_reference_after_resume(named: bool, tmp_path: Path) -> None:
     """A run that overwrites its reference weights keeps a copy, and a new run without a reference removes it."""
@@ -277,6 +279,7 @@ def test_changed_environment_is_reported(killed: Path, monkeypatch: pytest.Monke
 # Damage
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("name", "place"), [(STATE, 0.02), (STATE, 0.5), (STATE, 0.999), (MANIFEST, 0.1), (MANIFEST, 0.6)]
 )
@@ -318,6 +321,7 @@ def test_checkpoint_of_newer_format_is_named_and_kept(killed: Path, whole, monke
     assert_the_same(killed, whole[Small])
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("where", ["state", "hooks"])
 def test_crafted_checkpoint_executes_no_code(where: str, killed: Path, tmp_path: Path, whole) -> None:
     """A checkpoint with an exploit and a valid manifest is refused."""
@@ -330,6 +334,7 @@ def test_crafted_checkpoint_executes_no_code(where: str, killed: Path, tmp_path:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("missing", ["step", "score", "files"])
 def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, whole) -> None:
     path = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}" / MANIFEST
@@ -340,6 +345,7 @@ def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, 
     assert_the_same(killed, whole[Small])
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(("name", "place"), [("plain.csv", 0.0), ("plain.csv", None), ("plain.jsonl", None)])
 def test_foreign_sink_files_are_refused(name, place, killed: Path) -> None:
     """A truncated or changed file of a sink raises, with advice to restore it or to use --overwrite."""
@@ -399,6 +405,7 @@ def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatc
             resume(tmp_path / "killed", Mistaken, **options)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -495,6 +502,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_training_continues_if_checkpoints_cannot_be_written(fault, killed, whole) -> None:
     """The failure is reported, older checkpoints stay, and the other files match the uninterrupted run."""

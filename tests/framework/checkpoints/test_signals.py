@@ -56,6 +56,7 @@ def checkpointed(folder: Path, runner: type[Small]) -> list[int]:
     return [open_checkpoint(path).step for path in checkpoint_folders(folder / runner.name / "plain/checkpoints")]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_finishes_step_and_writes_checkpoint(runner, number, status, tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_signal_finishes_step_and_writes_checkpoint(runner, number, status, tmp_
     assert [signal.getsignal(item) for item in CAUGHT] == handlers
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 def test_run_resumed_after_signal_matches_uninterrupted_run(runner, tmp_path: Path) -> None:
     """All files of both runs are equal, except the checkpoints."""

@@ -159,6 +159,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(("words", "fragments"), OPTIONS, ids=[words for words, _ in OPTIONS])
 def test_invalid_option_is_refused(words: str, fragments: list[str], tmp_path: Path, capfd) -> None:
     sentence = refused(["run", "small", "--output-dir", f"{tmp_path}/out", *words.split()], tmp_path, capfd)
@@ -229,6 +230,7 @@ VALUES = [
 ]  # fmt: skip
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("value", VALUES, ids=[ascii(value[:20]) for value in VALUES])
 @pytest.mark.parametrize("option", ["--hook-config=fourier.top_k=", "--epochs=", "--mode="])
 def test_invalid_option_value_is_refused(option: str, value: str, tmp_path: Path, capfd) -> None:
@@ -249,6 +251,7 @@ def test_error_messages_have_no_control_codes(words: list[str], tmp_path: Path, 
     assert sentence.rstrip("\n").isprintable()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(("text", "fragments"), FILES, ids=[repr(text[:40]) for text, _ in FILES])
 def test_invalid_config_file_is_refused(text: str | bytes, fragments: list[str], tmp_path: Path, capfd) -> None:
     file = tmp_path / "bad.yaml"

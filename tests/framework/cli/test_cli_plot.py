@@ -83,6 +83,7 @@ def test_svg_stores_titles_labels_and_legend_as_text(finished, tmp_path):
     assert COLOURS[0].lower() in path.read_text()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(("suffix", "beginning"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
 def test_plot_bytes_ignore_user_matplotlib_settings(finished, tmp_path, suffix, beginning):
     """The rcParams of the user neither change the file nor are changed."""
@@ -166,6 +167,7 @@ def test_other_files_are_overwritten_only_with_flag(finished, tmp_path, monkeypa
     assert Path("small_plain_loss.png").read_bytes() == b"loopscope plot, my own"
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("suffix", ["png", "svg", pytest.param("pdf", marks=pytest.mark.slow)])
 def test_plot_file_stores_the_command_that_drew_it(finished, tmp_path, monkeypatch, suffix):
     """This includes titles with quotes, control characters and non-ASCII text, in PNG, SVG and PDF."""
@@ -270,6 +272,7 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
     assert len(figure_of(hook_picture("provenance", [everything(folder)]), Look()).axes) == 3
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -70,6 +70,7 @@ def test_ls_lists_every_run(runs: Path, capsys) -> None:
     ]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("columns", [20, 80, 120])
 def test_lines_fit_and_pipe_has_full_names(runs: Path, columns: int, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -46,6 +46,7 @@ LOSS = ["training_metrics/loss", "training_metrics/lr"]
 EVALUATION = ["training_metrics/evaluation", "training_metrics/val_acc"]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(
     ("experiment", "points"),
     [(Small, {"POST_EPOCH": sorted(LOSS + EVALUATION)}), (SmallSteps, {"POST_STEP": LOSS, "SNAPSHOT": EVALUATION})],

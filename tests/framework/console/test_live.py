@@ -53,6 +53,7 @@ class Emitting:
         self.sink.emit(metrics(step), 0, HookPoint.POST_EPOCH, step=step)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("seconds", [1 / 1024, 1 / 16, 0.75])
 def test_screen_is_drawn_at_most_twice_a_second(seconds, live):
     """The limit holds at any rate of emitted metrics."""
@@ -113,6 +114,7 @@ def test_printed_text_is_kept_up_to_a_limit(live):
     assert live.display.board.printed_lines == 1100
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("mode", ["live", "normal", "silent"])
 def test_run_is_equal_with_every_display(mode, tmp_path):
     shown, bare = tmp_path / "shown", tmp_path / "bare"

@@ -50,6 +50,7 @@ def write(batch: Any) -> None:
         object.__setattr__(batch, "x", torch.zeros(4, 3))
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", [HookPoint.PRE_STEP, HookPoint.POST_STEP])
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervention_writes_to_batch_are_reverted(kind: str, point: HookPoint) -> None:
@@ -74,6 +75,7 @@ def draw_and_write(ctx: Any) -> None:
     write(next(iter(ctx.loader)))
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_to_drawn_batches_leave_data_unchanged(kind: str) -> None:
     """Hooks that draw batches and write to them change neither the data nor the run."""
@@ -100,6 +102,7 @@ class Writing(SpyHook):
         draw_and_write(again.task)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_at_start_leave_data_unchanged(kind: str) -> None:
     """Batches that a hook changes in start() are copies."""
@@ -154,6 +157,7 @@ def test_opaque_batch_is_refused_for_interventions() -> None:
     assert differences(run(Views("opaque"), audit=False), run(Views("opaque"), *looking)) == []
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     "kind", ["dict", "UserDict", "dataclass", "slots", "nested", "encoding", "tuple", "arrays", "nested arrays"]
 )

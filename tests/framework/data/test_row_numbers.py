@@ -198,6 +198,7 @@ def test_writes_to_row_indices_leave_the_order():
     assert permutation.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_hooks_see_row_indices_only_during_steps(loop, pieces):

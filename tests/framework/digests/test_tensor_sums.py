@@ -140,6 +140,7 @@ def test_sums_do_not_depend_on_vnni_support(monkeypatch):
             assert torch.equal(sums(tensor), expected)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 @pytest.mark.parametrize("trials", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_corruption_is_detected(corruption, trials):

@@ -74,6 +74,7 @@ class Failing(TrainingHook):
         self.maybe_raise("load_state_dict")
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("where", [*METHODS, *POINTS])
 def test_failing_hook_of_a_group_is_dropped(where: str) -> None:
     """For any error, the run has the same bytes as without hooks, and the other hooks continue."""
@@ -87,6 +88,7 @@ def test_failing_hook_of_a_group_is_dropped(where: str) -> None:
     assert_same_bytes(run, Case())
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     "error", [UsageError, MemoryError, SystemExit, ZeroDivisionError, AttributeError, LoopscopeError]
 )
@@ -97,6 +99,7 @@ def test_any_error_drops_a_hook_of_a_group(where: str, error: type[BaseException
     assert run.error is None
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("where", ["describe_metrics", "start", "taps", "tap", "PRE_STEP", "POST_EPOCH", "end"])
 def test_failing_named_hook_ends_the_run(where: str) -> None:
     manager = partial(HookManager, required=["failing"])
@@ -104,6 +107,7 @@ def test_failing_named_hook_ends_the_run(where: str) -> None:
         train(Case(), [Failing(where=where)], manager_class=manager)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("where", ["POST_STEP", "PRE_UPDATE", "check"])
 def test_hook_that_has_reported_ends_the_run(where: str) -> None:
     with pytest.raises(HookError, match=f"'failing' raised at {where}"):

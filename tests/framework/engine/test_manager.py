@@ -163,6 +163,7 @@ def target(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(("loop", "table"), [("epoch", SET_IN_EPOCH_LOOP), ("step", SET_IN_STEP_LOOP)])
 def test_context_fields_match_the_table(loop, table):
     """Every field is set at exactly the points where the table lists it, in both loops."""
@@ -275,6 +276,7 @@ def test_raising_hook_is_reported_with_location(hook_class):
     assert error == {"hook": hook_class.name, "point": "POST_STEP", "step": 1, "error": "Mishap: on purpose"}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_skipped_hook_leaves_run_unchanged(hook_class, loop):

@@ -32,6 +32,7 @@ def outcome(case: Case, make, *, start: bool):
     return without_on_demand(state.digest()), sink.emitted
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("make", HOOKS, ids=lambda make: type(make()).__name__)
 def test_unstarted_manager_matches_a_started_one(make, loop):

@@ -110,6 +110,7 @@ def test_command_explains_recorded_spike(tmp_path):
         assert "Inconclusive: found nothing to explain." in quiet
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

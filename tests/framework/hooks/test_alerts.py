@@ -112,6 +112,7 @@ def test_alerts_follow_the_jsonl_record(tmp_path):
     assert ALERTS in JSONLSink.leaves("plain")
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("checkpoints", [1, 2])
 @pytest.mark.parametrize("runner", ["small", "small_steps"])
 def test_resumed_run_has_the_same_alerts(runner, checkpoints, tmp_path, monkeypatch):

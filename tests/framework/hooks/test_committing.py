@@ -44,6 +44,7 @@ def test_thawed_parameter_trains_from_the_next_pass(mutates):
     assert not torch.equal(seen[1], seen[2])
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_reset_optimizer_state_affects_only_named_parameters(optimizer):
     """The step counts of the other parameters continue."""
@@ -139,6 +140,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("mutates", [True, False])
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("verb", ALIASING)

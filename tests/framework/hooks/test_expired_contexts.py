@@ -81,6 +81,7 @@ def assert_refused(late: Late) -> None:
     assert late.refused == ["POST_BACKWARD", "POST_STEP"] * 3
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", LATE)
 def test_kept_context_is_refused_in_later_call(name):
     """Every method of a context that a hook has kept raises an error and changes nothing."""

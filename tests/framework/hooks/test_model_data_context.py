@@ -339,6 +339,7 @@ def test_read_only_hook_cannot_change_state(verb):
     assert differing(before, ctx._state.digest()) == []
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "transformer", "tied"])
 def test_reading_methods_pass_tripwire_and_audit(model):
     """A read-only hook that uses all of them leaves the run its bytes."""

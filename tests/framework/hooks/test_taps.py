@@ -196,6 +196,7 @@ def drawing(seen: list[float]) -> Callable[[Tensor], None]:
     return function
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_observing_taps_with_random_draws_change_nothing(case):
     """The run equals the bare run at every step, and the taps are removed at its end."""

@@ -97,6 +97,7 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path, half):
     assert (summary["skipped_steps"], summary["steps"]) == (len(found.skipped), steps)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
 @pytest.mark.parametrize("clips", [0.0, 0.1])
 def test_hooks_see_unscaled_gradients(tmp_path, optimizer, clips):
@@ -113,6 +114,7 @@ def gradients_seen(loop: Loop, out: Path) -> list[int]:
     return seen
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
 def test_clipping_hook_clips_unscaled_gradients(tmp_path, optimizer):
     """The loop scales its loss by 1024."""

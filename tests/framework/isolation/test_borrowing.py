@@ -148,6 +148,7 @@ def test_mismatched_weights_are_refused_before_borrowing():
         borrowed_weights(model, {"weight": torch.ones(2)}).__enter__()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("case", [Case(model, loop=loop) for loop in LOOPS for model in MODELS], ids=str)
 def test_observer_may_evaluate_other_weights(case):
     """The evaluation of the live weights matches that of the run, and the run keeps its bytes."""

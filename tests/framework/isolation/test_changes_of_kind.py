@@ -213,6 +213,7 @@ parametrised = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.some_rows(3)
 @parametrised
 def test_run_may_change_kinds(case, loop, audit, tmp_path):
     """The optimizer's second step changes the kind, and the result equals that of a bare loop."""
@@ -226,6 +227,7 @@ def test_run_may_change_kinds(case, loop, audit, tmp_path):
         assert final_contents(tasks[0]) == final_contents(tasks[1])
 
 
+@pytest.mark.some_rows(3)
 @parametrised
 def test_observer_that_changes_kinds_is_caught(case, loop, audit, tmp_path):
     place, old_kind, new_kind = case
@@ -236,6 +238,7 @@ def test_observer_that_changes_kinds_is_caught(case, loop, audit, tmp_path):
         LOOPS[loop](task, hook_calling(lambda: put(task, place, new_kind)), audit, tmp_path / "run")
 
 
+@pytest.mark.some_rows(3)
 @parametrised
 def test_intervention_that_changes_kinds_is_rolled_back(case, loop, audit, tmp_path):
     place, old_kind, new_kind = case

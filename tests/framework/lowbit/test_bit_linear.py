@@ -89,6 +89,7 @@ def test_quantized_linear_without_casts_matches_linear_layer(shape, bias, dtype)
     assert_same(results(layer, x, run), results(layer, x))
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NARROW)

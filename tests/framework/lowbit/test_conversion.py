@@ -231,6 +231,7 @@ def test_run_with_all_hooks_matches_bare_run(case):
     assert {name.partition("/")[0] for metrics, *_ in run.sink.emitted for name in metrics} & set(names)
 
 
+@pytest.mark.some_rows(2)
 @both_loops
 def test_draws_and_training_of_interventions_are_undone(case):
     def act(run_ctx: Any, model_ctx: Any) -> None:
@@ -256,6 +257,7 @@ def test_generator_and_histories_belong_to_training_state(case):
     assert [name.partition("/")[0] for name in differences(before, state.digest())] == ["buffers", "generators"]
 
 
+@pytest.mark.some_rows(2)
 @both_loops
 def test_checkpoint_restores_generator_and_histories(case, tmp_path):
     kept: list[Any] = []

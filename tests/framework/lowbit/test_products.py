@@ -87,6 +87,7 @@ class Experts(nn.Module):
         return FORMS[self.form](x, self.w)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("recipe", ["e2m1/nvfp4", "fp4_direct", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_match_separate_lowbit_layers(form, recipe):

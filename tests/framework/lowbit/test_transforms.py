@@ -52,6 +52,7 @@ def inner(left: Parameters, right: Parameters) -> float:
     return sum((left[name] * right[name]).sum().item() for name in left)
 
 
+@pytest.mark.some_rows(3)
 @every_recipe
 def test_functional_grad_matches_backward(recipe):
     """torch.func.grad gives the same gradients and histories as backward(), bit for bit."""
@@ -65,6 +66,7 @@ def test_functional_grad_matches_backward(recipe):
     assert_same([*functional.buffers()], [*ordinary.buffers()])
 
 
+@pytest.mark.some_rows(3)
 @vectorises
 @pytest.mark.parametrize("recipe", PLAIN)
 def test_vmapped_gradients_match_single_samples(recipe):
@@ -76,6 +78,7 @@ def test_vmapped_gradients_match_single_samples(recipe):
             torch.testing.assert_close(together[name][index], each, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.some_rows(3)
 @every_recipe
 def test_jvp_is_straight_through_forward_casts(recipe):
     """The tangent is the derivative of the product of the cast input and the cast weight."""
@@ -120,6 +123,7 @@ def test_functional_hessian_matches_autograd(recipe):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.some_rows(3)
 @vectorises
 @pytest.mark.parametrize("recipe", PLAIN)
 def test_chunked_jacobian_matches_whole_jacobian(recipe):
@@ -198,6 +202,7 @@ def test_full_graph_compilation_is_refused():
         model(drawn(6, 20))
 
 
+@pytest.mark.some_rows(3)
 @every_recipe
 def test_meta_tensors_go_through_forward_and_backward(recipe):
     model = stack(recipe).to("meta")

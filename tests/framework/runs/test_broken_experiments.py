@@ -473,6 +473,7 @@ def told(text: str, folder: Path, monkeypatch: Any, capfd: Any) -> str:
     return errors
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("case", CASES)
 def test_broken_experiment_is_refused_and_writes_nothing(case, tmp_path, monkeypatch, capfd) -> None:
     """The command prints one line with the mistake and its remedy, exits with status 2 and changes no file."""

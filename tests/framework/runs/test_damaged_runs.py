@@ -142,6 +142,7 @@ def deep(levels: int) -> Any:
     return content
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--resume", "verify"])
 @pytest.mark.parametrize("wrong", [*WRONG, *OF_CONFIG])
 def test_damaged_config_is_reported(wrong, command, whole, capfd) -> None:
@@ -153,6 +154,7 @@ def test_damaged_config_is_reported(wrong, command, whole, capfd) -> None:
     assert sentence in said
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("command", ["--resume", "resume"])
 @pytest.mark.parametrize("wrong", [*WRONG, *OF_SUMMARY])
 def test_damaged_summary_is_reported(wrong, command, whole, capfd) -> None:
@@ -163,6 +165,7 @@ def test_damaged_summary_is_reported(wrong, command, whole, capfd) -> None:
     assert f"loopscope: OUTPUT/small/plain/{SUMMARY} " in said
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("command", ["diff", "--resume", "verify"])
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "too deep to walk"])
 def test_checkpoint_with_damaged_manifest_is_skipped(wrong, command, whole, capfd) -> None:
@@ -179,6 +182,7 @@ def test_checkpoint_with_damaged_manifest_is_skipped(wrong, command, whole, capf
     assert "no intact checkpoints or digests to compare with" in said or not said
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_damaged_run_is_overwritten_only_on_request(wrong, whole, capfd) -> None:
     """The command fails with one line, and --overwrite replaces the run."""
@@ -189,6 +193,7 @@ def test_damaged_run_is_overwritten_only_on_request(wrong, whole, capfd) -> None
     assert said_by("--overwrite", whole, damage, capfd)[0] == 0
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_damaged_reference_config_causes_warning(wrong, whole, tmp_path) -> None:
     """The warning reports that the reference may come from a different run and why."""
@@ -243,6 +248,7 @@ def check_reading(whole, capfd, data, command) -> None:
     assert status == 0 or said
 
 
+@pytest.mark.slow
 @settings(max_examples=5, **REST)
 @given(data=st.data(), command=st.sampled_from(READING))
 def test_reading_commands_never_show_tracebacks(whole, capfd, data, command) -> None:

@@ -101,6 +101,7 @@ def test_custom_sampler_order_is_written_and_read(tmp_path, monkeypatch):
     assert rows_by_step(tmp_path, Sampled) == whole
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("until", [4, 6])  # within the second epoch, and at its end
 def test_resumed_run_records_the_same_rows(tmp_path, until):
     """A torn last line is replaced, and an overwritten run starts a new file."""

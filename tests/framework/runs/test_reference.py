@@ -76,6 +76,7 @@ def test_folder_has_a_reference_per_strategy(earlier, tmp_path):
     assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain", "other-order"]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("given", ["plain_final.pt", "."])
 def test_file_or_run_folder_serves_every_strategy(earlier, tmp_path, given):
     """The config of the run records the path of the weights."""
@@ -145,6 +146,7 @@ def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
         find_reference(tmp_path / given, [tmp_path / "none"], "small", "plain", 0)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("given", [".", "small", "small/plain"])
 def test_each_seed_uses_the_reference_of_its_seed(tmp_path, given):
     """A missing seed is refused, and the error lists the existing ones."""

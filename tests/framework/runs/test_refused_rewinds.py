@@ -59,6 +59,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("words", REFUSED)
 def test_invalid_rewind_is_refused_before_training(words, run, capfd):
     """The command prints one line that explains the problem and changes no file."""

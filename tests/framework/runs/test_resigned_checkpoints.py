@@ -168,6 +168,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("path", KNOWN)
 def test_impossible_state_is_refused_with_reason(path: str, whole: Path, tmp_path: Path, capfd) -> None:
     """The error of resume names the checkpoint or hook and the reason."""
@@ -194,6 +195,7 @@ class Enormous(Small):
 NUMBERS = [1]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("display", ["--silent", "--no-console-output", "--live"])
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_score_beyond_floats_does_not_end_run(digits: int, display: str, tmp_path: Path, capfd) -> None:

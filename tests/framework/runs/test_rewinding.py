@@ -78,6 +78,7 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
     assert not [key for key in ours.keys() - wanted.keys() if not re.search("solution|^gradient_projection", key[0])]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize(
     "step",
@@ -102,6 +103,7 @@ def test_rewound_hooks_measure_like_original_hooks(runner, step, finished):
     assert contents(finished / "bare") == before
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(("step", "since"), [(1, 0), (2, 0), (3, 2), (4, 3), (12, 10)])
 def test_rewind_starts_at_nearest_earlier_checkpoint(step, since, finished, tmp_path):
     """Hooks of the original run resume from that checkpoint."""

@@ -143,6 +143,7 @@ def test_hook_failing_at_first_snapshot_is_left_out(tmp_path: Path) -> None:
     assert len(told) <= 300
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
 @pytest.mark.parametrize(
     "chosen",

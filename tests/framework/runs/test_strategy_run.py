@@ -105,6 +105,7 @@ def run(folder: Path, runner: type[Small], hook: str, **options: Any) -> Path:
     return folder / runner.name / "plain"
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_raising_hook_ends_run_with_checkpoint(runner, point, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ def test_raising_hook_ends_run_with_checkpoint(runner, point, tmp_path: Path) ->
     assert not (folder / "plain_final.pt").exists()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_skipping_a_hook_keeps_final_weights(runner, point, tmp_path: Path) -> None:
@@ -142,6 +144,7 @@ def test_skipping_a_hook_keeps_final_weights(runner, point, tmp_path: Path) -> N
     assert summary["final"] == bare["final"]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_damaged_state_is_never_checkpointed(runner, on_error, tmp_path: Path) -> None:
@@ -256,6 +259,7 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
@@ -320,6 +324,7 @@ def test_unwritable_checkpoint_causes_warning(tmp_path: Path) -> None:
     assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 @pytest.mark.parametrize("hooks", [[], ["norms", "hessian", "doubler"]])
 def test_checkpoint_interval_changes_no_weights(runner, hooks, tmp_path: Path) -> None:
@@ -337,6 +342,7 @@ def test_checkpoint_interval_changes_no_weights(runner, hooks, tmp_path: Path) -
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_resumed_session_matches_final_weights(runner: type[Small], tmp_path: Path) -> None:
     """Continuing from a checkpoint of a session gives the final weights of the session."""

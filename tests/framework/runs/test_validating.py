@@ -41,6 +41,7 @@ def validate(folder: Path, runner: type[Small] = Small, **options: Any) -> dict[
     return dict(session(folder, runner, **{**OPTIONS, **options}).validate())
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 @pytest.mark.parametrize("hooks", [[], ["path_length"], ["norms", "hessian", "weight_average"]])
 def test_run_with_any_observers_equals_every_checkpoint(runner, hooks, finished: Path) -> None:

@@ -190,6 +190,7 @@ def train_and_undo(run_ctx: Any, model_ctx: Any) -> None:
     model_ctx.run_training_epoch(model_ctx.loader)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("audit", [False, True])
 def test_odd_optimizer_run_keeps_its_bytes(audit: bool) -> None:
     """An unusual optimizer and scheduler have the same states with and without interventions."""

@@ -206,6 +206,7 @@ def with_plateau(task, state):
     return task, state
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_metric_scheduler_steps_after_every_evaluation(loop, interval):
@@ -244,6 +245,7 @@ class Counting:
         self.counts = [*state["counts"]]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(
     ("loop", "interval", "count"), [("epoch", "epoch", 2), ("epoch", "step", 6), ("step", "epoch", 6)]
 )

@@ -155,6 +155,7 @@ def test_exact_product_matches_dense_hessian(name):
     torch.testing.assert_close(flat(ctx.hessian_vector_product(vector)), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
 @pytest.mark.parametrize("name", KINDS)
 def test_operator_matches_single_products(name, method):

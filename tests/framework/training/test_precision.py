@@ -48,6 +48,7 @@ def gradients(ctx: Any) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in ctx.model.named_parameters()}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hooks_preserve_mixed_precision_run(case: Case, amp: str) -> None:
@@ -68,6 +69,7 @@ def test_hooks_preserve_mixed_precision_run(case: Case, amp: str) -> None:
         assert not differences(before, after)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("points", [(POST_BACKWARD,), (HookPoint.PRE_UPDATE,), (HookPoint.POST_STEP,)])
 def test_hooks_see_unscaled_gradients(points: tuple[HookPoint]) -> None:
     case, plain, scaled = Case("tied", "sgd_momentum"), [], []
@@ -161,6 +163,7 @@ def test_losses_use_the_requested_precision(amp: str, dtype: torch.dtype) -> Non
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_experiment_trains_in_mixed_precision(tmp_path: Path, amp: str, runner: type[Small]) -> None:

@@ -292,6 +292,7 @@ def test_initially_frozen_parameters_are_named_once():
     assert len(caught) == 1
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_resumed_run_matches_uninterrupted_run(model, loop, tmp_path):

@@ -191,6 +191,7 @@ def loss_of(case: Case, weights: Values) -> float:
         return first_loss(model.eval())["val_loss"]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_averages_match_brute_force_and_evaluation(loop, model):
@@ -209,6 +210,7 @@ def test_averages_match_brute_force_and_evaluation(loop, model):
     assert reports["ema"] != reports["swa"] != first_loss(run.task.model.eval())
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("start", "expected"), [(0.0, [1, 2, 3, 4, 5, 6]), (0.5, [3, 4, 5, 6]), (0.75, [5, 6]), (4, [4, 5, 6]), (9, [])]
 )
@@ -243,6 +245,7 @@ def test_nothing_is_reported_before_first_update(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_averages_load_and_match_reported_loss(dtype, tmp_path):
     """The files have the names and dtypes of the state dict, also in bfloat16."""
@@ -279,6 +282,7 @@ def test_average_files_count_as_run_output(tmp_path):
         assert not path.exists()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_resumed_run_reports_the_same_averages(model, loop, tmp_path):

@@ -107,6 +107,7 @@ def returned(kind: str, dtype: torch.dtype) -> list[Tensor]:
     return [torch.cat(parts) for parts in zip(*weights, strict=True)]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("implementation", "dtype"), [("eager", torch.float64), ("sdpa", torch.float64), ("sdpa", torch.float32)]
 )
@@ -135,6 +136,7 @@ def test_attention_metrics_match_model_weights(kind, implementation, dtype):
                 assert metrics[f"{circuit}_norm/{name}.{head}"].item() == pytest.approx(product.norm().item(), rel=1e-4)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_on_dict_batches_is_measured(kind):
     """The run completes under audit and reports every layer and head."""

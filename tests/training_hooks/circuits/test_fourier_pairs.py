@@ -394,6 +394,7 @@ def teach_sums(task, state):
     task.loader = TensorLoader((inputs, inputs.sum(dim=1) % TOKENS), BATCH, fixed_order(torch.arange(ROWS)))
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("model", ["transformer", "tied"])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_fourier_hook_leaves_run_bytes_unchanged(model, loop):

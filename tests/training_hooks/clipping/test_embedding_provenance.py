@@ -99,6 +99,7 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
     torch.testing.assert_close(sums, all_sums(twin.embedding.weight.grad, twin.head.weight.grad))
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_metrics_are_consistent_at_every_step(loop: str) -> None:
     """The ratio equals that of the norms, the cosine is in range, and the run keeps its bytes."""

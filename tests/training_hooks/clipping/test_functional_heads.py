@@ -125,6 +125,7 @@ def first_batch() -> tuple[Tensor, Tensor]:
     return tuple(part[:ROWS] for part in data())
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("head", ["module", "module unused", "functional", "matmul"])
 def test_every_tied_head_kind_is_measured_exactly(head: str, micro: int) -> None:
@@ -216,6 +217,7 @@ def test_a_functional_head_is_clipped_by_the_rule() -> None:
 # Refusals
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
 @pytest.mark.parametrize(
     ("head", "options", "error", "sentence"),

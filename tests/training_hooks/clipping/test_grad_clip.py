@@ -97,6 +97,7 @@ def test_clipping_matches_torch_functions(model, optimizer, rule):
     assert 0 < sum(shares) < STEPS
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_reported_metrics_match_descriptions(rule):
     """Each rule reports its documented metrics, and all of them are described."""
@@ -142,6 +143,7 @@ def test_clipped_share_and_norm_are_exact():
     assert clamp_statistics({"a": torch.tensor([math.nan, 2.0])}, 1.0)[0] == 0.5
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("options", [{"max_norm": 1e9}, {"method": "value", "max_value": 1e9}, {"method": "zclip"}])
 def test_gradients_within_limit_are_unchanged(options):
     """The run has the bytes of the run without the hook, and no step is reported as clipped."""
@@ -226,6 +228,7 @@ def test_the_history_of_another_rule_is_left():
     assert repr(zclip.hook.state_dict()) == repr(GradClip(method="zclip").state_dict())
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("rule", ["zclip", "adagc"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_non_finite_gradients_are_left_unchanged(rule, bad):
@@ -281,6 +284,7 @@ def test_float16_gradients_with_overflowing_norm_are_scaled(rule):
         torch.testing.assert_close(parameter.grad, expected, rtol=2e-3, atol=0)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_skipped_float16_steps_leave_no_trace(rule):
     """Histories count only the steps that the loss scaler did not skip."""

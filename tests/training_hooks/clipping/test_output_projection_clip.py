@@ -137,6 +137,7 @@ def train_clipped(case: Case, **options: Any) -> Run:
     return train(case, [OutputProjectionClip(**options)], steps=6)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("scope", ["weight", "logits"])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_only_declared_gradients_change(loop: str, scope: str) -> None:
@@ -183,6 +184,7 @@ def test_norm_history_resumes_within_a_window() -> None:
     assert history.mean == 5.0
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("scope", ["weight", "logits"])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_resumed_run_matches_uninterrupted_run(loop: str, scope: str, tmp_path: Path) -> None:

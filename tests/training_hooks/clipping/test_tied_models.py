@@ -164,6 +164,7 @@ def test_provenance_leaves_a_compiled_run_its_bytes() -> None:
     assert [*map(differences, plain.digests, watched.digests)] == [[], [], []]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_norms_in_fp16_are_unscaled(hook: type[Any], micro_batches: int) -> None:

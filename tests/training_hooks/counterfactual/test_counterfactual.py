@@ -290,6 +290,7 @@ def test_two_shuffles_give_notice_instead_of_errors():
     assert not any(name.endswith(("_error", "_half_width")) for name in names)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("noise_energy", [1.0, 10.0])
 def test_clamped_excess_is_unbiased(noise_energy):
     """Negative content cosines occur in two dimensions, and the mean excess is still zero."""

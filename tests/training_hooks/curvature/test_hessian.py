@@ -272,6 +272,7 @@ def test_unknown_metrics_are_omitted(optimizer):
     assert ("stability_ratio" in row) == (optimizer != "RMSprop")
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_bursts_report_entanglement_from_second_step(loop):
     case = Case("transformer", "adamw_fused", loop)

@@ -185,6 +185,7 @@ def test_zero_learning_rates_grow_too():
     assert task.model.x.item() == 1.0
 
 
+@pytest.mark.some_rows(3)
 @every_pair
 def test_probe_leaves_no_trace(case):
     """The run has the same bytes in every loop and with every optimizer."""

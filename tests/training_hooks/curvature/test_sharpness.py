@@ -73,6 +73,7 @@ def flat(vector: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.detach().reshape(-1) for value in vector.values()])
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_eigenvalues_match_dense_hessian(name):
     values, ctx = measured(task_of(name), Sharpness(**WHOLE))
@@ -84,6 +85,7 @@ def test_eigenvalues_match_dense_hessian(name):
     assert values["stability_ratio"] == pytest.approx(expected[-1] * 0.05 / 2, rel=1e-7)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_trace_matches_dense_hessian(name):
     """The estimate is within four of its standard errors."""
@@ -108,6 +110,7 @@ def test_density_matches_dense_hessian():
     assert (density - kernel.mean(dim=1)).abs().max() < 0.1 * kernel.mean(dim=1).max()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("name", ["mlp", "tied weights", "dropout", "frozen and unused parameters"])
 def test_preconditioned_eigenvalues_match_dense_hessian(name, optimizer):
@@ -324,6 +327,7 @@ def test_bias_and_spread_match_dense_hessians():
     assert 0 < values["sharpness_bias_by_rows"]["8"] < values["sharpness_bias_by_rows"]["4"]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(
     ("option", "metrics"),
     [

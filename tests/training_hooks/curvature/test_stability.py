@@ -31,6 +31,7 @@ def threshold(optimizer_class, **options) -> float | None:
     return stability_threshold(optimizer_class, optimizer_groups(model, optimizer))
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -51,6 +52,7 @@ def test_sgd_diverges_above_its_threshold_and_not_below(options, expected):
     assert not grows(torch.optim.SGD, found * 0.99, **options)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
 def test_adam_diverges_only_above_its_threshold(beta):
     """With a constant preconditioner, 2 percent above the threshold diverges and 2 percent below does not."""

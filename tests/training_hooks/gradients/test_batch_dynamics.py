@@ -164,6 +164,7 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
         return {}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_run_reports_match_step_gradients(model, loop):

@@ -49,6 +49,7 @@ def expected(before: Vector, now: Vector) -> dict[str, float]:
     return {f"consecutive/{name}": value for name, value in metrics.items()}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("loop", "options"), [("epoch", {}), ("step", {}), ("step", {"interval": 2})])
 def test_metrics_match_mean_gradients(loop, options, model):

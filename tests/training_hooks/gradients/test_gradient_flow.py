@@ -118,6 +118,7 @@ def test_gradients_beyond_float32_squares_are_measured():
     assert float(square_norm(torch.full((3,), 60000.0, dtype=torch.float16))) == pytest.approx(3 * 60000.0**2)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_micro_batch_norms_combine_to_batch_norms(parts):
     single, accumulated = (run(build_mlp(), GradientFlow(), accumulation_steps=count) for count in (1, parts))

@@ -121,6 +121,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return torch.cosine_similarity(a, b, dim=0).item()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case("transformer"), Case("tied", "sgd_momentum")], ids=str)
 def test_run_reports_projections_of_its_path(case):
     path, reference = Path(), some_reference(case)

@@ -29,6 +29,7 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
         return {name: sum(step[name] for step in self.seen) / len(self.seen) for name in self.seen[0]}
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_gradient_norms_match_epoch_mean_gradient(model):
     log = GradientLog()

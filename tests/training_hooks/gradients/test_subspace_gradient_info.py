@@ -164,6 +164,7 @@ def test_reset_forgets_the_gradients():
     assert feed(one, noise(1, SIZE)) == {}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_run_reports_gradients_of_its_steps(model, loop):

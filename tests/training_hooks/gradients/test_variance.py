@@ -81,6 +81,7 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
         return {}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_windows_span_epoch_boundaries(loop, model):
@@ -94,6 +95,7 @@ def test_windows_span_epoch_boundaries(loop, model):
         assert totals == pytest.approx(expected(np.stack(log.seen[step - 4 : step])), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("every", [2, 4, 5])
 @pytest.mark.parametrize("case", [Case("tied", loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_the_same_variance(case, every):

@@ -60,12 +60,14 @@ def assert_alike(
         torch.testing.assert_close(found.maxima, counts.maxima, rtol=1e-6, atol=0.0, msg=str(cast))
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", tensors())
 def test_losses_match_casts_of_all_formats(kind):
     """Every format and rule is compared with the counts of its cast, on tensors of every kind."""
     assert_counted_alike(tensors()[kind], CASTS)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", ["gaussian", "non-finite", "bfloat16", "transposed", "number"])
 def test_piece_boundaries_do_not_change_the_result(kind, monkeypatch):
     monkeypatch.setattr(cast_losses, "PIECE", 200)
@@ -79,6 +81,7 @@ def test_small_scales_and_block_sizes_match_casts():
     assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "current", rounding="soft", q_scalar=0.3)])
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("q_scalar", [0.25, 3.0])
 def test_scale_factors_match_casts_near_float32_limit(q_scalar):
     """Tensors that reach the largest float32 or bfloat16 value are scaled by 0.25 and by 3."""
@@ -95,6 +98,7 @@ def test_casts_keep_the_requested_order():
     assert losses([], casts) == []
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("piece", [cast_losses.PIECE, 1000])
 def test_mixed_tensors_are_counted_separately(piece, monkeypatch):
     """In one call, every tensor matches its own cast, also with small pieces and with a history of magnitudes."""

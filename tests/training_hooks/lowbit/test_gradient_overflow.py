@@ -62,6 +62,7 @@ def assert_reads(found: dict[str, Any], lost: Lost, role: str = "") -> None:
 # Quantised layers
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("recipe", ["fp8", "fp4_direct", "e2m1/nvfp4", "mxfp4"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_quantized_layer_counts_match_brute_force(recipe, parts):
@@ -106,6 +107,7 @@ def test_worst_layers_have_largest_rates():
     }
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp4_metis"])
 def test_counting_with_stochastic_rounding_matches_bare_run(recipe):
     """The final states have the same bytes."""
@@ -160,6 +162,7 @@ def test_float16_output_gradients_are_counted_scaled():
 # What if
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("subject", ["gradients", "weights", "activations"])
 def test_hypothetical_cast_counts_match_brute_force(subject):
     """Gradients, weights and activations are counted for two formats and three rules."""
@@ -277,6 +280,7 @@ def test_hook_works_across_quantized_and_plain_strategies():
 # Output gradients, which are what training casts, and what becomes of the products
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("rule", ["current", "nvfp4", "mx_even", "block"])
 def test_output_gradient_casts_match_brute_force(rule):
     """Scales follow the summed dimension of each product; counts, exponents, errors and cosines agree."""
@@ -453,6 +457,7 @@ def test_output_gradient_casts_match_bare_run():
 # A whole run
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
 def test_resumed_run_matches_uninterrupted_run(recipe, tmp_path):
     """The cumulative counts and the delayed scales continue from the checkpoint."""
@@ -479,6 +484,7 @@ def test_state_kept_elsewhere_between_calls_changes_no_number():
     assert str(run(True).sink.rows("gradient_overflow/")) == str(run(False).sink.rows("gradient_overflow/"))
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
 def test_host_waits_once_per_step(recipe):
     """A quantization causes no wait, and the table at the end of the run causes one more."""

@@ -97,6 +97,7 @@ def test_splits_follow_warmup_and_merge_steps():
     assert rows == [("metis_split/layers", HookPoint.PRE_STEP, step, 2) for step in (3, 6, 9)]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["exact_mlp", "exact_transformer", "lowbit_tied"])
 def test_splits_keep_merged_weights(model, optimizer):
@@ -181,6 +182,7 @@ def test_split_draws_depend_on_seed_and_step():
 # Resuming from a checkpoint
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("model", ["lowbit_mlp", "exact_transformer"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_resume_after_split_matches_uninterrupted_run(loop, model, tmp_path):
@@ -214,6 +216,7 @@ def test_split_weights_are_a_valid_reference(tmp_path):
 # Other hooks
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", SOME)
 def test_other_hooks_change_no_bits(name):
     """Selected hooks next to the split leave the run unchanged."""
@@ -254,6 +257,7 @@ def test_weight_mixing_hooks_refuse_split_models(name):
         train(Case("lowbit_mlp"), [MetisSplit(), made(name)])
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("method", ["norm", "value", "parameter", "zclip", "adagc"])
 def test_factor_gradients_are_clipped(method):
     """Every clipping method works on a split model and leaves all parameters finite."""
@@ -270,6 +274,7 @@ def test_factor_gradients_are_clipped(method):
     assert {row[2] for row in run.sink.rows("grad_clip/coefficient")} in ({*range(1, 10)}, set())
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("needs_pre_epoch", [True, False])
 def test_intervention_across_split_is_rolled_back(needs_pre_epoch):
     """An intervention that restores the state before the split leaves the run unchanged."""
@@ -289,6 +294,7 @@ def test_intervention_across_split_is_rolled_back(needs_pre_epoch):
 # Other ways to train
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("amp", ["fp16", "bf16"])
 def test_mixed_precision_trains_split_layers(amp):
     """Training works in float16 and bfloat16, and float16 skips overflowing steps."""

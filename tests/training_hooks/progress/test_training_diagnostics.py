@@ -68,6 +68,7 @@ def by_numpy(losses: list[float], norms: list[float], lags: int) -> dict[str, fl
     return expected
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case(), Case("tied", "sgd_momentum"), Case("transformer", loop="step")], ids=str)
 def test_reports_match_the_newest_steps(case):
     log = Log()
@@ -80,6 +81,7 @@ def test_reports_match_the_newest_steps(case):
         assert report == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_update_ratio_matches_weight_copies(optimizer):
     """The ratio is reported exactly at the steps that update_every selects."""

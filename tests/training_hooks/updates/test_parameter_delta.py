@@ -50,6 +50,7 @@ def expected(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> d
     return {f"parameter_delta/{name}": value for name, value in metrics.items()}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_delta_is_measured_since_last_report(loop, model):
@@ -62,6 +63,7 @@ def test_delta_is_measured_since_last_report(loop, model):
         assert report == pytest.approx(expected(before, now), rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_the_same_deltas(case):
     """The hook is reloaded before every call, and the run keeps its bytes."""

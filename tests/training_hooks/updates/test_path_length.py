@@ -68,6 +68,7 @@ def test_path_reports_match_brute_force(loop, every, model, monkeypatch):
         assert report == pytest.approx(expected_report, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_same_metrics(case, monkeypatch):
     """Reloading the hook at every call changes neither its metrics nor the run."""

@@ -33,6 +33,7 @@ def fit_exhaustively(sample: np.ndarray, min_tail: int) -> dict[int, tuple[float
     return {count: fit for count, fit in fits.items() if fit[1] <= least * (1 + 1e-9)}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("exponent", [1.5, 2.0, 3.0, 4.5])
 @pytest.mark.parametrize("size", [100, 1000])
 def test_planted_exponent_is_recovered(exponent, size):

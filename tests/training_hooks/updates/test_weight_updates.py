@@ -55,6 +55,7 @@ class Norms(at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.POST_STEP)):
         return {f"ratio/{name}": change / self.before[name].norm() for name, change in changes.items()}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("model", MODELS)

@@ -50,6 +50,7 @@ def test_samples_depend_on_name_and_shape():
     assert len(samples) == 4
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("size", [7, 30])
 def test_elements_are_sampled_uniformly(size):
     """Counts over the names are binomial; 5 standard deviations fail once in a million, over 40 elements."""

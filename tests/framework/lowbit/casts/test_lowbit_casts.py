@@ -60,6 +60,7 @@ def test_microscaling_commutes_with_powers_of_two(name, rule, power):
 PUBLISHED = ("metis_tensor", "metis_block")
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("rule", [rule for rule in RuleRegistry.names() if rule not in PUBLISHED])
 @pytest.mark.parametrize("name", FormatRegistry.names())
 def test_unpublished_rules_are_scale_invariant(name, rule):
@@ -78,6 +79,7 @@ def test_the_published_rules_let_small_gradients_underflow(rule, size, share):
     assert Cast("e2m1", rule).with_counts(gradients)[1].by_name()["underflow_elements"] > share * gradients.numel()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("rule", RuleRegistry.names())
 @pytest.mark.parametrize("name", FormatRegistry.names())
 def test_cast_error_is_at_most_half_spacing(name, rule):
@@ -162,6 +164,7 @@ def test_stochastic_rounding_is_unbiased(name, share):
             assert abs(found.mean().item() - value) < 4 * error
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", FormatRegistry.names())
 @pytest.mark.parametrize("rule", RuleRegistry.names())
 def test_mean_of_stochastic_casts_is_the_tensor(name, rule):
