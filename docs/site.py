@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -15,6 +16,7 @@ OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 """The site's pages for files outside of docs/."""
 
 
+@event_priority(100)  # before mkdocstrings looks for the folder
 def on_config(config: MkDocsConfig) -> None:
     """Create the links by which the API reference finds the package, as `make types` does."""
     package = ROOT / "build/types/loopscope"

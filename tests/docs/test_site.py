@@ -57,6 +57,12 @@ def test_links_out_of_the_docs_are_text() -> None:
     assert doctest.testmod(site) == (0, 1)
 
 
+def test_links_of_the_package_precede_the_reference() -> None:
+    """In a fresh clone, mkdocstrings finds the package only if its links exist before mkdocstrings starts."""
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    assert config.plugins.events["config"][0].__module__ == "docs/site.py"
+
+
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 
 
