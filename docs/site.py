@@ -47,8 +47,12 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
 def convert_links(text: str, source: str, place: str) -> str:
     """Convert the links of a file to links of the page ``place``; a link to a file outside the site becomes its text.
 
+    A link whose text is the name of a page shows the title of the page instead.
+
     >>> convert_links("[a](../README.md) [b](../framework/loops.py) [c](loop.md#x)", "docs/own.md", "own.md")
     '[a](index.md) b [c](loop.md#x)'
+    >>> convert_links("[sinks.md](../sinks.md#alerts)", "docs/reference/own.md", "reference/own.md")
+    '[Sinks](../sinks.md#alerts)'
     """
 
     def link(match: re.Match[str]) -> str:
@@ -56,6 +60,8 @@ def convert_links(text: str, source: str, place: str) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if path not in OUTSIDE and not path.startswith("docs/"):
             return label
+        if label.endswith(".md") and path.endswith(f"/{label}"):
+            label = (ROOT / path).read_text(encoding="utf-8").partition("# ")[2].partition("\n")[0]
         page = OUTSIDE.get(path, path.removeprefix("docs/"))
         return f"[{label}]({posixpath.relpath(page, posixpath.dirname(place) or '.')}{anchor})"
 

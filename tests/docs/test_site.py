@@ -54,7 +54,7 @@ def test_no_page_fetches_anything_from_the_network(built: Path) -> None:
 
 
 def test_links_out_of_the_docs_are_text() -> None:
-    assert doctest.testmod(site) == (0, 1)
+    assert doctest.testmod(site) == (0, 2)
 
 
 def test_links_of_the_package_precede_the_reference() -> None:
@@ -109,7 +109,8 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 @pytest.mark.browser
 @pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver to open the site in")
-def test_search_finds_pages_and_no_page_scrolls_sideways(served: str) -> None:
+def test_search_finds_pages_and_no_page_scrolls_sideways(built: Path, served: str) -> None:
+    files = sorted(str(path.relative_to(built)) for path in built.rglob("*.html") if path.parent.name != "decisions")
     selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     options = selenium.ChromeOptions()
     options.binary_location = BROWSER
@@ -118,15 +119,22 @@ def test_search_finds_pages_and_no_page_scrolls_sideways(served: str) -> None:
     chrome = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
     try:
         chrome.implicitly_wait(10)
-        for width in (400, 1440):
+        for width, pages in ((400, [*files]), (1440, ["index.html", "hooks/index.html", "reference/hooks.html"])):
             size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
             chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-            for page in ("index", "options", "hooks/index", "guarantees", "reference/attach", "reference/hooks"):
-                chrome.get(f"{served}/{page}.html")
+            for page in pages:
+                chrome.get(f"{served}/{page}")
                 assert chrome.execute_script("return document.documentElement.scrollWidth <= innerWidth"), page
+        for scheme in ("dark", "light"):  # follows a change of the system's colours
+            colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
+            chrome.refresh()
+            name = "slate" if scheme == "dark" else "default"
+            assert chrome.find_elements("css selector", f"body[data-md-color-scheme={name}]")
         box = chrome.find_element("css selector", "input.md-search__input")
         chrome.execute_script("arguments[0].click(); arguments[0].focus()", box)
         box.send_keys("tripwire")
-        assert chrome.find_elements("css selector", ".md-search-result__item")
+        titles = chrome.find_elements("css selector", ".md-search-result__item h1")
+        assert "Guarantees" in [title.text for title in titles]
     finally:
         chrome.quit()
