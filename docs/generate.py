@@ -96,9 +96,8 @@ def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
 def index_row(hook: type[TrainingHook]) -> tuple[str, ...]:
     """Return the row of a hook in the list."""
     share = re.search(r"([\d.]+)% of an epoch", measured_costs().get(hook.name, ""))
-    cost_text = (
-        "-" if share is None else f"{float(share[1]):.2g} %" if float(share[1]) < 10 else f"{float(share[1]):,.0f} %"
-    )
+    percent = f"{float(share[1]):,.{0 if float(share[1]) >= 10 else 1}f}" if share else ""
+    cost_text = f"{percent}\N{NO-BREAK SPACE}%" if percent else "-"
     needed = ", ".join(re.findall(r"(?<!\()`\w+`", needs(hook)))
     return f"[`{hook.name}`]({hook.name}.md)", documentation(hook)[0], hook_kind(hook), needed, cost_text
 

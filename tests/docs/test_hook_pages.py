@@ -1,11 +1,13 @@
 """docs/hooks/ is up to date, and every hook class is fully documented."""
 
 import doctest
+import re
 
 import pytest
 from loopscope.hooks import HookPoint, MetricInfo, TrainingHook, hook_options
 
 from docs import generate
+from tests.docs.markdown import tables
 
 SHIPPED = pytest.mark.parametrize("hook", generate.shipped_hooks(), ids=lambda hook: hook.name)
 
@@ -67,6 +69,15 @@ def test_hook_cost_is_read_from_benchmarks_page(tmp_path) -> None:
         "| norms | 1.0 calls | 2.50 ms | 2 ms |\n\n## How\n\n| late | z | 1.00 ms | |\n"
     )
     assert generate.measured_costs(page) == {"norms": "2.50 ms a call; 1.0 calls"}
+
+
+def test_cells_of_the_index_are_short() -> None:
+    """A cost is a percentage on one line, and needs are names without an explanation."""
+    rows = [row for table in tables(generate.FOLDER / "index.md") for row in table]
+    assert {row["hook"] for row in rows} == {f"[`{hook.name}`]({hook.name}.md)" for hook in generate.shipped_hooks()}
+    for row in rows:
+        assert re.fullmatch(r"-|[\d,.]+\N{NO-BREAK SPACE}%", row["cost"])
+        assert re.fullmatch(r"(`\w+`(, )?)*", row["needs"])
 
 
 def test_hook_missing_from_index_raises() -> None:
