@@ -8,8 +8,11 @@ from typing import Literal
 from ..errors import UsageError, require
 
 LoopType = Literal["epoch", "step"]
+"""Type of a loop: counted in passes over the data, or in steps."""
 EpochWindow = tuple[int | None, int | None]
+"""First and last epoch, both included; ``None`` is no limit."""
 LoopPoints = Mapping[str, "Set[HookPoint] | Mapping[HookPoint, EpochWindow]"]
+"""Hook points by loop type, each with a window of epochs or without."""
 
 
 class HookPoint(IntEnum):
@@ -45,7 +48,9 @@ class HookPoint(IntEnum):
 
 
 STEP_POINTS = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+"""The points within a step."""
 EPOCH_END = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
+"""The points at the end of an epoch; the step loop has only the second."""
 POINTS_OF_LOOP: dict[str, frozenset[HookPoint]] = {
     "epoch": frozenset(HookPoint),
     "step": STEP_POINTS | {HookPoint.SNAPSHOT},
@@ -130,3 +135,4 @@ class StepSchedule:
 
 
 EVERY_STEP = StepSchedule()
+"""The schedule that is due at every step."""

@@ -10,8 +10,10 @@ from .alerts import Alert
 from .contexts import RunInfo
 from .hook_points import HookPoint
 
-MetricValue = Any  # float | int | bool | zero-dimensional Tensor | list | dict of these
+MetricValue = Any
+"""A float, int, bool, zero-dimensional tensor or array, or a list or dict of these."""
 Metrics = Mapping[str, MetricValue]
+"""Values by metric name."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 OnGradient = Callable[[Tensor], Tensor | None]
+"""A function of a tensor, which returns ``None`` or a replacement."""
 
 
 @runtime_checkable
@@ -52,6 +53,7 @@ class GradientTap:
 
 
 Tap = GradientTap | QuantizationTap
+"""A tap of either kind."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 from threading import Thread
 
 import loopscope
+import loopscope.sinks
 import pytest
+from loopscope import hooks
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
@@ -63,30 +65,66 @@ def test_links_of_the_package_precede_the_reference() -> None:
     assert config.plugins.events["config"][0].__module__ == "docs/site.py"
 
 
-REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
+OF_THE_ENGINE = {
+    "ALERTS",
+    "ALWAYS",
+    "ConfiguredHook",
+    "ENDLESS",
+    "GROUPS",
+    "KEYWORDS",
+    "ObserverServices",
+    "SET_AT",
+    "TapOwner",
+    "always_on",
+    "build_hooks",
+    "bulk_hooks",
+    "hook_groups",
+    "hook_kind",
+    "hook_options",
+    "options_of",
+    "refuse_idle_options",
+    "select_hooks",
+    "treatments",
+    "windows_for",
+    "without_duplicates",
+}
+"""Names of ``loopscope.hooks`` that hooks do not need: other packages and the generators of pages use them."""
 
 
 def names_on(page: Path) -> list[str]:
     """Return the last parts of the names whose docstrings a page shows."""
-    return re.findall(r"^::: [\w.]*?(\w+)$", page.read_text(encoding="utf-8"), re.M)
+    return [name for _, name in roles.DIRECTIVE.findall(page.read_text(encoding="utf-8"))]
 
 
 def test_every_public_name_is_on_one_reference_page() -> None:
-    names = [name for page in REFERENCE for name in names_on(page)]
+    names = [name for page in roles.REFERENCE for name in names_on(page)]
     assert len(names) == len(set(names))
-    assert set(loopscope.__all__) <= set(names)
+    packages = loopscope.__all__, hooks.__all__, loopscope.sinks.__all__
+    assert {name for package in packages for name in package} - OF_THE_ENGINE <= set(names)
+    assert not OF_THE_ENGINE & set(names)
+    assert set(hooks.__all__) >= OF_THE_ENGINE
 
 
-@pytest.mark.parametrize("page", [page for page in REFERENCE if names_on(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in roles.REFERENCE if names_on(page)], ids=lambda page: page.stem)
 def test_reference_page_shows_docstrings_without_markup(built: Path, page: Path) -> None:
     text = (built / "reference" / page.with_suffix(".html").name).read_text(encoding="utf-8")
     for name in names_on(page):
         assert re.search(rf"doc-object-name[^>]*>{name}<", text), name
-    assert not re.search(r":(class|meth|func|attr|mod):|^:::", text, re.M)
+    assert not re.search(r":\w+:`|:(class|meth|func|attr|mod|data):|^:::|<p>::</p>|<autoref", text, re.M)
+
+
+def test_reference_shows_arguments_and_links_names(built: Path) -> None:
+    """Signatures contain types and no private arguments; names in docstrings are links."""
+    text = {page.stem: (built / f"reference/{page.stem}.html").read_text(encoding="utf-8") for page in roles.REFERENCE}
+    signature = re.sub(r"<[^>]+>", "", text["hooks"].partition(">GradientTap</span>")[2])
+    assert "target: str," in signature.partition("Args")[0]
+    assert 'href="#loopscope.Scope' in text["attach"]
+    assert 'href="errors.html#loopscope.LoopscopeError' in text["hooks"]
+    assert "_signals" not in text["experiments"]
 
 
 def test_markup_of_docstrings_is_converted() -> None:
-    assert doctest.testmod(roles) == (0, 1)
+    assert doctest.testmod(roles) == (0, 3)
     assert roles.fenced_examples(">>> 1 + 1\n2\n\nMore.") == "```pycon\n>>> 1 + 1\n2\n```\n\nMore."
 
 
