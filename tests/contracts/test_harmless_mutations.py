@@ -395,14 +395,12 @@ def assert_no_alarm(kind: type, names: list[str], *, audit: bool) -> None:
     assert mutator.done == 4
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", REVERTED_MUTATIONS)
 def test_harmless_mutation_raises_no_alarm(name: str) -> None:
     """Under audit, a mutation that is undone leaves every byte of the run as it was."""
     assert_no_alarm(MisbehavingObserver, [name], audit=True)
 
 
-@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("audit", [False, True])
 @pytest.mark.parametrize("kind", [MisbehavingObserver, MisbehavingReader])
 def test_all_harmless_mutations_together_raise_no_alarm(kind: type, audit: bool) -> None:

@@ -122,7 +122,6 @@ def assert_saved_states_intact(run: Run) -> None:
         assert [differences(intact[step], saved) for step, saved in run.saved] == [[]] * len(run.saved)
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_misbehaving_intervention_leaves_no_trace(name):
     """The run rolls back each mutation at POST_STEP and POST_EPOCH and matches the bare run."""
@@ -131,7 +130,6 @@ def test_misbehaving_intervention_leaves_no_trace(name):
     assert mutator.done == 4
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_misbehaving_observer_has_no_effect_or_is_caught(name):
     """Harmless mutations leave the run unchanged, and the others raise an error that names POST_STEP of step 1."""
@@ -145,7 +143,6 @@ def test_misbehaving_observer_has_no_effect_or_is_caught(name):
         assert_caught(run, where="POST_STEP of step 1")
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", sorted(DETECTED_BY_TRIPWIRE))
 def test_tripwire_detects_mutation_without_audit(name):
     mutator = only_at(MisbehavingObserver, HookPoint.POST_STEP)([name])
@@ -292,7 +289,6 @@ def checkpointed(mutator: MisbehavingHook, **options) -> Run:
     return train_with(mutator, CASE, checkpoint_every=1, save=lambda run: RunState(run.manager).take(), **options)
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_draws_outside_dispatch_have_no_effect(name):
     """A hook that draws random numbers in start, check, end or state_dict leaves the run unchanged."""
@@ -301,7 +297,6 @@ def test_draws_outside_dispatch_have_no_effect(name):
     assert mutator.done > 4
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("method", sorted(METHODS_OUTSIDE_DISPATCH))
 @pytest.mark.parametrize("name", ["write_through_data", "edit_the_learning_rate", "leave_a_forward_hook"])
 def test_state_change_outside_dispatch_is_caught(name, method):

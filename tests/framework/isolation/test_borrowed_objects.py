@@ -118,7 +118,6 @@ MEASUREMENTS = {
 BARE: list[Any] = []
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("audit", [False, True])
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_measuring_odd_models_changes_no_bytes(name: str, audit: bool) -> None:

@@ -62,7 +62,6 @@ def test_unreachable_state_is_refused_with_an_intervention(name: str) -> None:
         train(Case(), [ActingHook(lambda *_: None)], introduce=changed)
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", OUT_OF_REACH)
 def test_unreachable_state_is_a_notice_with_observers(name: str) -> None:
     sentence, put = OUT_OF_REACH[name]
@@ -171,7 +170,6 @@ COMMON = {
 }
 
 
-@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", COMMON)
 def test_common_models_and_schedulers_are_fully_restored(name: str, tmp_path: Path) -> None:
     """They pass a snapshot, an audit and a checkpoint."""
