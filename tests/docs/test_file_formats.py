@@ -11,11 +11,14 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 from loopscope.cli import main
+from loopscope.hooks import HookPoint, MetricInfo, Metrics, RunDataContext, TrainingHook
 from loopscope.training_hooks import WeightUpdates
 
 from docs import file_formats
 from tests.docs.markdown import code, table_with
 from tests.docs.running import SMALL
+from tests.framework.runs.small_experiment import registered, session
+from tests.framework.runs.test_recorded_rows import Sampled
 
 RUN = f"run mod_arithmetic --strategy random --no-console-output {SMALL['mod_arithmetic']}".split()
 HOOKS = ["--hooks", "norms", "grad_clip", "--hook-csv", "--hook-jsonl", "--hook-tensorboard", "--profile-hooks"]
@@ -77,6 +80,45 @@ def test_files_of_an_experiment_fit_the_schemas(run: Path) -> None:
 def test_files_of_an_attached_run_fit_the_schemas(attached: Path) -> None:
     check_files(attached, {"experiment_config.json", "summary.json", "STRATEGY.jsonl", "alerts.jsonl"})
     assert len([*lines_of(attached / "alerts.jsonl")]) > 0
+
+
+class Failing(Sampled):
+    """Raises after some steps."""
+
+    name = "failing"
+    steps = 0
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        self.steps += 1
+        if self.steps > 5:
+            raise RuntimeError("the sixth step")
+        return super().compute_loss(model, batch)
+
+
+class Raising(TrainingHook):
+    """Raises whenever it is called."""
+
+    name = "raising"
+    hook_points = frozenset({HookPoint.POST_STEP})
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        raise ValueError("always")
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        return []
+
+
+def test_files_of_a_failed_run_fit_the_schemas(tmp_path: Path) -> None:
+    """A hook and the training fail, and a custom sampler draws the rows."""
+    options = {"strategies": ["plain"], "hooks": ["raising"], "on_hook_error": "skip", "epochs": 3}
+    with registered(Raising), pytest.raises(RuntimeError), pytest.warns(UserWarning, match="always"):
+        session(tmp_path, Failing, **options).run()
+    folder = tmp_path / "failing/plain"
+    names = {"experiment_config.json", "summary.json", "STRATEGY.jsonl", "alerts.jsonl", "digests.jsonl"}
+    check_files(folder, names | {"rows.jsonl"})
+    summary = next(lines_of(folder / "summary.json"))
+    assert summary["status"] == "failed"
+    assert [error["hook"] for error in summary["hook_errors"]] == ["raising"]
 
 
 def test_schemas_describe_every_field_and_refuse_others() -> None:
