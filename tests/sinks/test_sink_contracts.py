@@ -223,7 +223,7 @@ def test_sink_lists_its_open_files(sink_class, tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "another"])
 def test_changed_file_is_refused_and_left_unchanged(sink_class, tmp_path, damage, capsys):
-    """A missing, truncated or replaced file raises with a hint to use --overwrite."""
+    """A missing, truncated or replaced file raises with a hint to use overwrite=True."""
     sink = begun(sink_class, tmp_path)
     position, paths = sink.position(), list(sink.files())
     sink.close("completed")
@@ -234,7 +234,7 @@ def test_changed_file_is_refused_and_left_unchanged(sink_class, tmp_path, damage
             content[: size - 1] if damage == "shorter" else b"x" * len(content)
         )
         damaged = path.exists() and path.read_bytes()
-        with pytest.raises(UsageError, match=rf"{path.name} .*--overwrite"):
+        with pytest.raises(UsageError, match=rf"{path.name} .*overwrite=True"):
             sink_class().resume(run_info(tmp_path), position)
         assert (path.exists() and path.read_bytes()) == damaged
         path.write_bytes(content)

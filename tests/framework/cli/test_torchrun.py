@@ -173,10 +173,10 @@ def test_refused_launch_reports_once_and_writes_nothing(tmp_path):
 def test_unsuitable_kind_or_world_size_is_refused(monkeypatch):
     """The errors name the command or option to use; exact=True without resume is refused as well."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UsageError, match=r"torchrun --nproc-per-node 2 -m loopscope run EXPERIMENT --parallel tp"):
+    with pytest.raises(UsageError, match=r"torchrun --nproc-per-node 2 SCRIPT"):
         joined_process_group("tp").__enter__()
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UsageError, match=r"add --parallel ddp, fsdp, tp, fsdp\+tp, or start one process"):
+    with pytest.raises(UsageError, match=r"choose ddp, fsdp, tp, fsdp\+tp, or start one process"):
         joined_process_group(None).__enter__()
     with pytest.raises(UsageError, match=r"needs a multiple of 2 processes, but torchrun started 3"):
         joined_process_group("fsdp+tp").__enter__()

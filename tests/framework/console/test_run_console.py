@@ -214,7 +214,7 @@ def test_live_without_terminal_falls_back_to_normal(terminal):
         assert [sink.name for sink in shown.sinks()] == ["alerts", "console"]
     text = console.file.getvalue()
     assert "\x1b[?1049h" not in text
-    assert plain(text).startswith("note: --live needs a terminal; the output is plain lines instead.")
+    assert plain(text).startswith("note: The live display needs a terminal; the output is plain lines instead.")
 
 
 class Closed(io.StringIO):

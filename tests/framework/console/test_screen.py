@@ -289,4 +289,4 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch):
     terminal = process.finish()
     assert b"\x1b" not in process.bytes
     assert terminal.entered == 0
-    assert b"note: --live needs a terminal;" in process.bytes
+    assert b"note: The live display needs a terminal;" in process.bytes

@@ -119,7 +119,7 @@ def test_annotations_are_described_in_words() -> None:
         ({"save_checkpoints": -1}, "save_checkpoints is -1; it must be at least 0."),
         ({"checkpoint_every_steps": -1}, "checkpoint_every_steps is -1; it must be at least 0."),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0; it must be at least 1."),
-        ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other"),
+        ({"resume": True, "overwrite": True}, "resume and overwrite exclude each other"),
     ],
 )
 def test_options_of_checkpoints_are_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:

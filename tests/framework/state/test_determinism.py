@@ -124,7 +124,7 @@ def test_nondeterministic_operation_is_refused_with_remedy(tmp_path, capfd) -> N
 
 
 def test_nondeterministic_operation_in_hook_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(HookError, match=r"'putting_hook' raised .* start the run with --no-determinism"):
+    with pytest.raises(HookError, match=r"'putting_hook' raised .* start the run with no_determinism=True"):
         session(tmp_path, strategies=["plain"], hooks=["putting_hook"]).run()
 
 

@@ -171,7 +171,9 @@ def test_first_embedding_is_found_at_any_depth():
 
 def test_model_without_embedding_is_refused():
     """The error lists the modules and the option fourier.embedding."""
-    with pytest.raises(UsageError, match=r"no nn\.Embedding.*0 \(Linear\), 1 \(BatchNorm1d\).*fourier\.embedding=NAME"):
+    with pytest.raises(
+        UsageError, match=r"no nn\.Embedding.*0 \(Linear\), 1 \(BatchNorm1d\).*'fourier': {'embedding': 'NAME'}"
+    ):
         train(Case("batchnorm_mlp"), [Fourier()])
 
 

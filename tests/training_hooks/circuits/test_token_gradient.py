@@ -145,7 +145,7 @@ def test_a_frozen_embedding_is_refused_before_the_run():
 @pytest.mark.parametrize(
     ("model", "options", "sentence"),
     [
-        ("batchnorm_mlp", {}, r"'token_gradient' needs a token embedding.*token_gradient\.embedding=NAME"),
+        ("batchnorm_mlp", {}, r"'token_gradient' needs a token embedding.*'token_gradient': {'embedding': 'NAME'}"),
         ("tied", {"embedding": "mix.bias"}, "must be a matrix"),
         ("tied", {"embedding": "mix.wait"}, "Did you mean 'mix.weight'"),
     ],

@@ -283,7 +283,9 @@ def test_excess_interval_is_conservative(k, noise, effect):
 def test_two_shuffles_give_notice_instead_of_errors():
     """The notice names the option and the minimum of three shuffles."""
     assert split_errors(torch.eye(3)) == {}
-    with pytest.warns(RunNotice, match=r"counterfactual\.k is 2; .* need at least 3 shuffles .*counterfactual\.k=3"):
+    with pytest.warns(
+        RunNotice, match=r"counterfactual\.k is 2; .* need at least 3 shuffles .*'counterfactual': {'k': 3}"
+    ):
         run = train(Case("tied", "sgd_momentum"), [Counterfactual(k=2)])
     names = {name for name, *_ in run.sink.rows("counterfactual/")}
     assert "counterfactual/excess" in names
