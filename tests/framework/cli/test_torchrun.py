@@ -180,7 +180,7 @@ def test_unsuitable_kind_or_world_size_is_refused(monkeypatch):
         joined_process_group(None).__enter__()
     with pytest.raises(UsageError, match=r"needs a multiple of 2 processes, but torchrun started 3"):
         joined_process_group("fsdp+tp").__enter__()
-    with pytest.raises(UsageError, match=r"--exact applies only to a resumed run; add --resume"):
+    with pytest.raises(UsageError, match=r"exact applies only to a resumed run; add resume=True"):
         RunOptions(exact=True)
 
 
