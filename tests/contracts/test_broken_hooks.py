@@ -227,6 +227,7 @@ def assert_one_line(errors: str, pattern: str) -> None:
     assert len(errors.splitlines()) == 1, errors
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("broken", [*RUNS, *CHANGES], ids=str)
 def test_raising_hook_is_reported_in_one_line(broken, answer, tmp_path) -> None:
     """The line names the source line of the hook or the remedy; the traceback is only in summary.json."""
@@ -241,6 +242,7 @@ def test_raising_hook_is_reported_in_one_line(broken, answer, tmp_path) -> None:
         assert all(error["traceback"].startswith("Traceback (most") for error in summary_fields["hook_errors"])
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize(
     "broken", [pytest.param(case, marks=slow_unless(row % 3 == 0), id=str(case)) for row, case in enumerate(RUNS)]
 )
@@ -253,6 +255,7 @@ def test_skipped_failing_hook_leaves_no_trace(broken, answer, bare, tmp_path) ->
     assert (tmp_path / "output/small/plain/plain_final.pt").read_bytes() == bare
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("broken", REFUSED, ids=str)
 def test_unusable_hook_is_refused_before_any_output(broken, answer, tmp_path) -> None:
     """The command exits with status 2 and one line on stderr, before it creates the output folder."""

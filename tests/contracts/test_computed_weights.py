@@ -82,6 +82,7 @@ def trained(way: str, folder=None, **options) -> Net:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize(
     ("way", "group"),
     [*((way, "observers") for way in WAYS), ("prune", "full"), ("parametrizations.spectral_norm", "full")],

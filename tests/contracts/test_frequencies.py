@@ -31,6 +31,7 @@ def drawing(ctx) -> None:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("setting", ["eval_every", "log_every"])
@@ -41,6 +42,7 @@ def test_evaluation_and_logging_frequency_preserves_final_bytes(setting, loop, m
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_snapshot_frequency_preserves_final_bytes(loop):
     """A hook that draws random numbers at SNAPSHOT leaves the same final state for every snapshot_every."""
@@ -49,6 +51,7 @@ def test_snapshot_frequency_preserves_final_bytes(loop):
     assert differing_finals(Case(loop=loop), {}, *variants) == []
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("loop", LOOPS)
 @own_process
 def test_checkpoint_frequency_preserves_final_bytes(loop, tmp_path):

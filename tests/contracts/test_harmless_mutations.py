@@ -395,6 +395,7 @@ def assert_no_alarm(kind: type, names: list[str], *, audit: bool) -> None:
     assert mutator.done == 4
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", REVERTED_MUTATIONS)
 def test_harmless_mutation_raises_no_alarm(name: str) -> None:
     """Under audit, a mutation that is undone leaves every byte of the run as it was."""
@@ -418,6 +419,7 @@ def clipping(limits: dict[int, float]) -> SpyHook:
     return at(SpyHook, HookPoint.POST_BACKWARD)(clip)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 def test_observer_rewriting_equal_bytes_is_allowed() -> None:
     """An observer that always rewrites equal bytes passes, and is caught at the first step that differs."""
     always = dict.fromkeys(range(1, 10), float("inf"))

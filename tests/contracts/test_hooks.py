@@ -143,6 +143,7 @@ def test_pairs_and_all_hooks_together_meet_every_case():
     assert {case for name in QUIET for case in always_on(name)} == {*CASES}
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @every_length
 @every_hook_and_case(QUIET)
 def test_hooked_run_matches_bare_run(name, case, steps):
@@ -154,6 +155,7 @@ def test_hooked_run_matches_bare_run(name, case, steps):
 
 
 @pytest.mark.some_rows(5)
+@pytest.mark.guarantee("hooks-are-independent")
 @every_length
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=slow_unless(case in ORDERED)) for case in CASES]
@@ -179,6 +181,7 @@ def runs_of_all_hooks() -> None:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("hooks-are-independent")
 @every_length
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=slow_unless(case in ADDED)) for case in CASES])
 @pytest.mark.parametrize("half", [0, 1])
@@ -209,8 +212,10 @@ def test_hook_reports_metrics_in_its_loops(name, case):
     assert bool(alone(name, case, 3).sink.rows(name + "/")) == fires(name, case.loop)
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @every_hook_and_case(QUIET + COMMITTING)
 def test_every_metric_that_a_hook_emits_is_described(name, case):
+    """Every metric that a hook emits is in its ``describe_metrics()``."""
     if refusal(name, case):
         return
     infos = HookRegistry.get(name)().describe_metrics()
@@ -246,6 +251,7 @@ def test_a_hook_that_was_reset_is_as_new(name, case):
     assert numbers(again, name) == numbers(alone(name, case, 3), name)
 
 
+@pytest.mark.guarantee("hooks-are-independent")
 @every_hook_and_case(QUIET + COMMITTING, quick=1)
 def test_offloaded_hook_state_gives_same_metrics(name, case):
     """With offload_state=True every metric of the hook is unchanged."""
@@ -271,6 +277,7 @@ class WatchingManager(HookManager):
         self.changes.setdefault(point, set()).update(differences(digest_before, self.state.digest()))
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @every_length
 @every_hook_and_case(COMMITTING)
 def test_committing_hook_changes_only_declared_parts(name, case, steps):
@@ -286,8 +293,10 @@ def test_committing_hook_changes_only_declared_parts(name, case, steps):
     assert treatments(run.manager.hooks) == {name: tuple(sorted(part.value for part in hook.commits))}
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @every_hook_and_case(COMMITTING)
 def test_committing_hooks_apply_in_the_order_named(name, case):
+    """Several committing hooks change the run in the order in which the user named them."""
     if refused := refusal(name, case):
         assert name in refused
         return

@@ -118,9 +118,11 @@ def with_hook(mode: str, loop: str, name: str) -> Run:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.compile
 @every_mode_and_loop(QUIET)
 def test_run_with_a_hook_has_equal_bytes(mode: str, loop: str, name: str) -> None:
+    """A hook leaves every byte of a run unchanged in every training mode, or is refused."""
     hooked = with_hook(mode, loop, name)
     if hooked.error is not None:
         assert isinstance(hooked.error, UnsuitableError)

@@ -112,6 +112,7 @@ def refused(name: str, odd: Odd) -> bool:
     return bool(sentence)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @every_hook_and_row(QUIET)
 def test_hook_leaves_odd_run_unchanged_or_is_refused(name: str, odd: Odd) -> None:
     """A quiet hook reports metrics and leaves the final state of the bare run, unless the run refuses it by name."""
@@ -127,6 +128,7 @@ def mutate_temporarily(run_ctx: Any, model_ctx: Any) -> None:
     model_ctx.compute_batch_gradients(run_ctx.batch_data)
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @every_hook_and_row(COMMITTING)
 def test_committing_hook_changes_only_declared_state(name: str, odd: Odd) -> None:
     """Another hook's temporary mutation before the commit does not change the outcome either."""
@@ -168,6 +170,7 @@ MUTATIONS = (
 )
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize(
     ("odd", "mutation"), MUTATIONS, ids=[f"{mutation.__name__}-{odd}" for odd, mutation in MUTATIONS]
 )
@@ -183,6 +186,7 @@ def test_mutation_of_odd_state_changes_the_outcome(odd: Odd, mutation: Any) -> N
     assert bare(odd).changed(Outcome.of(train_oddly(odd, manager_class=Meddling))) != []
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 def test_default_rows_cover_every_pair_of_values() -> None:
     """The rows that are not marked slow cover every pair of values of two axes and every loop."""
     rows = [(name, *row) for name, chosen in CHOSEN.items() for row in chosen]

@@ -122,6 +122,7 @@ def assert_saved_states_intact(run: Run) -> None:
         assert [differences(intact[step], saved) for step, saved in run.saved] == [[]] * len(run.saved)
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_misbehaving_intervention_leaves_no_trace(name):
     """The run rolls back each mutation at POST_STEP and POST_EPOCH and matches the bare run."""
@@ -130,6 +131,7 @@ def test_misbehaving_intervention_leaves_no_trace(name):
     assert mutator.done == 4
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_misbehaving_observer_has_no_effect_or_is_caught(name):
     """Harmless mutations leave the run unchanged, and the others raise an error that names POST_STEP of step 1."""
@@ -177,12 +179,15 @@ def assert_no_effect_or_caught(kind: type, names: list[str], where: list[HookPoi
     assert_saved_states_intact(run)
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 @FEW
 @given(mutations, points, cases, st.booleans())
 def test_no_intervention_leaves_a_trace(names, where, case, raises):
+    """An intervention with any sequence of mutations, even one that raises half-way, changes no byte of the run."""
     assert_no_trace(names, where, case, raises=raises)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @FEW
 @given(st.sampled_from([MisbehavingObserver, MisbehavingReader]), mutations, points, cases, st.booleans())
 def test_read_only_hook_is_harmless_or_caught(kind, names, where, case, raises):
@@ -289,6 +294,7 @@ def checkpointed(mutator: MisbehavingHook, **options) -> Run:
     return train_with(mutator, CASE, checkpoint_every=1, save=lambda run: RunState(run.manager).take(), **options)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_draws_outside_dispatch_have_no_effect(name):
     """A hook that draws random numbers in start, check, end or state_dict leaves the run unchanged."""
@@ -297,6 +303,7 @@ def test_draws_outside_dispatch_have_no_effect(name):
     assert mutator.done > 4
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("method", sorted(METHODS_OUTSIDE_DISPATCH))
 @pytest.mark.parametrize("name", ["write_through_data", "edit_the_learning_rate", "leave_a_forward_hook"])
 def test_state_change_outside_dispatch_is_caught(name, method):

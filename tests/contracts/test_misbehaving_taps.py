@@ -95,12 +95,14 @@ def every_kind_of_tap(names: set[str], *, always: set[str]) -> pytest.MarkDecora
     return pytest.mark.parametrize(("kind", "name"), rows)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @every_kind_of_tap(MUTATIONS.keys() - DETECTED_BY_TRIPWIRE, always=set())
 def test_misbehaving_tap_is_harmless_or_caught_by_audit(kind, name):
     """A mutation in a tap either has no effect on the run or raises under audit."""
     assert_no_effect_or_caught(MisbehavingTap([name], kind), audit=True)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @every_kind_of_tap(DETECTED_BY_TRIPWIRE | HARMLESS, always=MUTATIONS_IN_ALL_TAPS)
 def test_misbehaving_tap_is_harmless_or_caught_immediately(kind, name):
     """A mutation in a tap either has no effect on the run or raises without an audit."""
@@ -114,6 +116,7 @@ REVERSIBLE = [
 ]
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_mutations_of_a_raising_tap_are_undone(name):
     """With on_error="skip", the run has the bytes of the run without the hook."""

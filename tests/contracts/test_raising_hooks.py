@@ -179,6 +179,7 @@ def train_with_mutation(kind, name, error, **options):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize(("kind", "audit"), [(MisbehavingObserver, False), (MisbehavingReader, True)])
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_skip_restores_changes_of_raising_reader(name, kind, audit):
@@ -188,6 +189,7 @@ def test_skip_restores_changes_of_raising_reader(name, kind, audit):
     assert [error["error"] for error in run.manager.hooks.failures.errors] == ["Mishap: and raised"]
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("name", ["edit_the_learning_rate", "write_in_place", "lower_all_precisions"])
 def test_unrestorable_change_is_reported_despite_skip(name):
     """The StateMutationError has the hook's own error as its context."""
@@ -207,6 +209,7 @@ def test_hook_on_parameter_is_removed_after_raise():
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit("bye"), GeneratorExit()], ids=repr)
 def test_exit_in_hook_counts_as_hook_error(kind, error):

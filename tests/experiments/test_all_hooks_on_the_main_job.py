@@ -41,9 +41,11 @@ def assert_all_report_and_leave_no_trace(folder: Path, epochs: int) -> None:
     assert reported == {*bulk_hooks("full")}
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.slow
 @own_process
 def test_two_epochs_with_all_hooks(tmp_path: Path) -> None:
+    """The experiment mod_arithmetic with all hooks ends with the final weights of the run without hooks."""
     assert_all_report_and_leave_no_trace(tmp_path, 2)
 
 

@@ -101,8 +101,10 @@ def test_filters_end_with_overlapping_bodies(resets: bool) -> None:
         warnings.warn(TEXT, stacklevel=2)
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.usefixtures("noisy_files")
 def test_checkpoint_is_intact_despite_warnings(tmp_path: Path) -> None:
+    """A warning of a library during loading does not make a checkpoint damaged, even if warnings are errors."""
     _, trained = build(Case())
     save_checkpoint(tmp_path / "saved", trained, {"hook": 1}, trained.streams.save())
     open_checkpoint(tmp_path / "saved").check()
@@ -113,8 +115,10 @@ def test_checkpoint_is_intact_despite_warnings(tmp_path: Path) -> None:
     assert differences(trained.digest(), state.digest()) == []
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.usefixtures("noisy_files")
 def test_checkpoint_is_written_in_thread_despite_warnings(tmp_path: Path) -> None:
+    """A warning of a library during writing does not cost a checkpoint."""
     writer = CheckpointWriter(tmp_path, keep=2)
     writer.write(3, {"weights": torch.ones(5)}, {"step": 3, "score": None}, ())
     writer.wait()
@@ -161,12 +165,14 @@ def test_values_that_torch_reads_safely_are_storable() -> None:
     assert sentence.startswith("object is a builtins.object")
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize(
     ("place", "audit"), [("_pointer", False), ("_version", False), ("digest_of", False), ("differing", True)]
 )
 def test_warning_while_reading_is_no_mutation(
     place: str, audit: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A warning while the state is read hides no mutation, and is not reported as one."""
     monkeypatch.setattr(tripwire, place, with_warning(getattr(tripwire, place)))
     isolation = Isolation(scene.state, audit=audit)
     with isolation.visit():
@@ -184,7 +190,9 @@ def test_warning_does_not_prevent_rollback(scene: Scene, monkeypatch: pytest.Mon
     assert differences(digest_before, scene.state.digest()) == []
 
 
+@pytest.mark.guarantee("damage-is-detected")
 def test_warning_after_resuming_keeps_its_type(tmp_path: Path) -> None:
+    """A warning that ends the first step after a resume keeps its type, and a note names the checkpoint."""
     loop, checkpoint = LoopState(), Checkpoint(tmp_path, {"step": 0})
     with pytest.raises(UserWarning, match=TEXT) as caught, checkpoint_errors(checkpoint, loop):
         exec("import warnings; warnings.warn(text)", {"text": TEXT, "__name__": "torch"})

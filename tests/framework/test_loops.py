@@ -56,6 +56,7 @@ def equal(a: Gradients, b: Gradients) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.guarantee("hooks-are-independent")
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_loop_keeps_nothing_without_a_request(loop):
     """Gradients and the pre-epoch state are None in both loops."""
@@ -211,6 +212,7 @@ def test_stopped_run_stays_stopped(loop):
     assert state.loop.step == step < 6
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_split_run_dispatches_like_a_whole_run(loop):
     """Two shorter runs have the same calls and weights under a burst schedule."""

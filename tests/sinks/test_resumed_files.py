@@ -143,6 +143,7 @@ def test_altered_event_length_is_refused(tmp_path):
     assert path.read_bytes() == damaged
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("sink_class", FILES)
 @settings(deadline=None, max_examples=30)
 @given(data=st.data(), rows=st.lists(emits(NAMES), min_size=1, max_size=3))
@@ -161,6 +162,7 @@ def test_bytes_changed_before_checkpoint_are_detected(sink_class, data, rows):
         assert path.read_bytes() == before
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("sink_class", FILES)
 @pytest.mark.parametrize("replaced", [False, True])
 def test_removed_or_replaced_file_is_detected(sink_class, replaced, tmp_path):

@@ -140,14 +140,17 @@ def test_emit_outside_a_strategy_raises(sink_class, tmp_path, closed):
         sink.emit({"h/x": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("loop", list(LOOPS))
 def test_sink_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
+    """A run with any sink equals the run without it."""
     bare = run_with(tmp_path, [], loop)
     assert not differences(bare, run_with(tmp_path, [sink_class()], loop, audit=True))
     assert produced(tmp_path, capsys)
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("method", ["set_run_context", "emit", "flush", "close"])
 def test_failing_sink_is_disabled_and_run_continues(sink_class, tmp_path, method, capsys):
     """The state is bitwise unchanged, and other sinks receive every row."""

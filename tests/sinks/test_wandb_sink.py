@@ -159,6 +159,7 @@ def test_online_mode_without_login_warns(tmp_path, monkeypatch):
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 2
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 def test_wandb_sink_leaves_run_unchanged(tmp_path):
     """The run has the same bytes with the sink, and every recorded step is in the W&B history."""
     bare = run_with(tmp_path, [])
@@ -195,6 +196,7 @@ def seconds_of(folder, sink):
     return time.perf_counter() - begin
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.slow
 def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server):
     """A client without an answer costs less than a second and gives up in the background."""
@@ -209,6 +211,7 @@ def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server)
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 def test_dead_client_warns_once(tmp_path):
     """The warning shows the replay command, and the local record is complete."""
     sink = started(tmp_path)

@@ -48,8 +48,10 @@ def test_written_checkpoint_reads_back(tmp_path: Path) -> None:
     assert found.manifest["files"][STATE]["bytes"] == (found.folder / STATE).stat().st_size
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("name", [STATE, MANIFEST])
 def test_any_flipped_bit_is_detected(name: str, tmp_path: Path) -> None:
+    """A checkpoint with any flipped bit is never used."""
     folder = written(tmp_path).folder
     whole = (folder / name).read_bytes()
     for place in range(0, len(whole), max(1, len(whole) // 60)):
@@ -102,6 +104,7 @@ class Exploit:
         return os.mkdir, (str(self._path),)
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("write", ["torch.save", "pickle"])
 def test_crafted_file_is_refused_without_execution(write: str, tmp_path: Path) -> None:
     """The reader never executes a malicious object, whether torch.save or pickle wrote it."""

@@ -54,6 +54,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory):
     return of
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.process
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(name == "epochs")) for name in ALWAYS])
 def test_repeatedly_killed_run_matches_uninterrupted_run(name, case_of, tmp_path: Path) -> None:
@@ -87,6 +88,7 @@ def chains(name: str, case: Case) -> Iterator[list[Kill]]:
         yield [first, Kill(other, chance.randint(1, 1 + case.counts[other] // 4))]
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_run_killed_anywhere_matches_uninterrupted_run(name, case_of, tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def trained(path: Path | None = None) -> dict[str, int]:
     return without_on_demand(state.digest())
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 def test_resumed_run_restores_module_attributes(tmp_path: Path) -> None:
     """Plain attributes, enums, deques and shared objects match those of the uninterrupted run."""
     whole = trained()
@@ -254,6 +255,7 @@ def with_made_up() -> tuple[Elsewhere, TrainingState]:
 CHANGES = {"tensor": lambda place: place.kept["tensor"].add_(1), "number": lambda place: setattr(place, "number", 5)}
 
 
+@pytest.mark.guarantee("observers-change-nothing", "interventions-are-undone")
 @pytest.mark.parametrize("name", CHANGES)
 def test_custom_part_is_watched_and_restored(name: str) -> None:
     """The digest, tripwire and audit detect a change in an added part, and a snapshot restores it."""
@@ -271,6 +273,7 @@ def test_custom_part_is_watched_and_restored(name: str) -> None:
         audit.check("The caller")
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 def test_custom_part_is_checkpointed(tmp_path: Path) -> None:
     """A checkpoint restores an added part, and a build without this part refuses the checkpoint."""
     place, state = with_made_up()
@@ -339,6 +342,7 @@ class SmallHolding(Small):
         return Holding(*super().build_model())
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("option", [{"save_checkpoints": 1}, {"checkpoint_every_steps": 2}], ids=str)
 def test_checkpointed_run_refuses_unstorable_state(option: Any, tmp_path: Path) -> None:
     """A run with checkpoints is refused at its start if the model has such state, and writes no file."""

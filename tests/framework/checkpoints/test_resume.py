@@ -116,6 +116,7 @@ def assert_the_same(folder: Path, whole: Path) -> None:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize(
     "step", [pytest.param(step, marks=slow_unless(step in (2, 5, 9))) for step in (1, 2, 3, 5, 6, 9)]
 )
@@ -178,6 +179,7 @@ def test_resume_without_checkpoint_restarts_with_a_warning(tmp_path: Path, whole
     assert_the_same(tmp_path / "killed", whole[Small])
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 def test_failed_hook_stays_disabled_after_resume(tmp_path: Path) -> None:
     """The rows it wrote before the failure and its error record stay in the run."""
     options = {**OPTIONS, "hooks": ["stumbling", "norms"], "hook_options": {"stumbling": {"at": 5}}}
@@ -280,6 +282,7 @@ def test_changed_environment_is_reported(killed: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize(
     ("name", "place"), [(STATE, 0.02), (STATE, 0.5), (STATE, 0.999), (MANIFEST, 0.1), (MANIFEST, 0.6)]
 )
@@ -292,6 +295,7 @@ def test_newest_intact_checkpoint_is_used(name, place, killed: Path, whole) -> N
     assert_the_same(killed, whole[Small])
 
 
+@pytest.mark.guarantee("damage-is-detected")
 def test_damaged_newer_checkpoint_evicts_no_intact_one(killed: Path, tmp_path: Path) -> None:
     """With keep_checkpoints=1, the intact checkpoint of step 5 is kept in addition to the damaged one of step 6."""
     damage(killed, 6)
@@ -322,6 +326,7 @@ def test_checkpoint_of_newer_format_is_named_and_kept(killed: Path, whole, monke
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("where", ["state", "hooks"])
 def test_crafted_checkpoint_executes_no_code(where: str, killed: Path, tmp_path: Path, whole) -> None:
     """A checkpoint with an exploit and a valid manifest is refused."""
@@ -391,6 +396,7 @@ class MistakenHook(PathLength):
         return super().compute(ctx)
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatch: Any) -> None:
     """An error in the loss or in a hook is raised unchanged, not reported as a bad checkpoint."""
     with registered(Mistaken, MistakenHook):
@@ -406,6 +412,7 @@ def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("one-writer-per-run")
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -503,6 +510,7 @@ FAULTS = {
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_training_continues_if_checkpoints_cannot_be_written(fault, killed, whole) -> None:
     """The failure is reported, older checkpoints stay, and the other files match the uninterrupted run."""
@@ -571,6 +579,7 @@ def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> 
     assert steps_in(tmp_path, SmallSteps)
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("saved", [0, 1])
 def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> None:
     """The error advises to resume from the last checkpoint, or to overwrite without one."""
@@ -595,6 +604,7 @@ def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> N
         assert train(tmp_path, epochs=1, save_checkpoints=1, resume=True)["status"] == "completed"
 
 
+@pytest.mark.guarantee("damage-is-detected")
 def test_removed_record_is_reported_and_rewritten(tmp_path: Path) -> None:
     """The config file is written again, and a sink whose file was removed is disabled with a warning."""
 
@@ -615,6 +625,7 @@ def test_removed_record_is_reported_and_rewritten(tmp_path: Path) -> None:
     assert (tmp_path / "small/plain/experiment_config.json").is_file()
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("at", [2, 3])
 def test_removed_checkpoint_is_reported_and_later_ones_written(at: int, tmp_path: Path) -> None:
     """The removal of a checkpoint while the run writes is a warning, and the run completes."""
@@ -637,7 +648,9 @@ def test_removed_checkpoint_is_reported_and_later_ones_written(at: int, tmp_path
     assert next(checkpoint_folders(folder / "checkpoints")).name == "step_000000009"
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    """The checkpoint of the last step is written even if its predecessor is still being written."""
     write = checkpoint_files.write_checkpoint
 
     def slow(*arguments: Any) -> Any:

@@ -196,6 +196,7 @@ def check(machine: type[Lives], examples: int, length: int) -> None:
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 def test_few_interrupted_sequences_match_uninterrupted_run(runner: type[Small], machine_of) -> None:
     """Random sequences train, kill, damage, resume and evaluate a run."""

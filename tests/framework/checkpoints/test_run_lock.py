@@ -42,6 +42,7 @@ def locked(tmp_path: Path):
         process.kill()
 
 
+@pytest.mark.guarantee("one-writer-per-run")
 @pytest.mark.process
 def test_second_process_is_refused_naming_the_first(locked: Path) -> None:
     """The error names the process, the host and the start time of the holder."""
@@ -130,6 +131,7 @@ def test_unwritable_lock_raises_a_clear_error(function: str, number: int, tmp_pa
         pass
 
 
+@pytest.mark.guarantee("one-writer-per-run")
 @pytest.mark.parametrize("make", ["symlink_to", "hardlink_to"])
 def test_link_instead_of_lock_is_refused(make: str, tmp_path: Path) -> None:
     """The target of a symbolic or hard link keeps its content."""

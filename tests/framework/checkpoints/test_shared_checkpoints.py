@@ -148,6 +148,7 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, value
 
 
+@pytest.mark.guarantee("ranks-agree", "resumed-runs-are-identical")
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "tp"])
 def test_resume_on_same_world_size_is_bitwise_identical(kind, runs):
     """Records, digests, weights and the last checkpoint are the same under FSDP, DDP and tensor parallelism."""
@@ -165,6 +166,7 @@ def test_resume_on_same_world_size_is_bitwise_identical(kind, runs):
     assert differing_entries(contents[0], {"state": {}}) != []
 
 
+@pytest.mark.guarantee("ranks-agree", "resumed-runs-are-identical")
 @pytest.mark.parametrize(
     "resumed",
     [
@@ -203,6 +205,7 @@ def begun(runs: Path, tmp_path: Path) -> Path:
 FILES = (MANIFEST, "rank_0.pt", "rank_1.pt", "rank_2.pt")
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_is_reported_and_previous_checkpoint_used(name, begun):
     """Files are flipped, truncated, emptied, exchanged and deleted; the warning names the newest checkpoint."""
@@ -247,6 +250,7 @@ def ran() -> None:
     Planted.ran.append("executed")
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("name", FILES[1:])
 def test_planted_pickle_is_never_executed(name, begun):
     """Loading raises DamagedCheckpointError, even if the manifest has the digests of the planted file."""
@@ -300,6 +304,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.guarantee("ranks-agree")
 def test_refusals_are_identical_on_all_ranks(runs):
     """Every rank raises the same message, and nothing is written."""
     told = [torch.load(runs / "said by_two_again" / f"{rank}.pt") for rank in range(2)]
@@ -311,6 +316,7 @@ def test_refusals_are_identical_on_all_ranks(runs):
     assert not [*runs.glob("no run [345]/*/*/*"), *(runs / "locked" / RUN).glob("*.jsonl")]
 
 
+@pytest.mark.guarantee("ranks-agree")
 def test_full_disk_on_one_rank_skips_one_checkpoint(runs):
     """Every rank reports the error, training continues, and the record is unchanged."""
     sentence = r"step_000000002 could not be written: No space left on device. \[rank 1\] Training continues"

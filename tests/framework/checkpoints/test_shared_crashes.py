@@ -73,6 +73,7 @@ def crash(folder: Path, kind: str, count: int, kills: int, hooks: Any) -> None:
     assert_same(folder / "killed", folder / "whole")
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_killed_rank_leaves_no_trace(tmp_path):

@@ -75,6 +75,7 @@ def test_signal_finishes_step_and_writes_checkpoint(runner, number, status, tmp_
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 def test_run_resumed_after_signal_matches_uninterrupted_run(runner, tmp_path: Path) -> None:
     """All files of both runs are equal, except the checkpoints."""
@@ -149,6 +150,7 @@ class Early(Small):
         return model
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("strategy", ["plain", "other-order"])
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, StoppedError), (signal.SIGINT, KeyboardInterrupt)])
 def test_signal_outside_the_loop_ends_session_cleanly(number, error, strategy, tmp_path: Path, monkeypatch) -> None:
@@ -164,6 +166,7 @@ def test_signal_outside_the_loop_ends_session_cleanly(number, error, strategy, t
     assert [signal.getsignal(item) for item in CAUGHT] == handlers
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("strategy", ["plain", "other-order"])
 def test_early_checkpoint_request_waits_for_first_step(strategy, tmp_path: Path, monkeypatch) -> None:
     """SIGUSR1 arrives before the loop of the first or of the second strategy."""

@@ -125,6 +125,7 @@ def test_missing_sink_file_stops_the_resume(isolation):
         started(isolation, {"keeping": {"count": 3}}, Refusing())
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("sink", [JSONLSink, CSVSink])
 def test_unopenable_file_is_refused_on_resume(sink, isolation, tmp_path):
     """The error names the file and the reason, here a folder in its place."""

@@ -215,6 +215,7 @@ FILES: list[tuple[str | bytes, list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("text", ["top secret " * 9, "- top secret\n" * 9, "secret: 1\n" * 1000, "a: {b: [\n" * 50])
 def test_refusal_quotes_little_of_an_invalid_config(text: str, tmp_path: Path, capfd) -> None:
     """The message for a file that is not a config is short and repeats hardly any of its content."""
@@ -231,6 +232,7 @@ VALUES = [
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("value", VALUES, ids=[ascii(value[:20]) for value in VALUES])
 @pytest.mark.parametrize("option", ["--hook-config=fourier.top_k=", "--epochs=", "--mode="])
 def test_invalid_option_value_is_refused(option: str, value: str, tmp_path: Path, capfd) -> None:
@@ -252,8 +254,10 @@ def test_error_messages_have_no_control_codes(words: list[str], tmp_path: Path, 
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize(("text", "fragments"), FILES, ids=[repr(text[:40]) for text, _ in FILES])
 def test_invalid_config_file_is_refused(text: str | bytes, fragments: list[str], tmp_path: Path, capfd) -> None:
+    """A config file with invalid content is refused in one line."""
     file = tmp_path / "bad.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     words = ["run", "small", "--output-dir", f"{tmp_path}/out", "--config", str(file)]
@@ -348,6 +352,7 @@ def test_one_finished_strategy_refuses_all(tmp_path: Path, capfd) -> None:
     assert "other-order already holds" in refused([*words, "--strategy", "plain", "other-order"], tmp_path, capfd)
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 def test_hook_refusal_preserves_run_to_be_overwritten(tmp_path: Path, capfd) -> None:
     """With --overwrite, no file is lost if a hook refuses the run when it starts."""
     words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hook-csv"]
@@ -398,6 +403,7 @@ def refused_import(package: str, capfd) -> str:
     return errors
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_undeclared_commit_ends_the_run(on_error, tmp_path, capfd) -> None:
     """The command exits with status 2 and one line that gives the missing declaration, even with skip."""

@@ -46,6 +46,7 @@ RUN = ["run", "loud", "--strategy", "plain", "--hooks", "noisy", "--on-hook-erro
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(
     "words",
@@ -64,10 +65,12 @@ ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": ">
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.process
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("words", some_of(["list", "--help"]))
 def test_lost_standard_output_gives_no_traceback(words: str, end: str) -> None:
+    """Standard output that is closed, full or unread never ends a run with a traceback."""
     line = f"set -o pipefail; {sys.executable} -m loopscope {words} {ENDS[end]}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     expected = "loopscope: standard output could not be written: No space left on device.\n" if end == "full" else ""

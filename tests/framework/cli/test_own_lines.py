@@ -27,6 +27,7 @@ def broken(name: str, method: str) -> type[Small]:
     return type("Broken", (Small,), {"name": name, method: fail})
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("method", ["compute_loss", "evaluate", "build_model", "build_loader", "should_stop"])
 def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) -> None:
     """The error is one line with the file and source line of the user, and --traceback prints the traceback."""
@@ -74,6 +75,7 @@ class Rows(torch.utils.data.Dataset):
         return torch.zeros(4), 0
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_dataset_error_shows_user_code_line(workers, tmp_path: Path, capfd) -> None:
@@ -137,6 +139,7 @@ if __name__ == "__main__":
 ROOT = str(Path(__file__).parents[3])
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.process
 @pytest.mark.parametrize(
     "start",

@@ -47,6 +47,7 @@ EVALUATION = ["training_metrics/evaluation", "training_metrics/val_acc"]
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize(
     ("experiment", "points"),
     [(Small, {"POST_EPOCH": sorted(LOSS + EVALUATION)}), (SmallSteps, {"POST_STEP": LOSS, "SNAPSHOT": EVALUATION})],
@@ -87,6 +88,7 @@ def test_default_record_verifies_without_mentioning_hooks(tmp_path: Path, capfd)
     assert read_json(folder / "summary.json") == before
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 def test_run_without_hooks_or_record_is_bare(tmp_path: Path) -> None:
     """The run writes only config, summary and final weights, and its config lists no hooks."""
     folder = run(tmp_path, Small, *BARE)

@@ -161,7 +161,9 @@ def test_bar_fits_width_and_drops_least_important(width):
     assert ("2.12 epochs/s" in drawn) == ("epoch 4,200/5,000" in drawn) == (width >= 120)
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 def test_bar_uses_no_random_numbers():
+    """The display draws no random numbers."""
     random.seed(1)
     before = random.getstate()
     console = Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=80)

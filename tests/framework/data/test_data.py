@@ -82,7 +82,9 @@ def test_loader_does_not_use_global_streams():
     assert torch.equal(torch.get_rng_state(), original)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 def test_two_iterators_do_not_interfere():
+    """Iterating over a loader does not advance another iteration over it."""
     loader = tensor_loader()
     pairs = list(zip(loader.batches(0), loader.batches(0), strict=True))
     assert all(torch.equal(a[0], b[0]) for a, b in pairs)
@@ -191,6 +193,7 @@ def test_wrapping_does_not_change_the_dataloader(make):
     assert taken.seen == untouched.seen
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_dataloader_leaves_global_random_streams_unchanged(make):
     """The test compares all streams after every batch, including NumPy's cached Gaussian."""
@@ -251,6 +254,7 @@ def test_reshuffled_dataloader_keeps_its_batching(drop_last, sizes):
         assert sorted(chain(*epochs[0])) == list(range(10))
 
 
+@pytest.mark.guarantee("hooks-are-independent")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_drawn_batches_depend_on_rows_not_order(drop_last):
     """Loaders that visit the same rows in different orders draw the same batches."""

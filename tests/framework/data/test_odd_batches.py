@@ -51,6 +51,7 @@ def write(batch: Any) -> None:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("point", [HookPoint.PRE_STEP, HookPoint.POST_STEP])
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervention_writes_to_batch_are_reverted(kind: str, point: HookPoint) -> None:
@@ -76,6 +77,7 @@ def draw_and_write(ctx: Any) -> None:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_to_drawn_batches_leave_data_unchanged(kind: str) -> None:
     """Hooks that draw batches and write to them change neither the data nor the run."""
@@ -103,6 +105,7 @@ class Writing(SpyHook):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_at_start_leave_data_unchanged(kind: str) -> None:
     """Batches that a hook changes in start() are copies."""

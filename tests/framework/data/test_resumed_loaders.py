@@ -171,6 +171,7 @@ def drawn(loader: Loader, epoch: int, start: int = 0) -> list[list]:
     return [batch.tolist() for batch in loader.batches(epoch, start)]
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_epoch_resumes_at_any_batch(make):
     """The remaining batches are the same, also for a new loader and after random draws."""

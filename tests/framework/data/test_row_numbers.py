@@ -85,6 +85,7 @@ def loader(kind: str, rows: int, size: int, *, drop_last: bool = False) -> tuple
     return TorchLoader(DataLoader(dataset, size, sampler=SAMPLERS[kind](dataset), drop_last=drop_last), 3), data
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 @given(
     kind=st.sampled_from(["fixed", "reshuffled", "uneven", *SAMPLERS]),
     rows=st.integers(1, 40),
@@ -129,6 +130,7 @@ def test_token_windows_are_numbered_by_their_offset():
         assert torch.equal(inputs[:, 0], places)
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 def test_custom_sampler_is_not_advanced():
     """Its row numbers are nevertheless those of the batches."""
     sampler = Counting(10)

@@ -115,6 +115,7 @@ def digests_on_four_ranks() -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_tensor_digest_is_independent_of_sharding(tmp_path):

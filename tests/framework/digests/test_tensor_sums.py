@@ -84,8 +84,10 @@ def test_digest_depends_on_name_dtype_shape_and_bytes(tensor, data):
         assert digests({"a": other}) != entry
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 @given(tensors(), st.data())
 def test_sums_of_parts_add_up(tensor, data):
+    """The sums of the parts of a tensor add up to the sum of the tensor, however it is split."""
     parts = [((0,) * tensor.dim(), tensor)]
     for dimension, size in enumerate(tensor.shape):
         cut = data.draw(st.integers(0, size))
@@ -141,6 +143,7 @@ def test_sums_do_not_depend_on_vnni_support(monkeypatch):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 @pytest.mark.parametrize("trials", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_corruption_is_detected(corruption, trials):

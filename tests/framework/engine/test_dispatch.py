@@ -135,6 +135,7 @@ def test_a_hook_may_reuse_the_containers_it_returns():
     assert emitted["spy/mixed"].values == [{"tensor": step, "plain": step} for step in (1, 2, 3)]
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 def test_intervention_metrics_survive_rollback():
     """A returned view of a changed weight keeps the changed value after the rollback."""
 
@@ -333,6 +334,7 @@ class Failing(MetricSink):
         self.calls.append("close")
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(0)], ids=repr)
 def test_failing_sink_is_closed_with_warning(error):
     """The other sinks continue, the run is unchanged, and SystemExit counts as a failure."""

@@ -75,6 +75,7 @@ class Failing(TrainingHook):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("where", [*METHODS, *POINTS])
 def test_failing_hook_of_a_group_is_dropped(where: str) -> None:
     """For any error, the run has the same bytes as without hooks, and the other hooks continue."""
@@ -108,8 +109,10 @@ def test_failing_named_hook_ends_the_run(where: str) -> None:
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("where", ["POST_STEP", "PRE_UPDATE", "check"])
 def test_hook_that_has_reported_ends_the_run(where: str) -> None:
+    """A hook of a group that raises after its first report ends the run."""
     with pytest.raises(HookError, match=f"'failing' raised at {where}"):
         train(Case(), [Failing(where=where, at_step=3)], manager_class=OF_GROUP)
 
@@ -353,8 +356,10 @@ def test_options_that_a_hook_refuses_are_refused(tmp_path) -> None:
         attached(tmp_path, with_hooks="observers", hook_options={"late": {"width": 2}})
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("where", ["compute", "load_state_dict"])
 def test_a_report_before_an_interruption_counts(tmp_path, where: str) -> None:
+    """A hook that reported before an interruption ends the resumed run if it raises."""
     with registered(late("nowhere")):
         _, reported = attached(tmp_path / "reported", with_hooks="observers")
     with (

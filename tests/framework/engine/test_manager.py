@@ -248,6 +248,7 @@ class CountingStreams(RandomStreams):
         return super().save()
 
 
+@pytest.mark.guarantee("hooks-are-independent")
 def test_point_without_due_hooks_is_skipped():
     """The manager does not switch random streams at a point where no hook runs."""
     task, state = build(Case())
@@ -264,6 +265,7 @@ def test_point_without_due_hooks_is_skipped():
     assert state.streams.visits == 1
 
 
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
 def test_raising_hook_is_reported_with_location(hook_class):
     """HookError has the hook, point, step and source line, and the manager records the error."""
@@ -277,6 +279,7 @@ def test_raising_hook_is_reported_with_location(hook_class):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_skipped_hook_leaves_run_unchanged(hook_class, loop):
@@ -469,6 +472,7 @@ def test_hook_random_draws_leave_streams_unchanged():
     assert "state_bytes" in manager.profiler.report()["spy"]
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 def test_mutation_in_load_state_dict_is_caught():
     """The error names the hook and load_state_dict."""
     task, state = build(Case())

@@ -33,6 +33,7 @@ def outcome(case: Case, make, *, start: bool):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("make", HOOKS, ids=lambda make: type(make()).__name__)
 def test_unstarted_manager_matches_a_started_one(make, loop):
@@ -53,6 +54,7 @@ class Recording(SpyHook):
         self.run = run
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 def test_hook_receives_run_info_without_start():
     """The RunInfo has default names, and the loop, seed, model, task and reference weights of the manager."""
     task, state = build(Case())

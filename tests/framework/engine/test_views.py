@@ -18,6 +18,7 @@ def state_of(model: nn.Module) -> TrainingState:
     return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), RandomStreams(0))
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @matrix("model, train_mode, loop", MODELS, [False, True], ["epoch", "step"])
 def test_forward_pass_leaves_run_unchanged(model, train_mode, loop):
     """An observer runs a forward pass at every hook point, in both modes, for every model and loop."""

@@ -141,6 +141,7 @@ VIEWS = {
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.parametrize("mutates", [True, False])
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("verb", ALIASING)
@@ -175,8 +176,10 @@ UNDECLARED = {
 }
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.parametrize("verb", UNDECLARED)
 def test_commit_to_undeclared_part_is_refused(verb):
+    """A commit to a part of the state that the hook's class does not declare is refused at the call."""
     declared, call = UNDECLARED[verb]
     ctx = context(commits=frozenset({declared}))
     with pytest.raises(UndeclaredCommitError, match=f"{verb} changes the .* which hook 'probe' does not declare"):
@@ -243,6 +246,7 @@ def test_mutating_hook_commits_values_and_is_rolled_back():
     assert doubled.final == scaled_by_two.final
 
 
+@pytest.mark.guarantee("commits-are-declared")
 def test_hook_that_raises_commits_nothing():
     """With on_error="skip" the run is the bare run; otherwise it ends with HookError."""
 

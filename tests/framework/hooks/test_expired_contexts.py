@@ -82,12 +82,14 @@ def assert_refused(late: Late) -> None:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("name", LATE)
 def test_kept_context_is_refused_in_later_call(name):
     """Every method of a context that a hook has kept raises an error and changes nothing."""
     assert_refused(Late(lambda ctx: ctx, LATE[name]))
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("name", MADE_BEFORE)
 def test_objects_made_by_context_expire_with_it(name):
     """Functions that a context created in its call raise an error in a later call."""

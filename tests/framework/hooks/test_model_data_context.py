@@ -77,6 +77,7 @@ def test_branch_is_undone_after_an_error(full):
     assert ctx._open.checkpoints == {}
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 def test_restored_pre_epoch_state_replays_the_epoch_exactly():
     """Two replays give the gradients and weights of the run bit for bit, and the run keeps its bytes."""
     replayed: list[bool] = []
@@ -115,6 +116,7 @@ def test_batch_gradients_match_autograd_during_accumulation():
     assert ctx.compute_batch_loss(other) == mean_loss(ctx.model, other)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("verb", ["compute_batch_loss", "compute_batch_gradients", "compute_gradients"])
 @pytest.mark.parametrize("training", [True, False])
 def test_measurement_leaves_state_and_gradients_in_place(verb, training):
@@ -329,6 +331,7 @@ CHANGING = {
 }
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("verb", CHANGING)
 def test_read_only_hook_cannot_change_state(verb):
     """Every changing method raises ReadOnlyError and leaves the digest as it was."""

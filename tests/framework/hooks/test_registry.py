@@ -246,6 +246,7 @@ def test_plugin_syntax_error_shows_its_line(install):
         registry().discover()
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("source", ["import sys; sys.exit()", "raise KeyboardInterrupt", "raise SystemExit('x')"])
 def test_exiting_plugin_is_excluded_with_warning(install, source):
     """A plugin whose import raises SystemExit or KeyboardInterrupt is named and refused on request."""
@@ -259,6 +260,7 @@ def test_exiting_plugin_is_excluded_with_warning(install, source):
         hooks.get("plugged")
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 def test_interrupt_during_plugin_import_propagates(install):
     """A SIGINT from the user raises KeyboardInterrupt, and the signal handler is unchanged."""
     install("plugin_pressed", "import signal; signal.raise_signal(signal.SIGINT)")
@@ -306,9 +308,11 @@ def test_every_hook_has_one_kind():
     assert list(kinds.values()) == ["observer", "intervention", "debug", "committing", "debug"]
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.usefixtures("four_kinds")
 @pytest.mark.parametrize("keyword", ["all", "full", "observers", "interventions"])
 def test_bulk_selections_exclude_debug_and_committing_hooks(keyword):
+    """A hook that changes the run is enabled only by its own name, never by a group or a keyword."""
     kinds = {hook_kind(HookRegistry.get(name)) for name in bulk_hooks(keyword)}
     expected = {"observers": {"observer"}, "interventions": {"intervention"}}
     assert kinds == expected.get(keyword, {"observer", "intervention"})
@@ -339,6 +343,7 @@ def test_committing_and_debug_hooks_selectable_by_name():
     assert select_hooks(None, named, {}, "any") == ["training_metrics", *named]
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.usefixtures("four_kinds")
 @pytest.mark.parametrize(("name", "kind"), [("committer", "committing"), ("debugger", "debug")])
 def test_group_with_committing_hook_is_refused(name, kind):

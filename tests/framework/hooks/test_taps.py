@@ -224,6 +224,7 @@ def test_tap_random_draws_ignore_other_hooks():
     assert draws(SpyHook(lambda ctx: {"drawn": torch.rand(())})) == alone
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("error", [(), Mishap])
 def test_taps_are_removed_after_every_run(error):
     """The run completes or fails."""
@@ -321,6 +322,7 @@ def swap_data(gradient: Tensor) -> None:
     gradient.data = torch.zeros_like(gradient)
 
 
+@pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.parametrize("kind", ["parameter", "output"])
 @pytest.mark.parametrize("mutation", [return_another, write_in_place, write_and_raise, swap_data])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -338,6 +340,7 @@ def write_through_data(gradient: Tensor) -> None:
     gradient.data.mul_(2)
 
 
+@pytest.mark.guarantee("commits-are-declared")
 def test_audit_catches_writes_without_version_bump():
     """A tap changes a gradient without increasing the version counter of the tensor."""
     run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", write_through_data))], raises=StateMutationError)
@@ -365,6 +368,7 @@ def count_calls(*others: TrainingHook, **options) -> int:
     return len(log.seen)
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 def test_taps_are_inactive_during_intervention_backward():
     """The intervention computes gradients and trains an epoch."""
 
@@ -486,6 +490,7 @@ class Heads(nn.Module):
         return torch.cat(parts) + other + hidden @ self.first.weight.bfloat16().to(hidden.dtype).t()
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_weight_tap_separates_uses_of_shared_weight(dtype):
     """Attached taps do not change the bits of the gradient, with and without autocast."""

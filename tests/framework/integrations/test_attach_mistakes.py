@@ -66,8 +66,10 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_invalid_attach_is_refused_at_once(tmp_path, mistake):
+    """A call of attach that cannot work raises an error before the first step."""
     parts = Parts(Loop())
     change, sentence = REFUSED[mistake]
     given = {"target": parts.model, "optimizer": parts.optimizer, "hooks": ["norms"]} | change(parts)
@@ -148,8 +150,10 @@ def step(parts: Parts, scope: Scope, updates: bool = True, closure: Any = None) 
         parts.optimizer.step(closure)
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("mistake", CALLS)
 def test_invalid_call_is_refused(tmp_path, mistake):
+    """A wrong call of a scope raises an error that names the mistake."""
     parts = Parts(Loop())
     call, sentence = CALLS[mistake]
     with pytest.raises(UsageError, match=sentence), parts.attach(tmp_path, ["norms"]) as scope:

@@ -119,6 +119,7 @@ def made(names: list[str], case: Case) -> list[TrainingHook]:
     return hooks + [HookRegistry.get(name)(**options) for name, options in SHORT.items() if name in names]
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("case", [pytest.param(each, id=str(each), marks=slow_unless(each in QUICK)) for each in CASES])
 @own_process
@@ -131,6 +132,7 @@ def test_attached_loop_reports_the_same_metrics(tmp_path, case, names):
     assert theirs == [re.sub(INDEX, "", line) for line in ours]
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 def test_fast_cases_cover_every_attachable_hook():
     """The hooks left out are those that no attached loop can serve."""
     met = {name for case in QUICK for name in able(QUIET + COMMITTING, case)}
@@ -148,6 +150,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(("loop", "where", "names"), ROWS)
 @own_process
 def test_resumed_attached_loop_writes_uninterrupted_record(tmp_path, loop, where, names):

@@ -35,13 +35,16 @@ HALVES = {
 every_half = pytest.mark.parametrize("half", HALVES)
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.trainer
 @matrix("accelerate, accumulate, clips, amp, scheduler, hooks, audit", BOTH, [1, 2], [0.0, 0.1], AMP, WHEN, HOOKS, BOTH)
 def test_hooks_leave_every_byte(tmp_path, accelerate, accumulate, clips, amp, scheduler, hooks, audit):
+    """A custom loop with hooks has, at every step, the bytes of the loop without them."""
     loop = Loop(accelerate, accumulate, clips, amp, scheduler)
     assert_equal(alone(loop), attached(loop, tmp_path, HOOKS[hooks](), evaluates=True, audit=audit))
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 def test_hooks_preserve_another_model_and_optimizer(tmp_path):
     """All hooks and a misbehaving hook leave the run with the tied model and Adafactor unchanged."""
     loop = Loop(model="tied", optimizer="adafactor", accumulate=2, clips=0.1, epochs=1)
@@ -78,6 +81,7 @@ def test_clipping_hook_matches_manual_clipping(tmp_path, accelerate, accumulate)
 # Float16
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @matrix("half, hooks", HALVES, HOOKS)
 def test_hooks_preserve_a_float16_loop(tmp_path, half, hooks):
     """The loops use the half-precision setups of HALVES."""
@@ -98,6 +102,7 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path, half):
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
 @pytest.mark.parametrize("clips", [0.0, 0.1])
 def test_hooks_see_unscaled_gradients(tmp_path, optimizer, clips):

@@ -46,6 +46,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(
     ("hooks", "loop"),
     [
@@ -61,6 +62,7 @@ def test_trainer_with_hooks_matches_plain_trainer(tmp_path: Path, hooks: str, lo
     assert same(traced(tmp_path / "a", HOOKS[hooks](), **LOOPS[loop]), traced(tmp_path / "b", **LOOPS[loop]))
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 def test_evaluation_with_hooks_leaves_training_unchanged(tmp_path: Path) -> None:
     """The Trainer's evaluation alone changes the training, and with hooks attached it does not."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
@@ -129,6 +131,7 @@ def _loopscope_record(hooks: list[str], accumulate: int) -> RecordingSink:
     return sink
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_resumed_trainer_records_like_uninterrupted_trainer(tmp_path: Path, step: int) -> None:
     """Step 3 is within the first epoch and step 7 at its end, and a damaged state file is refused."""
@@ -236,8 +239,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_usage_mistakes_raise_specific_errors(tmp_path: Path, mistake: str) -> None:
+    """Common mistakes with a Trainer of Hugging Face raise errors that name them."""
     do, sentence = MISTAKES[mistake]
     with pytest.raises(UsageError, match=sentence):
         do(trainer(tmp_path, num_train_epochs=1))

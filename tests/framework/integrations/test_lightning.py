@@ -111,6 +111,8 @@ CASES = {
 }
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.trainer
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_fit_with_hooks_matches_bare_fit(options, tmp_path):
     """Weights, optimizer state, generators, learning rate and metrics are equal, even with a misbehaving hook."""
@@ -127,6 +129,8 @@ def test_audited_fit_matches_bare_fit(tmp_path):
     assert audited == fit(tmp_path, max_epochs=1)[0]
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.trainer
 def test_validation_changes_only_fits_without_hooks(tmp_path):
     """With hooks attached, frequent validation leaves the fit unchanged, and the validation loop is unwrapped
     afterwards."""
@@ -163,6 +167,8 @@ def test_attached_hooks_match_epoch_loop_metrics(tmp_path):
     assert attached.rows() == own.rows() != []
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.trainer
 @pytest.mark.parametrize("at_the_end_of", ["epoch", "validation"])
 def test_resumed_fit_has_the_same_record(at_the_end_of, tmp_path):
     """The checkpoint is saved after the training epoch or after validation; record and weights match the whole fit."""
@@ -255,6 +261,8 @@ def test_missing_private_lightning_name_is_refused(tmp_path, monkeypatch):
         attach(made, hooks=["norms"])
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
+@pytest.mark.trainer
 def test_unsupported_trainers_are_refused(tmp_path):
     """A second or late attach, ddp_spawn, FSDP, barebones mode, manual optimization and LBFGS raise UsageError."""
 

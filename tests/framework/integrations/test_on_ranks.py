@@ -157,6 +157,7 @@ def ranks(out, tmp_path_factory):
         return on_ranks(all_of_it, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_hooks_leave_every_rank_unchanged(ranks):
@@ -166,6 +167,7 @@ def test_hooks_leave_every_rank_unchanged(ranks):
         assert len(result["is neutral"]) == 2
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_measure_like_one_process(ranks, tmp_path):
@@ -176,15 +178,18 @@ def test_ranks_measure_like_one_process(ranks, tmp_path):
         assert result["measured"] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True)
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_only_main_rank_writes_a_complete_record(ranks, out):
+    """Only the first rank of an attached loop writes, and its record is complete."""
     lines = [json.loads(line) for line in (out / "ddp" / "ddp.jsonl").read_text().splitlines()]
     drawn = [line["drawing/drawn"] for line in lines if line["hook_point"] == "POST_STEP" and "drawing/drawn" in line]
     assert [each["steps"] for each in drawn] == [[1, 2, 3, 4]]
     assert json.loads((out / "ddp" / "summary.json").read_text())["status"] == "completed"
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_mistakes_are_reported_on_all_ranks(ranks):
@@ -207,6 +212,7 @@ def test_mistakes_are_reported_on_all_ranks(ranks):
         assert own == others[0] or "on rank 1" in others[0]
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_rank_resumes_only_from_its_own_state(ranks):
@@ -263,6 +269,7 @@ def test_missing_or_unread_state_is_refused(ranks, out):
             scope.load_state_dict(scope.state_dict(of=metadata))
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_failing_rank_closes_and_others_end(ranks, out):
@@ -272,6 +279,7 @@ def test_failing_rank_closes_and_others_end(ranks, out):
     assert json.loads((out / "deserted" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_attaching_on_one_rank_is_refused(ranks):
@@ -291,6 +299,7 @@ def otherwise() -> dict[str, bool]:
     return found | {"static graph": neutral("static graph", 1, ["norms", "training_metrics"], out / "static")}
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_hooks_are_neutral_for_all_reducer_settings(tmp_path, monkeypatch):
@@ -300,6 +309,7 @@ def test_hooks_are_neutral_for_all_reducer_settings(tmp_path, monkeypatch):
         assert [way for way, holds in result.items() if not holds] == []
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_documented_script_runs_under_torchrun(tmp_path):

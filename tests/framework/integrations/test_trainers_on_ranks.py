@@ -268,6 +268,7 @@ def accelerate_replicas() -> Any:
 KINDS = [hugging_face_replicas, hugging_face_shards, lightning_replicas, lightning_shards, accelerate_replicas]
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.parametrize("train", KINDS)
 def test_trainers_on_ranks_match_bare_training(train, tmp_path, monkeypatch):
     """The trainers of Transformers, Lightning and Accelerate use three ranks; sharded runs resume on two as well."""

@@ -118,6 +118,7 @@ MEASUREMENTS = {
 BARE: list[Any] = []
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("audit", [False, True])
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_measuring_odd_models_changes_no_bytes(name: str, audit: bool) -> None:

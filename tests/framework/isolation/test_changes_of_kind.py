@@ -214,6 +214,7 @@ parametrised = pytest.mark.parametrize(
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("observers-change-nothing")
 @parametrised
 def test_run_may_change_kinds(case, loop, audit, tmp_path):
     """The optimizer's second step changes the kind, and the result equals that of a bare loop."""
@@ -228,8 +229,10 @@ def test_run_may_change_kinds(case, loop, audit, tmp_path):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("observers-change-nothing")
 @parametrised
 def test_observer_that_changes_kinds_is_caught(case, loop, audit, tmp_path):
+    """An observer that replaces an entry of the training state by one of another type ends the run."""
     place, old_kind, new_kind = case
     task = build_task(place, old_kind)
     with pytest.raises(
@@ -239,8 +242,10 @@ def test_observer_that_changes_kinds_is_caught(case, loop, audit, tmp_path):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("interventions-are-undone")
 @parametrised
 def test_intervention_that_changes_kinds_is_rolled_back(case, loop, audit, tmp_path):
+    """An intervention that replaces an entry of the state by one of another type is rolled back."""
     place, old_kind, new_kind = case
     task, other = build_task(place, old_kind), build_task(place, old_kind)
     LOOPS[loop](task, hook_calling(lambda: put(task, place, new_kind), InterventionHook), audit, tmp_path / "run")

@@ -56,6 +56,7 @@ def test_quantized_layers_and_parameters_keep_their_identity(recipe):
     assert model[0].weight.dtype is torch.bfloat16
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 def test_dequantized_model_equals_the_original():
     """No attribute or buffer remains, and a second call changes nothing."""
     model, untouched = mlp(), mlp()
@@ -71,8 +72,10 @@ def test_dequantized_model_equals_the_original():
     assert dequantize_model(model) == []
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("recipe", ["fp8", "fp4_metis", VARYING])
 def test_state_dicts_are_loadable_both_ways(recipe):
+    """The state dict of a quantised model loads into the plain model, and the reverse."""
     plain, lowbit = mlp(), mlp()
     quantize_model(lowbit, find_recipe(recipe))
     with torch.no_grad():

@@ -88,6 +88,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("recipe", ["e2m1/nvfp4", "fp4_direct", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_match_separate_lowbit_layers(form, recipe):
@@ -106,6 +107,7 @@ def test_experts_match_separate_lowbit_layers(form, recipe):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize(
     ("use", "name"),
     [

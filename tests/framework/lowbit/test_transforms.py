@@ -53,6 +53,7 @@ def inner(left: Parameters, right: Parameters) -> float:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @every_recipe
 def test_functional_grad_matches_backward(recipe):
     """torch.func.grad gives the same gradients and histories as backward(), bit for bit."""
@@ -175,6 +176,7 @@ def test_quantization_hooks_skip_vmapped_casts():
     assert sorted(set(recorded.roles)) == sorted(ROLES)
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("recipe", some_of([*NARROW, "fp4_metis"], 3))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_exported_model_matches_original(recipe):

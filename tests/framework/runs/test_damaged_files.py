@@ -197,6 +197,7 @@ REST: Mapping[str, Any] = {
 }
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @settings(max_examples=6, **REST)
 @given(data=st.data())
 def test_single_damage_is_reported_or_harmless(whole: Path, capfd: Any, data: Any) -> None:
@@ -220,6 +221,7 @@ def test_damaged_run_has_every_kind_of_file(whole: Path) -> None:
     assert found >= files | steps, found
 
 
+@pytest.mark.guarantee("damage-is-detected")
 def test_refused_resume_leaves_other_files_unchanged(whole: Path, tmp_path: Path, capfd: Any):
     """If one sink file is missing, the others keep the rows after the checkpoint."""
     run = tmp_path / "small/plain"
@@ -232,6 +234,7 @@ def test_refused_resume_leaves_other_files_unchanged(whole: Path, tmp_path: Path
     assert contents(run) == {name: data for name, data in before.items() if name != "run.lock"}
 
 
+@pytest.mark.guarantee("damage-is-detected")
 def test_resume_without_a_sink_names_its_file(whole: Path, tmp_path: Path, capfd: Any) -> None:
     """The file of the sink stays as it is."""
     run = tmp_path / "small/plain"

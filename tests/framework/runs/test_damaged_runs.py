@@ -143,6 +143,7 @@ def deep(levels: int) -> Any:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--resume", "verify"])
 @pytest.mark.parametrize("wrong", [*WRONG, *OF_CONFIG])
 def test_damaged_config_is_reported(wrong, command, whole, capfd) -> None:
@@ -155,6 +156,7 @@ def test_damaged_config_is_reported(wrong, command, whole, capfd) -> None:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("command", ["--resume", "resume"])
 @pytest.mark.parametrize("wrong", [*WRONG, *OF_SUMMARY])
 def test_damaged_summary_is_reported(wrong, command, whole, capfd) -> None:
@@ -249,6 +251,7 @@ def check_reading(whole, capfd, data, command) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.guarantee("damage-is-detected")
 @settings(max_examples=5, **REST)
 @given(data=st.data(), command=st.sampled_from(READING))
 def test_reading_commands_never_show_tracebacks(whole, capfd, data, command) -> None:

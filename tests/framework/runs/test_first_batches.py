@@ -124,6 +124,7 @@ def trained(folder: Path, *hooks: str, runner: type[Counted] = Counted, **option
     return torch.load(folder / runner.name / "plain/plain_final.pt")
 
 
+@pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("hook", ["acting", "looking"])
 def test_stateful_loader_yields_the_same_batches(tmp_path: Path, hook: str) -> None:
     """The early look at the first batch does not advance a loader that counts its batches."""
@@ -131,6 +132,7 @@ def test_stateful_loader_yields_the_same_batches(tmp_path: Path, hook: str) -> N
     assert all(torch.equal(bare[name], hooked[name]) for name in bare)
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 def test_batch_without_rollback_is_refused_early(tmp_path: Path) -> None:
     """The error is raised before the files of an earlier run are removed."""
     opaque = type("Opaquely", (Counted,), {"kind": Opaque})

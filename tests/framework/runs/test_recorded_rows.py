@@ -102,6 +102,7 @@ def test_custom_sampler_order_is_written_and_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("until", [4, 6])  # within the second epoch, and at its end
 def test_resumed_run_records_the_same_rows(tmp_path, until):
     """A torn last line is replaced, and an overwritten run starts a new file."""
@@ -127,6 +128,7 @@ def test_resumed_run_records_the_same_rows(tmp_path, until):
     assert len(torn.read_text().splitlines()) == 3
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("kind", ["rewind", "resume", "validate"])
 def test_changed_data_are_refused(tmp_path, kind):
     """Rewind, resume and validate raise with both digests and leave the record unchanged."""

@@ -104,7 +104,9 @@ def test_earlier_run_of_another_model_is_ignored(earlier):
     assert seen == []
 
 
+@pytest.mark.guarantee("hooks-are-independent")
 def test_optional_reference_hook_reports_nothing_without_one(tmp_path):
+    """A hook receives a reference solution only if it requests one."""
     run_again(tmp_path)
     assert seen == []
 

@@ -73,6 +73,7 @@ def replay(run: Path, groups: Mapping[str, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.guarantee("runs-can-be-verified")
 @own_process
 def test_replayed_epochs_match_run_with_all_hooks(tmp_path, tokens):
     """A run without hooks is trained again with all hooks, and gives the metrics of a run that had them."""
@@ -95,6 +96,7 @@ def test_a_language_model_trained_again_has_its_digests(tmp_path, tokens):
         assert again(run, Stretch(4, 6), with_hooks="minimal")[1:] == (3, [4, 5, 6])
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", WORDS)

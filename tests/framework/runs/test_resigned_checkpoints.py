@@ -130,6 +130,7 @@ def check_state(whole: Path, capfd: Any, data: Any, command: str) -> None:
     refused_or_done(command, whole, capfd, lambda folder: with_state(folder, changed(content, path, value)))
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @settings(max_examples=5, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
 def test_signed_manifest_is_used_or_refused(whole, capfd, data, command) -> None:
@@ -137,6 +138,7 @@ def test_signed_manifest_is_used_or_refused(whole, capfd, data, command) -> None
     check_manifest(whole, capfd, data, command)
 
 
+@pytest.mark.guarantee("damage-is-detected")
 @settings(max_examples=5, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
 def test_signed_state_is_used_or_refused(whole, capfd, data, command) -> None:
@@ -169,6 +171,7 @@ KNOWN = {
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("path", KNOWN)
 def test_impossible_state_is_refused_with_reason(path: str, whole: Path, tmp_path: Path, capfd) -> None:
     """The error of resume names the checkpoint or hook and the reason."""
@@ -196,9 +199,11 @@ NUMBERS = [1]
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("display", ["--silent", "--no-console-output", "--live"])
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_score_beyond_floats_does_not_end_run(digits: int, display: str, tmp_path: Path, capfd) -> None:
+    """An evaluation metric that exceeds the range of floats ends neither the run nor its checkpoints."""
     NUMBERS[0] = 10**digits
     words = ["run", "enormous", "--strategy", "plain", "--epochs", "4", "--save-checkpoints", "1", "--hooks", "norms"]
     with registered(Enormous):

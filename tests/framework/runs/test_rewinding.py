@@ -79,6 +79,7 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize(
     "step",
@@ -104,6 +105,7 @@ def test_rewound_hooks_measure_like_original_hooks(runner, step, finished):
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize(("step", "since"), [(1, 0), (2, 0), (3, 2), (4, 3), (12, 10)])
 def test_rewind_starts_at_nearest_earlier_checkpoint(step, since, finished, tmp_path):
     """Hooks of the original run resume from that checkpoint."""
@@ -127,6 +129,7 @@ def test_new_hooks_start_between_two_epochs(finished, tmp_path):
     assert {key: value for key, value in ours.items() if "solution" not in key[0]}.items() <= expected.items()
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
     """The error and the failed summary name the step and the tensor."""
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")

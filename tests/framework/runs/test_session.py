@@ -144,6 +144,7 @@ def test_hook_failing_at_first_snapshot_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
 @pytest.mark.parametrize(
     "chosen",

@@ -33,6 +33,7 @@ def entries():
         yield
 
 
+@pytest.mark.guarantee("one-writer-per-run")
 @pytest.mark.process
 @pytest.mark.parametrize("option", [None, "resume", "overwrite"])
 def test_run_finished_by_another_process_is_kept(option: str | None, tmp_path: Path) -> None:

@@ -42,9 +42,11 @@ def validate(folder: Path, runner: type[Small] = Small, **options: Any) -> dict[
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 @pytest.mark.parametrize("hooks", [[], ["path_length"], ["norms", "hessian", "weight_average"]])
 def test_run_with_any_observers_equals_every_checkpoint(runner, hooks, finished: Path) -> None:
+    """A run that is trained again with any observers equals every checkpoint, tensor by tensor."""
     if runner is SmallSteps:
         hooks = [hook for hook in hooks if hook != "norms"]
     before = contents(finished)
@@ -52,6 +54,7 @@ def test_run_with_any_observers_equals_every_checkpoint(runner, hooks, finished:
     assert contents(finished) == before
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("change", PLANTED)
 def test_planted_difference_is_named_with_hooks(change, finished, tmp_path) -> None:
     """The error names the step, the tensor and the hooks of both runs."""
@@ -71,6 +74,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "small/plain"
 
 
+@pytest.mark.guarantee("runs-can-be-verified")
 def test_verify_names_equal_steps_or_difference(run: Path, capfd) -> None:
     """The command prints one line and changes no file, or exits with status 1 and names the first difference."""
     before = contents(run)

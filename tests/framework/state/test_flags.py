@@ -70,8 +70,10 @@ CHANGES = {
 KEPT = []
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_setting_is_named_and_restored(name):
+    """Every process setting that affects results is compared by name and restored after an intervention."""
     flags = GlobalFlags()
     original = flags.read_all()
     CHANGES[name]()
@@ -114,6 +116,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("name", _CUDA_CHOICES)
 def test_cuda_matmul_settings_are_read_and_restored(name):
     """The settings are reduced-precision reductions, float16 accumulation and the preferred libraries."""

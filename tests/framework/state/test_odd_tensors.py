@@ -64,6 +64,7 @@ def spoil(run_ctx, model_ctx) -> None:
         run_ctx.model.adjacency = torch.eye(4)
 
 
+@pytest.mark.guarantee("every-training-mode")
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("model", [*LAYOUTS, "waves"])
 def test_hooks_and_checkpoints_preserve_odd_tensors(model: str, tmp_path: Path) -> None:

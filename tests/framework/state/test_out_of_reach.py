@@ -53,6 +53,7 @@ OUT_OF_REACH: dict[str, tuple[str, Callable[[TrainingState], Any]]] = {
 }
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("name", OUT_OF_REACH)
 def test_unreachable_state_is_refused_with_an_intervention(name: str) -> None:
     """The error names the object and suggests Transient."""
@@ -62,8 +63,10 @@ def test_unreachable_state_is_refused_with_an_intervention(name: str) -> None:
         train(Case(), [ActingHook(lambda *_: None)], introduce=changed)
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("name", OUT_OF_REACH)
 def test_unreachable_state_is_a_notice_with_observers(name: str) -> None:
+    """A run with observers only reports an object with inaccessible state, and trains."""
     sentence, put = OUT_OF_REACH[name]
     with pytest.warns(RunNotice, match=sentence):
         train(Case(), [SpyHook()], steps=2, introduce=lambda task, state: put(state))
@@ -101,6 +104,7 @@ class Holding(Small):
         self.rows = Rows().rows
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("make", [Rows, lambda: DataLoader(Rows()), Holding])
 def test_data_reached_by_closures_are_not_copied(make: Callable[[], Any]) -> None:
     """A dataset that a forward hook of the model refers to is not audited either."""
@@ -170,6 +174,7 @@ COMMON = {
 }
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("name", COMMON)
 def test_common_models_and_schedulers_are_fully_restored(name: str, tmp_path: Path) -> None:
     """They pass a snapshot, an audit and a checkpoint."""

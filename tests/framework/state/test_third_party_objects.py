@@ -134,6 +134,7 @@ def place(request: Any) -> Place:
     return PLACES[request.param]
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 def test_intervention_changes_are_digested_and_reverted(place: Place) -> None:
     """The digest detects repeated changes at each unusual place, and a snapshot reverts them."""
     state = made(place)
@@ -146,6 +147,7 @@ def test_intervention_changes_are_digested_and_reverted(place: Place) -> None:
         assert differing(original, state.digest()) == []
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 def test_observer_changes_are_caught(place: Place) -> None:
     """The tripwire and the audit detect changes at each unusual place."""
     state = made(place)
@@ -160,7 +162,9 @@ def test_observer_changes_are_caught(place: Place) -> None:
         audit.check("The caller")
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 def test_checkpoints_restore_the_changed_place(place: Place, tmp_path: Path) -> None:
+    """Checkpoints restore arrays, generators, slots, and the contents of hooks and schedulers."""
     state = made(place)
     place.change(state)
     if place is PLACES["optimizer state"]:
@@ -191,6 +195,7 @@ def train_and_undo(run_ctx: Any, model_ctx: Any) -> None:
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("audit", [False, True])
 def test_odd_optimizer_run_keeps_its_bytes(audit: bool) -> None:
     """An unusual optimizer and scheduler have the same states with and without interventions."""

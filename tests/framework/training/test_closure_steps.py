@@ -98,6 +98,7 @@ def by_hand(case: Case, pieces: int) -> dict[str, Tensor]:
     return task.model.state_dict()
 
 
+@pytest.mark.guarantee("every-training-mode")
 @matrix("optimizer, loop, model, pieces", CLOSURES, LOOPS, MODELS, [1, 2])
 def test_closure_steps_match_torch_with_hooks(optimizer, loop, model, pieces):
     """The optimizer evaluates the loss several times; hooks measure and train in between."""
@@ -109,6 +110,7 @@ def test_closure_steps_match_torch_with_hooks(optimizer, loop, model, pieces):
         assert torch.equal(value, bare.task.model.state_dict()[name]), name
 
 
+@pytest.mark.guarantee("every-training-mode")
 def test_hooks_see_first_and_last_closure_gradients():
     """POST_BACKWARD and PRE_UPDATE see the first evaluation, POST_STEP sees the last gradients."""
     losses, calls = [], []
@@ -156,6 +158,7 @@ class OneSave(NoPauses):
             save_checkpoint(self.path, state, {}, state.streams.save())
 
 
+@pytest.mark.guarantee("every-training-mode")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("optimizer", ["lbfgs", "adamw_fused"])
 def test_closure_run_resumes_with_plateau_scheduler(optimizer, loop, tmp_path):
@@ -207,6 +210,7 @@ def with_plateau(task, state):
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("every-training-mode")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_metric_scheduler_steps_after_every_evaluation(loop, interval):

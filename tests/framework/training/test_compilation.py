@@ -94,6 +94,7 @@ class HalvingTap(ReadOnlyHook):
         return [GradientTap("blocks.1", "output", lambda gradient: gradient / 2, replaces=True)]
 
 
+@pytest.mark.guarantee("every-training-mode")
 @pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_hooks_leave_compiled_run_unchanged(case: Case) -> None:
@@ -155,6 +156,7 @@ class Compiled(Small):
         return Residual()
 
 
+@pytest.mark.guarantee("every-training-mode")
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -236,8 +236,10 @@ def test_float32_finite_differences_are_accurate(name):
     assert cosine(found, exact) > 0.9999
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
 def test_products_leave_training_state_unchanged(method):
+    """Hessian-vector products change no byte of the training state."""
     for name in KINDS:
         ctx = probe(name, torch.float32)
         before = ctx._state.digest()

@@ -353,11 +353,13 @@ def ranks(tmp_path_factory):
     return on_ranks(three_rank_results, tmp_path_factory.mktemp("ranks"), 3)
 
 
+@pytest.mark.guarantee("ranks-agree")
 def test_hooks_leave_every_rank_unchanged(ranks):
     """Under fully_shard, every rank ends with the bytes of the run without hooks."""
     assert [result["changing_hook_sets"] for result in ranks] == [[]] * 3
 
 
+@pytest.mark.guarantee("ranks-agree")
 def test_snapshots_copy_only_the_local_shard(ranks):
     """A snapshot takes one copy of the shard, and snapshot and digest use no collective operation."""
     for copy, shard, collectives in [result["copied"] for result in ranks]:
@@ -371,6 +373,7 @@ def test_gathered_weights_block_interventions(ranks):
         assert "Call model.reshard() after such a pass" in result["gathered"]
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.parametrize("mutation", CAUGHT, ids=lambda mutation: mutation.__name__)
 def test_observer_changes_to_shards_are_caught(ranks, mutation):
     """The error names the hook, the point, the step and the changed part."""
@@ -386,22 +389,27 @@ def four_ranks(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.guarantee("ranks-agree")
 def test_hooks_leave_two_dimensional_meshes_unchanged(four_ranks):
+    """Hooks leave every rank unchanged under HSDP, and under FSDP2 with tensor parallelism."""
     assert [result["equal"] for result in four_ranks] == [[True, True]] * 4
 
 
 @pytest.mark.slow
+@pytest.mark.guarantee("ranks-agree")
 def test_all_ranks_skip_overflowing_steps(four_ranks):
     """A gradient overflow in the shard of one rank skips the step on every rank."""
     assert [result["skips"] for result in four_ranks] == [[[False, True, True]] * 3] * 4
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.slow
 def test_fsdp_variants_match_run_without_hooks(tmp_path):
     """Mixed precision, accumulation, resharding policies and CPU offload are covered on three ranks."""
     assert on_ranks(partial(changing_variants, ["fsdp"]), tmp_path, 3) == [{}] * 3
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hsdp", "fsdp x tp"])
 def test_mesh_variants_match_run_without_hooks(tmp_path, kind):

@@ -49,6 +49,7 @@ def gradients(ctx: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("every-training-mode")
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hooks_preserve_mixed_precision_run(case: Case, amp: str) -> None:
@@ -70,8 +71,10 @@ def test_hooks_preserve_mixed_precision_run(case: Case, amp: str) -> None:
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("every-training-mode")
 @pytest.mark.parametrize("points", [(POST_BACKWARD,), (HookPoint.PRE_UPDATE,), (HookPoint.POST_STEP,)])
 def test_hooks_see_unscaled_gradients(points: tuple[HookPoint]) -> None:
+    """Hooks in mixed precision receive unscaled gradients."""
     case, plain, scaled = Case("tied", "sgd_momentum"), [], []
     train(case, [recorder(plain, gradients, *points)], steps=1)
     train_mixed("fp16", case, [recorder(scaled, gradients, *points)], steps=1)

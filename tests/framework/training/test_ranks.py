@@ -239,6 +239,7 @@ def ranks(request, tmp_path_factory):
     return on_ranks(request.param, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_error_on_one_rank_ends_all_ranks(ranks):
     """All ranks stop at the same step, and the others name the rank where the error occurred."""
@@ -252,6 +253,7 @@ def test_error_on_one_rank_ends_all_ranks(ranks):
         assert step == (2 if "SNAPSHOT" in name else 0 if name in ("unsuited", "start") else 1)
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_ranks_agree_on_steps_and_commits(ranks):
     """If one rank fails, no other rank keeps the step or the commit."""
@@ -262,6 +264,7 @@ def test_ranks_agree_on_steps_and_commits(ranks):
                 assert result[name][2] == result["observer at PRE_STEP"][2], name
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_skipped_hook_is_skipped_on_all_ranks(ranks):
     """The result on each rank is that of the run without the hook."""
@@ -277,11 +280,14 @@ def test_full_disk_on_one_rank_disables_its_sink(ranks):
     assert [result["full disk"] == result["bare"] for result in ranks] == [True] * RANKS
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_stop_on_one_rank_stops_all(ranks):
+    """If one rank wants to stop, all ranks stop after the same step."""
     assert [result["stopped"][:2] for result in ranks] == [("", 2)] * RANKS
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_ranks_started_differently_are_refused(ranks):
     """Differing hooks, options and lengths are each named with the values of the ranks."""
@@ -326,6 +332,7 @@ def sleep(ctx: Any) -> dict[str, float]:
     return {}
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -104,10 +104,13 @@ def ranks(tmp_path_factory):
     return on_ranks(preserved_with_default_options, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.guarantee("ranks-agree")
 def test_hooks_preserve_weights_on_every_rank(ranks):
+    """Hooks leave the weights of every rank unchanged under DistributedDataParallel."""
     assert ranks == [[True, True]] * RANKS
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.slow
 def test_hooks_preserve_weights_with_any_reducer_option(tmp_path):
     """The options of DDP cover bucket views, small buckets and unused parameters."""

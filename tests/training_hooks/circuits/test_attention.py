@@ -339,6 +339,7 @@ def test_sampling_errors_match_brute_force():
     assert not [name for name in alone if "error" in name]
 
 
+@pytest.mark.guarantee("hooks-are-independent")
 def test_data_order_does_not_change_metrics():
     """Three orders of the same samples give equal numbers at the same weights."""
     context = epoch_end(Stub(Fused()).eval(), hook_point=HookPoint.SNAPSHOT)

@@ -66,8 +66,10 @@ def adagc(table: list[list[float]], rule: AdaGC = ADAGC) -> list[list[float]]:
     return kept
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("seed", range(5))
 def test_zclip_matches_the_paper_at_every_step(seed):
+    """The hook zclip follows the rules of its paper at every step."""
     series = norms(seed)
     kept, _ = zclip(series)
     assert kept == pytest.approx(zclip_by_hand(series), rel=1e-12)

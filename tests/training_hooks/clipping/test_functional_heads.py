@@ -126,6 +126,7 @@ def first_batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("head", ["module", "module unused", "functional", "matmul"])
 def test_every_tied_head_kind_is_measured_exactly(head: str, micro: int) -> None:
@@ -146,6 +147,7 @@ def test_untied_head_is_found_next_to_decoy() -> None:
     assert "embedding_provenance uses embedding 'wte' and output projection 'lm_head', untied (two matrices)." in said
 
 
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
 def test_functional_head_run_matches_bare_run(hook: type[Any]) -> None:
     """The weights have the same bytes while nothing is clipped, in float64 and under bfloat16 autocast."""

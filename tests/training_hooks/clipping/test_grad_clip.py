@@ -82,6 +82,7 @@ def typical(case: Case, rule: str) -> float:
     return sorted(seen)[len(seen) // 2]
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @matrix("model, optimizer, rule", MODELS, OPTIMIZERS, BY_TORCH)
 def test_clipping_matches_torch_functions(model, optimizer, rule):
     """A run with the hook equals a hand-written loop with the clip function of torch, bit for bit."""

@@ -186,6 +186,7 @@ def test_zero_learning_rates_grow_too():
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("interventions-are-undone")
 @every_pair
 def test_probe_leaves_no_trace(case):
     """The run has the same bytes in every loop and with every optimizer."""

@@ -294,6 +294,7 @@ def test_single_batch_data_is_reported():
         measured(still_task(ORDERS["random"], 40), Sharpness(critical_passes=0))
 
 
+@pytest.mark.guarantee("hooks-are-independent")
 def test_metrics_do_not_depend_on_order():
     """At equal weights, three orders of the same rows agree in all metrics that are not preconditioned."""
     found = [measured(still_task(order), Sharpness(critical_passes=0))[0] for order in ORDERS.values()]

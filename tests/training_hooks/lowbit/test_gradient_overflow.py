@@ -108,6 +108,7 @@ def test_worst_layers_have_largest_rates():
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp4_metis"])
 def test_counting_with_stochastic_rounding_matches_bare_run(recipe):
     """The final states have the same bytes."""
@@ -281,6 +282,7 @@ def test_hook_works_across_quantized_and_plain_strategies():
 
 
 @pytest.mark.some_rows(2)
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("rule", ["current", "nvfp4", "mx_even", "block"])
 def test_output_gradient_casts_match_brute_force(rule):
     """Scales follow the summed dimension of each product; counts, exponents, errors and cosines agree."""
@@ -328,6 +330,7 @@ def test_forward_product_error_matches_low_bit_layer():
     assert cosine == pytest.approx(float(torch.cosine_similarity(narrow.flatten(), exact.flatten(), 0)), rel=1e-5)
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("rule", ["tensor", "current", "block", "nvfp4", "mx_floor"])
 def test_sampled_rows_cast_like_whole_matrix(rule):
     """The sample keeps the row with the largest element, and the cast of the sample equals that of the same rows."""

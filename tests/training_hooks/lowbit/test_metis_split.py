@@ -359,6 +359,7 @@ def test_warmup_longer_than_run_causes_warning():
         hook.start(run_info(task, HookManager([hook], task, state, loop="step"), "step"))
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.filterwarnings("ignore:gradient_overflow")
 def test_overflow_ledger_continues_after_split(tmp_path):
     """A run resumed from a checkpoint after a split has the same tables and sums_of_counts."""

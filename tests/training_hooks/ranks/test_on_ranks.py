@@ -301,6 +301,7 @@ def check_reductions(kind, count, of_ranks):
     assert [result["reductions"] for result in of_ranks(kind, count)] == [dimensions] * count
 
 
+@pytest.mark.guarantee("ranks-agree")
 @pytest.mark.parametrize(("kinds", "count"), SIZES)
 def test_metrics_on_ranks_match_one_process(kinds, count, of_ranks):
     """All checks are one test, because every worker that takes a test starts its own group of processes."""

@@ -61,6 +61,7 @@ PUBLISHED = ("metis_tensor", "metis_block")
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("rule", [rule for rule in RuleRegistry.names() if rule not in PUBLISHED])
 @pytest.mark.parametrize("name", FormatRegistry.names())
 def test_unpublished_rules_are_scale_invariant(name, rule):

@@ -90,9 +90,11 @@ def check_counts(counts: Counts, expected: dict[str, float]) -> None:
         )
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @every_cast
 @every_input
 def test_numbers_and_counts_match_brute_force(cast, values):
+    """Rounded values and counts of every format and rule equal those of a plain loop in float64."""
     check_cast(cast, values)
 
 

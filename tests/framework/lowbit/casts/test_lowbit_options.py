@@ -40,8 +40,10 @@ def by_numpy(values: Tensor) -> Tensor:
 
 
 @pytest.mark.some_rows(3)
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @every_option
 def test_cast_options_match_brute_force(cast):
+    """Blocks of rows, whole rows, scales in E8M0, margins and histories equal a plain loop in float64."""
     for values in INPUTS.values():
         check_cast(cast, values)
     for shape in [(), (0,), (3, 0), (0, 3), (1,), (40,), (3, 2, 19, 21), (130, 1)]:
@@ -50,9 +52,11 @@ def test_cast_options_match_brute_force(cast):
         check_cast(cast, INPUTS["heavy-tailed"].to(dtype))
 
 
+@pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("amax", ["max", "most_recent"])
 @pytest.mark.parametrize("history", [1, 2, 5])
 def test_delayed_scales_follow_length_rule_and_margin(amax, history):
+    """Delayed scales follow the length, rule and margin of their history."""
     for earlier in ([4.0, 1.25, 0.5], [4.0, 1.25, 0.0], [0.0, 0.0, 0.0]):
         cast = Cast("e4m3", "delayed", history=history, amax=amax, margin=2)
         check_cast(cast, INPUTS["gaussian"], torch.tensor(earlier))
