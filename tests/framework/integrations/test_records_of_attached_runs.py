@@ -109,7 +109,7 @@ def test_record_knows_commit_and_uncommitted_changes(tmp_path):
     assert provenance["script"] == str(script)
 
 
-def test_show_names_the_end_and_the_hooks_that_ran(tmp_path, capsys):
+def test_show_names_end_and_active_hooks(tmp_path, capsys):
     """A custom loop has no limit at which it stops, and a hook that was left out did not run."""
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -164,7 +164,7 @@ def test_negative_interval_is_refused():
         Consecutive(interval=-1)
 
 
-def test_unknown_length_of_a_pass_is_refused_with_the_remedy(tmp_path, monkeypatch):
+def test_unknown_length_of_a_pass_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
