@@ -123,8 +123,8 @@ def test_show_names_end_and_active_hooks(tmp_path, capsys):
             optimizer.step()
             optimizer.zero_grad()
     assert main(["show", str(folder)]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert ": ended after 1 epoch, 3 steps" in first
-    active, _, left_out = " ".join(lines).partition("  left out ")
+    shown = " ".join(capsys.readouterr().out.split())  # the width of the terminal decides about the lines
+    active, _, left_out = shown.partition(" left out ")
+    assert ": ended after 1 epoch, 3 steps" in active
     assert "hessian" not in active
-    assert "hessian" in left_out.partition("  metrics ")[0]
+    assert "hessian" in left_out.partition(" metrics ")[0]
