@@ -14,7 +14,7 @@ from torch import Tensor
 from ..durable_files import plain_json
 from ..engine import HookManager
 from ..errors import LoopscopeError
-from ..hooks import ConfiguredHook, MetricSink, RunInfo
+from ..hooks import ConfiguredHook, MetricSink, RunInfo, TrainingHook
 from ..loops import NoProgress, Progress
 from ..state import TrainingState
 from ..training import TrainingTask
@@ -28,7 +28,7 @@ from .summaries import build_summary
 class Display:
     """The display of a run; this one shows nothing."""
 
-    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[Any]) -> Progress:
+    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
         """Announce a run and return the display of its progress."""
         return NoProgress()
 
@@ -74,6 +74,7 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     """The summary, once the run has ended."""
     training_started_at: float | None = None
+    """The moment before the first step; without ``training_ended_at`` the training lasts until the summary."""
     training_ended_at: float | None = None
     _contexts: ExitStack = field(default_factory=ExitStack)
     """Holds the lock of the folder."""
