@@ -265,9 +265,11 @@ class ModelContext(ModelDataContext):
             self._must_mutate("run_training_epoch(step=True)")
         # A forward pass in train mode updates batch-norm statistics; without steps, these updates are undone.
         buffers, extras = (
-            (nullcontext(), nullcontext()) if step else (borrowed_buffers(self.model), borrowed_extras(self._state))
+            (nullcontext(), nullcontext())
+            if step
+            else (borrowed_buffers(self._state.modules), borrowed_extras(self._state))
         )
-        with borrowed_gradients(self.model), borrowed_scaler(self._task), extras, buffers, torch.enable_grad():
+        with borrowed_gradients(self._state.modules), borrowed_scaler(self._task), extras, buffers, torch.enable_grad():
             return self._train(loader, step=step)
 
     @override
@@ -284,7 +286,7 @@ class ModelContext(ModelDataContext):
         groups = self._task.optimizer.param_groups
         self._open.profiler.count_samples("forward_backward", step_batch)
         rates = borrowed_learning_rates(groups, learning_rates)
-        with borrowed_gradients(self.model), borrowed_scaler(self._task), rates, torch.enable_grad():
+        with borrowed_gradients(self._state.modules), borrowed_scaler(self._task), rates, torch.enable_grad():
             with passes:
                 loss = forward_backward(self._task, step_batch)
             steps_scheduler = self._open.steps_scheduler and learning_rates is None

@@ -1,7 +1,7 @@
 """Context managers that change buffers, modes, gradients or weights temporarily and always restore them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from itertools import chain
 from operator import is_not
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import grad_mode
 
 from ..errors import LoopscopeError, unknown
-from ..state import EXTRAS, TrainingState, nested, reachable_from_modules
+from ..state import EXTRAS, ModuleOrGroup, TrainingState, nested, reachable_from_modules
 from ..tensors import TensorIdentities, fully_sharded_modules, is_uninitialised, resharded_afterwards
 from .guardian import copy_each
 
@@ -20,13 +20,13 @@ _NOTHING = nn.Module()
 
 
 @contextmanager
-def borrowed_buffers(model: nn.Module) -> Iterator[None]:
+def borrowed_buffers(owner: ModuleOrGroup) -> Iterator[None]:
     """Replace the buffers by clones for the body, and restore the untouched originals afterwards.
 
     Other contents of modules and their hooks are restored as well: attributes, the contents of containers and objects
     on them, the bytes of their tensors, modules that are not registered as children, arrays, generators.
     """
-    modules = list(model.modules())
+    modules = list(owner.modules())
     tables = [table for module in modules for table in (vars(module), module._buffers)]
     contents = [table.copy() for table in tables]
     clones: dict[int, torch.Tensor] = {}
@@ -88,10 +88,10 @@ def _borrowed_renormed(modules: list[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
+def borrowed_modes(owner: ModuleOrGroup, *, train: bool | None) -> Iterator[None]:
     """Set every module to train or eval mode for the body, and restore the modes (``None``: only restore)."""
     # Attributes are set directly, since a model may override train() to keep parts of it in eval mode.
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in owner.modules()]
     try:
         if train is not None:
             for module, _ in modes:
@@ -104,9 +104,9 @@ def borrowed_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_gradients(model: nn.Module, others: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Run the body without gradients on the model and ``others``, and restore the gradients afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in chain(model.parameters(), others)]
+def borrowed_gradients(owner: ModuleOrGroup, others: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Run the body without gradients on the parameters of ``owner`` and ``others``, and restore them afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in chain(owner.parameters(), others)]
     try:
         for parameter, _ in gradients:
             parameter.grad = None
@@ -165,9 +165,18 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
 
 
 @contextmanager
-def borrowed_for_evaluation(model: nn.Module) -> Iterator[None]:
-    """Set the model to eval mode for the body; restore modes, buffers, attributes and shards."""
-    with resharded_afterwards(model), borrowed_buffers(model), borrowed_modes(model, train=False):
+def borrowed_for_evaluation(model: nn.Module, restored: ModuleOrGroup | None = None) -> Iterator[None]:
+    """Set the model to eval mode for the body; restore modes, buffers, attributes and shards of it or of ``restored``.
+
+    ``restored`` is a group of modules with the model among them.
+    """
+    owner = restored or model
+    with ExitStack() as stack:
+        stack.enter_context(resharded_afterwards(owner))
+        stack.enter_context(borrowed_buffers(owner))
+        if owner is not model:
+            stack.enter_context(borrowed_modes(owner, train=None))
+        stack.enter_context(borrowed_modes(model, train=False))
         yield
 
 

@@ -1,7 +1,7 @@
 """The gate for all user code: derived random streams, checks of read-only calls, rollback of interventions."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -70,6 +70,11 @@ class Isolation:
     def run_streams(self) -> StreamState:
         """The state of the run's random generators: at the start of the current visit, or now outside of one."""
         return self._saved_streams or self.streams.save()
+
+    def include(self, modules: Mapping[str, nn.Module]) -> None:
+        """Protect other modules too, between two visits."""
+        self._state.include(modules)
+        self._tripwire = Tripwire(self._state)
 
     def start_visit(self) -> None:
         """Save the run's random streams and take the baseline of every check."""
@@ -193,7 +198,7 @@ class Isolation:
         """Tripwire and audit for calls during a pass, separate from those of a visit, which may contain the pass."""
         state = self._state
         # Autograd has one thread per device: with several devices, gradients can arrive while a function runs.
-        has_several_devices = len({parameter.device for parameter in state.model.parameters()}) > 1
+        has_several_devices = len({parameter.device for parameter in state.modules.parameters()}) > 1
         parts = [part for part in state.parts if part.name != "gradients"] if has_several_devices else ()
         return Tripwire(state, parts), Audit(state, parts, enabled=self._audit.enabled)
 

@@ -173,7 +173,7 @@ class LightStateCopy:
     """Copies of parameters, buffers and random streams: the state that forward and backward passes change."""
 
     def __init__(self, state: TrainingState) -> None:
-        self._tensors = [*state.model.parameters(), *state.model.buffers()]
+        self._tensors = [*state.modules.parameters(), *state.modules.buffers()]
         self._copies = [tensor.detach().clone() for tensor in local_shards(self._tensors)]
         self._streams = state.streams.save()
 

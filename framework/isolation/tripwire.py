@@ -104,7 +104,8 @@ class Tripwire:
         on the host.
         """
         if not self._bytes:
-            tensors = (*self.watch.parameters, *self._state.model.buffers(), *self._sweep()[1])
+            modules = self._state.modules
+            tensors = (*modules.parameters(), *modules.buffers(), *self._sweep()[1])
             readable = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
             self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in readable}
             self._settings = self._state.flags.read_slow()
@@ -339,7 +340,7 @@ class Audit:
         if self.enabled:
             self._digests = self._state.digest(self._parts)
             has_gradients = any(part.name == "gradients" for part in self._parts or self._state.parts)
-            parameters = self._state.model.parameters() if has_gradients else ()
+            parameters = self._state.modules.parameters() if has_gradients else ()
             self._gradients = {parameter: parameter.grad for parameter in parameters}
             self._objects = Objects((*self._state.roots(self._parts), self._gradients), persistent=False)
 

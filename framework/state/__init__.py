@@ -4,6 +4,7 @@ from .digest import described
 from .digest import digest as digest_of
 from .flags import MODE_COUNTERS, deterministic, entered_modes, explain_nondeterminism, leave_modes, settings
 from .model_parts import InternalFunction, InternalHook
+from .module_group import ModuleOrGroup
 from .objects import ATOMS, Transient
 from .parameter_groups import split_groups
 from .parts import LoopState, Part, Watched, copy_of_batch, nested, tensors_of, visited
@@ -13,9 +14,9 @@ from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of, reachable_from_modules
 
 __all__ = [
-    "ATOMS", "EXTRAS", "MODE_COUNTERS", "InternalFunction", "InternalHook", "LoopState", "Part", "RandomStreams",
-    "StreamState", "Structure", "TrainingState", "Transient", "Watched", "copy_of_batch", "described", "deterministic",
-    "differing", "digest_of", "entered_modes", "explain_nondeterminism", "leave_modes", "nested", "optimizers_of",
-    "reachable_from_modules", "seed_everything", "settings", "split_groups", "tensors_of", "visited",
+    "ATOMS", "EXTRAS", "MODE_COUNTERS", "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part",
+    "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched", "copy_of_batch", "described",
+    "deterministic", "differing", "digest_of", "entered_modes", "explain_nondeterminism", "leave_modes", "nested",
+    "optimizers_of", "reachable_from_modules", "seed_everything", "settings", "split_groups", "tensors_of", "visited",
     "without_on_demand",
 ]

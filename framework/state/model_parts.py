@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..tensors import addresses
 from .attributes import MODULE_ATTRIBUTES, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
+from .module_group import ModuleOrGroup
 from .objects import Transient
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .random_streams import StreamState
@@ -48,9 +49,9 @@ class TensorPart(Part):
 
     is_stored = True
 
-    def named(self, model: nn.Module) -> Iterable[tuple[str, Any]]:
+    def named(self, modules: ModuleOrGroup) -> Iterable[tuple[str, Any]]:
         """Yield the parameters or buffers of the model with their names."""
-        return model.named_parameters()
+        return modules.named_parameters()
 
     def value(self, tensor: Any) -> Any:
         """Return the value of one parameter or buffer."""
@@ -62,21 +63,21 @@ class TensorPart(Part):
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the value of every tensor."""
-        return ((f"{self.name}/{name}", self.value(tensor)) for name, tensor in self.named(state.model))
+        return ((f"{self.name}/{name}", self.value(tensor)) for name, tensor in self.named(state.modules))
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
         """Return the values by name."""
-        return {name: self.value(tensor) for name, tensor in self.named(state.model)}
+        return {name: self.value(tensor) for name, tensor in self.named(state.modules)}
 
     @torch.no_grad()
     def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
         """Set every value in place."""
-        for name, tensor in self.named(state.model):
+        for name, tensor in self.named(state.modules):
             self.set_value(tensor, stored[name])
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
         """Compare names, shapes and dtypes."""
-        present = dict(self.named(state.model))
+        present = dict(self.named(state.modules))
         misfits = [name for name, value in stored.items() if name in present and not _fits(value, present[name])]
         return _describe_misfits(self.name, sorted(present.keys() ^ stored.keys()) or sorted(misfits))
 
@@ -95,8 +96,8 @@ class Parameters(TensorPart):
     name = "parameters"
 
     def persistent(self, state: StateObjects) -> Iterable[Any]:
-        """Return the model."""
-        return (state.model,)
+        """Return the model and the other modules."""
+        return (state.model, *state.also.values())
 
 
 class Buffers(TensorPart):
@@ -104,9 +105,9 @@ class Buffers(TensorPart):
 
     name = "buffers"
 
-    def named(self, model: nn.Module) -> Iterable[tuple[str, Any]]:
+    def named(self, modules: ModuleOrGroup) -> Iterable[tuple[str, Any]]:
         """Yield the buffers."""
-        return model.named_buffers()
+        return modules.named_buffers()
 
 
 class RequiresGrad(TensorPart):
@@ -124,7 +125,7 @@ class RequiresGrad(TensorPart):
 
     def watch(self, state: StateObjects) -> Watched:
         """Compare the flags of all parameters."""
-        parameters = [*state.model.parameters()]
+        parameters = [*state.modules.parameters()]
 
         def restore(previous: tuple[bool, ...]) -> None:
             for parameter, required in zip(parameters, previous, strict=True):
@@ -166,7 +167,7 @@ class Gradients(TensorPart):
 
     def watch(self, state: StateObjects) -> Watched:
         """Compare the gradients of all parameters."""
-        parameters: list[Tensor] = [*state.model.parameters()]
+        parameters: list[Tensor] = [*state.modules.parameters()]
         return Watched(
             read_tensors=partial(map, _grad, parameters),
             label="a gradient was replaced",
@@ -235,7 +236,7 @@ class GradientHooks(Part):
 
     def watch(self, state: StateObjects) -> Watched:
         """Count the hooks of both kinds on every parameter."""
-        parameters = [*state.model.parameters()]
+        parameters = [*state.modules.parameters()]
 
         def tables() -> Iterator[dict[int, Any] | None]:
             yield from map(_hooks_on_gradient, parameters)
@@ -246,9 +247,9 @@ class GradientHooks(Part):
 
 def _separately_stored(state: StateObjects) -> dict[str, Any]:
     """Return, by name, objects that attributes may refer to and other parts store, such as modules and parameters."""
-    objects: dict[str, Any] = {f"modules/{name}": module for name, module in state.model.named_modules()}
-    objects |= {f"parameters/{name}": parameter for name, parameter in state.model.named_parameters()}
-    objects |= {f"buffers/{name}": buffer for name, buffer in state.model.named_buffers()}
+    objects: dict[str, Any] = {f"modules/{name}": module for name, module in state.modules.named_modules()}
+    objects |= {f"parameters/{name}": parameter for name, parameter in state.modules.named_parameters()}
+    objects |= {f"buffers/{name}": buffer for name, buffer in state.modules.named_buffers()}
     objects |= {f"generators/{index}": generator for index, generator in enumerate(state.streams.owned)}
     return objects | {"optimizer": state.optimizer, "scheduler": state.scheduler}
 
@@ -273,7 +274,7 @@ def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
     forms = plain_forms(state)
     return {
         f"{name}.{key}": forms.form_of(value)
-        for name, module in state.model.named_modules()
+        for name, module in state.modules.named_modules()
         for key, value in module_attributes(module).items()
     }
 
@@ -293,14 +294,14 @@ class Modules(Part):
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the class and the tables of every module, then its other attributes in plain form."""
-        for name, module in state.model.named_modules():
+        for name, module in state.modules.named_modules():
             yield f"modules/{name}", (type(module), *(tuple(vars(module)[table]) for table in TABLES))
         for name, form in attribute_forms(state).items():
             yield from nested(f"modules/{name}", form)
 
     def watch(self, state: StateObjects) -> Watched:
         """Compare tables, classes and attributes of all modules."""
-        modules = [*state.model.modules()]
+        modules = [*state.modules.modules()]
         # Without the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time.
         spaces = [vars(module) for module in modules]
         attributes = [
@@ -333,22 +334,22 @@ class Modules(Part):
 
     def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
         """Set the attributes of every module from their plain forms."""
-        tables: dict[str, dict[str, Any]] = {name: {} for name, _ in state.model.named_modules()}
+        tables: dict[str, dict[str, Any]] = {name: {} for name, _ in state.modules.named_modules()}
         for name, form in stored.items():
-            module, _, key = name.rpartition(".")
-            tables[module][key] = form
+            module_name, _, key = name.rpartition(".")
+            tables[module_name][key] = form
         forms = from_plain_forms(state)
-        for name, module in state.model.named_modules():
+        for name, module in state.modules.named_modules():
             forms.restore_attributes(vars(module), tables[name], [*module_attributes(module)])
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
         """Compare the names of the modules, and the kinds of the attributes that every module has."""
-        names = {name for name, _ in state.model.named_modules()}
+        names = {name for name, _ in state.modules.named_modules()}
         differing_names = names ^ {name.rpartition(".")[0] for name in stored}
         forms = plain_forms(state).forms_of(module_attributes(nn.Module()))
         missing = [
             f"{name}.{key}"
-            for name, module in state.model.named_modules()
+            for name, module in state.modules.named_modules()
             for key, form in forms.items()
             if key in vars(module) and not _same_kind(stored.get(f"{name}.{key}"), form)
         ]
@@ -357,14 +358,14 @@ class Modules(Part):
 
 def hook_tables(state: StateObjects) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     """Yield the tables of hooks on parameters and modules with their names."""
-    for name, parameter in state.model.named_parameters():
+    for name, parameter in state.modules.named_parameters():
         yield f"gradient hooks/{name}", _hooks_on_gradient(parameter) or {}
         yield f"gradient hooks/{name}/after", _hooks_after_gradient(parameter) or {}
     yield from _module_hook_tables(state)
 
 
 def _module_hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
-    for name, module in state.model.named_modules():
+    for name, module in state.modules.named_modules():
         for key, value in vars(module).items():
             if is_hook_table(key, value):
                 yield f"module hooks/{name}.{key}", value

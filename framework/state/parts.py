@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .flags import GlobalFlags
+from .module_group import ModuleGroup, ModuleOrGroup
 from .objects import attributes_of
 from .random_streams import RandomStreams, StreamState
 from .sharding import FullSharding
@@ -149,7 +150,14 @@ class StateObjects:
     scaler: torch.amp.GradScaler | None = None
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     flags: GlobalFlags = field(default_factory=GlobalFlags)
+    also: dict[str, nn.Module] = field(default_factory=dict)
+    """Other modules that the loss or hooks can reach, by the prefix of their names."""
     sharding: FullSharding = field(init=False)
+
+    @property
+    def modules(self) -> ModuleOrGroup:
+        """The model, together with the other modules if there are any."""
+        return ModuleGroup(self.model, self.also) if self.also else self.model
 
 
 class Watched(NamedTuple):

@@ -3,11 +3,12 @@
 from enum import Enum
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import LoopscopeError
 from ..tensors import fully_sharded_modules
 from .attributes import refill
+from .module_group import ModuleOrGroup
 
 _PLAIN = (bool, int, float, str, Enum, type(None))
 _UNDER_WAY = frozenset({"_modules_to_run_forward", "_post_forward_indices", "post_forward_order"})
@@ -36,7 +37,7 @@ class FullSharding:
     the installed version of torch has are read.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: ModuleOrGroup) -> None:
         """Run FSDP2's lazy initialisation now instead of at the first forward pass, so that no rollback undoes it."""
         states = [module._get_fsdp_state() for module in fully_sharded_modules(model)]
         for state in states:

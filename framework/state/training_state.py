@@ -13,7 +13,7 @@ from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -256,7 +256,7 @@ class OtherTensors(Part):
 
     def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Tensor]:
         """Return the parameters that only the optimizer has."""
-        model_ids = {*map(id, state.model.parameters())}
+        model_ids = {*map(id, state.modules.parameters())}
         parameters = [
             item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in model_ids
         ]
@@ -277,7 +277,7 @@ class OtherTensors(Part):
 
 def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:
     """Yield the objects from which the guardian walks the state."""
-    owners: list[Tensor] = [*state.model.parameters()]
+    owners: list[Tensor] = [*state.modules.parameters()]
     for part in parts:
         yield from part.persistent(state)
         if part.has_temporary:
@@ -309,16 +309,27 @@ class TrainingState(StateObjects):
     parts: Sequence[Part] = PARTS
 
     def __post_init__(self) -> None:
-        """Add random generators of modules, such as for stochastic rounding, to the run's generators."""
+        """Read the modules; of a DistributedDataParallel model those of the inner one."""
         # The inner module: DDP's reducer keeps state in C++, which no rollback restores.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module
-        refuse_unprotected({parameter.device for parameter in self.model.parameters()})
-        self.sharding = FullSharding(self.model)
-        attributes = [value for module in self.model.modules() for value in extra_attributes(module)]
-        natives = Structure(attributes, excluded={*map(id, self.model.parameters())}).natives
+        self._read_modules()
+
+    def _read_modules(self) -> None:
+        """Add the random generators of modules, such as for stochastic rounding, to the run's generators."""
+        modules = self.modules
+        refuse_unprotected({parameter.device for parameter in modules.parameters()})
+        self.sharding = FullSharding(modules)
+        attributes = [value for module in modules.modules() for value in extra_attributes(module)]
+        natives = Structure(attributes, excluded={*map(id, modules.parameters())}).natives
         # dict.fromkeys removes duplicates in order, since modules may share a generator.
-        self.streams.owned += tuple(dict.fromkeys([item for item in natives if isinstance(item, torch.Generator)]))
+        generators = [item for item in natives if isinstance(item, torch.Generator) and item not in self.streams.owned]
+        self.streams.owned += tuple(dict.fromkeys(generators))
+
+    def include(self, modules: Mapping[str, nn.Module]) -> None:
+        """Add other modules to the state, whose names in it start with the given keys."""
+        self.also |= modules
+        self._read_modules()
 
     def roots(self, parts: Sequence[Part] = ()) -> tuple[Any, ...]:
         """Return the objects from which the guardian walks all parts of the state, or some."""
@@ -339,7 +350,7 @@ class TrainingState(StateObjects):
     def names(self) -> dict[int, str]:
         """Return the names of tensors, modules and their containers, by the object's id."""
         names = {id(tensor): name for name, tensor in self.tensors().items()}
-        for name, module in self.model.named_modules():
+        for name, module in self.modules.named_modules():
             names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             names |= {id(item): f"modules/{name}.{key}" for key, item in vars(module).items() if isinstance(item, dict)}
         for optimizer in optimizers_of(self):

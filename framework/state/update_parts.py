@@ -43,7 +43,7 @@ def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
 
 def _names_of(state: StateObjects) -> list[str]:
     """Return the names of the optimizer's parameters, in the order in which its state dict numbers them."""
-    names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in state.modules.named_parameters()}
     parameters = [item for group in state.optimizer.param_groups for item in group["params"]]
     return [names.get(id(item), f"of the optimizer alone {index}") for index, item in enumerate(parameters)]
 
@@ -66,7 +66,7 @@ def optimizers_of(state: StateObjects) -> list[Optimizer]:
     """Return the optimizer, if it is a torch optimizer, and the optimizers that it wraps."""
     wrapped = Structure(
         [*_optimizer_attributes(state.optimizer).values()],
-        excluded={*map(id, state.model.modules()), id(state.optimizer)},
+        excluded={*map(id, state.modules.modules()), id(state.optimizer)},
     )
     return [state.optimizer] * is_torch_optimizer(state.optimizer) + wrapped.of_kind(Optimizer)
 
@@ -134,7 +134,7 @@ def _extra_structure(state: StateObjects) -> Structure:
         others += [item for item in optimizer.state.values() if not isinstance(item, dict)]
     # A scheduler's lists of numbers are new objects after each step; the part "scheduler" compares them by value.
     others += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
-    return reachable_from_modules([*state.model.modules()], others, excluded)
+    return reachable_from_modules([*state.modules.modules()], others, excluded)
 
 
 def _is_plain_list(value: Any) -> bool:
@@ -176,7 +176,7 @@ class OptimizerPart(Part):
         """Yield the state of every parameter, then the options of every group."""
         if not is_torch_optimizer(state.optimizer):
             return
-        names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in state.modules.named_parameters()}
         forms = plain_forms(state)
         for parameter, moments in state.optimizer.state.items():
             yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", _with_forms_of_objects(moments, forms))

@@ -3,10 +3,18 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class HasModules(Protocol):
+    """A module, or a group of modules."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield all modules."""
+
 
 Groups = dict[Any, list[int]]
 """For each process group, the positions of the tensors that are sharded over its ranks."""
@@ -109,7 +117,7 @@ def over_shards(values: Tensor, groups: Groups, *, largest: bool = False) -> Ten
     return values
 
 
-def fully_sharded_modules(model: nn.Module) -> list[Any]:
+def fully_sharded_modules(model: HasModules) -> list[Any]:
     """Return the modules under FSDP2 (``fully_shard``), which gathers their parameters for forward and backward."""
     # Without this module, fully_shard cannot have been called.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -117,7 +125,7 @@ def fully_sharded_modules(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def resharded_afterwards(model: nn.Module) -> Iterator[None]:
+def resharded_afterwards(model: HasModules) -> Iterator[None]:
     """Reshard all modules after the body, since a forward pass without backward leaves parameters gathered.
 
     Otherwise ``model.parameters()`` would return the gathered copy, and the next forward pass would use it instead of

@@ -151,7 +151,7 @@ class LossProbe:
         parts = batch if isinstance(batch, MicroBatches) else [batch]
         for row in chain.from_iterable(micro_batches(part, rows(part)) for part in parts):
             with self._borrowed_state():
-                for module in self._model.modules():
+                for module in self._state.modules.modules():
                     # Private: torch has no public base class of all normalisations with running statistics.
                     if isinstance(module, _NormBase) and module.running_mean is not None:
                         module.training = False
@@ -250,17 +250,18 @@ class LossProbe:
 
     @contextmanager
     def _borrowed_state(self) -> Iterator[None]:
+        modules = self._state.modules
         with ExitStack() as stack:
             stack.enter_context(self._state.streams.preserved())
             stack.enter_context(borrowed_extras(self._state))
-            stack.enter_context(borrowed_buffers(self._model))
-            stack.enter_context(borrowed_modes(self._model, train=None))
-            groups = self._task.optimizer.param_groups  # these may contain parameters outside of the model
+            stack.enter_context(borrowed_buffers(modules))
+            stack.enter_context(borrowed_modes(modules, train=None))
+            groups = self._task.optimizer.param_groups  # these may contain parameters outside of all modules
             stack.enter_context(
-                borrowed_gradients(self._model, [parameter for group in groups for parameter in group["params"]])
+                borrowed_gradients(modules, [parameter for group in groups for parameter in group["params"]])
             )
             stack.enter_context(borrowed_scaler(self._task))
-            stack.enter_context(resharded_afterwards(self._model))
+            stack.enter_context(resharded_afterwards(modules))
             stack.enter_context(torch.enable_grad())
             yield
 
