@@ -23,6 +23,7 @@ FOLDERS = {
 }
 ORDER = (
     *(
+        "combined_optimizers",
         "preserved_streams",
         "names",
         "option_words",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from ..combined_optimizers import separate_optimizers
 from ..data import RowNumbers, rows, with_copied_batches
 from ..errors import LoopscopeError, unknown
 from ..hooks import (
@@ -151,15 +152,15 @@ class HookCalls:
 
     def _isolated_target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
         """Return the experiment's target gradient if a due hook needs it, computed in isolation."""
-        loop, model = self._state.loop, self._task.model
+        loop, modules = self._state.loop, self._state.modules
         if not self._hooks.listeners.any_due("needs_target_grad", [point], loop.epoch, loop.step):
             return None
 
         def compute() -> dict[str, Tensor] | None:
             # The experiment's code may change modes and buffers without restoring them.
-            modes, extras = borrowed_modes(model, train=None), borrowed_extras(self._state)
-            with extras, borrowed_buffers(model), modes, borrowed_gradients(model), torch.enable_grad():
-                return self._task.target_grad(model)
+            modes, extras = borrowed_modes(modules, train=None), borrowed_extras(self._state)
+            with extras, borrowed_buffers(modules), modes, borrowed_gradients(modules), torch.enable_grad():
+                return self._task.target_grad(self._task.model)
 
         try:
             return self._hooks.run_isolated("target_grad", point.name, compute)
@@ -222,7 +223,7 @@ class HookCalls:
         with (
             torch.no_grad(),
             self._state.streams.preserved(),
-            borrowed_for_evaluation(model),
+            borrowed_for_evaluation(model, self._state.modules),
             borrowed_weights(model, weights),
         ):
             # The same stream as the run's evaluation after this step, so that both draw the same numbers.
@@ -256,7 +257,9 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(state.streams.preserved())
-        stack.enter_context(borrowed_buffers(model))
+        stack.enter_context(borrowed_buffers(state.modules))
+        if state.also:
+            stack.enter_context(borrowed_modes(state.modules, train=None))
         stack.enter_context(borrowed_modes(model, train=train))
         stack.enter_context(resharded_afterwards(model))
         for name in capture:
@@ -268,8 +271,9 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
 def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
     """Copy the optimizer's parameter groups into frozen views."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = []
-    for group in optimizer.param_groups:
+    groups, optimizers = [], separate_optimizers(optimizer)
+    pairs = [(index, group) for index, item in enumerate(optimizers) for group in item.param_groups]
+    for index, group in pairs:
         options = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in group.items() if key != "params"}
         view = OptimizerGroup(
             names=tuple(names[parameter] for parameter in group["params"] if parameter in names),
@@ -277,6 +281,8 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerG
             weight_decay=float(group.get("weight_decay", 0.0)),
             betas=tuple(group["betas"]) if "betas" in group else None,  # type: ignore[arg-type]
             options=MappingProxyType(options),
+            optimizer=index,
+            optimizer_class=type(optimizers[index]),
         )
         groups.append(view)
     return tuple(groups)

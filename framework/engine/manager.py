@@ -11,7 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from ..combined_optimizers import optimizer_classes
 from ..data import Batch, RowNumbers, first_batch, global_batches, with_copied_batches
 from ..errors import RunNotice, UsageError, require
 from ..hooks import (
@@ -133,6 +135,7 @@ class HookManager:
 
     def run_info(self, experiment: str, strategy: str, output_dir: Path) -> RunInfo:
         """Return the description of a run with this manager, for hooks and sinks."""
+        classes = optimizer_classes(self.task.optimizer)
         return RunInfo(
             experiment=experiment,
             strategy=strategy,
@@ -140,7 +143,8 @@ class HookManager:
             task=self.task,
             loop=self.hooks.loop,
             seed=self.state.streams.seed,
-            optimizer_class=type(self.task.optimizer),
+            optimizer_class=classes[0] if len(classes) == 1 else Optimizer,
+            optimizer_classes=classes,
             reference_weights=self._reference_weights,
             metric_infos=self.hooks.metric_infos(),
             treatments=treatments(self.hooks),
@@ -229,7 +233,7 @@ class HookManager:
         """Call ``function`` with the model in eval mode, isolated from the run."""
 
         def run_in_eval_mode() -> Result:
-            with borrowed_for_evaluation(self.task.model):
+            with borrowed_for_evaluation(self.task.model, self.state.modules):
                 return function(self.task.model)
 
         return self.run_isolated(name, run_in_eval_mode)

@@ -126,6 +126,9 @@ class RunInfo:
     loop: str
     seed: int
     optimizer_class: type[Optimizer]
+    """Class of the optimizer; of several optimizers with different classes, ``torch.optim.Optimizer``."""
+    optimizer_classes: tuple[type[Optimizer], ...] = ()
+    """Classes of all optimizers, without duplicates; by default ``(optimizer_class,)``."""
     reference_weights: Mapping[str, Tensor] | None = None
     """Weights of the reference solution by parameter name, if one was loaded."""
     metric_infos: Mapping[str, MetricInfo] = field(default_factory=dict)
@@ -139,7 +142,8 @@ class RunInfo:
     model's operations; set by the hook manager."""
 
     def __post_init__(self) -> None:
-        """Replace the task by its read-only view."""
+        """Replace the task by its read-only view, and fill in the classes of a single optimizer."""
+        object.__setattr__(self, "optimizer_classes", self.optimizer_classes or (self.optimizer_class,))
         from ..data import with_copied_batches  # imported here, so that defining a hook imports no data loaders
 
         task = self.task
@@ -180,13 +184,16 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """A read-only copy of one parameter group: the names of its parameters and its hyper-parameters."""
+    """A read-only copy of one parameter group: the names of its parameters, its hyper-parameters, its optimizer."""
 
     names: tuple[str, ...]
     lr: float
     weight_decay: float
     betas: tuple[float, float] | None
     options: Mapping[str, Any]
+    optimizer: int = 0
+    """Position of the group's optimizer among those of a training with several."""
+    optimizer_class: type[Optimizer] = Optimizer
 
 
 @dataclass(frozen=True)

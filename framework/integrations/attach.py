@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch, Loader
 from ..errors import UsageError, require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
@@ -27,7 +28,7 @@ from .trainers import HuggingFaceTrainer, LightningTrainer
 @overload
 def attach(
     target: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     scheduler: Any = None,
     scaler: GradScaler | None = None,
@@ -54,6 +55,7 @@ def attach(
     loss: Callable[[nn.Module, Batch], Tensor] | None = None,
     loader: "Loader | DataLoader[Any] | None" = None,
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+    also: Mapping[str, nn.Module] | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     sinks: Sequence[str | MetricSink] = ("jsonl",),
@@ -77,12 +79,14 @@ def attach(
 
     Args:
         target: the model, a ``transformers.Trainer`` or a ``lightning.Trainer``; a Trainer needs no further arguments.
-        optimizer: the optimizer that trains the model.
+        optimizer: the optimizer that trains the model, or a list of several that each train a part of it. POST_STEP
+            follows the step of the last of them.
         hooks: hooks by name, class or instance.
         with_hooks: a group of hooks: ``observers``, ``interventions``, ``full``, ``minimal``.
         hook_options: options by the name of the hook.
         schedules: the steps at which hooks fire, by the name of the hook.
-        scheduler: the learning-rate scheduler, which is rolled back with the rest of the training state.
+        scheduler: the learning-rate scheduler, which is rolled back with the rest of the training state, or a list of
+            several.
         scaler: the ``GradScaler`` of the loop; hooks see the unscaled gradients.
         accelerator: the Accelerator that runs backward in a loop of Accelerate; its scaler is used.
         accumulate: the number of micro-batches per step.
@@ -91,6 +95,8 @@ def attach(
         loss: ``loss(model, batch)`` returns the argument of :meth:`Scope.backward`, for hooks that compute losses.
         loader: the training data, for hooks that read them; such hooks use a separate order.
         evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
+        also: further modules that ``loss`` or ``evaluate`` use, by name, such as ``{"discriminator": discriminator}``:
+            hooks leave them unchanged too. Those that ``loss`` uses are also found without this argument.
         out: the folder of the run; by default ``loopscope-runs/run_N``, with the next free number, in the current
             folder or in that of the Trainer.
         overwrite: replace a run in the folder; if this program has left that run open, it is closed first.
@@ -171,26 +177,18 @@ def _attach_to_loop(
         message = "An Accelerator has its own scaler and number of micro-batches; leave scaler= and accumulate= out."
         require(scaler is None and accumulate == 1, message)
         scaler, accumulate = accelerator.scaler, accelerator.gradient_accumulation_steps
-        from accelerate.optimizer import AcceleratedOptimizer
-        from accelerate.scheduler import AcceleratedScheduler
-
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        if isinstance(scheduler, AcceleratedScheduler):
-            scheduler = scheduler.scheduler
     is_ranks = ranks is None or isinstance(ranks, Ranks)
     require(is_ranks, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
     is_count = type(accumulate) is int and accumulate >= 1
     require(is_count, f"accumulate is {accumulate!r}; it must be the number of micro-batches in a step, at least 1.")
-    kind, is_optimizer = type(optimizer).__name__, isinstance(optimizer, Optimizer)
-    require(is_optimizer, f"The optimizer is a {kind}; attach(model, optimizer) takes an optimizer of torch.")
+    optimizer, scheduler = _single_optimizer(optimizer), _given_scheduler(scheduler)
     for name, given, of in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
         fits = given is None or (isinstance(given, of) and not isinstance(given, Optimizer))
         require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
     if takes_closure(optimizer):
         raise UsageError(
-            f"{kind} evaluates the loss within its step, where hooks cannot follow a custom training loop; train in an "
-            "experiment, or use an optimizer that takes no closure."
+            f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow a custom "
+            "training loop; train in an experiment, or use an optimizer that takes no closure."
         )
     missing = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
     attached = AttachedLoop(options, options.lacks(**missing))
@@ -198,3 +196,34 @@ def _attach_to_loop(
     parts = {"scheduler": scheduler, "scaler": scaler, "replica": replica, "compiled": compiled}
     attached.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
     return Scope(attached, CustomLoop(attached, accumulate, accelerator), accumulate)
+
+
+def _single_optimizer(given: Any) -> Any:
+    """Return the optimizer, or the :class:`.CombinedOptimizer` of several, without the wrappers of Accelerate."""
+    items = [_without_wrapper(item, "optimizer") for item in (given if isinstance(given, (list, tuple)) else [given])]
+    require(bool(items), "The list of optimizers is empty; give attach(model, [first, second]) each optimizer.")
+    trained: dict[int, str] = {}
+    for item in items:
+        kind = type(item).__name__
+        is_optimizer = isinstance(item, Optimizer)
+        advice = "attach(model, optimizer) takes an optimizer of torch, or a list of several"
+        require(is_optimizer, f"The optimizer is a {kind}; {advice}.")
+        parameters = {id(parameter): kind for group in item.param_groups for parameter in group["params"]}
+        shared = next((trained[key] for key in parameters if key in trained), None)
+        message = f"{shared} and {kind} train the same parameter; give every parameter to one optimizer."
+        require(shared is None, message)
+        require(len(items) == 1 or not takes_closure(item), f"{kind} takes a closure; attach to it alone.")
+        trained |= parameters
+    return items[0] if len(items) == 1 else CombinedOptimizer(items)
+
+
+def _given_scheduler(given: Any) -> Any:
+    """Return the scheduler, or one object of several, without the wrappers of Accelerate."""
+    items = given if isinstance(given, (list, tuple)) else [given]
+    return single_scheduler([_without_wrapper(item, "scheduler") for item in items if item is not None])
+
+
+def _without_wrapper(item: Any, name: str) -> Any:
+    """Return the optimizer or scheduler in a wrapper of Accelerate; any other object unchanged."""
+    # Recognised by its module, so that Accelerate is not imported.
+    return vars(item)[name] if type(item).__module__ == f"accelerate.{name}" else item

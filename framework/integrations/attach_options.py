@@ -54,6 +54,7 @@ class AttachArguments(TypedDict, total=False):
     loss: Loss | None
     loader: "Loader | DataLoader[Any] | None"
     evaluate: Callable[[nn.Module], dict[str, float]] | None
+    also: Mapping[str, nn.Module] | None
     out: str | Path | None
     overwrite: bool
     sinks: Sequence[str | MetricSink]
@@ -84,6 +85,7 @@ class AttachOptions(RunSettings):
     loss: Loss | None = None
     loader: "Loader | DataLoader[Any] | None" = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
+    also: Mapping[str, nn.Module] = field(default_factory=dict)
     loop: LoopType = "epoch"
     length: int | None = None
     log_every: int = 100
@@ -112,6 +114,8 @@ class AttachOptions(RunSettings):
             value = getattr(self, name)
             is_callable = value is None or callable(value)
             require(is_callable, f"{name} is a {type(value).__name__}; it must be a function.")
+        is_mapping = isinstance(self.also, Mapping)
+        require(is_mapping, f'also is a {type(self.also).__name__}; it must be a dict of modules: {{"name": module}}.')
         is_loader = self.loader is None or isinstance(self.loader, (Loader, DataLoader))
         kind = type(self.loader).__name__
         require(is_loader, f"loader is a {kind}; it must be a DataLoader of torch, or a loader of loopscope.")

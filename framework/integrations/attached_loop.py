@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoints import state_for_rank
+from ..combined_optimizers import separate_optimizers
 from ..console import RunConsole
 from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
@@ -35,6 +36,7 @@ from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
 from .loop_settings import loop_settings, name_without_seed, seed_of
 from .model_wrappers import bypass_replica, check_optimizer, find_ranks, unchanged_replica
+from .other_modules import given_modules, modules_of_loss
 
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers with an attached loop."""
@@ -59,11 +61,9 @@ class AttachedLoop:
     def __init__(
         self, options: AttachOptions, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
     ) -> None:
-        self.options, self._lacks = options, lacks
+        self.options, self._lacks = options, dict[str, str]()
         self._hooks, self._required, self._left_out = options.create_hooks()
-        for item in self._hooks:
-            if item.hook.name in self._required and (sentence := unmet_need(item.hook, lacks)):
-                raise UnsuitableError(sentence)
+        self.add_lacks(lacks)
         self.treatments = treatments(item.hook for item in self._hooks)
         self._folder_choice = FolderChoice(options.out or None, trained_in)
         self._bar = bar
@@ -78,6 +78,17 @@ class AttachedLoop:
         self.place: dict[str, Any] = {}
         """The position of the loop, in a form of the integration; part of the state."""
 
+    def add_lacks(self, lacks: Mapping[str, str]) -> None:
+        """Add needs of hooks that the loop does not meet, each with advice, before the run is built.
+
+        Raises:
+            UnsuitableError: if a hook that the caller named has such a need; those of a group are left out later.
+        """
+        self._lacks |= lacks
+        for item in self._hooks:
+            if item.hook.name in self._required and (sentence := unmet_need(item.hook, lacks)):
+                raise UnsuitableError(sentence)
+
     @property
     def path(self) -> Path:
         """The folder of the run, which all ranks know."""
@@ -87,7 +98,7 @@ class AttachedLoop:
     def build(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Any,
         *,
         loss: Loss | None = None,
         replica: DistributedDataParallel | None = None,
@@ -108,15 +119,17 @@ class AttachedLoop:
         if ranks.are_many:
             self._synchronise_options(accumulate)
         check_optimizer(model, optimizer)
-        attached = f"A run is already attached to this {type(optimizer).__name__}; close it first: scope.close()."
-        require(optimizer not in _TRAINED, attached)
+        for item in separate_optimizers(optimizer):
+            attached = f"A run is already attached to this {type(item).__name__}; close it first: scope.close()."
+            require(item not in _TRAINED, attached)
         options = self.options
+        self._loss = loss or options.loss or missing_loss
         self._loader = loader = OptionalLoader(options.loader, options.seed)
         task = TrainingTask(
             model,
             optimizer,
             loader,
-            bypass_replica(replica, loss or options.loss or missing_loss),
+            bypass_replica(replica, self._loss),
             evaluate=options.evaluate or (lambda model: {}),
             length=options.length or length or ENDLESS,
             snapshot_every=options.snapshot_interval,
@@ -127,12 +140,19 @@ class AttachedLoop:
             **parts,
         )
         streams = RandomStreams(options.seed, loader.generators())
-        state = TrainingState(model, optimizer, streams, scheduler=task.scheduler, scaler=task.scaler)
+        state = TrainingState(
+            model,
+            optimizer,
+            streams,
+            scheduler=task.scheduler,
+            scaler=task.scaler,
+            also=given_modules(options.also, model),
+        )
         self.manager = self._create_manager(task, state)
         self.driver = Driver(task, self.manager)
-        self._optimizer, self._accumulate = optimizer, accumulate
+        self._accumulate = accumulate
         self._seed = seed_of({**self.settings, **options.config}, options.seed)
-        _TRAINED.add(optimizer)
+        _TRAINED.update(separate_optimizers(optimizer))
         self.is_built = True
 
     def _create_manager(self, task: TrainingTask, state: TrainingState) -> HookManager:
@@ -180,6 +200,7 @@ class AttachedLoop:
             self._ranks.call_on_all(self._create_folder)
             self._folder_choice.share(self._ranks)
             self._contexts.enter_context(self._console)
+            self._include_modules_of_loss(first)
             self.run = self._create_run(first)
             self._start_run(first)
         except BaseException:
@@ -195,6 +216,13 @@ class AttachedLoop:
             self.driver.begin_interval()
         self.run.training_started_at = perf_counter()
         atexit.register(self._close_at_exit)
+
+    def _include_modules_of_loss(self, first: Batch | None) -> None:
+        """Protect the modules in addition to the model that the loss uses, if any hook computes it."""
+        task, state = self.manager.task, self.manager.state
+        has_loss = first is not None and "needs_loss" not in self._lacks
+        if has_loss and any(hook.needs_loss for hook in self.manager.hooks):
+            self.manager.isolation.include(modules_of_loss(task, state, first, self._loss))
 
     def _create_folder(self) -> None:
         if self._ranks.is_main:
@@ -232,7 +260,7 @@ class AttachedLoop:
 
     def _record(self, first: Batch | None) -> RunRecord:
         options = self.options
-        task, seed = self.manager.task, self._seed
+        task, seed, also = self.manager.task, self._seed, self.manager.state.also
         batch = first[0] if isinstance(first, MicroBatches) else first
         fields = {
             "experiment": ATTACHED,
@@ -243,6 +271,7 @@ class AttachedLoop:
                 **loop_settings(task, batch, self._accumulate, seed),
                 **self.settings,
                 "name": name_without_seed(self._folder_choice.named_after, seed),
+                **({"also": {name: type(module).__qualname__ for name, module in also.items()}} if also else {}),
             },
             "provenance": read_provenance() if self._ranks.is_main else {},
         }
@@ -374,7 +403,7 @@ class AttachedLoop:
                 self._console.ended([self.run.summary])
 
     def _release(self) -> None:
-        _TRAINED.discard(self._optimizer)
+        _TRAINED.difference_update(separate_optimizers(self.driver.task.optimizer))
         if _OPEN.get(self.path.resolve()) is self:
             del _OPEN[self.path.resolve()]
         atexit.unregister(self._close_at_exit)

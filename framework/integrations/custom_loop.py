@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
 from ..errors import RunNotice, UsageError, listed, require
 from ..hooks import HookPoint, InterventionHook
@@ -56,7 +58,7 @@ class CustomLoop(Transient):
     def __init__(self, attached: AttachedLoop, accumulate: int, accelerator: AcceleratorLike | None) -> None:
         self._attached, self._accumulate, self._accelerator = attached, accumulate, accelerator
         self._driver = attached.driver
-        self._optimizer: Optimizer = attached.driver.task.optimizer
+        self._optimizers: list[Optimizer] = separate_optimizers(attached.driver.task.optimizer)
         self._scaler = attached.driver.task.scaler
         self._parts = MicroBatches()
         self._losses: list[Tensor] = []
@@ -66,9 +68,14 @@ class CustomLoop(Transient):
         self._is_bare = self._has_deferred_work = False
         self._hook_calls = HookCalls()
         self._warned: set[str] = set()
+        self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
         self._handles = [
-            self._optimizer.register_step_pre_hook(self._before_update),
-            self._optimizer.register_step_post_hook(self._after_update),
+            handle
+            for index, optimizer in enumerate(self._optimizers)
+            for handle in (
+                optimizer.register_step_pre_hook(partial(self._before_update, index)),
+                optimizer.register_step_post_hook(partial(self._after_update, index)),
+            )
         ]
 
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
@@ -79,6 +86,7 @@ class CustomLoop(Transient):
         attached = self._attached
         if not attached.is_started:
             self._start(batch, steps)
+        self._end_partial_step()
         if self._is_complete:
             self._warn_once(
                 "skipped",
@@ -179,6 +187,7 @@ class CustomLoop(Transient):
 
     def _finish_step(self) -> None:
         """End a step that is still open, without an update."""
+        self._end_partial_step()
         if self._is_complete:
             self._end_step(skipped=True)
         if self._parts:  # a step without a backward pass does not count
@@ -196,6 +205,7 @@ class CustomLoop(Transient):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, between two steps."""
+        self._end_partial_step()
         require(not self._parts, "scope.state_dict() was called within a step; call it after optimizer.step().")
         require(self._attached.is_started, "scope.state_dict() was called before the first step; call it after one.")
         self.run_deferred_work()
@@ -231,7 +241,9 @@ class CustomLoop(Transient):
         if skipped:
             self._end_step(skipped=True)
 
-    def _before_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _before_update(
+        self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         # GradScaler sets `grad_scale` and `found_inf` on an optimizer that unscales by itself, such as a fused one, and
         # calls it also for a step that it must skip.
         attributes = {} if self._scaler is None else vars(optimizer)
@@ -251,6 +263,10 @@ class CustomLoop(Transient):
                 "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
             )
             self._gradients_complete()
+        if index in self._stepped:  # this optimizer starts another step, in which the others did not take part
+            self._end_step(skipped=False)
+        if self._stepped:  # another optimizer of the same step has stepped, and hooks have seen the gradients
+            return
         if not self._is_complete:
             self._begin_bare_step()
         self._is_updating = self._is_complete or self._is_bare
@@ -262,8 +278,15 @@ class CustomLoop(Transient):
             with self._hook_calls, unscaled:
                 self._driver.before_update()
 
-    def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _after_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._is_updating and not self._hook_calls.is_on:
+            self._stepped.add(index)
+            if len(self._stepped) == len(self._optimizers):
+                self._end_step(skipped=False)
+
+    def _end_partial_step(self) -> None:
+        """End a step that only some of the optimizers have made, when the next step starts."""
+        if self._stepped:
             self._end_step(skipped=False)
 
     def _end_step(self, *, skipped: bool) -> None:
@@ -271,6 +294,7 @@ class CustomLoop(Transient):
             self._driver.after_update(skipped=skipped)
         self._parts, self._losses = MicroBatches(), []
         self._is_open = self._is_complete = self._is_updating = False
+        self._stepped = set()
         self._index += 1
         self._has_deferred_work = True
 

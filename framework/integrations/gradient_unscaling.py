@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ..combined_optimizers import separate_optimizers
 from ..training import TrainingTask
 
 
@@ -23,28 +25,31 @@ def _scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
 
 @contextmanager
 def unscaled_gradients(task: TrainingTask, *, scales_back: bool) -> Iterator[bool]:
-    """Replace scaled gradients by unscaled copies for the body; yield whether any gradient is not finite.
+    """Replace scaled gradients by unscaled copies for the body; yield whether every optimizer must skip its step.
 
-    If ``scales_back``, the copies, with the changes of hooks, are scaled and copied into the gradients after the body;
-    otherwise they are dropped.
+    An optimizer must skip its step if one of its gradients is not finite. If ``scales_back``, the copies, with the
+    changes of hooks, are scaled and copied into the gradients after the body; otherwise they are dropped.
     """
-    scale = _scale_of(task.scaler, task.optimizer)
-    if scale is None:
+    optimizers = separate_optimizers(task.optimizer)
+    scales = [_scale_of(task.scaler, optimizer) for optimizer in optimizers]
+    leaves: list[Any] = []
+    copies: list[Tensor] = []
+    overflows: list[Tensor] = []
+    for optimizer, scale in zip(optimizers, scales, strict=True):
+        if scale is not None:
+            present = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
+            unscaled, overflow = _unscaled([leaf.grad for leaf in present], scale)
+            leaves, copies, overflows = leaves + present, copies + unscaled, [*overflows, overflow]
+    if not overflows:
         yield False
         return
-    leaves = [leaf for group in task.optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
     scaled = [leaf.grad for leaf in leaves]
-    copies = [gradient.clone() for gradient in scaled]
-    # g ← g · (1 / scale), with the private kernel and the float64 reciprocal of GradScaler.unscale_, so that hooks see
-    # the bits that the optimizer will use.
-    inverse = scale.double().reciprocal().float()
-    found_inf = torch.zeros((), device=scale.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(copies, found_inf, inverse)
     for leaf, gradient in zip(leaves, copies, strict=True):
         leaf.grad = gradient
     try:
-        yield bool(found_inf)
+        yield len(overflows) == len(optimizers) and all(map(bool, overflows))
         if scales_back:
+            scale = next(scale for scale in scales if scale is not None)  # a scaler has one scale for all optimizers
             with torch.no_grad():
                 for leaf, gradient in zip(leaves, scaled, strict=True):
                     # g ← g · scale: the scaler unscales these gradients again before the update.
@@ -52,3 +57,13 @@ def unscaled_gradients(task: TrainingTask, *, scales_back: bool) -> Iterator[boo
     finally:
         for leaf, gradient in zip(leaves, scaled, strict=True):
             leaf.grad = gradient
+
+
+def _unscaled(gradients: list[Tensor], scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return unscaled copies of gradients, and a tensor that is 1 if any of them is not finite, otherwise 0."""
+    copies = [gradient.clone() for gradient in gradients]
+    # g ← g · (1 / scale), with the private kernel and the float64 reciprocal of GradScaler.unscale_, so that hooks see
+    # the bits that the optimizer will use.
+    found_inf = torch.zeros((), device=scale.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(copies, found_inf, scale.double().reciprocal().float())
+    return copies, found_inf

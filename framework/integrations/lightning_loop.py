@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints import flatten_state, gather_tensors
+from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, UsageError, require
 from ..state import Transient
@@ -50,22 +51,23 @@ class LightningLoop(Transient):
         return self._attached.is_closed
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Wrap clipping and validation, which have no events; refuse modules whose steps hooks cannot follow."""
+        """Wrap clipping and validation, which have no events; refuse optimizers whose steps hooks cannot follow."""
         if self.is_closed:
             return
         check_names(module, ("_compiler_ctx",))
-        require(
-            module.automatic_optimization,
-            f"{type(module).__name__} sets automatic_optimization to False and steps its {len(trainer.optimizers)} "
-            "optimizer(s) itself, where hooks cannot follow; leave the steps to Lightning, or write a custom training "
-            "loop and attach hooks to it.",
-        )
-        optimizer = trainer.optimizers[0]
-        require(
-            not takes_closure(optimizer),
-            f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow Lightning; "
-            "train with an optimizer that takes no closure, or in an experiment.",
-        )
+        for optimizer in trainer.optimizers:
+            require(
+                not takes_closure(optimizer),
+                f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow Lightning; "
+                "train with an optimizer that takes no closure, or in an experiment.",
+            )
+        if not module.automatic_optimization and self._attached.options.loss is None:
+            self._attached.add_lacks(
+                {
+                    "needs_loss": f"{type(module).__name__} sets automatic_optimization to False, so its training_step "
+                    "takes the optimizer steps itself: give loss=function(module, batch), which returns a loss"
+                }
+            )
         self._is_on = True
         plugin, validation = trainer.precision_plugin, trainer.fit_loop.epoch_loop.val_loop
         self._contexts.enter_context(
@@ -79,11 +81,12 @@ class LightningLoop(Transient):
         module, per_step = trainer.lightning_module, trainer.accumulate_grad_batches
         require(batch is not None, "training_step takes dataloader_iter, so hooks see no batch; make it take a batch.")
         schedulers = trainer.lr_scheduler_configs
+        optimizers = trainer.optimizers
         attached.settings = fit_settings(trainer, module)
         attached.build(
             module,
-            trainer.optimizers[0],
-            scheduler=schedulers[0].scheduler if schedulers else None,
+            optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers),
+            scheduler=single_scheduler([config.scheduler for config in schedulers]),
             scaler=vars(trainer.precision_plugin).get("scaler"),
             loss=attached.options.loss or self._loss,
             replica=unwrap(trainer.strategy.model)[1],
@@ -162,7 +165,7 @@ class LightningLoop(Transient):
             self._is_in_epoch, self._index = True, 0
             driver.begin_epoch(snapshot_follows=True)
         self._parts.append(batch)
-        step_batch = self._parts if trainer.accumulate_grad_batches > 1 else batch
+        step_batch = self._parts if trainer.accumulate_grad_batches > 1 or len(self._parts) > 1 else batch
         if self._stage:
             driver.loop.batch = step_batch
         else:
@@ -176,7 +179,7 @@ class LightningLoop(Transient):
             self._losses.append(loss.detach() if scaler is None else loss.detach() / scaler.get_scale())
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Show hooks the complete gradients before clipping."""
+        """Show hooks the complete gradients before clipping; with several optimizers before the first of them."""
         if self._stage != "open" or not self._losses:
             return
         driver, losses = self._attached.driver, self._losses
@@ -196,6 +199,8 @@ class LightningLoop(Transient):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """End the step after its last micro-batch; schedulers with a step interval have already stepped."""
+        if not module.automatic_optimization and self._stage == "open":  # the module accumulates gradients itself
+            return
         # Private: Lightning's own test of whether further micro-batches of this step follow.
         if self._is_on and self._stage and not trainer.fit_loop._should_accumulate():
             self._attached.driver.after_update(skipped=self._stage != "updating")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..combined_optimizers import optimizer_name, scheduler_name
 from ..data import Batch, rows
 from ..durable_files import plain_json
 from ..errors import LoopscopeError
@@ -29,9 +30,9 @@ def loop_settings(task: TrainingTask, first: Batch | None, accumulate: int, seed
     parameter = next(task.model.parameters())
     settings: dict[str, Any] = {
         "model": type(task.model).__qualname__,
-        "optimizer": type(task.optimizer).__qualname__,
+        "optimizer": optimizer_name(task.optimizer),
         **_options(task.optimizer.param_groups[0]),
-        "scheduler": None if task.scheduler is None else type(task.scheduler).__qualname__,
+        "scheduler": scheduler_name(task.scheduler),
         "batch_size": _rows(first),
         "accumulation": accumulate,
         "seed": seed,

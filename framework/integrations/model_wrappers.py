@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
+from ..combined_optimizers import optimizer_name
 from ..data import Batch
-from ..errors import UsageError, require
+from ..errors import UsageError, listed, notice, require
 from ..training import Ranks
 from .attach_options import Loss
 
@@ -85,12 +85,19 @@ def find_ranks(model: nn.Module, replica: DistributedDataParallel | None) -> Ran
     return ranks
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise :class:`UsageError` if the optimizer trains no parameter of the model."""
-    model_ids = {id(parameter) for parameter in model.parameters()}
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Raise :class:`UsageError` if the optimizer trains no parameter of the model; report parameters that it omits."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    name, kind = optimizer_name(optimizer), type(model).__name__
     require(
-        any(id(parameter) in model_ids for parameter in trained),
-        f"The optimizer ({type(optimizer).__name__}) trains no parameter of the model ({type(model).__name__}); "
-        "give the model whose parameters the optimizer was created with.",
+        any(id(parameter) in trained for parameter in model.parameters()),
+        f"The optimizer ({name}) trains no parameter of the model ({kind}); give the model whose parameters the "
+        "optimizer was created with.",
     )
+    trainable = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    if omitted := [key for key, parameter in trainable.items() if id(parameter) not in trained]:
+        notice(
+            f"The optimizer ({name}) does not train {len(omitted)} of the {len(trainable)} trainable parameters: "
+            f"{listed(omitted, 3)}. If another optimizer does, give all of them: attach(model, [first, second]); if "
+            "none should, set requires_grad to False."
+        )

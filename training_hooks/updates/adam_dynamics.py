@@ -273,7 +273,7 @@ class AdamDynamics(InterventionHook):
     Δθ = −η·m̂/(√v̂+ε) for Adam, whose gradient includes the weight decay. θ₋ are the parameters before the step, m̂ and
     v̂ the moments with bias correction, and η, λ, ε the settings of each parameter's group at that step (read before the
     scheduler changes the learning rate). g is the gradient that the optimizer received, negated with ``maximize``. The
-    hook omits parameters without a gradient in the step, since they did not move.
+    hook omits parameters without a gradient in the step, since they did not move, and those of other optimizers.
 
     Assumes torch.optim.Adam, AdamW or a subclass with the same update rule, in any implementation (foreach, fused,
     amsgrad), and that no committing hook has changed parameters since the step. Δθ is the update that Adam computes;
@@ -300,23 +300,28 @@ class AdamDynamics(InterventionHook):
         self.sample = sample
 
     def start(self, run: RunInfo) -> None:
-        """Check that the optimizer is Adam or AdamW.
+        """Check that the optimizer, or one of several, is Adam or AdamW.
 
         Raises:
-            UnsuitableError: if it is another one.
+            UnsuitableError: if none is.
         """
-        if not issubclass(run.optimizer_class, torch.optim.Adam):
+        if not any(issubclass(kind, torch.optim.Adam) for kind in run.optimizer_classes):
+            names = " and ".join(kind.__name__ for kind in run.optimizer_classes)
             raise UnsuitableError(
                 "Hook 'adam_dynamics' reads the moments of torch.optim.Adam or AdamW, but the optimizer of this run is "
-                f"{run.optimizer_class.__name__}; leave the hook out, or train with Adam or AdamW."
+                f"{names}; leave the hook out, or train with Adam or AdamW."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Keep the optimizer's settings before its step."""
         groups = [
-            replace(group, options={name: group.options[name] for name in OPTIONS}) for group in ctx.optimizer_groups
+            replace(group, options={name: group.options[name] for name in OPTIONS})
+            for group in ctx.optimizer_groups
+            if issubclass(group.optimizer_class, torch.optim.Adam)
         ]
-        self._step, self._groups = ctx.step, [asdict(group) for group in groups]
+        # Without the class, since a checkpoint holds only plain values.
+        fields = [{key: item for key, item in asdict(group).items() if key != "optimizer_class"} for group in groups]
+        self._step, self._groups = ctx.step, fields
         return {}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

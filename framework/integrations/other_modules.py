@@ -1,0 +1,119 @@
+"""Modules of a training outside of its model, such as a discriminator or a teacher: given, or found in the loss."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from inspect import getclosurevars
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..data import Batch
+from ..errors import require
+from ..isolation import borrowed_buffers, borrowed_modes
+from ..state import TrainingState, tensors_of
+from ..training import LossProbe, Profiler, TrainingTask
+from .attach_options import Loss
+from .model_wrappers import unwrap
+
+
+def given_modules(given: Mapping[Any, Any], model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of ``also=`` without wrappers of torch.compile and DistributedDataParallel.
+
+    Raises:
+        UsageError: for a value that is no module, and a name that is no text or that the model uses itself.
+    """
+    of_model = {name.partition(".")[0] for name, _ in _named(model)}
+    for name, module in given.items():
+        kind, is_module = type(module).__name__, isinstance(module, nn.Module)
+        require(is_module, f"also has a {kind} under {name!r}; give modules: also={{'discriminator': discriminator}}.")
+        is_free = isinstance(name, str) and name != "" and name not in of_model
+        advice = "choose a text that is no name of a part of the model, such as 'discriminator'"
+        require(is_free, f"also has a module under the name {name!r}; {advice}.")
+    return {name: unwrap(module)[0] for name, module in given.items()}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from model.named_modules()
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+class LooseTensors(nn.Module):
+    """Tensors with gradients that belong to no module, such as a learned temperature of the loss."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        super().__init__()
+        # Written to the table, since register_parameter() accepts only instances of nn.Parameter.
+        self._parameters.update({str(index): tensor for index, tensor in enumerate(tensors)})
+
+
+def modules_of_loss(task: TrainingTask, state: TrainingState, batch: Batch, loss: Loss) -> dict[str, nn.Module]:
+    """Return the modules in addition to the known ones that the loss of a batch uses, by a name for each.
+
+    The loss is computed once, without side effects. Modules are found when they are called, other tensors with a
+    gradient in the autograd graph of the loss. A loss that fails uses no modules here: the hook that computes it later
+    reports the error.
+    """
+    known = {*map(id, state.modules.modules()), *map(id, state.modules.parameters())}
+    found: list[nn.Module] = []
+    leaves: list[weakref.ref[Tensor]] = []
+    with suppress(Exception), _collected(known, found):
+        leaves = [weakref.ref(leaf) for leaf in leaves_of(LossProbe(task, state, Profiler()).loss_with_graph(batch))]
+    of_found = {id(parameter) for module in found for parameter in module.parameters()}
+    of_batch = {*map(id, tensors_of(batch))}
+    # The graph is gone here, and with it the tensors that the loss creates to compute a derivative.
+    living = [leaf for reference in leaves if (leaf := reference()) is not None]
+    loose = [leaf for leaf in living if id(leaf) not in known | of_found | of_batch]
+    modules = [module for module in found if any(True for _ in (*module.parameters(), *module.buffers()))]
+    return _with_names(modules, loss, state) | ({"tensors of the loss": LooseTensors(loose)} if loose else {})
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the tensors whose gradients a backward pass from ``loss`` would change."""
+    leaves: list[Tensor] = []
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):  # only nodes that accumulate a gradient
+            leaves.append(leaf)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+@contextmanager
+def _collected(known: set[int], found: list[nn.Module]) -> Iterator[None]:
+    """Append the outermost unknown modules that the body calls to ``found``; restore their buffers and modes."""
+    inner: set[int] = set()
+    with ExitStack() as stack:
+
+        def collect(module: nn.Module, inputs: Any) -> None:
+            if id(module) not in known and id(module) not in inner:
+                inner.update(map(id, module.modules()))
+                found.append(unwrap(module)[0])
+                stack.enter_context(borrowed_buffers(module))
+                stack.enter_context(borrowed_modes(module, train=None))
+
+        stack.callback(register_module_forward_pre_hook(collect).remove)
+        yield
+
+
+def _with_names(modules: list[nn.Module], loss: Loss, state: TrainingState) -> dict[str, nn.Module]:
+    """Return modules by the name of their variable in the loss function, or of their class."""
+    variables: dict[int, str] = {}
+    with suppress(TypeError, ValueError):  # an object with __call__, a built-in function
+        read = getclosurevars(loss)
+        variables = {id(value): name for name, value in (*read.globals.items(), *read.nonlocals.items())}
+    taken = {name.partition(".")[0] for name, _ in _named(state.model)} | state.also.keys()
+    named: dict[str, nn.Module] = {}
+    for module in modules:
+        name = variables.get(id(module), type(module).__name__)
+        names = (name if number == 1 else f"{name} {number}" for number in count(1))
+        named[next(name for name in names if name not in taken and name not in named)] = module
+    return named
