@@ -6,6 +6,7 @@ A step is :meth:`Driver.begin_step`, :meth:`Driver.after_backward`, :meth:`Drive
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ..tensors import accumulate, joint_norm, local_shards, unsharded
 from ..training import TrainingTask
 from .hook_set import HookSet
 from .manager import HookManager
+from .metric_dispatch import Mark
 
 # Module constants, since until Python 3.12 every access to a member of an enum runs a Python function.
 PRE_EPOCH, PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
@@ -32,6 +34,9 @@ class Driver:
         self._hooks = manager.hooks
         self._recorder = GradientRecorder(task, manager.hooks)
         self._checked_first_batch = False
+        self.can_cancel_steps = False
+        """Whether the loop may call :meth:`cancel_step`, for which hooks at PRE_STEP are remembered."""
+        self._before_step: tuple[dict[str, Any], Mark] | None = None
 
     def begin_epoch(self, *, snapshot_follows: bool) -> None:
         """Clear the accumulators of the epoch and, if a hook needs it, copy the current state."""
@@ -67,19 +72,34 @@ class Driver:
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
+        if self.can_cancel_steps and self._hooks.listeners.at[PRE_STEP]:
+            self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.dispatch.mark_steps()
         self.manager.fire(PRE_STEP)
         self.manager.update_taps()
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
 
-    def after_backward(self, loss: Tensor, *, skipped: bool = False) -> None:
-        """Record the detached ``loss`` and fire POST_BACKWARD; the parameters have complete, unscaled gradients."""
+    def cancel_step(self) -> None:
+        """Undo :meth:`begin_step` for a batch that the loop has dropped: its PRE_STEP leaves no trace."""
         loop = self.loop
-        if self.task.ranks.data:
-            loss = self.task.ranks.mean(loss)
+        loop.step -= 1
+        loop.current_grads, loop.prev_step_grads = loop.prev_step_grads, None
+        if self._before_step is not None:
+            memory, mark = self._before_step
+            self._before_step = None
+            self._hooks.load_state_dict(memory)
+            self.manager.dispatch.drop_steps_after(mark)
+
+    def after_backward(self, loss: Tensor | None, *, skipped: bool = False) -> None:
+        """Record the detached ``loss``, if known, and fire POST_BACKWARD; gradients are complete and unscaled."""
+        loop = self.loop
+        self._before_step = None
+        if loss is not None:
+            if self.task.ranks.data:
+                loss = self.task.ranks.mean(loss)
+            loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
+            loop.running_steps += 1
         loop.loss = loss
-        loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
-        loop.running_steps += 1
         if self._recorder.is_needed:
             self._recorder.record(loop, skipped=skipped)
         self.manager.fire(POST_BACKWARD)
@@ -88,6 +108,10 @@ class Driver:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
         if self._hooks.listeners.at[PRE_UPDATE]:
             self.manager.fire(PRE_UPDATE)
+        self.record_learning_rate()
+
+    def record_learning_rate(self) -> None:
+        """Record the learning rate of the step, which a scheduler may change afterwards."""
         learning_rate: float | Tensor = self.task.optimizer.param_groups[0]["lr"]
         # Cloned, since schedulers write to a tensor in place.
         self.loop.step_lr = learning_rate.clone() if isinstance(learning_rate, Tensor) else learning_rate
@@ -118,7 +142,7 @@ class Driver:
         loop = self.loop
         self.flush_steps()
         loop.running_loss, loop.running_steps = None, 0
-        if loop.gradient_sum is not None:
+        if loop.gradient_sum:
             with torch.no_grad():
                 # Mean gradient = (Σ over the counted steps of g) / their number, in one call for all tensors.
                 torch._foreach_div_(local_shards(loop.gradient_sum.values()), loop.gradient_steps)

@@ -16,11 +16,12 @@ from ..errors import (
     StateMutationError,
     UnsuitableError,
     UsageError,
+    listed,
     require,
     shortened,
     with_lines,
 )
-from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, TrainingHook
+from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, StatePart, TrainingHook
 from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..taps import TapSet
@@ -311,6 +312,34 @@ class HookSet:
                 self.failures.left_out[hook.name] = sentence
                 self._drop(hook)
         require(bool(self._hooks), f"No selected hook can run here: {reason}")
+
+    def leave_out_tapping(self, sentence: str) -> None:
+        """Leave out the hooks with taps; raises :class:`UsageError` with the ``sentence`` if one was named."""
+        if names := self._taps.hooks:
+            self.leave_out(names, "start", UsageError(f"{sentence} Hooks with taps: {listed(sorted(names))}."))
+
+    def leave_out_for_closures(self, optimizer: str) -> None:
+        """Leave out hooks that an optimizer with a closure does not support: those of PRE_UPDATE, and that clip.
+
+        Raises :class:`UsageError` if one of them was named.
+        """
+        for hook in list(self._hooks):
+            only_before = {listener.point for listener in self.listeners.of(hook)} == {HookPoint.PRE_UPDATE}
+            commits = isinstance(hook, InterventionHook) and hook.commits & {StatePart.GRADIENTS, StatePart.OPTIMIZER}
+            if only_before or commits:
+                cause = "fires at PRE_UPDATE" if only_before else "changes gradients and sees only the first"
+                sentence = f"Hook {hook.name!r} {cause}, but {optimizer} evaluates a closure several times a step."
+                self.leave_out([hook.name], "start", UsageError(sentence))
+
+    def memory_at(self, point: HookPoint) -> dict[str, Any]:
+        """Return the states of the hooks that fire at ``point`` by name, for :meth:`load_state_dict`."""
+        states: dict[str, Any] = {}
+        for hook in dict.fromkeys(listener.hook for listener in self.listeners.at[point]):
+            # The gate's checks cost more than most states, and the hooks of this package only read theirs.
+            is_shipped = type(hook).__module__.startswith("loopscope.")
+            state = hook.state_dict() if is_shipped else self._query(hook, "state_dict", hook.state_dict)
+            states |= {} if state is None else {hook.name: state}
+        return states
 
     def disable_dropped_hooks(self) -> None:
         """Drop the hooks that the run had already dropped before it was interrupted; called after the start."""

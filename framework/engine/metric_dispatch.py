@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,13 @@ from .log import log
 
 Group = tuple[torch.device, torch.dtype]
 Origin = TypeVar("Origin")
+
+
+class Mark(NamedTuple):
+    """A length of a queue of metrics: the number of its calls, and of its vectors by device and dtype."""
+
+    entries: int
+    vectors: dict[Group, int]
 
 
 class PendingMetrics(Generic[Origin]):
@@ -89,6 +96,17 @@ class PendingMetrics(Generic[Origin]):
         for name, value in copied.items():
             result[name] = value if type(value) is float else next(copies[next(remaining_keys)])
         return result
+
+    def mark(self) -> "Mark":
+        """Return the current length of the queue, for :meth:`truncate`."""
+        return Mark(len(self._entries), {key: len(vectors) for key, vectors in self._packed.items()})
+
+    def truncate(self, mark: "Mark") -> None:
+        """Drop what was queued after ``mark``."""
+        del self._entries[mark.entries :]
+        for key, vectors in self._packed.items():
+            del vectors[mark.vectors.get(key, 0) :]
+        self._packed = {key: vectors for key, vectors in self._packed.items() if vectors}
 
     def on_host(self) -> list[tuple[Origin, dict[str, Any]]]:
         """Return the origin and the host values of every queued call, in order."""
@@ -256,6 +274,14 @@ class MetricDispatch:
         if len(self._newest) > self._checked_count:
             self._checked_count = len(self._newest)
             self._warn_about_undescribed(hook, copies)
+
+    def mark_steps(self) -> Mark:
+        """Return the current length of the step metrics, for :meth:`drop_steps_after`."""
+        return self._pending_steps.mark()
+
+    def drop_steps_after(self, mark: Mark) -> None:
+        """Drop the step metrics that were added after ``mark``."""
+        self._pending_steps.truncate(mark)
 
     def _warn_about_undescribed(self, hook: TrainingHook, metrics: Metrics) -> None:
         """Warn once about undescribed metrics of a hook; a hook without any description is not checked."""

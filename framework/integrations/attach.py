@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch, Loader
-from ..errors import UsageError, require
+from ..errors import require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
@@ -185,11 +185,6 @@ def _attach_to_loop(
     for name, given, of in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
         fits = given is None or (isinstance(given, of) and not isinstance(given, Optimizer))
         require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
-    if takes_closure(optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow a custom "
-            "training loop; train in an experiment, or use an optimizer that takes no closure."
-        )
     missing = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
     attached = AttachedLoop(options, options.lacks(**missing))
     model, replica, compiled = unwrap(target)

@@ -1,7 +1,7 @@
 """Translation of a custom loop's calls into steps and epochs: which step is open, its progress, the end of an epoch."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
 from ..errors import RunNotice, UsageError, listed, require
-from ..hooks import HookPoint, InterventionHook
+from ..hooks import HookPoint
 from ..state import Transient
 from .attached_loop import AttachedLoop
 from .gradient_unscaling import unscaled_gradients
@@ -29,7 +29,7 @@ class AcceleratorLike(Protocol):
     sync_gradients: bool
     gradient_accumulation_steps: int
 
-    def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
+    def backward(self, loss: Tensor, **options: Any) -> None:
         """Divide the loss by the number of micro-batches, scale it, and add its gradients."""
 
 
@@ -44,6 +44,17 @@ class HookCalls:
 
     def __exit__(self, *error: object) -> None:
         self.is_on = False
+
+
+class Closure:
+    """The closure of a loop, which reports its evaluations."""
+
+    def __init__(self, loop: "CustomLoop", function: Callable[[], Any]) -> None:
+        self._loop, self._function = loop, function
+
+    def __call__(self) -> Any:
+        """Evaluate the closure, and return its result."""
+        return self._loop.evaluate_closure(self._function)
 
 
 NO_UNSCALING = nullcontext(False)
@@ -66,7 +77,12 @@ class CustomLoop(Transient):
         self._is_open = self._is_complete = self._is_updating = False  # state of the step
         self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
         self._is_bare = self._has_deferred_work = False
+        self._has_ready_gradients = self._has_closures = False  # whether the loop has used these calls
+        self._is_in_closure_step = self._is_in_backward = self._stepped_in_backward = False
+        self._evaluations = 0
+        """The evaluations of the closure in the step so far."""
         self._hook_calls = HookCalls()
+        self._driver.can_cancel_steps = True
         self._warned: set[str] = set()
         self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
         self._handles = [
@@ -103,6 +119,8 @@ class CustomLoop(Transient):
                 with self._hook_calls:
                     self._driver.begin_epoch(snapshot_follows=True)
         del self._parts[len(self._losses) :]  # the loop has dropped a batch before its backward pass
+        if self._is_open and not self._losses:
+            self._cancel_step()
         self._parts += [batch, *others]
         if self._is_open:
             self._driver.loop.batch = self._batch
@@ -110,6 +128,12 @@ class CustomLoop(Transient):
         self._is_open = True
         with self._hook_calls:
             self._driver.begin_step(self._batch, self._index)
+
+    def _cancel_step(self) -> None:
+        """Forget a step whose batch the loop has dropped before its backward pass."""
+        self._parts, self._losses, self._is_open = MicroBatches(), [], False
+        with self._hook_calls:
+            self._driver.cancel_step()
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
         self._attached.start(batch, steps, self.close)
@@ -136,7 +160,7 @@ class CustomLoop(Transient):
     def _batch(self) -> Batch:
         return self._parts if self._accumulate > 1 else self._parts[0]
 
-    def backward(self, loss: Any, *, last: bool, retain_graph: bool) -> None:
+    def backward(self, loss: Any, *, last: bool, **options: Any) -> None:
         """Run backward; after the last micro-batch of a step its gradients are complete.
 
         Raises:
@@ -144,26 +168,11 @@ class CustomLoop(Transient):
         """
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim):
             _check_loss(loss)
-        if not self._parts:
-            raise UsageError(f"scope.backward(loss) was called without a batch: {ADVICE}.")
-        if self._is_complete:
-            raise UsageError(
-                f"scope.backward(loss) was called after all {self._accumulate} micro-batches of a step and before its "
-                "optimizer.step(); give the number of micro-batches to attach(..., accumulate=N)."
-            )
-        try:
-            owner = self._driver.task if self._accelerator is None else self._accelerator
-            owner.backward(loss, retain_graph=retain_graph)
-        except RuntimeError as error:
-            hooks = self._attached.manager.hooks
-            acting = next((hook.name for hook in hooks if isinstance(hook, InterventionHook) and hook.mutates), "")
-            if acting and "modified by an inplace operation" in str(error):
-                raise UsageError(
-                    f"This loop keeps a graph across steps in which hook {acting!r} is rolled back: the weights are "
-                    "restored, but autograd counts that as a change. Detach the tensors that the loop keeps, or remove "
-                    f"the hook. ({error})"
-                ) from error
-            raise
+        if self._evaluations:  # within a closure, whose first evaluation is recorded when it returns
+            self._run_backward(loss, options)
+            return
+        self._require_open_step("scope.backward(loss)")
+        self._run_backward(loss, options)
         if self._accelerator is None:
             self.record_loss(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
         else:
@@ -171,6 +180,78 @@ class CustomLoop(Transient):
             # accelerator.backward divides a copy of the loss by the count, so the recorded loss is divided here.
             mean_share = loss.detach() / count if count > 1 else loss.detach()
             self.record_loss(mean_share, complete=last or self._accelerator.sync_gradients)
+        if self._stepped_in_backward and self._is_complete:
+            self._end_step(skipped=False)
+
+    def _require_open_step(self, call: str) -> None:
+        """Raise :class:`UsageError` unless a batch is open whose gradients are not complete."""
+        if not self._parts:
+            raise UsageError(f"{call} was called without a batch: {ADVICE}.")
+        if self._is_complete:
+            raise UsageError(
+                f"{call} was called after the gradients of a step were complete and before its optimizer.step(). Give "
+                "the number of micro-batches of a step to attach(..., accumulate=N); for several backward passes on "
+                "one batch, call loss.backward() for each and scope.gradients_ready(loss) after the last."
+            )
+
+    def gradients_ready(self, loss: Any) -> None:
+        """Note that the loop has computed all gradients of the step itself; ``loss`` is recorded, if given.
+
+        Raises:
+            UsageError: for an invalid loss, a call without a batch or twice in a step, and for named hooks with taps.
+        """
+        self._require_open_step("scope.gradients_ready()")
+        if loss is not None:
+            _check_number(loss)
+            self._losses = [torch.as_tensor(loss).detach()]
+        if not self._has_ready_gradients:
+            self._has_ready_gradients = True
+            self._attached.manager.hooks.leave_out_tapping(
+                "This loop computes gradients itself and reports them by scope.gradients_ready(), where taps receive "
+                "none; leave the hook out, or call scope.backward(loss)."
+            )
+        self._gradients_complete()
+
+    def closure(self, function: Callable[[], Any]) -> "Closure":
+        """Return a closure for optimizer.step, of which hooks see the first evaluation.
+
+        Raises:
+            UsageError: if ``function`` is not callable.
+        """
+        if not callable(function):
+            kind = type(function).__name__
+            raise UsageError(f"scope.closure was given a {kind}; give the closure, optimizer.step(scope.closure(fn)).")
+        return Closure(self, function)
+
+    def evaluate_closure(self, function: Callable[[], Any]) -> Any:
+        """Evaluate the closure of the step in progress; after the first evaluation its gradients are complete."""
+        if self._hook_calls.is_on or not self._is_in_closure_step:  # a hook's step, or a call outside of any step
+            return function()
+        self._evaluations += 1
+        if self._evaluations > 1:
+            with self._attached.manager.untapped_pass():
+                return function()
+        loss = function()
+        self._losses = [] if loss is None else [torch.as_tensor(loss).detach()]
+        self._gradients_complete()
+        return loss
+
+    def _begin_closure_step(self, optimizer: Optimizer) -> None:
+        """Start the update of an optimizer that evaluates the closure of :meth:`closure`."""
+        self._require_open_step("optimizer.step(scope.closure(fn))")
+        if not self._has_closures:
+            self._has_closures = True
+            name = type(optimizer).__name__
+            self._attached.manager.hooks.leave_out_for_closures(name)
+        self._is_in_closure_step = self._is_updating = True
+
+    def _run_backward(self, loss: Tensor, options: dict[str, Any]) -> None:
+        self._is_in_backward = True
+        try:
+            owner = self._driver.task if self._accelerator is None else self._accelerator
+            owner.backward(loss, **options)
+        finally:
+            self._is_in_backward = False
 
     def record_loss(self, loss: Tensor, *, complete: bool) -> None:
         """Record the detached loss of a micro-batch after its backward pass; ``complete`` if it is the step's last."""
@@ -190,9 +271,8 @@ class CustomLoop(Transient):
         self._end_partial_step()
         if self._is_complete:
             self._end_step(skipped=True)
-        if self._parts:  # a step without a backward pass does not count
-            self._parts, self._losses, self._is_open = MicroBatches(), [], False
-            self._driver.loop.step -= 1
+        if self._parts:  # a step without a backward pass, or without its last one, does not count
+            self._cancel_step()
         self.run_deferred_work()
 
     def end_epoch(self, numbers: Mapping[str, float]) -> None:
@@ -229,7 +309,8 @@ class CustomLoop(Transient):
 
     def _gradients_complete(self) -> None:
         losses = self._losses
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        # Without a loss the loop computes gradients itself, and has called gradients_ready() without one.
+        loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) if losses else None
         self._is_complete = True
         unscaled = (
             NO_UNSCALING
@@ -250,10 +331,24 @@ class CustomLoop(Transient):
         is_skipped = attributes.get("found_inf") is not None and bool(attributes["found_inf"])
         if self._hook_calls.is_on or self._attached.is_closed or is_skipped:
             return
-        if (len(inputs) > 1 or options) and any(value is not None for value in (*inputs[1:], *options.values())):
+        if self._is_in_backward:
+            self._stepped_in_backward = True
+            self._warn_once(
+                "backward",
+                f"{type(optimizer).__name__} steps within the backward pass, so hooks find updated weights and no "
+                "gradients after it: measurements of gradients are missing, and PRE_UPDATE does not fire.",
+            )
+            return
+        given = (
+            [value for value in (*inputs[1:], *options.values()) if value is not None] if inputs[1:] or options else []
+        )
+        if any(isinstance(value, Closure) for value in given):
+            self._begin_closure_step(optimizer)
+            return
+        if given:
             raise UsageError(
                 f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step, where "
-                "hooks cannot follow: compute the loss before the step, and call step() without a closure."
+                "hooks cannot follow: give it as optimizer.step(scope.closure(closure))."
             )
         if self._losses and not self._is_complete:
             self._warn_once(
@@ -280,6 +375,8 @@ class CustomLoop(Transient):
 
     def _after_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._is_updating and not self._hook_calls.is_on:
+            if self._is_in_closure_step:
+                self._driver.record_learning_rate()
             self._stepped.add(index)
             if len(self._stepped) == len(self._optimizers):
                 self._end_step(skipped=False)
@@ -294,6 +391,8 @@ class CustomLoop(Transient):
             self._driver.after_update(skipped=skipped)
         self._parts, self._losses = MicroBatches(), []
         self._is_open = self._is_complete = self._is_updating = False
+        self._is_in_closure_step = self._stepped_in_backward = False
+        self._evaluations = 0
         self._stepped = set()
         self._index += 1
         self._has_deferred_work = True
@@ -339,3 +438,14 @@ def _check_loss(loss: Any) -> None:
         raise UsageError(f"The loss has shape {tuple(loss.shape)}; give scope.backward a single number: loss.mean().")
     if not loss.requires_grad:
         raise UsageError("The loss has no graph to differentiate; compute it with gradients on, and do not detach it.")
+
+
+def _check_number(loss: Any) -> None:
+    """Raise :class:`UsageError` unless the loss for the record is a number."""
+    is_number = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1 and not loss.ndim)
+    if not is_number:
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise UsageError(
+            f"scope.gradients_ready was given a {type(loss).__name__}{shape}; give the loss of the step as a number, "
+            "such as losses.mean(), or no loss."
+        )

@@ -1,6 +1,6 @@
 """Scopes: the calls by which a custom loop reports its batches, backward passes, evaluations and epochs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -94,17 +94,48 @@ class Scope(AttachedScope):
             yield batch
         self._loop.end_of_data(steps)
 
-    def backward(self, loss: Tensor, *, last: bool = False, retain_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        last: bool = False,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         """Run ``loss.backward()``, with the scaler or the Accelerator of the loop, if any.
 
         The loss is not divided: the losses of a step's micro-batches add up, as their gradients do. ``last`` completes
-        a step with fewer micro-batches than ``accumulate``; ``retain_graph`` is passed to torch.
+        a step with fewer micro-batches than ``accumulate``; the other arguments are those of torch.
 
         Raises:
             UsageError: for an invalid loss, or a call out of order.
         """
         self._require_open()
-        self._loop.backward(loss, last=last, retain_graph=retain_graph)
+        given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        self._loop.backward(loss, last=last, **{name: value for name, value in given.items() if value})
+
+    def gradients_ready(self, loss: Tensor | float | None = None) -> None:
+        """Report that all gradients of the step are complete, in place of :meth:`backward`.
+
+        For gradients that the loop computes itself: by ``torch.autograd.grad``, ``torch.func``, per-sample clipping
+        (DP-SGD), or several backward passes. ``loss`` is the loss of the step, which is recorded.
+
+        Raises:
+            UsageError: for an invalid loss, or a call out of order; in the first step also for a hook with taps that
+                was requested by name.
+        """
+        self._require_open()
+        self._loop.gradients_ready(loss)
+
+    def closure(self, function: Callable[[], Result]) -> Callable[[], Result]:
+        """Return ``function`` for an optimizer that evaluates the loss itself: ``optimizer.step(scope.closure(fn))``.
+
+        For LBFGS, SAM and others. ``function`` clears the gradients, runs ``loss.backward()`` and returns the loss.
+        Hooks see the gradients of its first evaluation in the step; PRE_UPDATE does not fire.
+        """
+        self._require_open()
+        return self._loop.closure(function)
 
     def evaluate(self, function: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
         """Call ``function`` in isolation from the training, and return its result.

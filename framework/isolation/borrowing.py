@@ -117,6 +117,25 @@ def borrowed_gradients(owner: ModuleOrGroup, others: Iterable[Tensor] = ()) -> I
 
 
 @contextmanager
+def suspended_accumulation_hooks(owner: ModuleOrGroup) -> Iterator[None]:
+    """Run the body without the hooks that parameters call after a gradient has accumulated.
+
+    They may step an optimizer within the backward pass, or average gradients over processes, which a measurement must
+    not do. Hooks on the gradients themselves still run.
+    """
+    # Private: torch has no public function that lists these hooks. C++ reads this dict in every backward pass.
+    tables = [table for parameter in owner.parameters() if (table := parameter._post_accumulate_grad_hooks)]
+    hooks = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, previous in zip(tables, hooks, strict=True):
+            table.update(previous)
+
+
+@contextmanager
 def borrowed_extras(state: TrainingState) -> Iterator[None]:
     """Restore, after the body, the declared state of strategy and experiment, if it has changed."""
     states = {name: extra.state_dict() for name, extra in state.extras.items()}

@@ -51,7 +51,7 @@ class Isolation:
         self.streams = state.streams
         self._tripwire = Tripwire(state)
         self._audit = Audit(state, enabled=audit)
-        self._guardian = StateCopy(guardian_device)
+        self._guardian = StateCopy(guardian_device, versions=True)
         self._saved_streams: StreamState | None = None
         self._is_saved = self._holds_copies = False
         self._has_commit = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import grad_mode
 
 from ..errors import UsageError
 from ..state import Part, Structure, TrainingState, Transient
@@ -68,12 +69,15 @@ class StateCopy(Transient):
     ones (gradients, the loop's accumulators, settings) are walked at every ``save``.
     """
 
-    def __init__(self, device: torch.device | None = None, *, streams: bool = False) -> None:
+    def __init__(self, device: torch.device | None = None, *, streams: bool = False, versions: bool = False) -> None:
         """Create an empty state copy with its tensors on ``device`` (``None``: the devices of the originals).
 
         ``streams`` also saves the random streams, which the isolation otherwise restores at the end of a visit.
+        ``versions`` also restores the version counters of tensors, so that a graph that the loop has built before can
+        still run backward.
         """
-        self._with_streams = streams
+        self._with_streams, self._with_versions = streams, versions
+        self._versions: grad_mode._unsafe_preserve_version_counter | None = None
         self._roots: tuple[Any, ...] = ()
         self._persistent: Objects | None = None
         self._temporary: tuple[Structure, BriefIdentities | TensorIdentities] | None = None
@@ -117,7 +121,13 @@ class StateCopy(Transient):
         self._natives = [persistent.structure.read_natives(), structure.read_natives()]
         # Not by deepcopy(optimizer.state_dict()) and load_state_dict, which take 5 times as long as copying both ways;
         # without the deepcopy, the state dict would share the live tensors, and the next step would change them.
-        copy_each(self._copies, persistent.identities.bytes + identities.bytes)
+        originals = persistent.identities.bytes + identities.bytes
+        copy_each(self._copies, originals)
+        if self._with_versions:
+            # Restoring bytes counts as a write, after which autograd refuses the backward pass of an earlier graph. The
+            # bytes are the same, so the counters may be as well; torch has no public function that sets them.
+            counted = tuple([tensor for tensor in originals if not tensor.is_inference()])
+            self._versions = grad_mode._unsafe_preserve_version_counter(counted)
         return self
 
     def _refresh_persistent(self, state: TrainingState, parts: list[Part]) -> Objects:
@@ -149,10 +159,12 @@ class StateCopy(Transient):
             structure.write_natives(states)
         # Bytes last, into the restored storages.
         copy_each(persistent.identities.bytes + temporary[1].bytes, self._copies)
+        if self._versions is not None:
+            self._versions.__exit__(None, None, None)
 
     def release(self) -> None:
         """Drop gradients and accumulators, so that their memory can be freed."""
-        self._temporary = None
+        self._temporary = self._versions = None
         self._kept_parts = []
         self._natives = []
 

@@ -75,6 +75,11 @@ class TapSet:
         return self._passes
 
     @property
+    def hooks(self) -> set[str]:
+        """Names of the hooks with taps."""
+        return {owner.hook for owner, taps in self._taps.items() if taps}
+
+    @property
     def hooks_with_separate_pass(self) -> set[str]:
         """Names of the hooks with a tap that does not work in a compiled pass."""
         return {tap.owner.hook for tap in self._separate_taps()}

@@ -16,7 +16,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..data import Batch, MicroBatches, micro_batches, rows
 from ..errors import LoopscopeError
-from ..isolation import borrowed_buffers, borrowed_extras, borrowed_gradients, borrowed_modes
+from ..isolation import (
+    borrowed_buffers,
+    borrowed_extras,
+    borrowed_gradients,
+    borrowed_modes,
+    suspended_accumulation_hooks,
+)
 from ..state import TrainingState
 from ..tensors import (
     Vector,
@@ -260,6 +266,7 @@ class LossProbe:
             stack.enter_context(
                 borrowed_gradients(modules, [parameter for group in groups for parameter in group["params"]])
             )
+            stack.enter_context(suspended_accumulation_hooks(modules))
             stack.enter_context(borrowed_scaler(self._task))
             stack.enter_context(resharded_afterwards(modules))
             stack.enter_context(torch.enable_grad())

@@ -159,10 +159,13 @@ class TrainingTask:
         total = rows(batch)
         return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Accumulate the gradients of the loss of a micro-batch, scaled if there is a scaler."""
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Accumulate the gradients of the loss of a micro-batch, scaled if there is a scaler.
+
+        ``options`` are arguments of ``torch.Tensor.backward``, such as ``retain_graph``.
+        """
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        scaled.backward(**options)  # type: ignore[no-untyped-call]
 
 
 METRIC_ARGUMENT, COUNT_ARGUMENT = ["metrics"], ["epoch"]

@@ -52,7 +52,8 @@ class Trail:
         """Record an entanglement; from the second on, return its coherence with the earlier ones."""
         last, total = moved_like(change, self.last), moved_like(change, self.total)
         length = norm(change)
-        self.last, self.total = change, accumulate(total, change)
+        # A copy, since the state of a cancelled step refers to the earlier sum.
+        self.last, self.total = change, accumulate(copied(total), change)
         if self.length is None:
             self.length = length
             return {}
