@@ -19,6 +19,7 @@ from .compare import compare, compare_parser
 from .diff import diff, diff_parser
 from .jobs import ONE_OF_SEVERAL, train_in_parallel, train_one_of_several
 from .listing import ls, ls_parser, show, show_parser
+from .lost_rows import require_all_rows
 from .new import new, new_parser
 from .options import Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
@@ -196,10 +197,8 @@ def _start(experiment: Experiment, options: Options) -> None:
         plan = session.planned() if several else []
         if len(plan) > 1:
             train_in_parallel(plan, options, mode, runner.compared_to)
-        elif is_main_process():
-            watch(session, mode)
         else:
-            session.run()
+            require_all_rows(watch(session, mode) if is_main_process() else session.run())
 
 
 def _mode(options: Options) -> Mode:

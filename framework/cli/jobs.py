@@ -21,6 +21,7 @@ from ..checkpoints import Signals, StoppedError
 from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable
 from ..errors import LoopscopeError, RunNotice, UsageError, counted
 from ..runs import RunFolder, Session, StrategyPlan, check_device
+from .lost_rows import require_all_rows
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
 
 ONE_OF_SEVERAL = "one-of-several"
@@ -208,7 +209,7 @@ def train_one_of_several() -> None:
     config = replace(config_of(experiment, options), seed=seed)
     selected = replace(run_options(options), strategies=[strategy], seeds=[seed] if seeds_of(options) else [])
     runner = experiment(config, check_device(options["device"]))
-    Session(runner, selected, wanted_sinks(options), ProgressMessages()).run()
+    require_all_rows(Session(runner, selected, wanted_sinks(options), ProgressMessages()).run())
 
 
 def _stop_with_parent() -> None:

@@ -114,7 +114,9 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
     """Yield the fields of a run with their labels; the short form has only problems and treatments."""
     record, summary = run.record, run.summary
     failed = [f"{error['hook']}: {error.get('error')}" for error in summary.get("hook_errors", ())]
+    sinks = [f"{error['sink']} at step {error['step']:,}: {error['error']}" for error in summary.get("sink_errors", ())]
     fields = {"problem": run.problem, "error": summary.get("error"), "failed hooks": "; ".join(failed)}
+    fields["failed sinks"] = "; ".join(sinks)
     if record is not None:
         fields["treatments"] = record.treatments_text if record.treatments else ""
     if record is not None and not short:

@@ -11,7 +11,7 @@ from ..errors import listed, require
 from ..explaining import explain, explanation_lines, row_table, rows_by_step
 from ..hooks import ALERTS
 from ..report import inspect_run
-from ..runs import ExperimentRunner, Session, Stretch, read_outcome, run_folders
+from ..runs import TRAINED, ExperimentRunner, Session, Stretch, read_outcome, run_folders
 from ..training import is_main_process
 from .options import without_dots
 from .parser import CommandParser, line_width, write_line
@@ -96,7 +96,7 @@ def _explain(run: RecordedRun, step: int) -> None:
         return Path(watch(repeated, "silent", methodcaller("rewind", stretch))[0])
 
     outcome = read_outcome(folder)
-    last = None if outcome is None else outcome["steps"] + (outcome["status"] != "completed")
+    last = None if outcome is None else outcome["steps"] + (outcome["status"] not in TRAINED)
     require(last is None or step <= last, f"--step is {step:,}, but the last step of the run in {folder} is {last}.")
     explanation = explain(train_again, folder, step, describe_row=describe_row, left_out=treatments, last=last)
     for line in explanation_lines(explanation, line_width()):

@@ -10,7 +10,9 @@ from .frame import newest_table, snapshot_line
 from .notebook import NotebookOutput
 from .run_console import Mode, RunConsole, watch
 from .runs_line import MARK, RunsLine, ProgressMessages
-from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line, split_columns
+from .tables import (
+    experiment_list, final_numbers, first_line, hook_list, hook_page, lost_rows_text, result_line, split_columns,
+)
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
 
@@ -31,6 +33,7 @@ __all__ = [
     "hook_list",
     "hook_page",
     "in_columns",
+    "lost_rows_text",
     "make_console",
     "newest_table",
     "number_text",

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..errors import counted
 from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
-from ..runs import ATTACHED, SUMMARY, ExperimentRunner, RunFolder, allowed_words
+from ..runs import ATTACHED, SUMMARY, TRAINED, ExperimentRunner, RunFolder, allowed_words
 from ..training import TrainingTask
 from .text import duration_text, number_text, printable
 
@@ -67,14 +67,23 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     """Return the line with the result of a strategy."""
     numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
     reached, ending = summary["target_reached"], summary["status"]
-    if ending == "completed":
+    lost = lost_rows_text(summary)
+    if ending in TRAINED:
         ending = "ended" if summary.get("experiment") == ATTACHED else "stopped at the limit"
         ending = f"target reached at epoch {reached['epoch']}" if reached else ending
     return Text.assemble(
         (run_name(summary), "bold"),
         f": {ending} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
         f"{duration_text(summary['seconds']['training'])}{numbers}",
+        (f"; {lost}" if lost else "", "bold red"),
     )
+
+
+def lost_rows_text(summary: Mapping[str, Any]) -> str:
+    """Return which sinks failed and lost rows, from which step on, or an empty text."""
+    failed = [error for error in summary.get("sink_errors", ()) if error["lost_rows"]]
+    texts = [f"{error['sink']} failed at step {error['step']:,} ({error['error']})" for error in failed]
+    return f"rows were lost: {', '.join(texts)}" if texts else ""
 
 
 def run_name(summary: Mapping[str, Any]) -> str:

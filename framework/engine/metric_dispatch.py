@@ -239,6 +239,8 @@ class MetricDispatch:
         self._isolation = isolation
         self._sinks = list(sinks)
         self._failed: list[MetricSink] = []
+        self.sink_errors: list[dict[str, Any]] = []
+        """Sinks that failed, each with the step and the error."""
         self._run_hook = run_hook
         self._pending: PendingMetrics[Report] = PendingMetrics()
         self._pending_steps: PendingMetrics[Report] = PendingMetrics()
@@ -386,6 +388,7 @@ class MetricDispatch:
             if _stored_positions(sink, earlier_positions)[:1] == [None]:
                 self._disable(sink)
                 sentence = f"Sink {sink.name!r} had failed before the checkpoint and stays disabled."
+                self.sink_errors.append({"sink": sink.name, "step": 0, "error": sentence, "lost_rows": sink.keeps})
                 warnings.warn(sentence, RunNotice, stacklevel=2)
 
         def start_sink(sink: MetricSink) -> None:
@@ -465,10 +468,10 @@ class MetricDispatch:
             except BaseException as error:  # includes SystemExit, which would end the run as if it had completed
                 self._disable(sink)
                 self._close_failed(sink, step)
+                text = f"{type(error).__name__}: {error}"
+                self.sink_errors.append({"sink": sink.name, "step": step, "error": text, "lost_rows": sink.keeps})
                 warnings.warn(
-                    f"Sink {sink.name!r} failed and is disabled for the rest of the run: "
-                    f"{type(error).__name__}: {error}",
-                    stacklevel=2,
+                    f"Sink {sink.name!r} failed and is disabled for the rest of the run: {text}", stacklevel=2
                 )
 
     def _disable(self, sink: MetricSink) -> None:

@@ -15,7 +15,7 @@ from ..durable_files import path_exists, read_json
 from ..errors import UsageError, listed, require
 from ..names import as_names
 from ..optional_packages import require_package
-from ..runs import CONFIG, REWINDS, SUMMARY, Completed, Record, RunRecord, checked_fields, forward_emits
+from ..runs import CONFIG, REWINDS, SUMMARY, Completed, FailedSink, Record, RunRecord, checked_fields, forward_emits
 from .curves import record_of, series_in
 from .panels import matcher, near_names
 
@@ -31,12 +31,16 @@ SUMMARY_FIELDS = {  # the fields read from a summary
 }
 
 
+OPTIONAL_FIELDS = {"sink_errors": Sequence[FailedSink], "hooks_left_out": Mapping[str, str]}
+"""Further fields of a summary, which those of earlier versions lack."""
+
+
 @dataclass(frozen=True)
 class FoundRun:
     """The content of a run's folder; metrics are read on first use.
 
-    ``state`` is completed, failed or interrupted; running (a process holds the lock), killed (neither lock nor summary)
-    or damaged, with a sentence in ``problem``. ``summary`` is empty before the end of the run.
+    ``state`` is completed, incomplete, failed or interrupted; running (a process holds the lock), killed (neither lock
+    nor summary) or damaged, with a sentence in ``problem``. ``summary`` is empty before the end of the run.
     """
 
     path: Path
@@ -149,7 +153,8 @@ def inspect_run(folder: Path) -> FoundRun:
         if is_locked(folder) or not path_exists(path):
             return FoundRun(folder, "running" if is_locked(folder) else "killed", record)
         content = read_json(path)
-        summary = checked_fields(content, SUMMARY_FIELDS, path)
+        present = {name: kind for name, kind in OPTIONAL_FIELDS.items() if name in content}
+        summary = checked_fields(content, SUMMARY_FIELDS | present, path)
     except UsageError as error:
         return FoundRun(folder, "damaged", record, problem=str(error))
     for name in ("initial", "final"):

@@ -22,6 +22,10 @@ from .config import ExperimentConfig, describe_type, fits
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
+INCOMPLETE = "incomplete"
+"""The status of a run that was trained to its end, but whose record lacks rows, because a sink failed."""
+TRAINED = ("completed", INCOMPLETE)
+"""The statuses of runs that were trained to their end."""
 ATTACHED = "attached"
 """Experiment name of runs that were attached to a custom training loop or a trainer."""
 REQUIRED = ("experiment", "strategy", "config")
@@ -46,6 +50,15 @@ class FailedHook(TypedDict):
     """A hook that raised."""
 
     hook: str
+
+
+class FailedSink(TypedDict):
+    """A sink that failed, and whether rows of the record are lost."""
+
+    sink: str
+    step: int
+    error: str
+    lost_rows: bool
 
 
 class Completed(TypedDict):
@@ -195,7 +208,7 @@ def read_completed(folder: Path) -> dict[str, Any] | None:
     Raises:
         UsageError: for a summary that cannot be read, or lacks a displayed field.
     """
-    if read_status(folder) != "completed":
+    if read_status(folder) not in TRAINED:
         return None
     path = folder / SUMMARY
     summary = read_json(path)

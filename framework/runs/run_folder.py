@@ -18,7 +18,7 @@ from ..durable_files import path_exists, save_tensors, translated_disk_errors, w
 from ..errors import UsageError, listed, source_location
 from ..hooks import HookRegistry, SinkRegistry
 from ..tensors import unsharded
-from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, seed_name
+from .records import CONFIG, SUMMARY, TRAINED, RunRecord, read_completed, read_status, seed_name
 
 CHECKPOINTS = "checkpoints"
 REWINDS = "rewinds"
@@ -200,7 +200,7 @@ class RunFolder:
             return f"a run whose {SUMMARY} cannot be read"
         if status is None:
             return "an unfinished run"
-        return "a finished run" if status == "completed" else f"a run that ended as {status!r}"
+        return "a finished run" if status in TRAINED else f"a run that ended as {status!r}"
 
     def _not_writable(self, reason: str | None) -> UsageError:
         return UsageError(f"The output directory {self.path} cannot be written: {reason}.")

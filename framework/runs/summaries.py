@@ -11,7 +11,7 @@ from torch import nn
 from ..engine import HookManager
 from ..errors import with_lines
 from ..tensors import is_uninitialised
-from .records import RunRecord
+from .records import INCOMPLETE, RunRecord
 
 
 def build_summary(
@@ -27,6 +27,9 @@ def build_summary(
 ) -> dict[str, Any]:
     """Summarise a run up to now; ``compared`` are full names of the metrics in which strategies are compared."""
     loop, task, metrics = manager.state.loop, manager.task, manager.dispatch.last()
+    sink_errors = manager.dispatch.sink_errors
+    if status == "completed" and any(error["lost_rows"] for error in sink_errors):
+        status = INCOMPLETE
     summary: dict[str, Any] = {
         "experiment": record.experiment,
         "strategy": record.strategy,
@@ -49,6 +52,7 @@ def build_summary(
         "sample": None,
         "treatments": {name: tuple(parts) for name, parts in record.treatments.items()},
         "hook_errors": manager.hooks.failures.errors,
+        "sink_errors": sink_errors,
         "hooks_left_out": manager.hooks.failures.left_out,
         "hook_tables": manager.hooks.tables,
         "hook_samples": manager.profiler.samples,

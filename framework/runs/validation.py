@@ -26,7 +26,7 @@ from ..engine import HookManager
 from ..errors import LoopscopeError, UsageError, listed, notice, require
 from ..option_words import option_text
 from ..state import LoopState
-from .records import RunRecord, differences, read_outcome
+from .records import TRAINED, RunRecord, differences, read_outcome
 from .resume import check_environment, refuse_another_run, refuse_other_data
 from .run_folder import RunFolder
 from .strategy_training import StrategyTraining
@@ -184,7 +184,7 @@ def rewind(training: StrategyTraining, stretch: Stretch, earlier: EarlierRun) ->
     per_epoch = len(manager.task.loader) if manager.counts_epochs else 1
     outcome, last = read_outcome(folder), manager.task.length * per_epoch
     if outcome is not None:  # a failed run failed in the step after its last completed one
-        last = min(last, outcome["steps"] + (outcome["status"] != "completed"))
+        last = min(last, outcome["steps"] + (outcome["status"] not in TRAINED))
     for name, step in (("step", stretch.step), ("until", stretch.until)):
         require(step <= last, f"--{name} is {step:,}, but the last step of the run in {folder} is {last:,}.")
     new_hooks = {hook.name for hook in manager.hooks} - record.hooks.keys()

@@ -1,0 +1,15 @@
+"""Runs that were trained to their end, but whose record lacks rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..console import lost_rows_text
+from ..errors import LoopscopeError
+from ..runs import INCOMPLETE
+
+
+def require_all_rows(summaries: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`LoopscopeError`, after which the command ends with status 1, if a sink has lost rows."""
+    for summary in summaries:
+        if summary["status"] == INCOMPLETE:
+            raise LoopscopeError(f"{summary['strategy']}: the training is complete, but {lost_rows_text(summary)}.")
