@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -170,6 +171,14 @@ def require(condition: bool, sentence: str) -> None:
     """Raise :class:`UsageError` with ``sentence`` unless ``condition`` holds."""
     if not condition:
         raise UsageError(sentence)
+
+
+def short_path(path: str | Path) -> str:
+    """Return a path relative to the working directory if it is below it, otherwise unchanged, for messages."""
+    text = str(path)
+    with suppress(OSError):  # the working directory may be gone
+        return os.path.relpath(text) if text.startswith(os.getcwd() + os.sep) else text
+    return text
 
 
 def notice(sentence: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ..checkpoints import Signals, StoppedError
 from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable
-from ..errors import LoopscopeError, RunNotice, UsageError, counted
+from ..errors import LoopscopeError, RunNotice, UsageError, counted, short_path
 from ..runs import RunFolder, Session, StrategyPlan, check_device
 from .lost_rows import require_all_rows
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
@@ -194,7 +194,7 @@ def train_in_parallel(
     if failed and not completed and all(job.process.returncode == REFUSED for job in failed):
         raise UsageError(" ".join(dict.fromkeys(f"{job.problem}." for job in failed)))
     if failed:
-        problems = " ".join(f"{job.folder.name}, in {job.folder.path}: {job.problem}." for job in failed)
+        problems = " ".join(f"{job.folder.name}, in {short_path(job.folder.path)}: {job.problem}." for job in failed)
         raise LoopscopeError(f"{len(failed)} of {counted(len(plans), 'run')} failed. {problems}")
 
 

@@ -10,7 +10,7 @@ from random import Random
 
 from ..checkpoints import checkpoints_by_moment
 from ..console import make_console, watch
-from ..errors import counted, listed, require
+from ..errors import counted, listed, require, short_path
 from ..runs import RunFolder, Session, Stretch, run_folders
 from ..training import is_main_process
 from .options import without_dots
@@ -66,7 +66,8 @@ def _verify_intervals(session: Session, folder: RunFolder, number: int) -> None:
     """Train random intervals between two checkpoints again."""
     steps = sorted({step for _, step in checkpoints_by_moment(folder.checkpoints)})
     intervals = [Stretch(start + 1, end) for start, end in pairwise([0, *steps])]
-    problem = f"{folder.path} has no intact checkpoint to start from; omit --intervals to compare it with its digests."
+    advice = "omit --intervals to compare it with its digests"
+    problem = f"{short_path(folder.path)} has no intact checkpoint to start from; {advice}."
     require(bool(intervals), problem)
     # All processes of torchrun have the same port, so they draw the same intervals.
     drawn = Random(os.environ.get("MASTER_PORT")).sample(intervals, min(number, len(intervals)))

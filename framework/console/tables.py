@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import counted
+from ..errors import counted, short_path
 from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
 from ..runs import ATTACHED, SUMMARY, TRAINED, ExperimentRunner, RunFolder, allowed_words
 from ..training import TrainingTask
@@ -47,7 +47,7 @@ def strategy_header(
         "  hooks: ": hooks,
         "  treatments: ": treatments,
         **{f"  {label} a/b: ": " / ".join(names) for label, names in shown.items() if len(names) > 1},
-        "  output: ": str(run.output_dir),
+        "  output: ": short_path(run.output_dir),
     }
     styles = {"": "bold", "  treatments: ": "bold yellow"}
     fill = textwrap.TextWrapper(max(width, 40), subsequent_indent="    ", break_on_hyphens=False).fill
@@ -106,7 +106,7 @@ def hook_table(strategy: str, hook: str, rows: Mapping[str, Mapping[str, float]]
 def tables_line(summary: Mapping[str, Any]) -> Text:
     """Return a line with the location of the tables of hooks, for output that is not a terminal."""
     tables = [f"{hook} ({counted(len(rows), 'row')})" for hook, rows in summary["hook_tables"].items()]
-    where = f"hook_tables in {Path(summary['output_dir']) / SUMMARY}"
+    where = f"hook_tables in {short_path(Path(summary['output_dir']) / SUMMARY)}"
     return Text(f"{summary['strategy']}: {counted(len(tables), 'table')} of hooks: {', '.join(tables)}: {where}")
 
 
@@ -261,13 +261,17 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
             count = (folder.path / ALERTS).read_bytes().count(b"\n")
             alerts.append(f"{count:,}" + f" of {folder.name}" * many)
     lines = [
-        f"Results: {above}/ with {', '.join(folder.name for folder in folders)}" if many else f"Results: {first.path}"
+        f"Results: {short_path(above)}/ with {', '.join(folder.name for folder in folders)}"
+        if many
+        else f"Results: {short_path(first.path)}"
     ]
     texts = {"record": ", ".join(files["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
     lines += [f"  {kind:9}{text}" for kind, text in {**texts, "weights": ", ".join(files["weights"])}.items() if text]
-    lines.append(f"Next: loopscope show {shlex.quote(str(first.path))}")
+    lines.append(f"Next: loopscope show {shlex.quote(short_path(first.path))}")
     if plotted and files["record"] and find_spec("matplotlib"):
-        lines.append(f"      loopscope plot {shlex.quote(str(above if many else first.path))} --metrics {plotted}")
+        lines.append(
+            f"      loopscope plot {shlex.quote(short_path(above if many else first.path))} --metrics {plotted}"
+        )
     return Text("\n".join(map(printable, lines)), no_wrap=True)  # so that a command can be copied as one line
 
 

@@ -21,10 +21,11 @@ class FolderChoice:
     """
 
     def __init__(self, out: str | Path | None, trained_in: Path | None) -> None:
+        # All paths are absolute, so that a script that changes the working directory keeps its folder.
         self._trained_in = trained_in
         self._is_given = out is not None
-        self._parent = (trained_in or Path()) / RUNS
-        self.folder = self._at(Path(out) if out is not None else next(_free_folders(self._parent)))
+        self._parent = (trained_in or Path()).absolute() / RUNS
+        self.folder = self._at(Path(out).absolute() if out is not None else next(_free_folders(self._parent)))
 
     def _at(self, path: Path) -> RunFolder:
         """Return a folder for this run; the strategy is named after it, or after the Trainer's output folder."""

@@ -22,7 +22,7 @@ from ..combined_optimizers import separate_optimizers
 from ..console import RunConsole
 from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
-from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require
+from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require, short_path
 from ..hooks import ENDLESS, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
@@ -415,7 +415,7 @@ class AttachedLoop:
             self._at_exit("failed")
             return
         notice(
-            f"The run in {self.path} was still open and is closed at the end of the program: call scope.close() "
-            "after the loop, or use `with loopscope.attach(...) as scope`."
+            f"The run in {short_path(self.path)} was still open and is closed at the end of the program: call "
+            "scope.close() after the loop, or use `with loopscope.attach(...) as scope`."
         )
         self._at_exit("interrupted" if self._ranks.are_many else "completed")  # other ranks may be gone

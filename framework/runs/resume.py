@@ -9,7 +9,16 @@ from typing import Any, get_type_hints
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact, read_content
 from ..data import data_changed
 from ..engine import HookManager
-from ..errors import LoopscopeError, ReloadedHookError, UsageError, listed, notice, raised_in_user_code, shortened
+from ..errors import (
+    LoopscopeError,
+    ReloadedHookError,
+    UsageError,
+    listed,
+    notice,
+    raised_in_user_code,
+    short_path,
+    shortened,
+)
 from ..option_words import option_text
 from ..state import LoopState
 from .records import FailedHook, RunRecord, checked_fields, differences
@@ -46,7 +55,7 @@ def find_checkpoint(folder: RunFolder, expected: RunRecord) -> Checkpoint | None
     if checkpoint is not None:
         refuse_another_run(checkpoint.folder, RunRecord.of(checkpoint.manifest, checkpoint.folder / MANIFEST), expected)
     elif record is not None:
-        notice(f"{folder.path} has no intact checkpoint: the run restarts from the beginning.")
+        notice(f"{short_path(folder.path)} has no intact checkpoint: the run restarts from the beginning.")
     return checkpoint
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..checkpoints import DIGESTS, ROWS, checkpoint_folders, run_lock
 from ..durable_files import path_exists, save_tensors, translated_disk_errors, write_json
-from ..errors import UsageError, listed, source_location
+from ..errors import UsageError, listed, short_path, source_location
 from ..hooks import HookRegistry, SinkRegistry
 from ..tensors import unsharded
 from .records import CONFIG, SUMMARY, TRAINED, RunRecord, read_completed, read_status, seed_name
@@ -78,7 +78,9 @@ class RunFolder:
         """Raise :class:`UsageError`, with ``advice``, if the folder contains a run or cannot be written."""
         try:
             if not allowed and any(path.exists() for path in self._run_files()):
-                raise UsageError(f"{self.path} already holds {self._earlier_run()}, which is left unchanged; {advice}.")
+                raise UsageError(
+                    f"{short_path(self.path)} already holds {self._earlier_run()}, which is left unchanged; {advice}."
+                )
             self._known_files.update(self._existing_files())
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         except OSError as error:
@@ -101,8 +103,9 @@ class RunFolder:
             raise self._not_writable(error.strerror) from error
         if new_files:
             raise UsageError(
-                f"Another process has written to {self.path} since this command started: {listed(new_files, 3)}. The "
-                f"folder contains {self._earlier_run()}, which is left unchanged; start the command again."
+                f"Another process has written to {short_path(self.path)} since this command started: "
+                f"{listed(new_files, 3)}. The folder contains {self._earlier_run()}, which is left unchanged; start "
+                "the command again."
             )
 
     def _existing_files(self) -> dict[Path, tuple[int, ...]]:
@@ -203,7 +206,7 @@ class RunFolder:
         return "a finished run" if status in TRAINED else f"a run that ended as {status!r}"
 
     def _not_writable(self, reason: str | None) -> UsageError:
-        return UsageError(f"The output directory {self.path} cannot be written: {reason}.")
+        return UsageError(f"The output directory {short_path(self.path)} cannot be written: {reason}.")
 
 
 def weights_name(strategy: str) -> str:

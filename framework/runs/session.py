@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
-from ..errors import RunNotice, UsageError, notice, require
+from ..errors import RunNotice, UsageError, notice, require, short_path
 from ..hooks import (
     ConfiguredHook,
     HookRegistry,
@@ -176,7 +176,7 @@ class Session:
         """
         with self._environment() as contexts:
             (plan,) = self._with_references(self._plans())
-            require(plan.folder.record() is not None, f"{plan.folder.path} contains no run.")
+            require(plan.folder.record() is not None, f"{short_path(plan.folder.path)} contains no run.")
             earlier = EarlierRun.of(plan.folder, plan.record, is_whole=False)
             path = plan.folder.path / REWINDS / stretch.name
             if not (recorded and Ranks.all_processes(self.options.parallel).is_main):
@@ -207,7 +207,8 @@ class Session:
         options, name = self.options, self.runner.name
         fields = {"experiment": name, "strategy": strategy, "config": config.as_dict(), "options": options.recorded}
         record = RunRecord.planned(hooks, options.on_hook_error, options.audit_hooks, **fields)
-        path = (self._output_folder or Path(self.runner.config.output_dir)) / name / strategy
+        # Absolute, so that a run whose code changes the working directory keeps its folder.
+        path = (self._output_folder or Path(self.runner.config.output_dir)).absolute() / name / strategy
         folder = RunFolder(path / seed_name(config.seed) if options.seeds else path, strategy)
         return StrategyPlan(config.seed, folder, record, hooks, left_out)
 

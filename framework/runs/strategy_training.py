@@ -21,7 +21,16 @@ from ..checkpoints import (
     StoppedError,
 )
 from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, global_batches
-from ..errors import HookError, LoopscopeError, StateMutationError, UsageError, notice, this_command, with_lines
+from ..errors import (
+    HookError,
+    LoopscopeError,
+    StateMutationError,
+    UsageError,
+    notice,
+    short_path,
+    this_command,
+    with_lines,
+)
 from ..isolation import borrowed_extras
 from ..loops import Pauses, epoch_loop, step_loop
 from ..option_words import option_text
@@ -269,7 +278,7 @@ class StrategyTraining:
             return f"Restart the run with {option_text('overwrite', True)}, or in another {option_text('output_dir')}."
         if not self.run.record.options:
             return "To resume from it, start the same program with resume=True in its RunOptions."
-        return f"To resume from it: {this_command('resume', str(self.folder.path))}"
+        return f"To resume from it: {this_command('resume', short_path(self.folder.path))}"
 
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()

@@ -23,7 +23,7 @@ from ..checkpoints import (
 from ..data import RowNumbers, global_batches
 from ..digests import state_digests
 from ..engine import HookManager
-from ..errors import LoopscopeError, UsageError, listed, notice, require
+from ..errors import LoopscopeError, UsageError, listed, notice, require, short_path
 from ..option_words import option_text
 from ..state import LoopState
 from .records import TRAINED, RunRecord, differences, read_outcome
@@ -56,10 +56,12 @@ class EarlierRun:
             UsageError: if the folder contains another run, or one that is being trained, or if ``is_whole`` and the
                 run has no checkpoints and digests.
         """
-        require(not is_locked(folder.path), f"{folder.path} is still being trained; wait until it has ended.")
+        require(
+            not is_locked(folder.path), f"{short_path(folder.path)} is still being trained; wait until it has ended."
+        )
         moments, record, digests = checkpoints_by_moment(folder.checkpoints), folder.record(), read_digests(folder.path)
         if record is None or (is_whole and not (moments or digests)):
-            raise UsageError(f"{folder.path} has no intact checkpoints or digests to compare with.")
+            raise UsageError(f"{short_path(folder.path)} has no intact checkpoints or digests to compare with.")
         refuse_another_run(folder.path, record, now, warn=False)
         return cls(folder.path, record, moments, digests)
 

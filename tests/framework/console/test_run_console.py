@@ -322,12 +322,12 @@ def test_end_lists_output_files_and_next_commands(tmp_path):
         sink.emit({"training_metrics/loss": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
     shown.ended(summaries)
     assert console.file.getvalue().splitlines()[-6:] == [
-        f"Results: {tmp_path}/an exp/ with stride, fixed-random",
+        "Results: an exp/ with stride, fixed-random",
         "  record   STRATEGY.jsonl",
         "  alerts   alerts.jsonl: 0 of stride, 1 of fixed-random",
         "  weights  STRATEGY_final.pt",
-        f"Next: loopscope show '{tmp_path}/an exp/stride'",
-        f"      loopscope plot '{tmp_path}/an exp' --metrics training_metrics/loss",
+        "Next: loopscope show 'an exp/stride'",
+        "      loopscope plot 'an exp' --metrics training_metrics/loss",
     ]
 
 

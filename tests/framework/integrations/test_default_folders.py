@@ -14,7 +14,7 @@ from torch import nn
 from tests.support.cases import some_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # about the health of such a small run
-FIRST, SECOND = Path("loopscope-runs/run_0"), Path("loopscope-runs/run_1")
+FIRST, SECOND = Path("loopscope-runs/run_0"), Path("loopscope-runs/run_1")  # in the working directory
 
 
 class Refusing(loopscope.TrainingHook):
@@ -54,7 +54,7 @@ def test_second_run_gets_next_number():
         scope, *training = attached()
         train(scope, *training)
         scope.close()
-        assert scope.folder == folder
+        assert scope.folder == folder.absolute()
         assert (folder / "summary.json").is_file()
 
 
@@ -65,7 +65,7 @@ def test_simultaneous_runs_get_different_folders():
         train(scope, *training)
     for scope, *_ in scopes:
         scope.close()
-    assert {scope.folder for scope, *_ in scopes} == {FIRST, SECOND}
+    assert {scope.folder for scope, *_ in scopes} == {FIRST.absolute(), SECOND.absolute()}
     assert all((scope.folder / f"{scope.folder.name}.jsonl").is_file() for scope, *_ in scopes)
 
 
@@ -103,7 +103,7 @@ def test_resumed_run_continues_in_its_folder():
     resumed.load_state_dict(state)
     train(resumed, *training)
     resumed.close()
-    assert resumed.folder == FIRST
+    assert resumed.folder == FIRST.absolute()
     steps = [json.loads(line)["step"] for line in (FIRST / "run_0.jsonl").read_text().splitlines()]
     assert (min(steps), max(steps)) == (2, 4)
 
