@@ -31,8 +31,8 @@ SUMMARY_FIELDS = {  # the fields read from a summary
 }
 
 
-OPTIONAL_FIELDS = {"sink_errors": Sequence[FailedSink], "hooks_left_out": Mapping[str, str]}
-"""Further fields of a summary, which those of earlier versions lack."""
+OPTIONAL_FIELDS = {"sink_errors": Sequence[FailedSink]}
+"""Fields that the summaries of earlier versions lack."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class FoundRun:
     @property
     def began(self) -> float:
         """The time when the options were written, in seconds since the epoch; 0 if unknown."""
-        path = self.path / CONFIG
-        return path.stat().st_mtime if path.is_file() else 0.0
+        try:
+            return (self.path / CONFIG).stat().st_mtime
+        except OSError:  # the file is missing, or the folder unreadable
+            return 0.0
 
     @property
     def length(self) -> tuple[int, int] | None:
@@ -169,18 +171,13 @@ def inspect_run(folder: Path) -> FoundRun:
 def find_runs(folder: Path) -> list[FoundRun]:
     """Return all runs in a folder and its subfolders, by path, including unreadable ones with their problem.
 
-    Links are followed last, and no folder is read twice. Rewinds belong to their run.
+    Links within the folder are not followed, since they may lead anywhere. Rewinds belong to their run.
     """
     runs: list[FoundRun] = []
-    seen: set[tuple[int, int]] = set()
     pending = [str(folder)]
     while pending:
         here = pending.pop()
         try:
-            stat = os.stat(here)
-            if (stat.st_dev, stat.st_ino) in seen:
-                continue
-            seen.add((stat.st_dev, stat.st_ino))
             entries = list(os.scandir(here))
         except OSError as error:
             runs.append(FoundRun(Path(here), "damaged", problem=f"{here} cannot be read: {error.strerror}."))
@@ -188,7 +185,5 @@ def find_runs(folder: Path) -> list[FoundRun]:
         if any(entry.name == CONFIG for entry in entries):
             runs.append(inspect_run(Path(here)))
             entries = [entry for entry in entries if entry.name != REWINDS]
-        folders = sorted((entry.is_symlink(), entry.path) for entry in entries if os.path.isdir(entry.path))
-        pending[:0] = [path for is_link, path in folders if is_link]
-        pending += [path for is_link, path in folders if not is_link]
+        pending += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(runs, key=attrgetter("path.parts"))
