@@ -1,7 +1,7 @@
 """Dispatch of the command line, and the commands that are too small for a separate file."""
 
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from .verify import verify, verify_parser
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
 
 
-def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
+def run_command(words: Sequence[str], packages: str | Sequence[str], imports_done: Callable[[], object] = bool) -> int:
     """Import the packages, run a command and return its exit status; see :func:`loopscope.cli.main.main`."""
     warned: list[str] = []
 
@@ -48,6 +48,7 @@ def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
                 import_module(package)
             for registry in (ExperimentRegistry, HookRegistry, SinkRegistry):
                 registry.discover()
+            imports_done()
             _dispatch(*words)
         except StoppedError as error:
             _print_message(str(error))

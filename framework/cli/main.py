@@ -39,12 +39,18 @@ Options of a command: loopscope COMMAND --help
 """
 
 
-def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str] = ()) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    packages: str | Sequence[str] = (),
+    imports_done: Callable[[], object] = bool,
+) -> int:
     """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 128 + n after signal n.
 
     Args:
         arguments: the words after ``loopscope``; by default those of ``sys.argv``.
         packages: a package, or several, by name; they are imported before the command runs and fill the registries.
+        imports_done: called once the modules of the command are imported.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("help", "-h", "--help"):
@@ -58,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str
         # Imported here because it imports torch, which takes about two seconds.
         from .command import run_command
 
-        return run_command(words, packages)
+        return run_command(words, packages, imports_done)
 
 
 class _LastingFile(io.FileIO):
