@@ -183,7 +183,43 @@ def short_path(path: str | Path) -> str:
 
 def notice(sentence: str) -> None:
     """Issue a :class:`RunNotice` at the location of the caller's caller."""
-    warnings.warn(sentence, RunNotice, stacklevel=3)
+    warn(sentence, RunNotice, stacklevel=3)
+
+
+def warn(message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
+    """Issue a warning of loopscope, which does not end a run under a general filter such as ``-W error``.
+
+    It is raised only if the filter names the warning itself: its message, or a category of loopscope.
+    """
+    try:
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
+    except Warning:
+        if is_chosen_as_error(category):
+            raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", category)
+            warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def warn_at(warning: Warning, path: str, line: int) -> None:
+    """Issue a warning for a line of code as :func:`warn` does, also if it repeats an earlier one."""
+    category = type(warning)
+    try:
+        warnings.warn_explicit(warning, category, path, line)
+    except Warning:
+        if is_chosen_as_error(category):
+            raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", category)
+            warnings.warn_explicit(warning, category, path, line)
+
+
+def is_chosen_as_error(category: type[Warning]) -> bool:
+    """Return whether a filter turns a warning of loopscope into an error by its message or by its own category."""
+    return any(
+        action == "error" and issubclass(category, kind) and (message or kind.__module__.startswith("loopscope"))
+        for action, message, kind, *_ in warnings.filters
+    )
 
 
 class _AnyTextInThread:

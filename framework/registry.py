@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -10,7 +9,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from .errors import UsageError, source_location, unknown, with_lines
+from .errors import UsageError, source_location, unknown, warn, with_lines
 
 Entry = TypeVar("Entry", bound=type[Any])
 
@@ -78,7 +77,7 @@ class Registry(Generic[Entry]):
                     raise
                 reason = str(error) if isinstance(error, UsageError) else f"{with_lines(error)}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
-                warnings.warn(self._broken[point.name], stacklevel=3)
+                warn(self._broken[point.name], stacklevel=3)
 
     def get(self, name: str, *, keywords: Sequence[str] = ()) -> Entry:
         """Return the class called ``name``; raises :class:`UsageError` with the nearest name or keyword."""

@@ -6,14 +6,13 @@ import os
 import shlex
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loopscope.errors import LoopscopeError, RunNotice, UsageError
+from loopscope.errors import LoopscopeError, RunNotice, UsageError, warn
 from loopscope.hooks import STEP_POINTS, Alert, HookPoint, RunInfo, SinkRegistry
 from loopscope.optional_packages import require_package
 from loopscope.runs import ReplaySink, RunRecord
@@ -189,7 +188,7 @@ class WandbSink(ReplaySink):
             reason = outcome.rstrip(".") or f"exit status {client.process.returncode}"
             self._warn(f"The W&B client failed: {reason}; see {client.log}.")
             return
-        warnings.warn(outcome, RunNotice, stacklevel=2)
+        warn(outcome, RunNotice, stacklevel=2)
 
     def _remedy(self) -> str:
         assert self._path is not None
@@ -197,7 +196,7 @@ class WandbSink(ReplaySink):
         return f"send them with: loopscope replay {shlex.quote(str(self._path.parent))} --to wandb{project}"
 
     def _warn(self, sentence: str) -> None:
-        warnings.warn(f"{sentence} No metric is lost; {self._remedy()}.", stacklevel=3)
+        warn(f"{sentence} No metric is lost; {self._remedy()}.", stacklevel=3)
 
     @classmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:

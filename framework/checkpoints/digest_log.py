@@ -2,7 +2,6 @@
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from ..data import RowNumbers
 from ..digests import ALGORITHM, link, state_digests
 from ..durable_files import translated_disk_errors
 from ..engine import HookManager
-from ..errors import LoopscopeError
+from ..errors import LoopscopeError, warn
 from ..state import LoopState
 from .row_log import ENTRY, rows_entry
 
@@ -78,7 +77,7 @@ class DigestLog:
             return
         data = self._path.read_bytes()[: position["bytes"]] if self._path.is_file() else b""
         if xxhash.xxh3_128_hexdigest(data) != position["xxh3_128"]:
-            warnings.warn(
+            warn(
                 f"{self._path} has changed since the checkpoint was written; a new chain of digests starts.",
                 stacklevel=2,
             )
@@ -106,7 +105,7 @@ class DigestLog:
                     file.write(data)
             except LoopscopeError as error:
                 self._writes = False  # digests are still computed, since the other ranks wait for this one
-                warnings.warn(f"{error} The run continues without digests.", stacklevel=3)
+                warn(f"{error} The run continues without digests.", stacklevel=3)
 
     def _is_due(self, loop: LoopState, *, unit_ended: bool) -> bool:
         """Return whether a digest is due; snapshots are known when a unit ends, as its evaluation may stop the run."""

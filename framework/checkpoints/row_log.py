@@ -2,7 +2,6 @@
 
 import base64
 import json
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..data import Loader, RowNumbers, global_batches
 from ..durable_files import translated_disk_errors
 from ..engine import HookManager
-from ..errors import LoopscopeError
+from ..errors import LoopscopeError, warn
 from ..state import LoopState
 
 ROWS = "rows.jsonl"
@@ -66,7 +65,7 @@ class RowLog:
                 file.write(json.dumps(line) + "\n")
         except LoopscopeError as error:
             self._is_on = False
-            warnings.warn(f"{error} The run continues without recording the rows of its steps.", stacklevel=3)
+            warn(f"{error} The run continues without recording the rows of its steps.", stacklevel=3)
 
 
 def rows_of_step(folder: Path, loader: Loader, step: int) -> Tensor | None:

@@ -1,14 +1,13 @@
 """Schedule of checkpoints: every N epochs or steps, on a signal, and after a hook raises."""
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from ..engine import HookManager
-from ..errors import notice
+from ..errors import notice, warn
 from ..state import LoopState
 from .content import RunState
 from .digest_log import DigestLog
@@ -130,4 +129,4 @@ class Checkpointing:
     def _warn_of_failures(self) -> None:
         remark = " Training continues." if self.signals.stop is None else ""
         for sentence in self.writer.failures():
-            warnings.warn(f"{sentence}{remark}", stacklevel=3)
+            warn(f"{sentence}{remark}", stacklevel=3)

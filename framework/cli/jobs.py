@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ import torch
 
 from ..checkpoints import Signals, StoppedError
 from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable
-from ..errors import LoopscopeError, RunNotice, UsageError, counted, short_path
+from ..errors import LoopscopeError, RunNotice, UsageError, counted, short_path, warn
 from ..runs import RunFolder, Session, StrategyPlan, check_device
 from .lost_rows import require_all_rows
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
@@ -145,9 +144,9 @@ class ParallelRuns:
 
     def _show_line(self, job: RunProcess, line: str) -> None:
         if line.startswith(NOTE_PREFIX):
-            warnings.warn(line.removeprefix(NOTE_PREFIX), RunNotice, stacklevel=1)
+            warn(line.removeprefix(NOTE_PREFIX), RunNotice, stacklevel=1)
         elif line.startswith(WARNING_PREFIX):
-            warnings.warn(f"{job.folder.name}: {line.removeprefix(WARNING_PREFIX)}", stacklevel=1)
+            warn(f"{job.folder.name}: {line.removeprefix(WARNING_PREFIX)}", stacklevel=1)
         elif line.startswith(COMMAND_PREFIX):  # reported at the end
             job.last = line
         else:
@@ -176,10 +175,10 @@ def train_in_parallel(
     with display, signals.deferred(), closing(line):
         if mode == "live":
             notice = "--live shows one run only; with --jobs, one line shows all runs."
-            warnings.warn(notice, RunNotice, stacklevel=1)
+            warn(notice, RunNotice, stacklevel=1)
         if THREADS not in os.environ:
             notice = f"{counted(at_once, 'process', 'processes')} share the processor: {THREADS} is {threads} for each."
-            warnings.warn(notice, RunNotice, stacklevel=1)
+            warn(notice, RunNotice, stacklevel=1)
         for job in ParallelRuns(waiting, at_once, line, signals).run({THREADS: threads, **os.environ}):
             summary = summaries[job.folder.name] = None if job.problem else job.folder.completed()
             if summary is None:

@@ -3,7 +3,6 @@
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import IO, Any
@@ -12,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from ..errors import warn
 from ..hooks import HookPoint, MetricSink, RunInfo
 from .board import Board, Groups
 from .frame import LONGEST_SPARKS, frame
@@ -95,7 +95,7 @@ class LiveDisplay(MetricSink):
             end = self.clock()
             self._due = end + max(SECONDS_BETWEEN_UPDATES, (end - begin) / LARGEST_SHARE)
         except Exception as error:
-            warnings.warn(f"The live display failed and is disabled: {type(error).__name__}: {error}", stacklevel=2)
+            warn(f"The live display failed and is disabled: {type(error).__name__}: {error}", stacklevel=2)
 
     def leave(self, print_item: Callable[[RenderableType], None]) -> None:
         """Restore the terminal and print the transcript."""

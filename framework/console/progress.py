@@ -1,7 +1,6 @@
 """Progress of one strategy: a bar on a terminal, occasional lines elsewhere, at most twice a second."""
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import describe_error
+from ..errors import describe_error, warn
 from ..hooks import HookPoint, MetricSink, RunInfo, Series
 from ..state import LoopState
 from .board import flattened
@@ -212,7 +211,7 @@ class TrainingProgress:
             yield
             self._due = self.clock() + SECONDS_BETWEEN_UPDATES
         except Exception as error:
-            warnings.warn(f"The progress display failed and is disabled: {describe_error(error)}", stacklevel=3)
+            warn(f"The progress display failed and is disabled: {describe_error(error)}", stacklevel=3)
 
     def _position(self, loop: LoopState, now: float) -> Position:
         epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None

@@ -1,6 +1,5 @@
 """Handling of hook failures: a failure ends the run, or drops the hook."""
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import format_exception
@@ -19,6 +18,7 @@ from ..errors import (
     shortened,
     source_location,
     user_code_lines,
+    warn,
     with_lines,
 )
 from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
@@ -101,7 +101,7 @@ class HookFailures:
             raise error
         if self.on_error == "skip":
             full_stop = "" if advice else "."
-            warnings.warn(f"{message}{full_stop} The run continues without this hook.", stacklevel=3)
+            warn(f"{message}{full_stop} The run continues without this hook.", stacklevel=3)
             return Failure(hook.name, where, step, message, "skipped")
         is_reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, (LoopscopeError, Warning))
         if is_reloaded and not raised_in_user_code(error):
@@ -127,7 +127,7 @@ class HookFailures:
     def leave_out(self, hook: TrainingHook, where: str, step: int, sentence: str) -> Failure:
         """Record why a hook is left out, and warn."""
         self.left_out[hook.name] = sentence
-        warnings.warn(f"Left out: {sentence}", RunNotice, stacklevel=4)
+        warn(f"Left out: {sentence}", RunNotice, stacklevel=4)
         return Failure(hook.name, where, step, sentence, "left out")
 
     def mirror(self, error: RankError) -> None:

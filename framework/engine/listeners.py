@@ -1,10 +1,9 @@
 """Listeners: the hooks of each hook point in the order of their calls, with their schedules."""
 
-import warnings
 from collections.abc import Iterable
 from operator import attrgetter
 
-from ..errors import RunNotice, UsageError, require
+from ..errors import RunNotice, UsageError, require, warn
 from ..hooks import (
     ALWAYS,
     STEP_POINTS,
@@ -82,7 +81,7 @@ class Listeners:
         for item in (item for point in points for item in self.at[point] if getattr(item.hook, flag)):
             if item.in_window(epoch - 1):
                 reason = f"has {flag}, but epoch {epoch - 1} started without that state"
-                warnings.warn(f"Hook {item.hook.name!r} {reason}; its first epoch is {epoch}.", RunNotice, stacklevel=2)
+                warn(f"Hook {item.hook.name!r} {reason}; its first epoch is {epoch}.", RunNotice, stacklevel=2)
             item.start_at(epoch)
 
     def has(self, listener: Listener) -> bool:

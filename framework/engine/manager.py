@@ -1,7 +1,6 @@
 """The hook manager: the interface between a training loop and the hooks of one strategy's run."""
 
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import optimizer_classes
 from ..data import Batch, RowNumbers, first_batch, global_batches, with_copied_batches
-from ..errors import RunNotice, UsageError, require
+from ..errors import RunNotice, UsageError, require, warn
 from ..hooks import (
     EPOCH_END,
     HookPoint,
@@ -99,7 +98,7 @@ class HookManager:
         self._taps = TapSet(task.model, audit=audit, compiled=task.compiled)
         failures = HookFailures(on_error, {hook.name for hook in named} if required is None else set(required))
         for sentence in left_out.values():
-            warnings.warn(f"Left out: {sentence}", RunNotice, stacklevel=2)
+            warn(f"Left out: {sentence}", RunNotice, stacklevel=2)
         failures.left_out.update(left_out)
         self.hooks = HookSet(
             named,
@@ -124,7 +123,7 @@ class HookManager:
     def __del__(self) -> None:
         if self._started and not self._ended and self.dispatch.has_pending:
             sentence = "A hook manager was not ended: metrics of its last steps are lost, and files may be incomplete."
-            warnings.warn(f"{sentence} Call manager.end('completed') after the loop.", RunNotice, stacklevel=2)
+            warn(f"{sentence} Call manager.end('completed') after the loop.", RunNotice, stacklevel=2)
 
     def check_loop(self, loop: str) -> None:
         """Raise :class:`UsageError` if the manager was made for another loop, or has ended."""
@@ -170,7 +169,7 @@ class HookManager:
         if any(True for _ in self.hooks) and (sentence := self.state.out_of_reach()):
             if mutating := [hook.name for hook in self.hooks if isinstance(hook, InterventionHook) and hook.mutates]:
                 self.hooks.leave_out(mutating, "start", UsageError(sentence))
-            warnings.warn(sentence, RunNotice, stacklevel=2)
+            warn(sentence, RunNotice, stacklevel=2)
         first_pass = None if "needs_loss" in run.lacks else partial(self._first_pass, first)
         if self.task.ranks.are_many:
             self.task.ranks.check_equal(self._settings())

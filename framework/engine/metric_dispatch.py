@@ -1,7 +1,6 @@
 """Delivery of metrics from hooks to sinks: buffering, one transfer to the host, full names, failed sinks."""
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RunNotice, StateMutationError, UsageError, nearest
+from ..errors import RunNotice, StateMutationError, UsageError, nearest, warn, warn_at
 from ..hooks import (
     STEP_POINTS,
     Alert,
@@ -294,7 +293,7 @@ class MetricDispatch:
             name, suggestion = undescribed[0], nearest(undescribed[0], [info.column for info in infos])
             sentence = f"Hook {hook.name!r} returns a metric {name!r} that it does not describe.{suggestion}"
             advice = f"Add a row to metrics in class {type(hook).__name__}: {name} | formula | range | reading"
-            warnings.warn(f"{sentence} {advice}", RunNotice, stacklevel=2)
+            warn(f"{sentence} {advice}", RunNotice, stacklevel=2)
 
     def deliver(self, point: HookPoint, epoch: int, step: int) -> None:
         """Transfer the metrics of an epoch-level point to the host and emit them together."""
@@ -389,7 +388,7 @@ class MetricDispatch:
                 self._disable(sink)
                 sentence = f"Sink {sink.name!r} had failed before the checkpoint and stays disabled."
                 self.sink_errors.append({"sink": sink.name, "step": 0, "error": sentence, "lost_rows": sink.keeps})
-                warnings.warn(sentence, RunNotice, stacklevel=2)
+                warn(sentence, RunNotice, stacklevel=2)
 
         def start_sink(sink: MetricSink) -> None:
             stored = _stored_positions(sink, earlier_positions)
@@ -411,7 +410,7 @@ class MetricDispatch:
         for name in dict.fromkeys(name for entry in earlier_sinks for name in entry.leaves(run.strategy)):
             if name not in continued_files and (run.output_dir / name).exists():
                 sentence = f"No active sink continues {run.output_dir / name}; the file is left unchanged."
-                warnings.warn(sentence, RunNotice, stacklevel=3)
+                warn(sentence, RunNotice, stacklevel=3)
 
     def positions(self) -> dict[str, Position | None]:
         """Return the positions of the sinks by name and included names; ``None`` for a failed sink."""
@@ -470,9 +469,7 @@ class MetricDispatch:
                 self._close_failed(sink, step)
                 text = f"{type(error).__name__}: {error}"
                 self.sink_errors.append({"sink": sink.name, "step": step, "error": text, "lost_rows": sink.keeps})
-                warnings.warn(
-                    f"Sink {sink.name!r} failed and is disabled for the rest of the run: {text}", stacklevel=2
-                )
+                warn(f"Sink {sink.name!r} failed and is disabled for the rest of the run: {text}", stacklevel=2)
 
     def _disable(self, sink: MetricSink) -> None:
         self._sinks.remove(sink)
@@ -512,7 +509,6 @@ def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]], epoch: in
             alert.hook, alert.epoch = hook.name, epoch
             alert.step = step if alert.step is None else alert.step
             alerts.append(alert)
-        # All alerts are recorded before the first warning, which raises under the filter "error". Without a registry
-        # argument, since Python would otherwise suppress a repeated sentence.
+        # All alerts are recorded before the first warning, which raises if a filter makes alerts errors.
         for alert in alerts[begin:]:
-            warnings.warn_explicit(alert, type(alert), code.co_filename, code.co_firstlineno)
+            warn_at(alert, code.co_filename, code.co_firstlineno)

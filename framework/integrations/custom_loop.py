@@ -1,6 +1,5 @@
 """Translation of a custom loop's calls into steps and epochs: which step is open, its progress, the end of an epoch."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
-from ..errors import RunNotice, UsageError, listed, require
+from ..errors import RunNotice, UsageError, listed, require, warn
 from ..hooks import HookPoint
 from ..state import Transient
 from .attached_loop import AttachedLoop
@@ -422,7 +421,7 @@ class CustomLoop(Transient):
     def _warn_once(self, kind: str, sentence: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(sentence, RunNotice, stacklevel=4)
+            warn(sentence, RunNotice, stacklevel=4)
 
 
 def _check_loss(loss: Any) -> None:

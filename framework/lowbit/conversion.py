@@ -1,6 +1,5 @@
 """In-place conversion of a model to low-precision matrix products, and back."""
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -8,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from ..errors import RunNotice, UsageError, listed, nearest, require
+from ..errors import RunNotice, UsageError, listed, nearest, require, warn
 from ..names import as_names
 from .linear import BitLinear, make_bit_linear, make_plain_linear
 from .matrices import CastNames, Matrix, cast_names, castable_matrices
@@ -57,7 +56,7 @@ def quantize_model(
     _disable_encoder_fast_path(model)
     names = cast_names(model, chosen)
     for note in names.notes() if resolved_recipe.casts else []:
-        warnings.warn(note, RunNotice, stacklevel=2)
+        warn(note, RunNotice, stacklevel=2)
     return names
 
 

@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from ..errors import RunNotice
+from ..errors import RunNotice, warn
 from ..state import Transient
 from .linear import BitLinear, make_bit_linear, run_between_graphs
 from .recipes import Recipe
@@ -165,7 +164,7 @@ class CastingMode(TorchFunctionMode):
             self._matrices |= {id(part): (part, used[0]) for part in parts}
         elif parts and name not in used[0].reported.names:
             used[0].reported.names.add(name)
-            warnings.warn(
+            warn(
                 f"{self._names[id(used[0])]} is used by {name}, which is not cast; products that are cast: "
                 f"{', '.join(OPERANDS)}.",
                 RunNotice,

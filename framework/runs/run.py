@@ -1,6 +1,5 @@
 """The life cycle of a run in any loop: the lock of its folder, the start of its hooks, its record and its summary."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ..durable_files import plain_json
 from ..engine import HookManager
-from ..errors import LoopscopeError
+from ..errors import LoopscopeError, warn
 from ..hooks import ConfiguredHook, MetricSink, RunInfo, TrainingHook
 from ..loops import NoProgress, Progress
 from ..state import TrainingState
@@ -198,4 +197,4 @@ def attempt(action: Callable[[], object]) -> None:
         action()
     except Exception as error:
         text = str(error) if isinstance(error, LoopscopeError) else f"{type(error).__name__}: {error}"
-        warnings.warn(text, stacklevel=2)
+        warn(text, stacklevel=2)

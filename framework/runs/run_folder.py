@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..checkpoints import DIGESTS, ROWS, checkpoint_folders, run_lock
 from ..durable_files import path_exists, save_tensors, translated_disk_errors, write_json
-from ..errors import UsageError, listed, short_path, source_location
+from ..errors import UsageError, listed, short_path, source_location, warn
 from ..hooks import HookRegistry, SinkRegistry
 from ..tensors import unsharded
 from .records import CONFIG, SUMMARY, TRAINED, RunRecord, read_completed, read_status, seed_name
@@ -172,7 +171,7 @@ class RunFolder:
     def write_missing_record(self, record: RunRecord) -> None:
         """Write the record again, with a warning, if it was removed during the run; a resume needs it."""
         if not os.path.lexists(self.path / CONFIG):
-            warnings.warn(f"{self.path / CONFIG} was removed during the run; it is written again.", stacklevel=2)
+            warn(f"{self.path / CONFIG} was removed during the run; it is written again.", stacklevel=2)
             self.write_record(record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

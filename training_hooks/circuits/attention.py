@@ -1,7 +1,6 @@
 """Attention heads: the entropy of their attention on fixed samples, and the spectra of their circuits."""
 
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.data import Loader, rows
-from loopscope.errors import UnsuitableError, listed, require, shortened
+from loopscope.errors import UnsuitableError, listed, require, shortened, warn
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.option_words import hook_option_text
 from loopscope.training import Ranks
@@ -294,9 +293,7 @@ class Attention(TrainingHook):
         if new_names := sorted(names - self._skipped):
             self._skipped |= names
             layers = ", ".join(new_names)
-            warnings.warn(
-                f"Hook 'attention' cannot measure some layers and skips them: {layers} ({reason}).", stacklevel=2
-            )
+            warn(f"Hook 'attention' cannot measure some layers and skips them: {layers} ({reason}).", stacklevel=2)
 
 
 def _move_to_host(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:

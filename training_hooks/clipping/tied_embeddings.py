@@ -1,6 +1,5 @@
 """Search for an input embedding and its output projection, and separation of their gradients if they are tied."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, warn
 from loopscope.hooks import GradientTap, RunInfo
 from loopscope.option_words import hook_option_text
 from loopscope.state import InternalFunction
@@ -241,10 +240,10 @@ def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | No
                 seen.of_loss += output_matrices(run.first_pass())
         except Exception as error:  # the run raises the same error at its first step
             problem = f"{hook} selects the pair by names and shapes: the loss of the first batch cannot be computed"
-            warnings.warn(f"{problem} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
+            warn(f"{problem} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
             seen = None
     pair = EmbeddingPair.of(run.model, hook, embedding, projection, seen)
-    warnings.warn(f"{hook} uses {pair}.", RunNotice, stacklevel=3)
+    warn(f"{hook} uses {pair}.", RunNotice, stacklevel=3)
     return pair
 
 

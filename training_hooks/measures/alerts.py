@@ -1,11 +1,10 @@
 """Alerts that are sent once: when parameters enter a condition, and when all of them have left it."""
 
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from loopscope.errors import RunNotice, listed
+from loopscope.errors import RunNotice, listed, warn
 from loopscope.hooks import Alert, Recovery, Remembered, Remembering
 
 NAMED = 5  # parameters that a warning names
@@ -13,7 +12,7 @@ NAMED = 5  # parameters that a warning names
 
 def notice(sentence: str) -> None:
     """Issue a notice, a message that does not stop the run and is no warning."""
-    warnings.warn(sentence, RunNotice, stacklevel=3)
+    warn(sentence, RunNotice, stacklevel=3)
 
 
 class Alerts(Remembering):
