@@ -1,6 +1,6 @@
 """Loaders: batches as a function of (epoch, first batch)."""
 
-from .batches import MicroBatches, micro_batches, part_of, rows
+from .batches import MicroBatches, SeparateBatches, micro_batches, part_of, rows
 from .data_identity import data_changed, fingerprint
 from .loader_inspection import first_batch, preserved_loader, with_copied_batches
 from .loaders import Batch, Loader, Order, SourceOfRows, TensorLoader, derived_seed, fixed_order, random_order
@@ -9,7 +9,7 @@ from .rank_rows import RowsOfRank, global_batches
 from .torch_loader import TorchLoader
 
 __all__ = [
-    "Batch", "Loader", "MicroBatches", "Order", "RowNumbers", "RowsOfRank", "SourceOfRows", "TensorLoader",
-    "TorchLoader", "data_changed", "derived_seed", "fingerprint", "first_batch", "fixed_order", "global_batches",
-    "micro_batches", "part_of", "preserved_loader", "random_order", "rows", "with_copied_batches",
+    "Batch", "Loader", "MicroBatches", "Order", "RowNumbers", "RowsOfRank", "SeparateBatches", "SourceOfRows",
+    "TensorLoader", "TorchLoader", "data_changed", "derived_seed", "fingerprint", "first_batch", "fixed_order",
+    "global_batches", "micro_batches", "part_of", "preserved_loader", "random_order", "rows", "with_copied_batches",
 ]

@@ -18,6 +18,10 @@ class MicroBatches(list[Any]):
     """The micro-batches of one step in a custom training loop, whose losses add up."""
 
 
+class SeparateBatches(MicroBatches):
+    """Batches that count as one, whose loss is the mean of their mean losses, weighted by their rows."""
+
+
 def _tensors(batch: Any) -> Iterator[Any]:
     """Yield the tensors and arrays of a batch that have rows, in order."""
     return (leaf for _, leaf, _ in visited("", batch) if isinstance(leaf, ROWED) and leaf.ndim)
@@ -40,6 +44,7 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
 
     Tensors, arrays, tuples (also named ones), lists, dataclasses and mappings are split; a mapping's parts are dicts.
     Values without rows (numbers, texts, ``None``, zero-dimensional tensors) are part of every micro-batch.
+    The parts of :class:`MicroBatches` are its members, as separate batches, for any ``pieces``; a single one is split.
 
     Raises:
         LoopscopeError: if the tensors have different lengths, or are in an object of another type.
@@ -48,6 +53,10 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
     >>> micro_batches({"x": torch.arange(3), "scale": 2.0}, 2)
     [{'x': tensor([0, 1]), 'scale': 2.0}, {'x': tensor([2]), 'scale': 2.0}]
     """
+    if isinstance(batch, MicroBatches):
+        # Parts with another identity, since a Trainer scales the losses of the step's own micro-batches.
+        parts = [part_of(part, slice(None)) for part in batch]
+        return parts if len(parts) != 1 else micro_batches(parts[0], pieces)
     if pieces == 1:
         return [batch]
     count = rows(batch)
@@ -70,6 +79,8 @@ def part_of(item: Any, window: slice | Sequence[int] | Tensor) -> Any:
     """
     if isinstance(window, Tensor):
         window = window.tolist()
+    if isinstance(item, MicroBatches):
+        return _rows_of_parts(item, window)
     if isinstance(item, Tensor) and item.layout is not torch.strided:
         raise LoopscopeError(
             f"A batch with a tensor of layout {item.layout} cannot be split into micro-batches; set accumulation_steps "
@@ -91,3 +102,15 @@ def part_of(item: Any, window: slice | Sequence[int] | Tensor) -> Any:
             "give batches that are tensors or arrays, or tuples, lists, dicts or dataclasses of them."
         )
     return item
+
+
+def _rows_of_parts(parts: MicroBatches, window: slice | Sequence[int]) -> SeparateBatches:
+    """Return the rows of micro-batches, counted over all of them, as batches of those that have any of these rows."""
+    places = range(rows(parts))[window] if isinstance(window, slice) else window
+    kept, first = SeparateBatches(), 0
+    for part in parts:
+        size = rows(part)
+        if own := [place - first for place in places if first <= place < first + size]:
+            kept.append(part_of(part, own))
+        first += size
+    return kept

@@ -154,7 +154,7 @@ class LossProbe:
         def append_loss(task: TrainingTask, row: Batch) -> None:
             losses.append(measure_gradients(task, row))
 
-        parts = batch if isinstance(batch, MicroBatches) else [batch]
+        parts = micro_batches(batch, 1) if isinstance(batch, MicroBatches) else [batch]
         for row in chain.from_iterable(micro_batches(part, rows(part)) for part in parts):
             with self._borrowed_state():
                 for module in self._state.modules.modules():

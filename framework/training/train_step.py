@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..data import Batch, Loader, MicroBatches, micro_batches, rows
+from ..data import Batch, Loader, MicroBatches, SeparateBatches, micro_batches, rows
 from ..errors import LoopscopeError, UsageError, listed, require
 from .ranks import Ranks
 
@@ -146,6 +146,8 @@ class TrainingTask:
 
     def micro_batches(self, batch: Batch) -> Sequence[tuple[Batch, float]]:
         """Return the micro-batches of a batch, each with the weight of its loss in the loss of the step."""
+        if isinstance(batch, SeparateBatches):
+            return [(part, rows(part) / rows(batch)) for part in batch]
         if isinstance(batch, MicroBatches):
             return [(part, 1.0) for part in batch]
         weight = self.ranks.weight(rows(batch)) if self.ranks.uneven else 1.0

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext
-from loopscope.data import Batch, Loader
+from loopscope.data import Batch, Loader, MicroBatches, SeparateBatches
 from loopscope.errors import UsageError, require
 from loopscope.hooks import Metrics, ModelDataContext
 from torch import Tensor
@@ -61,11 +61,19 @@ def range_metrics(rates: Tensor, losses: Tensor, *, skip: int, divergence: float
     }
 
 
-def coming_batches(loader: Loader, step: int) -> Iterator[Batch]:
-    """Yield the batches of a run after ``step`` steps, over all following epochs without end."""
+def parts_in(batch: Batch) -> int:
+    """Return the number of micro-batches in the batch of a step, 0 if it is a single batch."""
+    return len(batch) if isinstance(batch, MicroBatches) else 0
+
+
+def coming_batches(loader: Loader, step: int, parts: int = 0) -> Iterator[Batch]:
+    """Yield the batches of a run after ``step`` steps, over all following epochs without end.
+
+    In a loop whose steps have several micro-batches, ``parts`` of the loader's batches are one batch.
+    """
     first, start = divmod(step, len(loader))
-    for epoch in count(first):
-        yield from loader.batches(epoch, start if epoch == first else 0)
+    batches = (batch for epoch in count(first) for batch in loader.batches(epoch, start if epoch == first else 0))
+    return iter(lambda: SeparateBatches(islice(batches, parts)), None) if parts else batches
 
 
 @HookRegistry.register

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from loopscope.data import Batch, part_of, rows
+from loopscope.data import Batch, MicroBatches, part_of, rows
 from loopscope.state import visited
 from loopscope.tensors import in_bytes
 from torch import Tensor
@@ -44,6 +44,8 @@ def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
 
 def row_contents(batch: Batch) -> list[bytes]:
     """Return the bytes of each row."""
+    if isinstance(batch, MicroBatches):
+        return [content for part in batch for content in row_contents(part)]
     leaves = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
     plain = [in_bytes(leaf).view(len(leaf), -1).numpy() for leaf in leaves if leaf.numel()]
     return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]

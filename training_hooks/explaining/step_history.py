@@ -16,7 +16,7 @@ from loopscope.training import eagerly
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..curvature import coming_batches
+from ..curvature import coming_batches, parts_in
 from .rows import copies
 
 
@@ -121,7 +121,7 @@ class StepHistory(DebugInterventionHook):
     def _next_batch(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Batch:
         """Return the batch of the next step, from an iterator that continues from step to step."""
         if self._after != run_ctx.step - 1:
-            self._coming = coming_batches(model_ctx.loader, run_ctx.step)
+            self._coming = coming_batches(model_ctx.loader, run_ctx.step, parts_in(run_ctx.batch_data))
         self._after = run_ctx.step
         return next(self._coming)
 

@@ -18,7 +18,7 @@ from loopscope.tensors import overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 
-from ..curvature import coming_batches
+from ..curvature import coming_batches, parts_in
 from .rows import copies, exclude_shared_rows, outliers, repeated
 from .step_history import record_outputs
 from .wider_precision import Widened, widen_layer
@@ -92,6 +92,7 @@ class WhatIf(DebugInterventionHook):
             element, its value before and after the step | (−∞, ∞) | A flipped bit has this effect.
     """
     _before = Remembered(dict[str, Tensor])
+    _parts = Remembered(int)
 
     follow: int = 4
     fresh: int = 39
@@ -129,7 +130,9 @@ class WhatIf(DebugInterventionHook):
         with eagerly():
             if run_ctx.step > self.step:
                 return self._after_step(model_ctx)
-            batches = [*islice(coming_batches(model_ctx.loader, self.step), FOLLOWING_BATCHES + self.fresh)]
+            self._parts = parts_in(run_ctx.batch_data)
+            coming = coming_batches(model_ctx.loader, self.step, self._parts)
+            batches = [*islice(coming, FOLLOWING_BATCHES + self.fresh)]
             fresh = exclude_shared_rows(run_ctx.batch_data, batches[FOLLOWING_BATCHES:])
             if len(fresh) < 2:  # a small data set, in which batches share rows
                 fresh = batches[FOLLOWING_BATCHES:]
@@ -210,9 +213,8 @@ class WhatIf(DebugInterventionHook):
         """Return the effect of the run's own step, and of restoring a single element that changed."""
         if not self._before:  # the hook did not run at the step itself
             return {}
-        branches = Branches(
-            model_ctx, [*islice(coming_batches(model_ctx.loader, self.step), FOLLOWING_BATCHES)], self.follow
-        )
+        coming = coming_batches(model_ctx.loader, self.step, self._parts)
+        branches = Branches(model_ctx, [*islice(coming, FOLLOWING_BATCHES)], self.follow)
         parameters = trainable(model_ctx.model)
         after = branches.losses()
         with model_ctx.branch():

@@ -144,7 +144,8 @@ class GradientNoiseScale(TrainingHook):
 
     Args:
         every_n_steps: steps between two measurements.
-        parts: number of parts of a batch; more parts scatter a little less and cost more overhead.
+        parts: number of parts of a batch; more parts scatter a little less and cost more overhead. If the loop
+            accumulates gradients, the parts are the micro-batches of the step.
         decay: weight of the past at each measurement: 0 keeps only the newest one, 1 is the mean of all, a value in
             between is an exponential average over about 1/(1 − decay) measurements with bias correction.
     """
