@@ -40,6 +40,11 @@ class CopyingLoader(Loader):
     def __len__(self) -> int:
         return len(self._loader)
 
+    def steps_until(self, epoch: int) -> int:
+        """Return the planned number of steps before ``epoch`` starts."""
+        is_loader = isinstance(self._loader, Loader)
+        return self._loader.steps_until(epoch) if is_loader else super().steps_until(epoch)
+
     def shuffled(self, seed: int) -> Loader:
         """Return the same data in another order, also as copies."""
         return with_copied_batches(self._loader.shuffled(seed))

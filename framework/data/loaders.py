@@ -41,6 +41,10 @@ class Loader(ABC):
     def shuffled(self, seed: int) -> "Loader":
         """Return a loader of the same data in an order drawn from ``seed``."""
 
+    def steps_until(self, epoch: int) -> int:
+        """Return the planned number of steps before ``epoch`` starts."""
+        return epoch * len(self)
+
     def drawn(self, seed: int) -> "Loader":
         """Return a loader of the same data in an order that depends only on ``seed``, not on this loader's order.
 

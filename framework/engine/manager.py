@@ -195,7 +195,8 @@ class HookManager:
 
     def is_mid_epoch(self) -> bool:
         """Return whether the epoch loop is between the first and the last step of an epoch."""
-        return self.counts_epochs and self.state.loop.step > self.state.loop.epoch * len(self.task.loader)
+        loop, loader = self.state.loop, self.task.loader
+        return self.counts_epochs and loop.step > with_copied_batches(loader).steps_until(loop.epoch)
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; the first call starts a manager that was not started."""

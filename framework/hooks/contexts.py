@@ -168,7 +168,7 @@ class RunInfo:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over the data."""
+        """Optimizer steps in the current pass over the data."""
         return len(self.task.loader)
 
     @property
@@ -178,8 +178,10 @@ class RunInfo:
 
     @property
     def steps(self) -> int:
-        """Planned steps of the run, which may stop earlier."""
-        return ENDLESS if self.is_endless else self.task.length * (self.steps_per_epoch if self.loop == "epoch" else 1)
+        """Planned steps of the run, which may stop earlier; the plan changes with the length of the epochs."""
+        if self.is_endless:
+            return ENDLESS
+        return self.task.loader.steps_until(self.task.length) if self.loop == "epoch" else self.task.length
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from ..hooks import (
 )
 from ..names import as_names
 from ..runs import RunSettings
+from .epoch_plan import EpochPlan
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 HookChoice = str | type[TrainingHook] | TrainingHook
@@ -190,8 +191,7 @@ class OptionalLoader(Loader):
 
     def __init__(self, given: "Loader | DataLoader[Any] | None", seed: int) -> None:
         self._given = TorchLoader(given, seed) if isinstance(given, DataLoader) else given
-        self.steps: int | None = None
-        """Optimizer steps per epoch, once known."""
+        self.plan = EpochPlan()
 
     @property
     def _loader(self) -> Loader:
@@ -205,7 +205,11 @@ class OptionalLoader(Loader):
 
     def __len__(self) -> int:
         """Return the steps per epoch, or ``ENDLESS`` if they are unknown."""
-        return self.steps or (ENDLESS if self._given is None else len(self._given))
+        return self.plan.steps or (ENDLESS if self._given is None else len(self._given))
+
+    def steps_until(self, epoch: int) -> int:
+        """Return the planned number of steps before ``epoch`` starts."""
+        return self.plan.steps_until(epoch)
 
     def shuffled(self, seed: int) -> Loader:
         """Return the same data in another order."""

@@ -34,6 +34,7 @@ from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
+from .epoch_plan import EpochPlan
 from .loop_settings import loop_settings, name_without_seed, seed_of
 from .model_wrappers import bypass_replica, check_optimizer, find_ranks, unchanged_replica
 from .other_modules import given_modules, modules_of_loss
@@ -191,7 +192,11 @@ class AttachedLoop:
 
         ``at_exit`` is called with a status if the program ends while the run is open.
         """
-        self._loader.steps = steps
+        loop, plan = self.manager.state.loop, self._loader.plan
+        if "plan" in self.place:
+            plan.load_state_dict(self.place["plan"])
+        else:
+            plan.begin_epoch(loop.epoch, loop.step, steps)
         self._at_exit = at_exit or self.end
         if self.options.overwrite and (earlier := _OPEN.get(self.path.resolve())):
             earlier._at_exit("interrupted")  # a notebook cell that runs again has lost the scope, so it is closed here
@@ -277,6 +282,17 @@ class AttachedLoop:
         }
         return RunRecord.planned(self._hooks, options.on_hook_error, options.audit_hooks, options.reference, **fields)
 
+    @property
+    def plan(self) -> EpochPlan:
+        """The numbers of steps of the epochs."""
+        return self._loader.plan
+
+    def begin_at(self, epoch: int, step: int) -> None:
+        """Continue the numbers of a training without hooks, unless a state is loaded; called before the first step."""
+        if self._stored is None:
+            loop = self.manager.state.loop
+            loop.epoch, loop.step = epoch, step
+
     def after_step(self) -> None:
         """Run the work that is due between two steps, then raise the first hook error of the completed step."""
         driver, options = self.driver, self.options
@@ -310,6 +326,7 @@ class AttachedLoop:
     def after_epoch(self, numbers: Mapping[str, float]) -> None:
         """End an epoch; ``numbers`` are those of its evaluation, if any."""
         driver, loop = self.driver, self.driver.loop
+        self.plan.end_epoch(loop.epoch, loop.step)
         driver.end_batches()
         if self.options.loop == "epoch":
             driver.end_interval()
@@ -352,7 +369,7 @@ class AttachedLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the hooks, the sinks and the loop, as tensors and plain values."""
-        return state_of(self.manager, self.place, self.path.name)
+        return state_of(self.manager, self.place | {"plan": self.plan.state_dict()}, self.path.name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume, at the first step, from a result of :meth:`state_dict` or its flat form for several ranks.

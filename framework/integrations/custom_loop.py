@@ -72,7 +72,7 @@ class CustomLoop(Transient):
         self._scaler = attached.driver.task.scaler
         self._parts = MicroBatches()
         self._losses: list[Tensor] = []
-        self._index = 0
+        self._index = self._first_index = 0  # of the step in the epoch
         self._is_open = self._is_complete = self._is_updating = False  # state of the step
         self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
         self._is_bare = self._has_deferred_work = False
@@ -113,7 +113,8 @@ class CustomLoop(Transient):
             self.end_epoch({})
         self.run_deferred_work()
         if not self._is_in_epoch:
-            self._is_in_epoch, self._index = True, 0
+            self._is_in_epoch, self._index, self._first_index = True, self._first_index, 0
+            attached.plan.begin_epoch(self._driver.loop.epoch, self._driver.loop.step - self._index, steps)
             if attached.manager.counts_epochs:  # in the step loop, sums continue across epochs
                 with self._hook_calls:
                     self._driver.begin_epoch(snapshot_follows=True)
@@ -134,11 +135,17 @@ class CustomLoop(Transient):
         with self._hook_calls:
             self._driver.cancel_step()
 
+    def begin_at(self, epoch: int, step: int, index: int) -> None:
+        """Continue the numbers of a training without hooks, whose next step is the ``index``-th of its epoch."""
+        self._attached.begin_at(epoch, step)
+        self._first_index = index
+
     def _start(self, batch: Batch | None, steps: int | None) -> None:
         self._attached.start(batch, steps, self.close)
         self._is_in_epoch, self._is_data_exhausted, self._index = self._attached.place.get("loop", (False, False, 0))
         # The state may have been saved within the loop body after the last step of an epoch.
-        self._is_data_exhausted = self._is_data_exhausted or (self._is_in_epoch and self._index == steps)
+        is_last = self._index == self._attached.plan.steps
+        self._is_data_exhausted = self._is_data_exhausted or (self._is_in_epoch and is_last)
 
     def end_of_data(self, steps: int | None) -> None:
         """Note the end of an epoch's data; the epoch ends at the start of the next one, or at ``epoch_end``."""
@@ -154,6 +161,11 @@ class CustomLoop(Transient):
         in_epoch, is_passed, index = attached.place["loop"]
         epoch = attached.stored_epoch
         return (epoch, index * self._accumulate) if in_epoch and not is_passed else (epoch + in_epoch, 0)
+
+    @property
+    def accumulation(self) -> int:
+        """The number of micro-batches per step, which an Accelerator may change during the training."""
+        return self._accumulate if self._accelerator is None else self._accelerator.gradient_accumulation_steps
 
     @property
     def _batch(self) -> Batch:

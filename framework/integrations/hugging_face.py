@@ -52,7 +52,8 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     """Attach hooks to a Trainer before its training; raise :class:`UsageError` for an unsupported one."""
     missing = [name for name in REQUIRED_METHODS if not callable(getattr(trainer, name, None))]
     require(not missing, f"This Trainer has no {', '.join(missing)}, which attach requires; {TESTED} has them.")
-    is_attached = any(isinstance(callback, TrainerEvents) for callback in trainer.callback_handler.callbacks)
+    earlier = [item for item in trainer.callback_handler.callbacks if isinstance(item, TrainerEvents)]
+    is_attached = any(not events.attached.is_closed for events in earlier)
     require(not is_attached, "A run is already attached to this Trainer; use the scope that the first attach returned.")
     has_many_devices = trainer.args.n_gpu > 1
     require(
@@ -68,8 +69,10 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     events = TrainerEvents(trainer)
     attached = AttachedLoop(route_through_trainer(options, events.log), lacks, Path(trainer.args.output_dir), bar=False)
     events.attached = attached
+    for closed in earlier:
+        closed.detach()
+    events.wrap_train()
     trainer.add_callback(events)
-    trainer.train = wraps(trainer.train)(partial(events.training, trainer.train))  # type: ignore[method-assign]
     return AttachedScope(attached)
 
 
@@ -91,6 +94,19 @@ class TrainerEvents(TrainerCallback):
         self._items: Any = None
         self._steps: int | None = None
         self._stored: Path | None = None
+        self._wrapper = ExitStack()
+
+    def wrap_train(self) -> None:
+        """Wrap the Trainer's method ``train`` until :meth:`detach`."""
+        train = self._trainer.train
+        self._wrapper.enter_context(
+            temporary_attribute(self._trainer, "train", wraps(train)(partial(self.training, train)))
+        )
+
+    def detach(self) -> None:
+        """Remove a closed run from the Trainer."""
+        self._wrapper.close()
+        self._trainer.remove_callback(self)
 
     def training(self, train: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Call ``train`` with the Trainer's methods wrapped, close the run in any case, and return the result."""
@@ -155,6 +171,10 @@ class TrainerEvents(TrainerCallback):
             attached.load_state_dict({name: value for name, value in content.items() if name != FRESH_STREAMS})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
         self._loop = CustomLoop(attached, args.gradient_accumulation_steps, None)
+        attached.plan.limit = state.max_steps
+        if state.global_step:
+            epoch, index = divmod(state.global_step, self._steps) if self._steps else (int(state.epoch or 0), 0)
+            self._loop.begin_at(epoch, state.global_step, 0 if args.ignore_data_skip else index)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Note the end of the epoch's data; the epoch ends when the next one starts, after its evaluation."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..checkpoints import flatten_state, gather_tensors
 from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch, MicroBatches
-from ..errors import LoopscopeError, UsageError, require
+from ..errors import LoopscopeError, UsageError, notice, require
+from ..hooks import ENDLESS
 from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_loop import AttachedLoop
@@ -22,6 +23,7 @@ from .gradient_unscaling import unscaled_gradients
 from .model_wrappers import temporary_attribute, unwrap
 
 TESTED = "2.6"
+ONE_BATCH = "take steps of one batch: accumulate_grad_batches=1"
 
 
 class LightningLoop(Transient):
@@ -39,7 +41,7 @@ class LightningLoop(Transient):
         self._stage = ""  # of the step: "" between steps, then open, complete and updating, or skipped
         self._parts = MicroBatches()
         self._losses: list[Tensor] = []
-        self._index = 0
+        self._index = self._first_index = 0  # of the step in the epoch
         self._is_on = self._is_in_epoch = False
         self._numbers: dict[str, float] = {}
         self._stored: dict[str, Any] = {}  # of the checkpoint that the fit resumes from
@@ -53,6 +55,11 @@ class LightningLoop(Transient):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Wrap clipping and validation, which have no events; refuse optimizers whose steps hooks cannot follow."""
         if self.is_closed:
+            if all(item.is_closed for item in trainer.callbacks if isinstance(item, LightningLoop)):
+                notice(
+                    "The run that is attached to this Trainer is closed, so this fit has no hooks; attach them again, "
+                    "with another out=, before trainer.fit(...)."
+                )
             return
         check_names(module, ("_compiler_ctx",))
         for optimizer in trainer.optimizers:
@@ -96,13 +103,31 @@ class LightningLoop(Transient):
         )
         if self._stored:
             attached.load_state_dict(self._stored)
-        batches = trainer.num_training_batches
-        attached.start(batch, ceil(batches / per_step) if isfinite(batches) else None, self._finish)
+        elif trainer.global_step:
+            attached.begin_at(trainer.current_epoch, trainer.global_step)
+            self._first_index = trainer.fit_loop.epoch_loop.batch_idx // per_step
+        attached.plan.limit = trainer.max_steps if trainer.max_steps > 0 else ENDLESS
+        attached.plan.schedule = self._schedule()
+        attached.start(batch, self._steps, self._finish)
         self._is_in_epoch, self._index, within, evaluation = attached.place.get("loop", (False, 0, False, {}))
         attached.driver.loop.step -= within  # Lightning's checkpoints have no gradients, so the step is repeated
         if evaluation := self._numbers or evaluation:
             attached.driver.record_evaluation(evaluation)
         self._numbers, self._state = {}, {}
+
+    @property
+    def _steps(self) -> int | None:
+        """The number of steps of the current epoch, if the data have a length."""
+        batches = self._trainer.num_training_batches
+        return ceil(batches / self._trainer.accumulate_grad_batches) if isfinite(batches) else None
+
+    def _schedule(self) -> Callable[[int], int] | None:
+        """Return the number of steps of each epoch under Lightning's scheduler of the accumulation, if there is one."""
+        batches = self._trainer.num_training_batches
+        scheduler = accumulation_scheduler(self._trainer)
+        if scheduler is None or not isfinite(batches):
+            return None
+        return lambda epoch: ceil(batches / scheduler.get_accumulate_grad_batches(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of hooks, sinks and loop on all ranks, for Lightning's checkpoint."""
@@ -162,7 +187,9 @@ class LightningLoop(Transient):
         if self._is_in_epoch and batch_idx == 0:  # the checkpoint was between the last step and the end of its epoch
             self._end_epoch()
         if not self._is_in_epoch:
-            self._is_in_epoch, self._index = True, 0
+            self._is_in_epoch, self._index, self._first_index = True, self._first_index, 0
+            self._attached.plan.begin_epoch(driver.loop.epoch, driver.loop.step - self._index, self._steps)
+            self._refuse_micro_batches()
             driver.begin_epoch(snapshot_follows=True)
         self._parts.append(batch)
         step_batch = self._parts if trainer.accumulate_grad_batches > 1 or len(self._parts) > 1 else batch
@@ -171,6 +198,13 @@ class LightningLoop(Transient):
         else:
             self._stage = "open"
             driver.begin_step(step_batch, self._index)
+
+    def _refuse_micro_batches(self) -> None:
+        """Leave out the hooks that need the complete batch of a step, if the module has started to accumulate."""
+        count, hooks = self._trainer.accumulate_grad_batches, self._attached.manager.hooks
+        if count > 1 and any(hook.needs_next_batch for hook in hooks):
+            sentence = f"accumulate_grad_batches has become {count}, and a step's batch is complete only at its end"
+            hooks.leave_out_needing("needs_next_batch", UsageError(f"{sentence}; {ONE_BATCH}."))
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
         """Record the unscaled loss of a micro-batch, which Lightning has divided by their number and scaled."""
@@ -261,6 +295,12 @@ class LightningLoop(Transient):
         if not isinstance(loss, Tensor):
             raise LoopscopeError(f"training_step returned {loss!r} for a hook's pass; it must return a loss.")
         return loss / count
+
+
+def accumulation_scheduler(trainer: Any) -> Any:
+    """Return Lightning's callback that changes the accumulation from epoch to epoch, or ``None``."""
+    name = "get_accumulate_grad_batches"
+    return next((callback for callback in trainer.callbacks if hasattr(callback, name)), None)
 
 
 def fit_settings(trainer: Any, module: Any) -> dict[str, Any]:

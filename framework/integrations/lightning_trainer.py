@@ -11,7 +11,7 @@ from ..errors import require
 from ..state import Transient
 from .attach_options import AttachOptions
 from .attached_loop import AttachedLoop
-from .lightning_loop import LightningLoop, check_names
+from .lightning_loop import ONE_BATCH, LightningLoop, accumulation_scheduler, check_names
 from .logger_sink import route_through_trainer
 from .scope import AttachedScope
 
@@ -37,8 +37,9 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     limit = trainer.max_epochs if options.loop == "epoch" else trainer.max_steps
     options = replace(options, length=options.length or (limit if limit and limit > 0 else None))
     options = route_through_trainer(options, log)
-    advice = "take steps of one batch: accumulate_grad_batches=1"
-    lacks = options.lacks(**({} if trainer.accumulate_grad_batches == 1 else {"needs_next_batch": advice}))
+    scheduler = accumulation_scheduler(trainer)
+    accumulates = trainer.accumulate_grad_batches > 1 or (scheduler and scheduler.going_to_accumulate_grad_batches())
+    lacks = options.lacks(**({"needs_next_batch": ONE_BATCH} if accumulates else {}))
     lacks.pop("needs_loss", None)
     attached = AttachedLoop(options, lacks, Path(trainer.log_dir or trainer.default_root_dir), bar=False)
     saver = import_module(f"{package}.callbacks").Checkpoint

@@ -86,7 +86,7 @@ class Scope(AttachedScope):
         self._require_open()
         if self._attached.is_started:
             self._loop.end_epoch({})
-        steps = steps_in(loader, self._accumulate)
+        steps = steps_in(loader, self._loop.accumulation)
         if isinstance(loader, Loader):
             loader = loader.batches(*self._loop.next_position())
         for batch in loader:

@@ -193,7 +193,6 @@ class WeightAverage(TrainingHook):
             raise UnsuitableError("Hook 'weight_average' needs trained parameters; the model has none.")
         refuse_factors(self.name, "averages", run.model)
         self._run = run
-        self._swa_from = math.ceil(self.swa_start * run.steps) if self.swa_start < 1 else int(self.swa_start)
         try:
             for average in self._averages.values():
                 average.fit(run.model)
@@ -205,10 +204,18 @@ class WeightAverage(TrainingHook):
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return self._compare(ctx)
         for kind, average in self._averages.items():
-            is_due = not average.samples or ctx.step - average.last_step >= self.swa_interval
-            if kind == "ema" or (ctx.step >= self._swa_from and is_due):
+            if kind == "swa" and ctx.step < self._swa_from:
+                average.reset()  # the plan has grown, for example by fewer micro-batches per step
+                continue
+            if kind == "ema" or not average.samples or ctx.step - average.last_step >= self.swa_interval:
                 average.sample(ctx.model, ctx.step)
         return {}
+
+    @property
+    def _swa_from(self) -> int:
+        """The first step of SWA; a share of the planned steps moves with the plan."""
+        planned = 0 if self._run is None else self._run.steps
+        return math.ceil(self.swa_start * planned) if self.swa_start < 1 else int(self.swa_start)
 
     def _compare(self, ctx: RunDataContext) -> Metrics:
         metrics: dict[str, Any] = {}
