@@ -34,6 +34,10 @@ class UnsuitableError(UsageError):
     """Raised by a hook that does not support the run; the hook is left out, unless it is required."""
 
 
+class NoLossError(LoopscopeError):
+    """The training has no loss for a batch, and skips it; a hook that asked for that loss reports nothing there."""
+
+
 class RunNotice(UserWarning):
     """A warning about a run that continues as requested, for example without a hook."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import (
     LoopscopeError,
+    NoLossError,
     RankError,
     RankLostError,
     StateMutationError,
@@ -126,6 +127,10 @@ class HookSet:
             return None
         except (KeyboardInterrupt, RankLostError):
             raise
+        except NoLossError as error:
+            if self.ranks.are_many:  # the other ranks may have a loss, and wait for this one
+                self._handle_failure(hook, where, step, error, collective=collective)
+            return None
         except RankError as error:
             self._drop_after(hook, partial(self.failures.mirror, error))
             return None

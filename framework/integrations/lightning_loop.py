@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoints import flatten_state, gather_tensors
 from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch, MicroBatches
-from ..errors import LoopscopeError, UsageError, notice, require
+from ..errors import LoopscopeError, NoLossError, UsageError, notice, require
 from ..hooks import ENDLESS
 from ..state import Transient
 from ..training import is_skipped, takes_closure
@@ -291,7 +291,9 @@ class LightningLoop(Transient):
             temporary_attribute(module, "log", lambda *args, **options: None),
         ):
             output = module.training_step(*inputs.values())
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise NoLossError("training_step returned None for a hook's pass, as for a batch that Lightning skips.")
         if not isinstance(loss, Tensor):
             raise LoopscopeError(f"training_step returned {loss!r} for a hook's pass; it must return a loss.")
         return loss / count
