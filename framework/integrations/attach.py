@@ -72,6 +72,7 @@ def attach(
     display: DisplayMode = "normal",
     reference: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
+    isolate_evaluation: bool = True,
 ) -> AttachedScope:
     """Attach hooks to an existing training, without changing a bit of it; return its :class:`Scope`.
 
@@ -114,6 +115,8 @@ def attach(
         display: ``normal`` shows the output of the command, ``silent`` a progress bar and warnings, ``none`` nothing.
         reference: a file of weights, saved as a state dict, for hooks that measure against a reference solution.
         config: a description of the training for the record, as plain values.
+        isolate_evaluation: undo the side effects of evaluations (random numbers, modes, buffers, swapped weights), so
+            that they do not change the training; ``False`` keeps them, as in the script without loopscope.
 
     Raises:
         UsageError: for a training or an argument that attach does not support; the message says what to do.

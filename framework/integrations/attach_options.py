@@ -72,6 +72,7 @@ class AttachArguments(TypedDict, total=False):
     display: DisplayMode
     reference: str | Path | None
     config: Mapping[str, Any] | None
+    isolate_evaluation: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ class AttachOptions(RunSettings):
     seed: int = 0
     display: DisplayMode = "normal"
     config: Mapping[str, Any] = field(default_factory=dict)
+    isolate_evaluation: bool = True
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for an invalid value."""
@@ -107,6 +109,8 @@ class AttachOptions(RunSettings):
         for name, accepted in words.items():
             if getattr(self, name) not in get_args(accepted):
                 raise unknown(f"value of {name}:", str(getattr(self, name)), get_args(accepted))
+        is_flag = isinstance(self.isolate_evaluation, bool)
+        require(is_flag, f"isolate_evaluation is {self.isolate_evaluation!r}; it must be True or False.")
         counts = {"log_every": self.log_every, "snapshot_every": self.snapshot_every, "length": self.length}
         for name, count in counts.items():
             fits = count is None or (type(count) is int and count >= 1)

@@ -2,14 +2,14 @@
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -24,11 +24,11 @@ from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
 from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require, short_path
 from ..hooks import ENDLESS, StatePart, treatments
-from ..isolation import borrowed_modes
+from ..isolation import borrowed_for_evaluation, borrowed_modes, borrowed_parameters
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, Run, RunRecord, create_manager, environment, load_reference, read_provenance
-from ..state import RandomStreams, TrainingState
+from ..state import RandomStreams, TrainingState, optimizers_of
 from ..tensors import resharded_afterwards
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
@@ -39,6 +39,7 @@ from .loop_settings import loop_settings, name_without_seed, seed_of
 from .model_wrappers import bypass_replica, check_optimizer, find_ranks, unchanged_replica
 from .other_modules import given_modules, modules_of_loss
 
+Result = TypeVar("Result")
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers with an attached loop."""
 _OPEN: "dict[Path, AttachedLoop]" = {}
@@ -73,6 +74,7 @@ class AttachedLoop:
         self._stored: StoredState | None = None
         self._at_exit: Callable[[str], None] = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
+        self._has_noticed_draws = False
         self.settings: Mapping[str, Any] = {}
         """Further settings for the record, such as the arguments of a Trainer."""
         self._accumulate = 1
@@ -345,18 +347,33 @@ class AttachedLoop:
         return any(StatePart.GRADIENTS.value in parts for parts in self.treatments.values())
 
     @contextmanager
-    def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Isolate a Trainer's evaluation: random streams, modes and buffers are restored after the body.
+    def evaluating(
+        self, model: nn.Module, optimizers: Iterable[Optimizer] = (), *, notices: bool = True
+    ) -> Iterator[None]:
+        """Isolate a Trainer's evaluation: random streams, modes, buffers and weights are restored after the body.
 
-        Values that the Trainer stores elsewhere, such as the best number so far, are not restored.
+        With ``isolate_evaluation=False`` only the taps of hooks are disabled. Values that the Trainer stores elsewhere,
+        such as the best number so far, are not restored.
+
+        Args:
+            model: the evaluated model.
+            optimizers: the optimizers of the training.
+            notices: report the first evaluation that draws random numbers.
         """
+        if not self.options.isolate_evaluation:
+            with self.manager.untapped_pass() if self.is_started else nullcontext():
+                yield
+            return
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         with ExitStack() as stack:
             if self.is_started and not self.is_closed:
                 stack.enter_context(self.manager.between_steps())
-                self.manager.state.streams.derive("evaluation", "the trainer", self.driver.loop.step)
+                streams = self.manager.state.streams
+                streams.derive("evaluation", "the trainer", self.driver.loop.step)
             else:
-                stack.enter_context(RandomStreams(self.options.seed).preserved())
+                stack.enter_context((streams := RandomStreams(self.options.seed)).preserved())
+            stack.enter_context(self._noticed_draws(streams) if notices else nullcontext())
+            stack.enter_context(borrowed_parameters(model, optimizers))
             stack.enter_context(borrowed_modes(model, train=None))
             stack.enter_context(resharded_afterwards(model))
             stack.enter_context(unchanged_replica(self.driver.task.replica if self.is_built else None))
@@ -366,6 +383,39 @@ class AttachedLoop:
                 with torch.no_grad():
                     for buffer, original in buffers:
                         buffer.copy_(original)
+
+    def evaluate(self, function: Callable[[], Result]) -> Result:
+        """Return the result of an evaluation of a custom loop, isolated unless ``isolate_evaluation=False``."""
+        manager, model = self.manager, self.driver.task.model
+        if not self.options.isolate_evaluation:
+            with manager.untapped_pass():
+                return function()
+
+        def run() -> Result:
+            optimizers = optimizers_of(manager.state)
+            with (
+                self._noticed_draws(manager.state.streams),
+                borrowed_parameters(model, optimizers),
+                borrowed_for_evaluation(model),
+            ):
+                return function()
+
+        with unchanged_replica(self.driver.task.replica):
+            return manager.run_isolated("evaluation", run)
+
+    @contextmanager
+    def _noticed_draws(self, streams: RandomStreams) -> Iterator[None]:
+        """Report the first isolated evaluation that draws random numbers, once per run."""
+        start = streams.save()
+        yield
+        is_main = not self.is_built or self._ranks.is_main
+        if is_main and not self._has_noticed_draws and not streams.save().equals(start):
+            self._has_noticed_draws = True
+            notice(
+                "This evaluation drew random numbers, as every pass over a DataLoader does, and loopscope isolates "
+                "them: the weights will differ from those of this script without loopscope; pass "
+                "isolate_evaluation=False to keep the script's own behaviour."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the hooks, the sinks and the loop, as tensors and plain values."""

@@ -20,7 +20,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 from ..checkpoints import FRESH_STREAMS, CheckpointWriter, checkpoint_folders, open_checkpoint, read_content
 from ..data import Batch
 from ..errors import UsageError, notice, require
-from ..state import Transient
+from ..state import Transient, optimizers_of
 from ..training import takes_closure
 from .attach_options import AttachOptions, steps_in
 from .attached_loop import AttachedLoop
@@ -219,7 +219,8 @@ class TrainerEvents(TrainerCallback):
     def _on_evaluation(self, evaluate: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Evaluate in isolation from the run, and show the numbers to hooks."""
         attached = self.attached
-        with attached.evaluating(self._trainer.model):
+        optimizers = optimizers_of(attached.manager.state) if attached.is_built else ()
+        with attached.evaluating(self._trainer.model, optimizers):
             result = evaluate(*inputs, **options)
         if isinstance(result, dict) and attached.is_built:
             numbers = {name: value for name, value in result.items() if isinstance(value, (int, float))}

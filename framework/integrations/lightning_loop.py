@@ -271,7 +271,8 @@ class LightningLoop(Transient):
         attached, module = self._attached, self._trainer.lightning_module
         self._state = self._rank_state()  # a checkpoint may be written during the validation
         try:
-            with attached.evaluating(module):
+            # Lightning itself isolates its sanity check.
+            with attached.evaluating(module, self._trainer.optimizers, notices=not self._trainer.sanity_checking):
                 result = validate()
         finally:
             self._state = {}

@@ -19,7 +19,6 @@ from ..hooks import HookPoint
 from .attach_options import steps_in
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
-from .model_wrappers import unchanged_replica
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -140,14 +139,14 @@ class Scope(AttachedScope):
     def evaluate(self, function: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
         """Call ``function`` in isolation from the training, and return its result.
 
-        It runs in eval mode, without gradients, on separate random streams; modes, buffers and generators are restored.
+        It runs in eval mode, without gradients, on separate random streams; modes, buffers, generators and weights are
+        restored. With ``attach(..., isolate_evaluation=False)`` it runs like a plain call, with all its side effects.
         If it returns named numbers, hooks receive them as the newest evaluation. Ranks that train together all call
         this, and their hooks receive the means.
         """
         self._require_open()
         attached = self._attached
-        with unchanged_replica(attached.driver.task.replica):
-            result = attached.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
+        result = attached.evaluate(lambda: function(*inputs, **options))
         if isinstance(result, Mapping) and result and all(isinstance(item, (int, float)) for item in result.values()):
             attached.driver.record_evaluation(result)
         return result

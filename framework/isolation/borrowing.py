@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad_mode
+from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, unknown
 from ..state import EXTRAS, ModuleOrGroup, TrainingState, nested, reachable_from_modules
@@ -181,6 +182,38 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
     finally:
         for group, group_rate in zip(groups, previous, strict=True):
             group["lr"] = group_rate
+
+
+@contextmanager
+def borrowed_parameters(owner: ModuleOrGroup, optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
+    """Restore parameters after the body, bit for bit, and the state of optimizers that swap weights to evaluate.
+
+    An optimizer with the methods ``train`` and ``eval`` (a schedule-free one) swaps the weights with rounding errors.
+    """
+    modules, swapping = list(owner.modules()), [item for item in optimizers if swaps_weights(item)]
+    tables = [module._parameters for module in modules]
+    tables += [table for optimizer in swapping for table in (*optimizer.param_groups, *optimizer.state.values())]
+    contents = [table.copy() for table in tables]
+    held = [value for table in contents for value in table.values() if isinstance(value, Tensor)]
+    tensors: list[Tensor] = [*{id(tensor): tensor for tensor in held if not tensor.is_inference()}.values()]
+    identities = TensorIdentities(tensors, persistent=False)
+    copies = [tensor.detach().clone() for tensor in identities.bytes]
+    with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):  # as in _borrowed_objects
+        try:
+            yield
+        finally:
+            for table, previous in zip(tables, contents, strict=True):
+                if len(table) != len(previous) or any(map(is_not, table.values(), previous.values())):
+                    table.clear()
+                    table.update(previous)
+            with torch.no_grad():
+                identities.restore()
+            copy_each(identities.bytes, copies)
+
+
+def swaps_weights(optimizer: Any) -> bool:
+    """Return whether an optimizer has other weights in evaluations, which its methods ``eval`` and ``train`` swap."""
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
 @contextmanager

@@ -47,6 +47,11 @@ class StreamState:
         for generator, state in self.owned:
             generator.set_state(state)
 
+    def equals(self, other: "StreamState") -> bool:
+        """Return whether no generator has been used between the two times."""
+        pairs = [*zip(self.accelerators, other.accelerators, strict=False), *zip(self.owned, other.owned, strict=True)]
+        return self.global_states == other.global_states and all(torch.equal(a[1], b[1]) for a, b in pairs)
+
     @property
     def torch_cpu(self) -> Tensor:
         """The state of torch's CPU generator, in the format of its ``get_state``."""

@@ -86,7 +86,7 @@ def fit(path, hooks=(), *, module=Classifier, shuffle=True, validate=False, choi
     model, trace, scope = module(), Trace(), None
     made = trainer(path, **options | {"callbacks": [trace, *options.get("callbacks", ())]})
     if hooks:
-        scope = attach(made, hooks=list(hooks), display="none", **{"out": path / "run"} | (choices or {}))
+        scope = attach(made, hooks=list(hooks), **{"display": "none", "out": path / "run"} | (choices or {}))
     made.fit(model, batches(shuffle=shuffle), batches() if validate else None, ckpt_path=ckpt)
     return trace.rows, scope, made
 
