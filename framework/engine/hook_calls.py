@@ -32,7 +32,7 @@ from ..isolation import (
     borrowed_modes,
     borrowed_weights,
 )
-from ..state import TrainingState
+from ..state import TrainingState, optimizers_of
 from ..tensors import Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask
 from .commits import CommitRecord
@@ -223,7 +223,7 @@ class HookCalls:
         with (
             torch.no_grad(),
             self._state.streams.preserved(),
-            borrowed_for_evaluation(model, self._state.modules),
+            borrowed_for_evaluation(model, self._state.modules, optimizers_of(self._state)),
             borrowed_weights(model, weights),
         ):
             # The same stream as the run's evaluation after this step, so that both draw the same numbers.

@@ -30,7 +30,7 @@ from ..hooks import (
     without_duplicates,
 )
 from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_for_evaluation
-from ..state import TrainingState
+from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, Profiler, TrainingTask
 from .commits import refuse_commits_for_closures
@@ -233,7 +233,7 @@ class HookManager:
         """Call ``function`` with the model in eval mode, isolated from the run."""
 
         def run_in_eval_mode() -> Result:
-            with borrowed_for_evaluation(self.task.model, self.state.modules):
+            with borrowed_for_evaluation(self.task.model, self.state.modules, optimizers_of(self.state)):
                 return function(self.task.model)
 
         return self.run_isolated(name, run_in_eval_mode)

@@ -192,7 +192,8 @@ def borrowed_parameters(owner: ModuleOrGroup, optimizers: Iterable[Optimizer] = 
     """
     modules, swapping = list(owner.modules()), [item for item in optimizers if swaps_weights(item)]
     tables = [module._parameters for module in modules]
-    tables += [table for optimizer in swapping for table in (*optimizer.param_groups, *optimizer.state.values())]
+    entries = [entry for optimizer in swapping for entry in (*optimizer.param_groups, *optimizer.state.values())]
+    tables += [entry for entry in entries if isinstance(entry, dict)]
     contents = [table.copy() for table in tables]
     held = [value for table in contents for value in table.values() if isinstance(value, Tensor)]
     tensors: list[Tensor] = [*{id(tensor): tensor for tensor in held if not tensor.is_inference()}.values()]
@@ -217,13 +218,19 @@ def swaps_weights(optimizer: Any) -> bool:
 
 
 @contextmanager
-def borrowed_for_evaluation(model: nn.Module, restored: ModuleOrGroup | None = None) -> Iterator[None]:
+def borrowed_for_evaluation(
+    model: nn.Module, restored: ModuleOrGroup | None = None, optimizers: Iterable[Optimizer] = ()
+) -> Iterator[None]:
     """Set the model to eval mode for the body; restore modes, buffers, attributes and shards of it or of ``restored``.
 
-    ``restored`` is a group of modules with the model among them.
+    ``restored`` is a group of modules with the model among them. If one of the ``optimizers`` swaps weights, parameters
+    and its state are restored, too.
     """
     owner = restored or model
+    swapping = [optimizer for optimizer in optimizers if swaps_weights(optimizer)]
     with ExitStack() as stack:
+        if swapping:
+            stack.enter_context(borrowed_parameters(owner, swapping))
         stack.enter_context(resharded_afterwards(owner))
         stack.enter_context(borrowed_buffers(owner))
         if owner is not model:

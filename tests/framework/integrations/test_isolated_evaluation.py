@@ -10,7 +10,12 @@ import lightning.pytorch as lightning
 import loopscope
 import pytest
 import torch
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
+from loopscope.loops import epoch_loop
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -94,6 +99,7 @@ def equal(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     return all(torch.equal(first, second) for first, second in pairs) and bool(pairs)
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("kind", EVALUATIONS)
 def test_switch_keeps_side_effects_of_custom_loops(tmp_path: Path, kind: str) -> None:
     """With the switch the bits are those of the script that evaluates; by default those of one that does not."""
@@ -196,6 +202,7 @@ def replaced(seen: list[Tensor], net: nn.Module, optimizer: Any) -> dict[str, fl
     return {"val_loss": 0.0}
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("evaluate", [swapped, left_swapped, averaged, replaced])
 def test_swapped_weights_are_restored_exactly(tmp_path: Path, evaluate: Any) -> None:
     seen: list[Tensor] = []
@@ -204,6 +211,7 @@ def test_swapped_weights_are_restored_exactly(tmp_path: Path, evaluate: Any) -> 
     assert all(not torch.equal(weight, found[2][0]) for weight in seen)
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("isolated", [True, False])
 def test_hugging_face_evaluates_swapped_weights(tmp_path: Path, isolated: bool) -> None:
     """The Trainer evaluates the swapped weights; isolated, the training is that without evaluations."""
@@ -242,8 +250,26 @@ class LeftSwapped(Swapping):
         pass
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("callback", [Swapping, LeftSwapped])
 def test_lightning_restores_swapped_weights(tmp_path: Path, callback: Any) -> None:
     options = {"module": partial(Classifier, optimizer=ScheduleFree, momentum=0.9, lr=0.05)}
     found, *_ = fit(tmp_path, ["norms"], validate=True, callbacks=[callback()], val_check_interval=2, **options)
     assert found == fit(tmp_path / "bare", **options)[0]
+
+
+def test_experiments_restore_swapped_weights() -> None:
+    """The evaluation of an experiment may also swap weights."""
+
+    def final(every: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        optimizer: Any = ScheduleFree(net.parameters(), lr=0.05, momentum=0.9)
+        loss = lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1])
+        loader = TensorLoader(DATA[:], 8, fixed_order(torch.arange(24)))
+        evaluate = partial(swapped, [], optimizer=optimizer)
+        task = TrainingTask(net, optimizer, loader, loss, length=3, evaluate=evaluate, eval_every=every)
+        epoch_loop(task, HookManager([], task, TrainingState(net, optimizer, RandomStreams(0))))
+        return [parameter.detach() for parameter in net.parameters()]
+
+    assert all(map(torch.equal, final(1), final(0)))
