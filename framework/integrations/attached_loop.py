@@ -396,7 +396,7 @@ class AttachedLoop:
             with (
                 self._noticed_draws(manager.state.streams),
                 borrowed_parameters(model, optimizers),
-                borrowed_for_evaluation(model),
+                borrowed_for_evaluation(model, manager.state.modules),
             ):
                 return function()
 
