@@ -23,8 +23,6 @@ from .watch_list import WatchList, same_values, step_tensors
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
 # map() with attrgetter is the fastest reader: 9 µs for 150 tensors, and as long again for their pointers.
 _version = attrgetter("_version")
-# An assignment to ``.data`` increments no version counter and shows only as another pointer.
-_pointer = Tensor.data_ptr
 
 
 Sweep = tuple[Any, ...]
@@ -218,14 +216,14 @@ class Tripwire:
         values = (watch.read_spaces(), readings, *map(tuple, map(call, watch.value_readers)))
         attribute_tensors = watch.tensors_of(attributes)
         if not attribute_tensors:
-            return (attributes, *values, (), _column(_pointer, tensors))
+            return (attributes, *values, (), _column(watch.read_pointer, tensors))
         if watch.sharded:
             attribute_tensors = local_shards(attribute_tensors)
         return (
             attributes,
             *values,
             _column(_version, attribute_tensors),
-            _column(_pointer, [*tensors, *attribute_tensors]),
+            _column(watch.read_pointer, [*tensors, *attribute_tensors]),
         )
 
     def _readings(self, flat: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
@@ -253,7 +251,7 @@ class Tripwire:
         if not same_values(previous[0], now[0]):
             changes.append(watch.attribute(previous[0], now[0], self._state.names()))
         if not same_values(previous[1], now[1]):
-            changes.append(watch.part_of_space(previous[1], now[1]).label)
+            changes.append(watch.place_in_spaces(previous[1], now[1]))
         readings = zip(watch.getter_parts, self._readings(previous[2]), self._readings(now[2]), strict=True)
         values = zip(watch.value_parts, previous[3:], now[3:], strict=False)
         for part, old, new in chain(readings, values):
@@ -287,7 +285,7 @@ def unreadable_state(culprit: object, error: Exception) -> StateMutationError:
     return mutation_error(culprit, [f"it can no longer be read ({type(error).__name__}: {error})"])
 
 
-def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, ...]:
+def _column(read: Callable[[Tensor], Any], tensors: list[Tensor]) -> tuple[Any, ...]:
     """Read one number of every tensor, -1 if it has none.
 
     Sparse tensors have no pointer and inference tensors no version. Subclasses, such as lazily initialised buffers, may
@@ -299,7 +297,7 @@ def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, 
         return tuple([_number(read, tensor) for tensor in tensors])
 
 
-def _number(read: Callable[[Tensor], int], tensor: Tensor) -> int:
+def _number(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     try:
         return read(tensor)
     except Exception:

@@ -1,14 +1,15 @@
 """Flat lists of everything that a sweep of the tripwire reads, and the comparison of two sweeps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import call, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..state import ATOMS, Part, TrainingState, Transient, Watched, nested, tensors_of
-from ..tensors import addresses, is_sharded
+from ..errors import shortened
+from ..state import ATOMS, Part, TrainingState, Transient, Watched, contents_of, has_contents, nested, tensors_of
+from ..tensors import addresses, is_sharded, pointer_and_bits
 
 _NOT_CONTAINERS = (*ATOMS, Tensor)
 _MISSING = object()
@@ -53,6 +54,8 @@ class WatchList:
         spaces = [(space, part) for part in watched_parts for space in part.spaces]
         self._value_spaces, self._space_parts = [space for space, _ in spaces], [part for _, part in spaces]
         self._space_views = _value_views(self._value_spaces)
+        self._space_kinds: tuple[type, ...] = ()
+        self._space_containers: list[int] = []
         self._keyed_parts = [part for part in watched_parts if part.key]
         self._key_getters = [getter for part in self._keyed_parts for getter in part.key]
         self._key_values = (*map(call, self._key_getters),)
@@ -67,6 +70,10 @@ class WatchList:
         direct = {*map(id, self.tensors)}
         self.nested_tensors = [leaf for leaf in leaves if id(leaf) not in direct]
         self.sharded = any(map(is_sharded, self.parameters))
+        is_complex = any(map(Tensor.is_complex, (*self.tensors, *self.nested_tensors)))
+        # An assignment to ``.data`` increments no version counter and shows only as another pointer, or as another lazy
+        # bit. Of a real model only parameters and buffers can be checked for these bits at a bearable cost.
+        self.read_pointer: Callable[[Tensor], Any] = pointer_and_bits if is_complex else Tensor.data_ptr
 
     def has_equal_keys(self) -> bool:
         """Return whether all parts still have the containers of this list, after refreshing parts whose key differs."""
@@ -90,21 +97,44 @@ class WatchList:
         return (*map(len, self._spaces), *attributes, *chain.from_iterable(self._attribute_views))
 
     def read_spaces(self) -> tuple[Any, ...]:
-        """Return the sizes of the watched dicts, and all of their values with their types.
+        """Return the sizes of the watched dicts, their values with their types, and the contents of containers.
 
         By their types ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons.
         """
         values = (*chain.from_iterable(self._space_views),)
-        return (*map(len, self._space_views), *values, *map(type, values))
+        kinds = (*map(type, values),)
+        if kinds != self._space_kinds:
+            self._space_kinds, self._space_containers = kinds, self._find_containers(kinds)
+        contents = [contents_of(values[place]) for place in self._space_containers]
+        return (*map(len, self._space_views), *values, *kinds, *contents)
 
-    def part_of_space(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> Watched:
-        """Return the part of the first dict that differs between two results of :meth:`read_spaces`."""
+    def _find_containers(self, kinds: tuple[type, ...]) -> list[int]:
+        """Return the positions, among the values of all dicts, of those whose contents are compared.
+
+        The contents of the current step, and the parameters of a group, are compared as tensors.
+        """
+        owners = [(part, key) for space, part in self._spaces_with_parts for key in space]
+        return [
+            place
+            for place, ((part, key), kind) in enumerate(zip(owners, kinds, strict=True))
+            if has_contents(kind) and part.step_tensors is None and key != "params"
+        ]
+
+    @property
+    def _spaces_with_parts(self) -> Iterable[tuple[dict[Any, Any], Watched]]:
+        return zip(self._value_spaces, self._space_parts, strict=True)
+
+    def place_in_spaces(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+        """Name the first value that differs between two results of :meth:`read_spaces`."""
         index, count = _first_difference(previous, now), len(self._value_spaces)
         if index < count:
-            return self._space_parts[index]
-        # The sizes are equal, so that the position of a value or type gives its dict.
-        owners = [part for part, size in zip(self._space_parts, now[:count], strict=True) for _ in range(size)]
-        return owners[(index - count) % len(owners)]
+            return self._space_parts[index].label
+        # The sizes are equal, so that the position of a value, type or content gives its dict.
+        owners = [(part, key) for space, part in self._spaces_with_parts for key in space]
+        index -= count
+        place = index % len(owners) if index < 2 * len(owners) else self._space_containers[index - 2 * len(owners)]
+        part, key = owners[place]
+        return f"{part.label} ({shortened(str(key), 40)})"
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
         """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors now."""

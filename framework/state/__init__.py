@@ -1,5 +1,6 @@
 """The training state: everything the rest of a run depends on, with its generators and settings."""
 
+from .contents import contents_of, has_contents
 from .digest import described
 from .digest import digest as digest_of
 from .flags import MODE_COUNTERS, deterministic, entered_modes, explain_nondeterminism, leave_modes, settings
@@ -15,8 +16,8 @@ from .update_parts import optimizers_of, reachable_from_modules
 
 __all__ = [
     "ATOMS", "EXTRAS", "MODE_COUNTERS", "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part",
-    "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched", "copy_of_batch", "described",
-    "deterministic", "differing", "digest_of", "entered_modes", "explain_nondeterminism", "leave_modes", "nested",
-    "optimizers_of", "reachable_from_modules", "seed_everything", "settings", "split_groups", "tensors_of", "visited",
-    "without_on_demand",
+    "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched", "contents_of",
+    "copy_of_batch", "described", "deterministic", "differing", "digest_of", "entered_modes",
+    "explain_nondeterminism", "has_contents", "leave_modes", "nested", "optimizers_of", "reachable_from_modules",
+    "seed_everything", "settings", "split_groups", "tensors_of", "visited", "without_on_demand",
 ]

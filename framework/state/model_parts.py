@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..tensors import addresses
+from ..tensors import TensorProperties, addresses
 from .attributes import MODULE_ATTRIBUTES, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
 from .module_group import ModuleOrGroup
 from .objects import Transient
@@ -18,7 +18,6 @@ from .random_streams import StreamState
 from .sharding import ShardingState
 
 _grad = attrgetter("grad")
-_requires_grad = attrgetter("requires_grad")
 # The tables of register_hook and register_post_accumulate_grad_hook; torch has no public function that lists hooks.
 _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
@@ -124,15 +123,20 @@ class RequiresGrad(TensorPart):
         tensor.requires_grad_(value)
 
     def watch(self, state: StateObjects) -> Watched:
-        """Compare the flags of all parameters."""
-        parameters = [*state.modules.parameters()]
+        """Compare the flags of all parameters, with class, dtype, layout and lazy bits, also of buffers."""
+        properties = TensorProperties([*state.modules.parameters(), *state.modules.buffers()])
 
-        def restore(previous: tuple[bool, ...]) -> None:
-            for parameter, required in zip(parameters, previous, strict=True):
-                parameter.requires_grad_(required)
+        def differences(previous: Any) -> list[str]:
+            return properties.differences(names_of_tensors(state), previous)
 
-        read_values = partial(map, _requires_grad, parameters)
-        return Watched(read_values=read_values, label="requires_grad of a parameter", restore=restore)
+        return Watched(read_values=properties.read, differences=differences, restore=properties.restore)
+
+
+def names_of_tensors(state: StateObjects) -> dict[int, str]:
+    """Return the names of parameters and buffers by the tensor's id."""
+    parameters, buffers = state.modules.named_parameters(), state.modules.named_buffers()
+    names = {id(buffer): f"buffers/{name}" for name, buffer in buffers}
+    return names | {id(parameter): f"parameters/{name}" for name, parameter in parameters}
 
 
 class Gradients(TensorPart):
@@ -321,11 +325,18 @@ class Modules(Part):
             )
             for module, space in zip(modules, spaces, strict=True)
         ]
+
+        def differences(previous: tuple[type, ...]) -> list[str]:
+            names = [name for name, _ in state.model.named_modules()]
+            changed = [index for index, module in enumerate(modules) if type(module) is not previous[index]]
+            is_same = len(names) == len(modules)  # a change of the class may add modules
+            return [f"the class of modules/{names[index]}" if is_same else "the class of a module" for index in changed]
+
         return Watched(
             [space[name] for space in spaces for name in TABLES],
             named_attributes=attributes,
             read_values=partial(map, type, modules),
-            label="the class of a module",
+            differences=differences,
         )
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:

@@ -8,6 +8,7 @@ is sufficient.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import methodcaller
 from typing import Any, TypeVar
@@ -73,6 +74,25 @@ class Kinds(Part):
     name = "kinds"
     is_stored = True
 
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the classes of all optimizers, the scheduler and the scaler."""
+        optimizers = [state.optimizer, *[item for item in optimizers_of(state) if item is not state.optimizer]]
+        owners: list[tuple[str, Any]] = [*zip(_optimizer_names(optimizers), optimizers, strict=True)]
+        owners += [("scheduler", state.scheduler), ("scaler", state.scaler)]
+        present = [(name, owner) for name, owner in owners if owner is not None]
+
+        def differences(previous: Sequence[type]) -> list[str]:
+            pairs = zip(present, previous, strict=True)
+            return [f"the class of the {name}" for (name, owner), kind in pairs if type(owner) is not kind]
+
+        def restore(previous: Sequence[type]) -> None:
+            for (_, owner), kind in zip(present, previous, strict=True):
+                if type(owner) is not kind:
+                    owner.__class__ = kind
+
+        getters = [partial(type, owner) for _, owner in present]
+        return Watched(getters=getters, differences=differences, restore=restore)
+
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, str]:
         """Return the names of the classes of optimizer, scheduler and scaler."""
         parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
@@ -84,6 +104,10 @@ class Kinds(Part):
             if stored.get(part) != kind:
                 return f"was written with the {part} {stored.get(part)}, but this one is {kind}"
         return ""
+
+
+def _optimizer_names(optimizers: Sequence[Any]) -> list[str]:
+    return ["optimizer", *[f"wrapped optimizer {index}" for index in range(len(optimizers) - 1)]]
 
 
 class Scaler(Part):

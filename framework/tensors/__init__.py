@@ -2,6 +2,7 @@
 
 from .identity import BriefIdentities, TensorIdentities, attached
 from .memory import addresses, bytes_at
+from .properties import TensorProperties, pointer_and_bits
 from .shards import (
     completed, dtensor_class, fully_sharded_modules, groups_of, is_partial, is_sharded, laid_out_like, local_shards,
     over_shards, resharded_afterwards, unsharded,
@@ -13,10 +14,10 @@ from .vectors import (
 )
 
 __all__ = [
-    "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "Vector", "accumulate", "addresses", "attached", "axpy",
-    "byte_tensors", "bytes_at", "completed", "copied", "cosine", "dot", "dtensor_class", "fully_sharded_modules",
-    "gradients", "groups_of", "in_bytes", "inner_tensors", "is_cut_off", "is_partial", "is_sharded",
-    "is_uninitialised", "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs", "minus", "norm",
-    "norm_of_each", "norms", "over_shards", "overwrite", "resharded_afterwards", "scaled", "trainable", "unsharded",
-    "widened",
+    "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "TensorProperties", "Vector", "accumulate", "addresses",
+    "attached", "axpy", "byte_tensors", "bytes_at", "completed", "copied", "cosine", "dot", "dtensor_class",
+    "fully_sharded_modules", "gradients", "groups_of", "in_bytes", "inner_tensors", "is_cut_off", "is_partial",
+    "is_sharded", "is_uninitialised", "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs",
+    "minus", "norm", "norm_of_each", "norms", "over_shards", "overwrite", "pointer_and_bits",
+    "resharded_afterwards", "scaled", "trainable", "unsharded", "widened",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from . import guards
 from .memory import addresses
+from .properties import lazy_bits
 from .shards import dtensor_class
 from .storage import (
     COMPRESSED,
@@ -60,6 +61,7 @@ class Mark(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    lazy_bits: tuple[bool, bool]
 
 
 class TensorIdentities:
@@ -75,7 +77,7 @@ class TensorIdentities:
         self._read_pointer = _pointer_reader(tensors)
         have_strides = COMPRESSED.isdisjoint(map(_layout, tensors))
         self._read_stride = Tensor.stride if have_strides else _no_stride
-        self._marks = types, *_, requires_grad = self._read_marks()
+        self._marks = types, *_, requires_grad, _ = self._read_marks()
         plain = PLAIN.issuperset(types)
         # read once: finding the names of a wrapper's inner tensors takes longer than reading the tensors
         self._inner = [] if plain else _inner_names(tensors)
@@ -104,6 +106,7 @@ class TensorIdentities:
             [*map(self._read_stride, tensors)],
             [*map(_dtype, tensors)],
             [*map(_requires_grad, tensors)],
+            [*map(lazy_bits, tensors)],
         )
 
     def _read_attachments(self) -> tuple[Any, ...]:

@@ -263,8 +263,8 @@ NAMES = {
     ("optimizer state", "tensor", "absent"): "optimizer/0.weight.entry.",
     ("optimizer state", "scalar tensor", "float"): "optimizer/0.weight.entry.",
     ("optimizer state of a parameter", "nested dict", "absent"): "optimizer state.parameters/0.weight.",
-    ("option of a group", "float", "scalar tensor"): "the optimizer's hyper-parameters or groups.",
-    ("scheduler", "float", "scalar tensor"): "the scheduler.",
+    ("option of a group", "float", "scalar tensor"): "the optimizer's hyper-parameters or groups (entry).",
+    ("scheduler", "float", "scalar tensor"): "the scheduler (entry).",
 }
 
 

@@ -38,7 +38,7 @@ NAMES = {
     "set_a_parameter": "modules/0._parameters.weight",
     "edit_the_learning_rate": "the optimizer's hyper-parameters or groups",
     "evaluate_for_good": "modules/.training",
-    "freeze_a_parameter": "requires_grad of a parameter",
+    "freeze_a_parameter": "parameters/0.weight (its requires_grad)",
     "leave_a_hook_on_a_parameter": "a hook on a parameter",
     "change_the_default_dtype": "default dtype",
     "give_data_another_dtype": "parameters/4.bias",
