@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import Part, TrainingState, differing, digest_of
+from ..state import Part, TrainingState, described_tensor, differing, digest_of
 from ..tensors import addresses, local_shards
 from .guardian import Objects
 from .watch_list import WatchList, same_values, step_tensors
@@ -277,7 +277,7 @@ class Tripwire:
         tensors = self._state.tensors() if changed else {}
         # a sweep reads this rank's shard of a DTensor
         names = {id(part): name for name, tensor in tensors.items() for part in (tensor, *local_shards([tensor]))}
-        return [names.get(id(tensor), "a tensor of the batch") for tensor in changed]
+        return [f"{names.get(id(item), 'a tensor of the batch')} ({described_tensor(item)})" for item in changed]
 
 
 def unreadable_state(culprit: object, error: Exception) -> StateMutationError:

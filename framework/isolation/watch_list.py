@@ -7,8 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import shortened
-from ..state import ATOMS, Part, TrainingState, Transient, Watched, contents_of, has_contents, nested, tensors_of
+from ..state import (
+    ATOMS,
+    Part,
+    TrainingState,
+    Transient,
+    Watched,
+    contents_of,
+    has_contents,
+    nested,
+    short_name,
+    tensors_of,
+)
 from ..tensors import addresses, is_sharded, pointer_and_bits
 
 _NOT_CONTAINERS = (*ATOMS, Tensor)
@@ -134,7 +144,7 @@ class WatchList:
         index -= count
         place = index % len(owners) if index < 2 * len(owners) else self._space_containers[index - 2 * len(owners)]
         part, key = owners[place]
-        return f"{part.label} ({shortened(str(key), 40)})"
+        return f"{part.label} ({short_name(key)})"
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
         """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors now."""
@@ -181,7 +191,7 @@ class WatchList:
             return f"the attributes of {self.name(self._spaces[index], names)}"
         if index < start + len(self._attribute_keys):
             space, key = self._attribute_keys[index - start]
-            return f"{self.name(space, names)}.{key}"
+            return f"{self.name(space, names)}.{short_name(key)}"
         start += len(self._attribute_keys)
         return self.place(self.attributes, previous[start:], names)
 
@@ -200,8 +210,8 @@ class WatchList:
             elif not same_values(former, (*container.values(),)):
                 key = _changed_key(dict(zip(keys if len(keys) == size else container, former, strict=False)), container)
                 # keys of an optimizer's state are parameters, whose text would be their values
-                key_name = names.get(id(key), "a parameter") if isinstance(key, Tensor) else str(key)
-                return f"{self.name(container, names)}.{key_name}"
+                known = names.get(id(key)) if isinstance(key, Tensor) else None
+                return f"{self.name(container, names)}.{known or short_name(key)}"
         return "a container"
 
 

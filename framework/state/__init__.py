@@ -10,6 +10,7 @@ from .objects import ATOMS, Transient
 from .parameter_groups import split_groups
 from .parts import LoopState, Part, Watched, copy_of_batch, nested, tensors_of, visited
 from .random_streams import RandomStreams, StreamState, seed_everything
+from .short_names import described_tensor, short_name
 from .structure import Structure
 from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of, reachable_from_modules
@@ -17,7 +18,7 @@ from .update_parts import optimizers_of, reachable_from_modules
 __all__ = [
     "ATOMS", "EXTRAS", "MODE_COUNTERS", "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part",
     "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched", "contents_of",
-    "copy_of_batch", "described", "deterministic", "differing", "digest_of", "entered_modes",
+    "copy_of_batch", "described", "described_tensor", "deterministic", "differing", "digest_of", "entered_modes",
     "explain_nondeterminism", "has_contents", "leave_modes", "nested", "optimizers_of", "reachable_from_modules",
-    "seed_everything", "settings", "split_groups", "tensors_of", "visited", "without_on_demand",
+    "seed_everything", "settings", "short_name", "split_groups", "tensors_of", "visited", "without_on_demand",
 ]

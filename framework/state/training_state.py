@@ -5,6 +5,7 @@ checkpoints store them. All iterate over :data:`PARTS` and use no other descript
 is sufficient.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
@@ -25,12 +27,16 @@ from .accelerators import refuse_unprotected
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
+from .protectable import named_tensors, refuse_unprotectable
 from .random_streams import StreamState, from_plain, plain
 from .sharding import FullSharding
+from .short_names import short_name
 from .structure import Structure
 from .update_parts import UPDATE_PARTS, extra_attributes, numbers_missing, optimizers_of
 
 Item = TypeVar("Item")
+MAX_NAMED_DEPTH = 4
+"""Depth of nested containers that errors name."""
 
 
 class Flags(Part):
@@ -343,6 +349,7 @@ class TrainingState(StateObjects):
         """Add the random generators of modules, such as for stochastic rounding, to the run's generators."""
         modules = self.modules
         refuse_unprotected({parameter.device for parameter in modules.parameters()})
+        refuse_unprotectable(self._tensors_at_start())
         self.sharding = FullSharding(modules)
         attributes = [value for module in modules.modules() for value in extra_attributes(module)]
         natives = Structure(attributes, excluded={*map(id, modules.parameters())}).natives
@@ -354,6 +361,18 @@ class TrainingState(StateObjects):
         """Add other modules to the state, whose names in it start with the given keys."""
         self.also |= modules
         self._read_modules()
+
+    def _tensors_at_start(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of model and optimizer before the first step, with their names."""
+        for name, parameter in self.modules.named_parameters():
+            yield f"parameters/{name}", parameter
+        for name, buffer in self.modules.named_buffers():
+            yield f"buffers/{name}", buffer
+        for name, module in self.modules.named_modules():
+            yield from named_tensors(f"modules/{name}.", vars(module))
+        for optimizer in optimizers_of(self):
+            for moments in optimizer.state.values():
+                yield from named_tensors("optimizer state ", moments if isinstance(moments, dict) else {})
 
     def roots(self, parts: Sequence[Part] = ()) -> tuple[Any, ...]:
         """Return the objects from which the guardian walks all parts of the state, or some."""
@@ -376,14 +395,14 @@ class TrainingState(StateObjects):
         names = {id(tensor): name for name, tensor in self.tensors().items()}
         for name, module in self.modules.named_modules():
             names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
-            names |= {id(item): f"modules/{name}.{key}" for key, item in vars(module).items() if isinstance(item, dict)}
+            names |= _container_names(f"modules/{name}.", vars(module))
         for optimizer in optimizers_of(self):
             for parameter, moments in optimizer.state.items():
                 names[id(moments)] = f"optimizer/{names.get(id(parameter), 'unknown').removeprefix('parameters/')}"
             names[id(optimizer.state)] = "optimizer state"
         for label, owner in (("optimizer", self.optimizer), ("scheduler", self.scheduler), ("loop", self.loop)):
             if (space := getattr(owner, "__dict__", None)) is not None:
-                names |= {id(owner): label, id(space): label}
+                names = _container_names(f"{label}.", space) | names | {id(owner): label, id(space): label}
         return names
 
     def out_of_reach(self) -> str:
@@ -403,6 +422,19 @@ class TrainingState(StateObjects):
         """Return 64-bit digests of all entries of the state, or of some parts, by name."""
         leaves = chain.from_iterable([part.read(self) for part in parts]) if parts else self.leaf_values()
         return {name: digest(leaf) for name, leaf in leaves}
+
+
+def _container_names(prefix: str, space: Mapping[Any, Any], depth: int = 0) -> dict[int, str]:
+    """Return the names of the containers in a dict, of those in these too, by their ids."""
+    names: dict[int, str] = {}
+    for key, item in space.items():
+        if isinstance(item, (dict, list, set, deque)):
+            names[id(item)] = name = f"{prefix}{short_name(key)}"
+            if depth < MAX_NAMED_DEPTH and not isinstance(item, set):
+                names |= _container_names(
+                    f"{name}.", item if isinstance(item, dict) else dict(enumerate(item)), depth + 1
+                )
+    return names
 
 
 def _nested_items(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:

@@ -7,17 +7,17 @@ from .shards import (
     completed, dtensor_class, fully_sharded_modules, groups_of, is_partial, is_sharded, laid_out_like, local_shards,
     over_shards, resharded_afterwards, unsharded,
 )
-from .storage import PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_uninitialised
+from .storage import COMPRESSED, PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_uninitialised
 from .vectors import (
     WIDE, Vector, accumulate, axpy, copied, cosine, dot, gradients, joint_norm, live_gradients, max_abs, minus,
     norm, norm_of_each, norms, overwrite, scaled, trainable, widened,
 )
 
 __all__ = [
-    "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "TensorProperties", "Vector", "accumulate", "addresses",
-    "attached", "axpy", "byte_tensors", "bytes_at", "completed", "copied", "cosine", "dot", "dtensor_class",
-    "fully_sharded_modules", "gradients", "groups_of", "in_bytes", "inner_tensors", "is_cut_off", "is_partial",
-    "is_sharded", "is_uninitialised", "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs",
-    "minus", "norm", "norm_of_each", "norms", "over_shards", "overwrite", "pointer_and_bits",
-    "resharded_afterwards", "scaled", "trainable", "unsharded", "widened",
+    "COMPRESSED", "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "TensorProperties", "Vector",
+    "accumulate", "addresses", "attached", "axpy", "byte_tensors", "bytes_at", "completed", "copied", "cosine",
+    "dot", "dtensor_class", "fully_sharded_modules", "gradients", "groups_of", "in_bytes", "inner_tensors",
+    "is_cut_off", "is_partial", "is_sharded", "is_uninitialised", "joint_norm", "laid_out_like", "live_gradients",
+    "local_shards", "max_abs", "minus", "norm", "norm_of_each", "norms", "over_shards", "overwrite",
+    "pointer_and_bits", "resharded_afterwards", "scaled", "trainable", "unsharded", "widened",
 ]
