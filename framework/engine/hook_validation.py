@@ -61,4 +61,18 @@ def start(hook: TrainingHook, run: RunInfo) -> None:
         )
     if sentence := unmet_need(hook, run.lacks):
         raise UnsuitableError(sentence)
+    if hook.needs_dense_gradients and (layer := _sparse_layer(run)):
+        raise UnsuitableError(
+            f"Hook {hook.name!r} reads dense gradients, but {layer} gives sparse ones (sparse=True); leave the hook "
+            "out, or create the layer with sparse=False."
+        )
     hook.start(run)
+
+
+def _sparse_layer(run: RunInfo) -> str:
+    """Return the name of the first trained layer with sparse gradients, or an empty text."""
+    for name, module in run.model.named_modules():
+        weight = vars(module).get("_parameters", {}).get("weight")
+        if vars(module).get("sparse") is True and weight is not None and weight.requires_grad:
+            return f"layer {name!r}" if name else "the model"
+    return ""

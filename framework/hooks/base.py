@@ -164,6 +164,8 @@ class TrainingHook(Remembering, ABC):
     needs_target_grad: ClassVar[bool] = False
     needs_reference_weights: ClassVar[bool] = False
     """Without a reference solution the hook is dropped, or refused if it was requested by name."""
+    needs_dense_gradients: ClassVar[bool] = False
+    """Whether the hook cannot read sparse gradients, as of ``nn.Embedding(sparse=True)``; such models are refused."""
     needs_loss: ClassVar[bool] = False
     """The hook computes losses or gradients. Experiments fulfil this requirement and the next four; a custom training
     loop may not: it then drops the hook, or refuses it if it was requested by name."""

@@ -23,6 +23,11 @@ def _scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
     return None if is_unscaled else scaler._scale
 
 
+def _copy_of(gradient: Tensor) -> Tensor:
+    """Return a copy of a gradient; a sparse float16 one is coalesced, as by the scaler, since its sums may overflow."""
+    return gradient.coalesce().clone() if gradient.is_sparse and gradient.dtype is torch.float16 else gradient.clone()
+
+
 @contextmanager
 def unscaled_gradients(task: TrainingTask, *, scales_back: bool) -> Iterator[bool]:
     """Replace scaled gradients by unscaled copies for the body; yield whether every optimizer must skip its step.
@@ -61,9 +66,10 @@ def unscaled_gradients(task: TrainingTask, *, scales_back: bool) -> Iterator[boo
 
 def _unscaled(gradients: list[Tensor], scale: Tensor) -> tuple[list[Tensor], Tensor]:
     """Return unscaled copies of gradients, and a tensor that is 1 if any of them is not finite, otherwise 0."""
-    copies = [gradient.clone() for gradient in gradients]
+    copies = [_copy_of(gradient) for gradient in gradients]
     # g ← g · (1 / scale), with the private kernel and the float64 reciprocal of GradScaler.unscale_, so that hooks see
     # the bits that the optimizer will use.
     found_inf = torch.zeros((), device=scale.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(copies, found_inf, scale.double().reciprocal().float())
+    values = [copy._values() if copy.is_sparse else copy for copy in copies]  # as in GradScaler.unscale_
+    torch._amp_foreach_non_finite_check_and_unscale_(values, found_inf, scale.double().reciprocal().float())
     return copies, found_inf

@@ -71,14 +71,17 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
     if any(tensor.dtype not in WIDE for tensor in tensors):
         tensors = [_wide(tensor) for tensor in tensors]
     # torch has no public foreach functions; its optimizers and clip_grad_norm_ use these private ones.
-    return list(torch._foreach_norm(tensors))
+    try:
+        return list(torch._foreach_norm(tensors))
+    except NotImplementedError:  # sparse gradients, as of nn.Embedding(sparse=True): the norm of the summed values
+        return list(torch._foreach_norm([*map(_stored, tensors)]))
 
 
 @torch.no_grad()
 def max_abs(a: Vector) -> Tensor:
     """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
     groups: Groups = {}
-    parts = [part_on_rank(tensor, position, groups).abs() for position, tensor in enumerate(a.values())]
+    parts = [_stored(part_on_rank(tensor, position, groups)).abs() for position, tensor in enumerate(a.values())]
     # amax() rejects a tensor without elements; the sum of none is zero.
     largest = _stacked([_wide(part).amax() if part.numel() else _wide(part).sum() for part in parts])
     return over_shards(largest, groups, largest=True).max() if parts else largest.sum()
@@ -137,6 +140,11 @@ def overwrite(targets: Vector, values: Vector) -> None:
 def widened(vector: Vector) -> dict[str, Tensor]:
     """Return a vector in float32 or wider; wide tensors are not copied."""
     return {name: _wide(value) for name, value in vector.items()}
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the stored elements of a sparse tensor, which are all but zeros, and any other tensor itself."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ class BatchDynamics(TrainingHook):
     """
 
     name = "batch_dynamics"
+    needs_dense_gradients = True
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _history = Remembered(lambda hook: GradientHistory(hook.history, hook.projection), by_options=True)
     _step = Remembered(int)

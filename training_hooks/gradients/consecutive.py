@@ -52,6 +52,7 @@ class Consecutive(TrainingHook):
     """
 
     name = "consecutive"
+    needs_dense_gradients = True
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.POST_BACKWARD})}
     needs_grads = True
     _memory = Remembered(FlatMemory)

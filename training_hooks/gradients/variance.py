@@ -114,6 +114,7 @@ class Variance(TrainingHook):
     """
 
     name = "variance"
+    needs_dense_gradients = True
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _memory = Remembered(FlatMemory)
     _chunks = Remembered(list[Chunk], saved=False)
