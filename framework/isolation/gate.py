@@ -118,6 +118,8 @@ class Isolation:
         """Raise :class:`StateMutationError` if the state visibly differs from the baseline."""
         self._check_quickly(call)
         self.check_rest()
+        if self._tripwire.rewritten:  # also by tensors that moved to other memory
+            self._rewriting_calls.add(call[:2])
         if self._audit.enabled:
             self._restore_streams_for_audit()
             self._audit.check(call)

@@ -5,6 +5,7 @@ The tripwire compares identities, pointers, versions and modes. It cannot prove 
 and after every call.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -12,11 +13,12 @@ from itertools import chain, islice
 from operator import attrgetter, call
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
 from ..state import Part, TrainingState, described_tensor, differing, digest_of
-from ..tensors import addresses, local_shards
+from ..tensors import PLAIN, addresses, local_shards
 from .guardian import Objects
 from .watch_list import WatchList, same_values, step_tensors
 
@@ -77,6 +79,7 @@ class Tripwire:
         self._attribute_addresses = b""
         self._swept: list[Tensor] = []
         self._bytes: dict[int, tuple[Tensor, int]] = {}
+        self._owned: dict[int, bool] = {}
         self._settings: dict[str, Any] = {}
         self.rewritten = False
         """Whether the last check found writes that left all bytes unchanged."""
@@ -106,6 +109,7 @@ class Tripwire:
             tensors = (*modules.parameters(), *modules.buffers(), *self._sweep()[1])
             readable = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
             self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in readable}
+            self._owned = _owned_storages(readable)
             self._settings = self._state.flags.read_slow()
 
     def check_bytes(self, culprit: object) -> None:
@@ -258,9 +262,23 @@ class Tripwire:
             if not same_values(old, new):
                 changes += part.differences(old) if part.differences is not None else [part.label]
         attribute_tensors = watch.tensors_of(now[0])
-        changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
+        if not self._moved_with_equal_bytes(previous[-1], now[-1]):
+            changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
         changes += [] if changes else self._named(zip(attribute_tensors, previous[-2], now[-2], strict=False))
         return changes + [watch.place([container], (), self._state.names()) for container in watch.empty if container]
+
+    def _moved_with_equal_bytes(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+        """Return whether tensors only have other memory, with equal recorded bytes, which no other tensor shared.
+
+        ``p.data = p.data.clone()`` changes nothing that the run reads. A view of a larger storage, which other tensors
+        may share, does: a write to one would no longer change the other.
+        """
+        if len(previous) != len(now) or len(now) != len(self._swept):
+            return False
+        moved = [tensor for tensor, old, new in zip(self._swept, previous, now, strict=True) if old != new]
+        is_equal = all(self._owned.get(id(item)) and self._bytes[id(item)][1] == digest_of(item) for item in moved)
+        self.rewritten = self.rewritten or (is_equal and bool(moved))
+        return is_equal
 
     def _differing_tensors(
         self, previous: tuple[int, ...], now: tuple[int, ...], attribute_tensors: Sequence[Tensor] = ()
@@ -278,6 +296,17 @@ class Tripwire:
         # a sweep reads this rank's shard of a DTensor
         names = {id(part): name for name, tensor in tensors.items() for part in (tensor, *local_shards([tensor]))}
         return [f"{names.get(id(item), 'a tensor of the batch')} ({described_tensor(item)})" for item in changed]
+
+
+def _owned_storages(tensors: Iterable[Tensor]) -> dict[int, bool]:
+    """Return, by the ids of tensors, whether each fills a storage that no other of them uses."""
+    unique = {id(tensor): tensor for tensor in tensors if tensor.layout is torch.strided and type(tensor) in PLAIN}
+    storages = {key: tensor.untyped_storage() for key, tensor in unique.items()}
+    uses = Counter(storage.data_ptr() for storage in storages.values())
+    return {
+        key: uses[storage.data_ptr()] == 1 and storage.nbytes() == unique[key].nbytes
+        for key, storage in storages.items()
+    }
 
 
 def unreadable_state(culprit: object, error: Exception) -> StateMutationError:

@@ -188,3 +188,41 @@ def test_idle_observer_is_innocent_with_lazy_bits():
     run.parameter.grad = run.parameter.grad.conj()
     run.parameter.data = run.parameter.data.conj()
     assert observe(run, lambda run: run.parameter.norm(), 5) == ""
+
+
+def to_a_vector(run: Run) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(run.model.parameters()), run.model.parameters())
+
+
+EQUAL = {
+    "vector": to_a_vector,
+    "clone": lambda run: setattr(run.parameter, "data", run.parameter.data.clone()),
+    "clone_of_buffer": lambda run: setattr(run.buffer, "data", run.buffer.data.clone()),
+    "clone_of_moment": lambda run: setattr(run.moment, "data", run.moment.data.clone()),
+    "own_state": lambda run: run.model.load_state_dict(run.model.state_dict()),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_values_in_other_memory_are_innocent(name):
+    """Once for a vector: afterwards all parameters share its memory, and leaving that is a change."""
+    run = real()
+    isolation = Isolation(run.state)
+    for step in range(1, 2 if name == "vector" else 7):
+        with isolation.visit():
+            isolation.observe(Call("spy", "POST_STEP", step), lambda: EQUAL[name](run))
+
+
+@pytest.mark.parametrize("name", ["vector", "clone"])
+def test_other_values_in_other_memory_are_seen(name):
+    def change(run: Run) -> None:
+        EQUAL[name](run)
+        run.parameter.data = run.parameter.data + 1
+
+    assert "parameters/0.weight" in observe(real(), change, 2)
+
+
+def test_parameter_that_leaves_shared_memory_is_seen():
+    run = real()
+    to_a_vector(run)
+    assert "parameters/0.weight" in observe(run, EQUAL["clone"], 2)
