@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..data import Batch
 from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
-from ..state import LoopState
+from ..state import LoopState, learning_rate_of
 from ..tensors import accumulate, joint_norm, local_shards, unsharded
 from ..training import TrainingTask
 from .hook_set import HookSet
@@ -112,7 +112,7 @@ class Driver:
 
     def record_learning_rate(self) -> None:
         """Record the learning rate of the step, which a scheduler may change afterwards."""
-        learning_rate: float | Tensor = self.task.optimizer.param_groups[0]["lr"]
+        learning_rate = learning_rate_of(self.task.optimizer.param_groups[0])
         # Cloned, since schedulers write to a tensor in place.
         self.loop.step_lr = learning_rate.clone() if isinstance(learning_rate, Tensor) else learning_rate
 

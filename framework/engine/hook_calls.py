@@ -32,7 +32,7 @@ from ..isolation import (
     borrowed_modes,
     borrowed_weights,
 )
-from ..state import TrainingState, optimizers_of
+from ..state import TrainingState, betas_of, learning_rate_of, number_or, optimizers_of
 from ..tensors import Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask
 from .commits import CommitRecord
@@ -177,7 +177,7 @@ class HookCalls:
         previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
         losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
-        learning_rate = task.optimizer.param_groups[0]["lr"]
+        learning_rate = learning_rate_of(task.optimizer.param_groups[0])
         return RunDataContext(
             hook_point=point,
             epoch=loop.epoch,
@@ -277,9 +277,9 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerG
         options = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in group.items() if key != "params"}
         view = OptimizerGroup(
             names=tuple(names[parameter] for parameter in group["params"] if parameter in names),
-            lr=float(group["lr"]),
-            weight_decay=float(group.get("weight_decay", 0.0)),
-            betas=tuple(group["betas"]) if "betas" in group else None,  # type: ignore[arg-type]
+            lr=float(learning_rate_of(group)),
+            weight_decay=number_or(group.get("weight_decay"), 0.0),
+            betas=betas_of(group),
             options=MappingProxyType(options),
             optimizer=index,
             optimizer_class=type(optimizers[index]),

@@ -35,7 +35,7 @@ from ..taps import TapSet
 from ..training import LossProbe, Profiler, TrainingTask
 from .commits import refuse_commits_for_closures
 from .failures import HookFailures
-from .hook_calls import HookCalls
+from .hook_calls import HookCalls, optimizer_groups
 from .hook_set import HookSet
 from .log import log
 from .metric_dispatch import MetricDispatch
@@ -144,6 +144,7 @@ class HookManager:
             seed=self.state.streams.seed,
             optimizer_class=classes[0] if len(classes) == 1 else Optimizer,
             optimizer_classes=classes,
+            optimizer_groups=optimizer_groups(self.task.model, self.task.optimizer),
             reference_weights=self._reference_weights,
             metric_infos=self.hooks.metric_infos(),
             treatments=treatments(self.hooks),

@@ -129,6 +129,8 @@ class RunInfo:
     """Class of the optimizer; of several optimizers with different classes, ``torch.optim.Optimizer``."""
     optimizer_classes: tuple[type[Optimizer], ...] = ()
     """Classes of all optimizers, without duplicates; by default ``(optimizer_class,)``."""
+    optimizer_groups: "tuple[OptimizerGroup, ...]" = ()
+    """Parameter groups at the start of the run."""
     reference_weights: Mapping[str, Tensor] | None = None
     """Weights of the reference solution by parameter name, if one was loaded."""
     metric_infos: Mapping[str, MetricInfo] = field(default_factory=dict)
@@ -190,8 +192,11 @@ class OptimizerGroup:
 
     names: tuple[str, ...]
     lr: float
+    """NaN for a group without a numeric learning rate, such as those of Adafactor with ``lr=None``."""
     weight_decay: float
-    betas: tuple[float, float] | None
+    """0 for a group without weight decay."""
+    betas: tuple[float, ...] | None
+    """``None`` for a group without these numbers."""
     options: Mapping[str, Any]
     optimizer: int = 0
     """Position of the group's optimizer among those of a training with several."""
@@ -251,8 +256,9 @@ class RunDataContext:
     val_acc: float | None = None
     evaluation: Mapping[str, float] = field(default_factory=partial(MappingProxyType[str, float], {}))
     """Results of the last evaluation, including both accuracies; empty after the next step."""
-    lr: float | None = None
-    """Current learning rate of the first parameter group: from POST_STEP on, that of the next step."""
+    lr: float | Tensor | None = None
+    """Current learning rate of the first parameter group: from POST_STEP on, that of the next step.
+    NaN, here and in ``step_lr``, if the group has no numeric learning rate."""
     step_lr: float | Tensor | None = None
     """Learning rate of the first parameter group in the last step; before the first step, the current one."""
     loss_scale: float | None = None

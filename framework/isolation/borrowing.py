@@ -1,5 +1,6 @@
 """Context managers that change buffers, modes, gradients or weights temporarily and always restore them."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -13,7 +14,7 @@ from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, unknown
-from ..state import EXTRAS, ModuleOrGroup, TrainingState, nested, reachable_from_modules
+from ..state import EXTRAS, ModuleOrGroup, TrainingState, learning_rate_of, nested, reachable_from_modules
 from ..tensors import TensorIdentities, fully_sharded_modules, is_uninitialised, resharded_afterwards
 from .guardian import copy_each
 
@@ -173,6 +174,12 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
             f"take_step was given {len(rates)} learning rates, but the optimizer has {len(groups)} parameter groups; "
             "pass one for each group."
         )
+    for index, group in enumerate(groups):
+        if math.isnan(float(learning_rate_of(group))):
+            raise LoopscopeError(
+                f"Parameter group {index} has no numeric learning rate (lr={group.get('lr')!r}), so take_step cannot "
+                "replace it; call it without learning_rates, or give the optimizer a learning rate."
+            )
     previous = [group["lr"] for group in groups]
     try:
         for group, group_rate, rate in zip(groups, previous, rates, strict=True):

@@ -167,7 +167,9 @@ class Hessian(InterventionHook):
         ENTANGLEMENT
         + APPROXIMATION.format("first_order", "H_B Δθ", "the part of E that is linear in the update")
         + APPROXIMATION.format(
-            "sgd", "−η·H_B g_A", "the first-order part of E under plain SGD; far too small under AdamW"
+            "sgd",
+            "−η·H_B g_A",
+            "the first-order part of E under plain SGD; far too small under AdamW; missing without learning rates",
         )
         + CURVATURE_AND_OWN_STEP
     )
@@ -198,7 +200,7 @@ class Hessian(InterventionHook):
         """Return the entanglement with the previous batch (PRE_STEP), or the step's effect on its own (POST_STEP)."""
         if run_ctx.hook_point is HookPoint.PRE_STEP:
             groups = run_ctx.optimizer_groups
-            rates = {name: group.lr for group in groups for name in group.names}
+            rates = {name: group.lr for group in groups for name in group.names if not math.isnan(group.lr)}
             steps = steps_taken(model_ctx.optimizer_state) + 1  # including the step that starts now
             threshold = stability_threshold(self._optimizer_class, groups, steps)
             start = Departure(run_ctx.step, copied(trainable(run_ctx.model)), rates, threshold)
@@ -232,8 +234,9 @@ class Hessian(InterventionHook):
         }
         rates = previous.rates  # the update of plain SGD is −η·g_A
         sgd_update = {name: -rates[name] * value for name, value in gradient.items() if name in rates}
+        steps = [("first_order", update, "update"), ("sgd", sgd_update, "gradient")]
         times, products = model_ctx.hessian_operator(method=self.method, epsilon=self.epsilon), {}
-        for label, step, kind in (("first_order", update, "update"), ("sgd", sgd_update, "gradient")):
+        for label, step, kind in steps if sgd_update else steps[:1]:
             products[kind] = product = times(step)
             metrics |= {
                 f"{label}_norm": norm(product),

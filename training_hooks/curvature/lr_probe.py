@@ -9,8 +9,10 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext
 from loopscope.data import Batch, Loader, MicroBatches, SeparateBatches
 from loopscope.errors import UsageError, require
-from loopscope.hooks import Metrics, ModelDataContext
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from torch import Tensor
+
+from ..measures import refuse_missing_rates
 
 
 def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
@@ -147,6 +149,10 @@ class LrProbe(InterventionHook):
         require(self.divergence > 1, f"lr_probe.divergence is {self.divergence}; it must be above 1.")
         require(self.every >= 1, f"lr_probe.every is {self.every}; it must be at least 1.")
         self.rates = growing_rates(lr_min, lr_max, steps)
+
+    def start(self, run: RunInfo) -> None:
+        """Raise :class:`UnsuitableError` if a parameter group has no learning rate that the test could replace."""
+        refuse_missing_rates(self.name, "replaces", run.optimizer_groups)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Run the test at every ``every``-th snapshot."""

@@ -125,8 +125,7 @@ def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes:
     multiple = torch.where(uphill, 0.0, critical_multiple(batch_loss, update, 1.0, passes))
     metrics = {"update_critical_ratio": 1 / multiple}
     rates = {group.lr for group in groups}
-    if len(rates) == 1:
-        rate = rates.pop()
+    if len(rates) == 1 and not math.isnan(rate := rates.pop()):
         metrics |= {"update_critical_lr": multiple * rate, "update_critical_sharpness": 2 / (multiple * rate)}
     return metrics
 

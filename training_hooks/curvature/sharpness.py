@@ -253,7 +253,7 @@ class Sharpness(InterventionHook):
             if threshold is not None and metric in metrics:
                 metrics["stability_ratio"] = metrics[metric] / threshold
         if self.critical_passes:
-            first = max(group.lr for group in groups) or 1.0
+            first = max((group.lr for group in groups if group.lr > 0), default=1.0)
             metrics |= gradient_metrics(loss, preconditioner, first, self.critical_passes)
             metrics |= update_metrics(loss, groups, self.critical_passes)
         return metrics

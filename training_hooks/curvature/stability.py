@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import OptimizerGroup
+from loopscope.state import number_or
 from loopscope.tensors import fully_sharded_modules, is_sharded
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
@@ -34,15 +35,15 @@ def stability_threshold(
 
 
 def _threshold_of(group: OptimizerGroup, steps: float, *, adam: bool) -> float:
-    if group.lr == 0:
+    if group.lr == 0 or math.isnan(group.lr):
         return math.inf
     if adam:
-        beta = float(group.options["betas"][0])
+        beta = group.betas[0] if group.betas else math.nan
         return (1 - math.pow(beta, steps)) * (2 + 2 * beta) / ((1 - beta) * group.lr)
-    momentum, dampening = float(group.options["momentum"]), float(group.options["dampening"])
+    momentum, dampening = (number_or(group.options.get(name), 0.0) for name in ("momentum", "dampening"))
     if momentum == 0:
         return 2 / group.lr - group.weight_decay
-    factor = 1 + 2 * momentum if group.options["nesterov"] else 1 - dampening
+    factor = 1 + 2 * momentum if group.options.get("nesterov") else 1 - dampening
     return (2 + 2 * momentum) / (factor * group.lr) - group.weight_decay
 
 
@@ -59,13 +60,15 @@ def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequenc
     """
     preconditioner: dict[str, Tensor] = {}
     for group in groups:
-        beta = float(group.options["betas"][1])
+        if group.betas is None:
+            continue
+        beta = group.betas[1]
         for name in group.names:
             if state := states.get(name):
-                moment = state["max_exp_avg_sq" if group.options["amsgrad"] else "exp_avg_sq"]
+                moment = state["max_exp_avg_sq" if group.options.get("amsgrad") else "exp_avg_sq"]
                 steps = torch.as_tensor(state["step"], dtype=torch.float64)
                 wide = moment.to(torch.promote_types(moment.dtype, torch.float32))
-                preconditioner[name] = (wide / (1 - beta**steps)).sqrt() + group.options["eps"]
+                preconditioner[name] = (wide / (1 - beta**steps)).sqrt() + number_or(group.options.get("eps"), 0.0)
     return preconditioner
 
 

@@ -105,8 +105,9 @@ class StepHistory(DebugInterventionHook):
         """Return the quantities that are available before the step."""
         with eagerly(), record_outputs(model_ctx.model) as outputs:
             model_ctx.compute_batch_loss()
+        rates = [group.lr for group in run_ctx.optimizer_groups]
         metrics: dict[str, Any] = {
-            "lr": max((float(group.lr) for group in run_ctx.optimizer_groups), default=math.nan),
+            "lr": max((rate for rate in rates if not math.isnan(rate)), default=math.nan),
             "output": outputs,
             "copies": copies(run_ctx.batch_data),
             "loss_before": model_ctx.compute_batch_loss(self._next_batch(run_ctx, model_ctx)),

@@ -148,17 +148,18 @@ class WhatIf(DebugInterventionHook):
         results = {
             "as_it_was": [branches.run(batch, draws=draws) for draws in range(5)],
             "fresh": [branches.run(other) for other in fresh],
-            "half_rate": [branches.run(batch, learning_rates=[rate / 2 for rate in rates])],
             "fresh_state": [branches.run(batch, prepared=_reset_optimizer)],
             "float32": [branches.run(batch, within=lambda: mode)],
         }
+        if has_rates := not any(map(math.isnan, rates)):
+            results["half_rate"] = [branches.run(batch, learning_rates=[rate / 2 for rate in rates])]
         with suppress(RuntimeError):  # a GradScaler, for example, accepts only float32
             results["float64"] = [branches.run(batch, within=lambda: wide)]
         if outlier_places and rest:
             results["without_rows"] = [branches.run(part_of(batch, rest))]
         if self.usual_norm:
             results["clipped"] = [branches.run(batch, max_norm=self.usual_norm)]
-        if self.usual_rate != 1:
+        if self.usual_rate != 1 and has_rates:
             results["usual_rate"] = [branches.run(batch, learning_rates=[rate * self.usual_rate for rate in rates])]
         if self.layer:
             module = model_ctx.model.get_submodule(self.layer)

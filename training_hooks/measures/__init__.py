@@ -4,6 +4,7 @@ from .alerts import Alerts, notice
 from .drawn_rows import drawn_loader
 from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, sharded_like, stacked
 from .jackknife import jackknife_variance
+from .missing_rates import refuse_missing_rates
 from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
     stable_rank,
@@ -12,6 +13,6 @@ from .splitmix import splitmix64
 
 __all__ = [
     "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "drawn_loader", "effective_rank",
-    "entropy_of_shares", "gini", "jackknife_variance", "leading_share", "notice",
-    "participation_ratio", "sharded_like", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
+    "entropy_of_shares", "gini", "jackknife_variance", "leading_share", "notice", "participation_ratio",
+    "refuse_missing_rates", "sharded_like", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

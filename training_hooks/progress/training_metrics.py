@@ -1,5 +1,6 @@
 """The basic metrics of every record: loss, accuracies, learning rate and other results of the evaluation."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,11 @@ def drop_missing(**values: Any) -> dict[str, Any]:
     {'loss': 0.5}
     """
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _known(rate: float | Tensor | None) -> float | Tensor | None:
+    """Return a learning rate, ``None`` instead of the NaN of a parameter group without one."""
+    return None if isinstance(rate, float) and math.isnan(rate) else rate
 
 
 @HookRegistry.register
@@ -40,14 +46,15 @@ class TrainingMetrics(TrainingHook):
         val_acc | `val_acc` of the experiment's evaluation | [0, 1]
             | Accuracy on held-out data. Far below train_acc: memorised, not (yet) generalised.
         lr | learning rate of the first parameter group in the newest step that was made | [0, ∞)
-            | The learning rate of that step, not the one that the scheduler has set for the next step.
+            | The learning rate of that step, not the one that the scheduler has set for the next step. Missing if the
+            group has no numeric learning rate.
         evaluation | the other numbers of the experiment's evaluation, by name | set by the experiment
             | For example `val_loss`; reported only after an evaluation.
     """
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the metrics that are available at this hook point."""
-        step = drop_missing(loss=ctx.loss, lr=ctx.step_lr)
+        step = drop_missing(loss=ctx.loss, lr=_known(ctx.step_lr))
         if ctx.hook_point in STEP_POINTS:
             return step
         others = {

@@ -13,9 +13,11 @@ from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, OptimizerGrou
 from loopscope.tensors import live_gradients, trainable, unsharded
 from torch import Tensor
 
+from ..measures import refuse_missing_rates
+
 Reading = tuple["Sums", Tensor]
 PIECE = 2**17  # elements that are processed together, so that they stay in a processor's cache
-OPTIONS = ("betas", "eps", "decoupled_weight_decay", "amsgrad", "maximize")
+OPTIONS = {"betas": None, "eps": None, "decoupled_weight_decay": False, "amsgrad": False, "maximize": False}
 """Options that a step of Adam depends on, besides learning rate and weight decay; other options of a group may not be
 plain values, and so are not kept."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -311,11 +313,19 @@ class AdamDynamics(InterventionHook):
                 "Hook 'adam_dynamics' reads the moments of torch.optim.Adam or AdamW, but the optimizer of this run is "
                 f"{names}; leave the hook out, or train with Adam or AdamW."
             )
+        groups = [group for group in run.optimizer_groups if issubclass(group.optimizer_class, torch.optim.Adam)]
+        refuse_missing_rates(self.name, "reads", groups)
+        if any(group.betas is None or "eps" not in group.options for group in groups):
+            names = " and ".join(dict.fromkeys(group.optimizer_class.__name__ for group in groups))
+            raise UnsuitableError(
+                f"Hook 'adam_dynamics' reads betas and eps of Adam, which a parameter group of {names} lacks; leave "
+                "the hook out, or train with Adam or AdamW."
+            )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Keep the optimizer's settings before its step."""
         groups = [
-            replace(group, options={name: group.options[name] for name in OPTIONS})
+            replace(group, options={name: group.options.get(name, default) for name, default in OPTIONS.items()})
             for group in ctx.optimizer_groups
             if issubclass(group.optimizer_class, torch.optim.Adam)
         ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from loopscope.errors import UsageError, require
 from loopscope.hooks import Remembered, Remembering
+from loopscope.state import learning_rate_of, number_or
 from loopscope.tensors import groups_of, over_shards, trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -142,7 +143,7 @@ class WeightUpdateMonitor(Remembering):
         """Measure the gradients by parameter name, and keep the weights; call it before the step."""
         parameters = trainable(model)
         rates = {
-            id(value): step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
+            id(value): step_rate(float(learning_rate_of(group)), number_or(group.get("weight_decay"), 0.0), group)
             for group in optimizer.param_groups
             for value in group["params"]
         }
@@ -210,7 +211,7 @@ class WeightUpdateMonitor(Remembering):
         names, parameters, self._checked = self._watched.names, self._checked, {}
         if list(parameters) != names:
             parameters = {name: model.get_parameter(name) for name in names}
-        decays = {name: decay for name, (rate, decay) in self._rates.items() if rate > 0}
+        decays = {name: decay for name, (rate, decay) in self._rates.items() if not rate <= 0}  # NaN: unknown
         kinds = ("norm", "norm", "sum", "sum", "sum", "sum")
         columns = _transfer(self._watched.compare(parameters, decays), kinds, parameters)
         invisible = {name for name, _, change, *_ in columns if not change and name in self._missed}
@@ -303,8 +304,12 @@ class WeightUpdateMonitor(Remembering):
 
 
 def step_rate(rate: float, weight_decay: float, options: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the entry of a parameter group in :data:`Rates`; ``options`` are the group's options."""
-    return rate, rate * weight_decay if options.get("decoupled_weight_decay", False) else 0.0
+    """Return the entry of a parameter group in :data:`Rates`; ``options`` are the group's options.
+
+    Without a learning rate (NaN) the decay of a step is unknown, and not watched.
+    """
+    is_decoupled = options.get("decoupled_weight_decay", False) and not math.isnan(rate)
+    return rate, rate * weight_decay if is_decoupled else 0.0
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
