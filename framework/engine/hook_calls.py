@@ -1,10 +1,10 @@
 """Calls of the hooks that are due at a hook point, with one shared context; their metrics go to the dispatch."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from ..isolation import (
 )
 from ..state import TrainingState, betas_of, learning_rate_of, number_or, optimizers_of
 from ..tensors import Vector, resharded_afterwards
-from ..training import LossProbe, TrainingTask
+from ..training import LossProbe, TrainingTask, without_graph
 from .commits import CommitRecord
 from .hook_set import HookSet
 from .listeners import Listener
@@ -42,6 +42,8 @@ from .metric_dispatch import MetricDispatch
 from .model_context import ModelContext
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
+
+Result = TypeVar("Result")
 
 
 class HookCalls:
@@ -220,21 +222,33 @@ class HookCalls:
 
     def _evaluate(self, weights: Vector) -> dict[str, float]:
         model = self._task.model
-        with (
-            torch.no_grad(),
-            self._state.streams.preserved(),
-            borrowed_for_evaluation(model, self._state.modules, optimizers_of(self._state)),
-            borrowed_weights(model, weights),
-        ):
-            # The same stream as the run's evaluation after this step, so that both draw the same numbers.
-            self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
-            results = self._task.evaluate(model)
+
+        @contextmanager
+        def restored() -> Iterator[None]:
+            with (
+                torch.no_grad(),
+                self._state.streams.preserved(),
+                borrowed_for_evaluation(model, self._state.modules, optimizers_of(self._state)),
+                borrowed_weights(model, weights),
+            ):
+                # The same stream as the run's evaluation after this step, so that both draw the same numbers.
+                self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
+                yield
+
+        compute = partial(with_gradients_borrowed, self._state, partial(self._task.evaluate, model))
+        results = without_graph("evaluation", compute, restored, self._task.differentiating)
         self._task.ranks.join()
         return self._task.ranks.evaluation(results)
 
 
 def _frozen(vector: Vector | None) -> Vector | None:
     return None if vector is None else MappingProxyType(vector)
+
+
+def with_gradients_borrowed(state: TrainingState, function: Callable[[], Result]) -> Result:
+    """Call a function; if gradients are enabled, restore those of the modules after it."""
+    with borrowed_gradients(state.modules) if torch.is_grad_enabled() else nullcontext():
+        return function()
 
 
 def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
@@ -252,20 +266,27 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
             raise unknown("module", name, modules)
 
     def capture_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        captured[name] = tree_map_only(Tensor, Tensor.clone, output)
+        captured[name] = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(state.streams.preserved())
-        stack.enter_context(borrowed_buffers(state.modules))
-        if state.also:
-            stack.enter_context(borrowed_modes(state.modules, train=None))
-        stack.enter_context(borrowed_modes(model, train=train))
-        stack.enter_context(resharded_afterwards(model))
-        for name in capture:
-            stack.callback(modules[name].register_forward_hook(partial(capture_output, name)).remove)
-        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-    return ForwardResult(output, captured)
+    @contextmanager
+    def restored() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(state.streams.preserved())
+            stack.enter_context(borrowed_buffers(state.modules))
+            if state.also:
+                stack.enter_context(borrowed_modes(state.modules, train=None))
+            stack.enter_context(borrowed_modes(model, train=train))
+            stack.enter_context(resharded_afterwards(model))
+            for name in capture:
+                stack.callback(modules[name].register_forward_hook(partial(capture_output, name)).remove)
+            yield
+
+    def output() -> Any:
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+    result = without_graph("forward", partial(with_gradients_borrowed, state, output), restored, set())
+    return ForwardResult(result, captured)
 
 
 def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:

@@ -32,10 +32,10 @@ from ..hooks import (
 from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_for_evaluation
 from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
-from ..training import LossProbe, Profiler, TrainingTask
+from ..training import LossProbe, Profiler, TrainingTask, without_graph
 from .commits import refuse_commits_for_closures
 from .failures import HookFailures
-from .hook_calls import HookCalls, optimizer_groups
+from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
 from .log import log
 from .metric_dispatch import MetricDispatch
@@ -233,9 +233,18 @@ class HookManager:
     def in_eval_mode(self, name: str, function: Callable[[nn.Module], Result]) -> Result:
         """Call ``function`` with the model in eval mode, isolated from the run."""
 
+        @contextmanager
+        def restored() -> Iterator[None]:
+            optimizers = optimizers_of(self.state)
+            with (
+                self.state.streams.preserved(),
+                borrowed_for_evaluation(self.task.model, self.state.modules, optimizers),
+            ):
+                yield
+
         def run_in_eval_mode() -> Result:
-            with borrowed_for_evaluation(self.task.model, self.state.modules, optimizers_of(self.state)):
-                return function(self.task.model)
+            compute = partial(with_gradients_borrowed, self.state, partial(function, self.task.model))
+            return without_graph(name, compute, restored, self.task.differentiating)
 
         return self.run_isolated(name, run_in_eval_mode)
 

@@ -12,11 +12,12 @@ from .train_step import (
     Precision, TrainingTask, advance_scheduler, borrowed_scaler, check_metric, forward_backward, is_skipped,
     make_closure, measure_gradients, step_by_metric, takes_closure, update,
 )
+from .user_functions import without_graph
 
 __all__ = [
-    "METHODS", "LossProbe", "Method", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask",
-    "advance_scheduler", "borrowed_scaler", "check_metric", "compile_model", "eagerly", "forward_backward",
-    "is_compiled", "is_main_process", "is_restarted", "is_skipped", "joined_process_group", "make_closure",
-    "measure_gradients", "parallelise", "quiet_graph_breaks", "step_by_metric", "takes_closure",
-    "torchrun_world_size", "update", "with_rebuilt_buckets",
+    "METHODS", "LossProbe", "Method", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask", "advance_scheduler",
+    "borrowed_scaler", "check_metric", "compile_model", "eagerly", "forward_backward", "is_compiled", "is_main_process",
+    "is_restarted", "is_skipped", "joined_process_group", "make_closure", "measure_gradients", "parallelise",
+    "quiet_graph_breaks", "step_by_metric", "takes_closure", "torchrun_world_size", "update", "with_rebuilt_buckets",
+    "without_graph",
 ]

@@ -40,6 +40,7 @@ from ..tensors import (
 )
 from .profiler import Profiler
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
+from .user_functions import loss_with_graph, without_graph
 
 Method = Literal["exact", "finite_difference"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -127,10 +128,13 @@ class LossProbe:
         """Return the mean loss of a batch as a zero-dimensional tensor."""
         self._profiler.count_samples("forward", batch)
         self._task.ranks.join()
-        with self._borrowed_state(), torch.no_grad():
+
+        def mean_loss() -> Tensor:
             parts = self._task.micro_batches(batch)
-            losses = [self._task.compute_loss(self._model, part) * weight for part, weight in parts]
+            losses = [self._part_loss(part) * weight for part, weight in parts]
             return self._task.ranks.mean(torch.stack(losses).sum())
+
+        return without_graph("loss", mean_loss, self._borrowed_state, self._task.differentiating)
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
         """Return the gradient of the mean loss of a batch by parameter name, without parameters that have none."""
@@ -165,6 +169,12 @@ class LossProbe:
                 norms.append(norm(gradient) if gradient else losses[-1].new_zeros(()))
         return torch.stack(losses).double(), torch.stack(norms).double()
 
+    def _part_loss(self, part: Batch) -> Tensor:
+        compute_loss = self._task.compute_loss
+        if not torch.is_grad_enabled():
+            return compute_loss(self._model, part)
+        return loss_with_graph(compute_loss, self._model, part).detach()  # frees its graph before the next part
+
     def run_once(self, batch: Batch) -> None:
         """Run one forward and backward pass, for taps; the loss has the run's scale, and gradients may overflow."""
         with self._borrowed_state():
@@ -197,7 +207,7 @@ class LossProbe:
 
         def product(part: Batch) -> Vector:
             self._profiler.count_samples("hessian_product", part)
-            return ExactHessian(partial(self._task.compute_loss, self._model, part), parameters).times(
+            return ExactHessian(partial(loss_with_graph, self._task.compute_loss, self._model, part), parameters).times(
                 direction, keep=False
             )
 
@@ -215,7 +225,7 @@ class LossProbe:
         with self._borrowed_state():
             for part, weight in self._task.micro_batches(batch):
                 self._profiler.count_samples("forward_backward", part)
-                exact = ExactHessian(partial(self._task.compute_loss, self._model, part), parameters)
+                exact = ExactHessian(partial(loss_with_graph, self._task.compute_loss, self._model, part), parameters)
                 hessians.append((part, exact, weight))
 
         def product(vector: Vector) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from inspect import Parameter, signature
 from itertools import chain
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data import Batch, Loader, MicroBatches, SeparateBatches, micro_batches, rows
 from ..errors import LoopscopeError, UsageError, listed, require
 from .ranks import Ranks
+from .user_functions import loss_with_graph
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -102,6 +103,8 @@ class TrainingTask:
     replica: DistributedDataParallel | None = None
     """The DistributedDataParallel wrapper, if the given model is one; it runs the training steps. Hooks get the wrapped
     model and average over ranks themselves, since the reducer counts backward passes and sums in another order."""
+    differentiating: set[str] = field(default_factory=set, repr=False)
+    """``"loss"`` and ``"evaluation"`` if that function has been found to differentiate within itself."""
     ranks: Ranks = None  # type: ignore[assignment]
     """The ranks that train the model; by default derived from the model."""
 
@@ -232,7 +235,7 @@ def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) 
     model = task.replica if trains and task.replica is not None else task.model
     # L = Σ w_k·L_k over the micro-batches k; each backward pass adds w_k·∇L_k to the gradients.
     for part, weight in task.micro_batches(batch):
-        loss = task.compute_loss(model, part)
+        loss = task.compute_loss(model, part) if trains else loss_with_graph(task.compute_loss, model, part)
         if weight != 1:
             loss = loss * weight
         task.backward(loss)
