@@ -195,6 +195,11 @@ class ModelContext(ModelDataContext):
 
         return times
 
+    @override
+    def find_hessian_problem(self, batch: Batch | None = None, *, epsilon: float = 1e-2) -> str:
+        self._check_product({}, "finite_difference", epsilon)
+        return self._open.probe.find_hessian_problem(self._batch_or_current(batch), epsilon)
+
     def _check_product(self, vector: Vector, method: Method, epsilon: float) -> None:
         if method not in METHODS:
             raise unknown("method", method, METHODS)

@@ -120,6 +120,14 @@ class ModelDataContext(ABC):
         """
 
     @abstractmethod
+    def find_hessian_problem(self, batch: "Batch | None" = None, *, epsilon: float = 1e-2) -> str:
+        """Return why exact Hessian-vector products fail or are wrong on a batch, as a clause, or an empty text.
+
+        Exact products are checked for symmetry, and against finite differences with steps from ``epsilon`` on where
+        these are accurate. The check takes five exact products and nine gradients.
+        """
+
+    @abstractmethod
     def save_checkpoint(self, *, full: bool = True) -> int:
         """Save the training state and return a token for it.
 

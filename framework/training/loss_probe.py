@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..data import Batch, MicroBatches, micro_batches, rows
-from ..errors import LoopscopeError
+from ..errors import LoopscopeError, shortened
 from ..isolation import (
     borrowed_buffers,
     borrowed_extras,
@@ -38,6 +38,7 @@ from ..tensors import (
     trainable,
     widened,
 )
+from .hessian_check import find_problem
 from .profiler import Profiler
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
 from .user_functions import loss_with_graph, without_graph
@@ -77,14 +78,16 @@ class ExactHessian:
         ]
         if not pairs:
             return {name: torch.zeros_like(leaf) for name, leaf in self._parameters.items()}
-        products = torch.autograd.grad(
-            [gradient for gradient, _ in pairs],
-            list(self._parameters.values()),
-            grad_outputs=[direction for _, direction in pairs],
-            retain_graph=keep,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        # Activation checkpointing computes attention again during this backward pass, which needs the same kernel.
+        with sdpa_kernel(SDPBackend.MATH):
+            products = torch.autograd.grad(
+                [gradient for gradient, _ in pairs],
+                list(self._parameters.values()),
+                grad_outputs=[direction for _, direction in pairs],
+                retain_graph=keep,
+                allow_unused=True,
+                materialize_grads=True,
+            )
         return dict(zip(self._parameters, products, strict=True))
 
 
@@ -234,6 +237,26 @@ class LossProbe:
             return self._mean_over_ranks(_weighted_sum((exact.times(vector), weight) for _, exact, weight in hessians))
 
         return product
+
+    def find_hessian_problem(self, batch: Batch, epsilon: float) -> str:
+        """Return why exact Hessian-vector products fail or are wrong on a batch, as a clause, or an empty text.
+
+        A loss that hooks cannot differentiate at all raises :class:`LoopscopeError`.
+        """
+        if self._task.ranks.shards:
+            return "torch cannot differentiate twice through shards (FSDP2, tensor parallelism)"
+        parameters = trainable(self._model)
+
+        def difference(vector: Vector, step: float) -> Vector:
+            return central_difference(lambda: self.gradient(batch), parameters, vector, step)
+
+        try:
+            times = self.hessian(batch)
+            return find_problem(times, lambda: self.gradient(batch), difference, parameters, epsilon)
+        except LoopscopeError:
+            raise
+        except Exception as error:
+            return f"exact products raise {type(error).__name__} ({shortened(str(error).partition(chr(10))[0], 160)})"
 
     def _mean_over_ranks(self, product: dict[str, Tensor]) -> dict[str, Tensor]:
         ranks = self._task.ranks

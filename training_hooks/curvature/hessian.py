@@ -9,10 +9,10 @@ from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, Run
 from loopscope.errors import require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.tensors import Vector, accumulate, copied, cosine, dot, laid_out_like, minus, norm, overwrite, trainable
-from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
+from .product_method import CHOICES, EXACT_PRODUCTS, Choice, Chosen, choose_method
 from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
 
@@ -150,8 +150,9 @@ class Hessian(InterventionHook):
         epsilon: absolute step of ``finite_difference`` along the normalised vector.
         every_n_steps: number of steps between the starts of bursts.
         burst_length: number of consecutive steps of a burst, at least 2.
-        method: method for Hessian-vector products, ``"exact"`` (reverse over reverse; not on shards) or central
-            ``"finite_difference"``.
+        method: method for Hessian-vector products, ``"exact"`` (reverse over reverse), central
+            ``"finite_difference"``, or ``"auto"``: exact, unless exact products fail or are wrong, which the first call
+            checks.
         warmup: number of steps before the first burst.
     """
 
@@ -163,6 +164,7 @@ class Hessian(InterventionHook):
     uses_reference_weights = True
     _departure = Remembered[Departure | None](None, saved=False)
     _trail = Remembered(Trail, saved=False)
+    _method = Remembered[Chosen]("", saved=False)
     metrics = (
         ENTANGLEMENT
         + APPROXIMATION.format("first_order", "H_B Δθ", "the part of E that is linear in the update")
@@ -172,19 +174,20 @@ class Hessian(InterventionHook):
             "the first-order part of E under plain SGD; far too small under AdamW; missing without learning rates",
         )
         + CURVATURE_AND_OWN_STEP
+        + EXACT_PRODUCTS
     )
 
     epsilon: float = 1e-2
     every_n_steps: int = 1000
     burst_length: int = 11
-    method: Method = "exact"
+    method: Choice = "auto"
     warmup: int = 0
 
     def __post_init__(self) -> None:
         every, length = self.every_n_steps, self.burst_length
         require(0 < self.epsilon < math.inf, f"hessian.epsilon is {self.epsilon}; it must be a positive number.")
-        if self.method not in METHODS:
-            raise unknown("hessian.method", self.method, METHODS)
+        if self.method not in CHOICES:
+            raise unknown("hessian.method", self.method, CHOICES)
         sentence = f"hessian.burst_length is {length}; entanglement needs at least 2 consecutive steps."
         require(length >= 2 or every <= 1, sentence)
         self.step_schedule = StepSchedule(mode="burst", every_n_steps=every, burst_length=length, warmup=self.warmup)
@@ -211,7 +214,9 @@ class Hessian(InterventionHook):
             return self._entanglement(previous, run_ctx, model_ctx)
         departure = self._departure
         if not self.step_schedule.is_due(run_ctx.step + 1):
+            method = self._method
             self.reset()
+            self._method = method  # once for all bursts of the run
         return {} if departure is None else _own_step(departure, model_ctx)
 
     def _entanglement(self, previous: Departure, ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
@@ -225,7 +230,7 @@ class Hessian(InterventionHook):
         # E = g_B(θ + Δθ) − g_B(θ), exact for every optimizer
         change = minus(after, before)
         size = norm(change)
-        metrics = {
+        metrics: dict[str, Any] = {
             "entanglement_norm": size,
             "entanglement_ratio": size / norm(before),
             "entanglement_cosine": cosine(change, before),
@@ -235,7 +240,10 @@ class Hessian(InterventionHook):
         rates = previous.rates  # the update of plain SGD is −η·g_A
         sgd_update = {name: -rates[name] * value for name, value in gradient.items() if name in rates}
         steps = [("first_order", update, "update"), ("sgd", sgd_update, "gradient")]
-        times, products = model_ctx.hessian_operator(method=self.method, epsilon=self.epsilon), {}
+        if not self._method:
+            self._method = choose_method(self.name, self.method, self.epsilon, model_ctx)
+        metrics["exact_products"] = self._method == "exact"
+        times, products = model_ctx.hessian_operator(method=self._method, epsilon=self.epsilon), {}
         for label, step, kind in steps if sgd_update else steps[:1]:
             products[kind] = product = times(step)
             metrics |= {
@@ -262,12 +270,16 @@ class Hessian(InterventionHook):
         return metrics | self._trail.add({name: laid_out_like(value, live[name]) for name, value in change.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the current burst; empty between bursts."""
-        return {} if self._departure is None else {**vars(self._departure), "trail": dict(vars(self._trail))}
+        """Return the chosen method, and the state of the current burst; empty before the first burst."""
+        chosen = {"method": self._method} if self._method else {}
+        return (
+            chosen if self._departure is None else {**vars(self._departure), "trail": dict(vars(self._trail)), **chosen}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the burst in which :meth:`state_dict` was called."""
         kept = dict(state)
+        self._method = kept.pop("method", "")
         self._trail = Trail(**kept.pop("trail", {}))
         self._departure = Departure(**kept) if kept else None
 

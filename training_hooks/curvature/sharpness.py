@@ -11,13 +11,13 @@ from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, Run
 from loopscope.data import Loader
 from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, MetricValue, ModelDataContext, OptimizerGroup, RunInfo
-from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from ..measures import drawn_loader, notice
 from .lanczos import Density, Product, Tridiagonal, jackknife_error, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, Part, gradient_metrics, update_metrics
+from .product_method import CHOICES, EXACT_PRODUCTS, Choice, Chosen, choose_method
 from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
 LEAST = dict(batches=1, critical_passes=0, density_points=9, density_probes=0, iterations=0, k=1, probes=1)
@@ -153,7 +153,7 @@ class Sharpness(InterventionHook):
 
     During a call, Lanczos needs memory for ``iterations`` vectors of the size of the parameters (for each of the
     ``density_probes``). Exact products also need the graph of the gradient, with all activations, of each of the
-    ``batches``. On sharded models each rank stores unsharded vectors, and only ``method="finite_difference"`` works.
+    ``batches``. On sharded models each rank stores unsharded vectors, and products are finite differences.
     With several processes a batch consists of the batches of all ranks, which each rank draws from its loader. The
     metrics equal those of one process if the loaders split batches that all ranks draw alike, as a distributed sampler
     does; if each loader has different rows, they are those of other rows.
@@ -171,8 +171,9 @@ class Sharpness(InterventionHook):
         epsilon: absolute step of ``finite_difference`` along the normalised vector.
         iterations: number of Lanczos steps, with one Hessian-vector product each; 0: only critical sharpness.
         k: number of largest eigenvalues to report.
-        method: method for Hessian-vector products, ``"exact"`` (reverse over reverse) or central
-            ``"finite_difference"``.
+        method: method for Hessian-vector products, ``"exact"`` (reverse over reverse), central
+            ``"finite_difference"``, or ``"auto"``: exact, unless exact products fail or are wrong, which the first call
+            checks.
         probes: number of random vectors for the trace, including those of the density; its error needs at least 2.
     """
 
@@ -181,11 +182,13 @@ class Sharpness(InterventionHook):
     needs_loss = True
     needs_loader = True
     _drawn = Remembered[Loader | None](None, saved=False)
+    _method = Remembered[Chosen]("")
     metrics = (
         SPECTRUM.format(prefix="", operator="H")
         + MOMENTS
         + SPECTRUM.format(prefix="preconditioned_", operator="P^(−1/2)·H·P^(−1/2), P = √v̂ + ε of Adam")
         + STABILITY
+        + EXACT_PRODUCTS
         + CRITICAL_SHARPNESS
     )
 
@@ -196,15 +199,15 @@ class Sharpness(InterventionHook):
     epsilon: float = 1e-2
     iterations: int = 16
     k: int = 3
-    method: Method = "exact"
+    method: Choice = "auto"
     probes: int = 6
 
     def __post_init__(self) -> None:
         for option, least in LEAST.items():
             value = vars(self)[option]
             require(value >= least, f"sharpness.{option} is {value}; it must be at least {least}.")
-        if self.method not in METHODS:
-            raise unknown("sharpness.method", self.method, METHODS)
+        if self.method not in CHOICES:
+            raise unknown("sharpness.method", self.method, CHOICES)
         require(0 < self.epsilon < math.inf, f"sharpness.epsilon is {self.epsilon}; it must be a positive number.")
         iterations, k, probes, density_probes = self.iterations, self.k, self.probes, self.density_probes
         if 0 < iterations < k:
@@ -272,9 +275,12 @@ class Sharpness(InterventionHook):
         )  # torch's random stream must not advance: it determines the dropout masks
         like = torch.empty(0, dtype=loss.space.dtype, device=loss.model_ctx.device)
         probes = rademacher(loss.space.size, self.probes, generator, like)
-        parts = loss.hessians(self.method, self.epsilon)
+        if not self._method:
+            self._method = choose_method(self.name, self.method, self.epsilon, loss.model_ctx, loss.batches[0])
+        parts = loss.hessians(self._method, self.epsilon)
         product = loss.product(parts)
         metrics = self._spectrum(product, probes) | {"rows": sum(part.rows for part in parts)}
+        metrics["exact_products"] = self._method == "exact"
         metrics |= rows_metrics(loss, parts, probes[0], self.iterations, metrics["sharpness"])
         if preconditioner is not None:
             root = preconditioner.rsqrt()  # P^(−1/2), shape (n,); zero for parameters without a step

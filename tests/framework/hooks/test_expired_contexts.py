@@ -24,6 +24,7 @@ LATE = {
     "compute_gradients": lambda ctx: ctx.compute_gradients(),
     "hessian_vector_product": lambda ctx: ctx.hessian_vector_product(VECTOR, BATCH, method="finite_difference"),
     "hessian_operator": lambda ctx: ctx.hessian_operator(BATCH),
+    "find_hessian_problem": lambda ctx: ctx.find_hessian_problem(BATCH),
     "save_checkpoint": lambda ctx: ctx.save_checkpoint(),
     "restore_checkpoint": lambda ctx: ctx.restore_checkpoint(1),
     "discard_checkpoint": lambda ctx: ctx.discard_checkpoint(1),

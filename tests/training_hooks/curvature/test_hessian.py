@@ -102,6 +102,7 @@ def test_metrics_match_closed_form_on_quadratic_losses(method, optimizer, lr):
             "entanglement_cosine": functional.cosine_similarity(change, gradient, dim=0),
             "gradient_cosine": functional.cosine_similarity(previous, gradient, dim=0),
             "update_norm": update.norm(),
+            "exact_products": torch.tensor(float(method == "exact")),
             "first_order_norm": change.norm(),
             "first_order_error": torch.tensor(0.0),
             "first_order_cosine": torch.tensor(1.0),
@@ -211,6 +212,8 @@ def test_finite_differences_match_exact_products():
     exact = measured(network_task(0.2), Hessian(**ALWAYS))[0]
     differences = measured(network_task(0.2), Hessian(method="finite_difference", epsilon=1e-4, **ALWAYS))[0]
     for step, row in exact.items():
+        methods = row.pop("exact_products", True), differences[step].pop("exact_products", False)
+        assert methods == (True, False)
         assert differences[step] == pytest.approx(row, rel=1e-5)
 
 
@@ -302,7 +305,7 @@ def test_parameter_copy_lasts_only_for_the_burst():
 
     train(Case("tied"), [Watch(), hook], steps=6)
     kept = ["parameters", "rates", "step", "threshold", "trail"]
-    assert held == [[], kept, [], [], [], kept]
+    assert held == [[], kept, *[["method"]] * 3, sorted(["method", *kept])]
     hook.load_state_dict({"step": 1, "parameters": {}, "rates": {}})
     hook.reset()
     assert hook.state_dict() == {}

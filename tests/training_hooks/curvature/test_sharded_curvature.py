@@ -53,7 +53,7 @@ def refusals() -> list[str]:
     """Return the errors of hooks with exact products on a sharded model, before any step."""
     task, state = build(sharded=True)
     said = []
-    for hook in (Sharpness(), Hessian()):
+    for hook in (Sharpness(method="exact"), Hessian(method="exact")):
         try:
             hook.start(run_info(task, HookManager([hook], task, state), "epoch"))
         except UnsuitableError as error:
