@@ -41,7 +41,8 @@ def build(*, sharded: bool) -> tuple[TrainingTask, TrainingState]:
 def measured(*, sharded: bool) -> list[dict[str, Any]]:
     """Train an epoch with the hooks, and return their metrics."""
     task, state = build(sharded=sharded)
-    sharpness = Sharpness(batches=3, iterations=12, critical_passes=20, **DIFFERENCES)
+    options = DIFFERENCES | ({"method": "auto"} if sharded else {})
+    sharpness = Sharpness(batches=3, iterations=12, critical_passes=20, **options)
     sink, hooks = RecordingSink(), [sharpness, LrProbe(steps=12, smoothing=0.5)]
     manager = HookManager(hooks, task, state, sinks=[sink], audit=True)
     manager.start(run_info(task, manager, "epoch"))
