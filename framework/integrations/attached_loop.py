@@ -24,7 +24,7 @@ from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
 from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require, short_path
 from ..hooks import ENDLESS, StatePart, treatments
-from ..isolation import borrowed_for_evaluation, borrowed_modes, borrowed_parameters
+from ..isolation import borrowed_modes, borrowed_parameters
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, Run, RunRecord, create_manager, environment, load_reference, read_provenance
@@ -386,22 +386,20 @@ class AttachedLoop:
 
     def evaluate(self, function: Callable[[], Result]) -> Result:
         """Return the result of an evaluation of a custom loop, isolated unless ``isolate_evaluation=False``."""
-        manager, model = self.manager, self.driver.task.model
+        manager = self.manager
         if not self.options.isolate_evaluation:
             with manager.untapped_pass():
                 return function()
 
-        def run() -> Result:
-            optimizers = optimizers_of(manager.state)
+        def run(model: nn.Module) -> Result:
             with (
                 self._noticed_draws(manager.state.streams),
-                borrowed_parameters(model, optimizers),
-                borrowed_for_evaluation(model, manager.state.modules),
+                borrowed_parameters(manager.state.modules, optimizers_of(manager.state)),
             ):
                 return function()
 
         with unchanged_replica(self.driver.task.replica):
-            return manager.run_isolated("evaluation", run)
+            return manager.in_eval_mode("evaluation", run)
 
     @contextmanager
     def _noticed_draws(self, streams: RandomStreams) -> Iterator[None]:
