@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
-from ..state import MODE_COUNTERS, StreamState, TrainingState, entered_modes, leave_modes
+from ..state import MODE_COUNTERS, NODE_HOOKS, StreamState, TrainingState, entered_modes, leave_modes
+from .engine_callbacks import with_callbacks
 from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
 
@@ -53,7 +54,7 @@ class Isolation:
         self._audit = Audit(state, enabled=audit)
         self._guardian = StateCopy(guardian_device, versions=True)
         self._saved_streams: StreamState | None = None
-        self._is_saved = self._holds_copies = False
+        self._is_saved = self._holds_copies = self._is_recording = False
         self._has_commit = False
         self._modes: tuple[int, ...] = entered_modes()
         self._grad_mode = torch.is_grad_enabled()
@@ -82,6 +83,9 @@ class Isolation:
         self._is_saved = self._has_commit = False
         self._unfinished_calls = []
         self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
+        if not self._is_recording:
+            self._is_recording = True
+            NODE_HOOKS.start()
         if self._audit.enabled:
             self.rebase()
         else:
@@ -99,6 +103,9 @@ class Isolation:
                 self.check_rest()
         finally:
             self._tripwire.release()
+            if self._is_recording:
+                self._is_recording = False
+                NODE_HOOKS.stop()
             if saved is not None:
                 saved.restore()
 
@@ -145,7 +152,7 @@ class Isolation:
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            return function()
+            return with_callbacks(function)
         except BaseException:
             _restore_cheaply(self._tripwire, self._modes)
             raise
@@ -165,6 +172,13 @@ class Isolation:
 
         The baseline is taken immediately before, since the pass itself changes the state between such calls.
         """
+        NODE_HOOKS.start()
+        try:
+            return self._observe_from_here(call, function)
+        finally:
+            NODE_HOOKS.stop()
+
+    def _observe_from_here(self, call: Call, function: Callable[[], Result]) -> Result:
         tripwire, audit = self._pass_checkers
         modes, grad_mode = entered_modes(), torch.is_grad_enabled()
         tripwire.take_baseline()
@@ -176,7 +190,7 @@ class Isolation:
             with self.streams.preserved():
                 self.streams.derive(call.name, call.where, call.step)
                 try:
-                    return function()
+                    return with_callbacks(function)
                 except BaseException:
                     _restore_cheaply(tripwire, modes)
                     raise
@@ -235,7 +249,7 @@ class Isolation:
             self._prepare_check(call, self._tripwire)
         self.streams.derive(call.name, call.where, call.step)
         try:
-            return function()
+            return with_callbacks(function)
         except BaseException:
             if not mutates:
                 _restore_cheaply(self._tripwire, self._modes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import Part, TrainingState, described_tensor, differing, digest_of
+from ..state import Part, TrainingState, described_tensor, differing, digest_of, hook_contents
 from ..tensors import PLAIN, addresses, local_shards
 from .guardian import Objects
 from .watch_list import WatchList, same_values, step_tensors
@@ -81,6 +81,7 @@ class Tripwire:
         self._bytes: dict[int, tuple[Tensor, int]] = {}
         self._owned: dict[int, bool] = {}
         self._settings: dict[str, Any] = {}
+        self._hooks: dict[str, Any] = {}
         self.rewritten = False
         """Whether the last check found writes that left all bytes unchanged."""
 
@@ -110,16 +111,19 @@ class Tripwire:
             readable = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
             self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in readable}
             self._owned = _owned_storages(readable)
-            self._settings = self._state.flags.read_slow()
+            self._settings, self._hooks = self._state.flags.read_slow(), hook_contents(self._state)
 
     def check_bytes(self, culprit: object) -> None:
-        """Raise :class:`StateMutationError` if recorded bytes or any slow setting differ."""
+        """Raise :class:`StateMutationError` if recorded bytes, any slow setting or any table of hooks differ."""
         if not self._bytes:
             return
         try:
             changes = self._named((tensor, old, digest_of(tensor)) for tensor, old in self._bytes.values())
             now = self._state.flags.read_slow()
             changes += [name for name, value in self._settings.items() if now[name] != value]
+            # Also tables that were replaced where there were none: reading all of them takes longer than a sweep.
+            hooks = hook_contents(self._state)
+            changes += [name for name in {**self._hooks, **hooks} if self._hooks.get(name) != hooks.get(name)]
         except Exception as error:
             raise unreadable_state(culprit, error) from error
         if changes:
@@ -194,7 +198,7 @@ class Tripwire:
 
     def release(self) -> None:
         """Drop the results of the last sweep, so that they keep no gradients and batches alive."""
-        self._quick, self._rest, self._swept, self._bytes = (), (), [], {}
+        self._quick, self._rest, self._swept, self._bytes, self._hooks = (), (), [], {}, {}
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         """Return the contents of tables, the frequently replaced tensors and all versions, with the swept tensors."""

@@ -5,8 +5,9 @@ from .digest import described
 from .digest import digest as digest_of
 from .flags import MODE_COUNTERS, deterministic, entered_modes, explain_nondeterminism, leave_modes, settings
 from .group_options import betas_of, learning_rate_of, number_or
-from .model_parts import InternalFunction, InternalHook
+from .model_parts import InternalFunction, InternalHook, hook_contents
 from .module_group import ModuleOrGroup
+from .node_hooks import NODE_HOOKS
 from .objects import ATOMS, Transient
 from .parameter_groups import split_groups
 from .parts import LoopState, Part, Watched, copy_of_batch, nested, tensors_of, visited
@@ -17,10 +18,10 @@ from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of, reachable_from_modules
 
 __all__ = [
-    "ATOMS", "EXTRAS", "MODE_COUNTERS", "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part",
-    "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched", "betas_of", "contents_of",
-    "copy_of_batch", "described", "described_tensor", "deterministic", "differing", "digest_of", "entered_modes",
-    "explain_nondeterminism", "has_contents", "learning_rate_of", "leave_modes", "nested", "number_or",
-    "optimizers_of", "reachable_from_modules", "seed_everything", "settings", "short_name", "split_groups",
-    "tensors_of", "visited", "without_on_demand",
+    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "InternalFunction", "InternalHook", "LoopState",
+    "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched",
+    "betas_of", "contents_of", "copy_of_batch", "described", "described_tensor", "deterministic", "differing",
+    "digest_of", "entered_modes", "explain_nondeterminism", "has_contents", "hook_contents", "learning_rate_of",
+    "leave_modes", "nested", "number_or", "optimizers_of", "reachable_from_modules", "seed_everything", "settings",
+    "short_name", "split_groups", "tensors_of", "visited", "without_on_demand",
 ]

@@ -46,6 +46,8 @@ MAX_DEPTH = 100
 """Maximum depth of a walk; deeper objects count as out of reach."""
 # nn.Module stores parameters, buffers and children in these dicts, and looks them up in __getattr__.
 TABLES = ("_parameters", "_buffers", "_modules")
+UNSAVED_BUFFERS = "_non_persistent_buffers_set"
+"""A module's set of the names of buffers that ``state_dict`` leaves out."""
 HOOK_KIND = "_is_full_backward_hook"
 """A module's flag for the kind of its backward hooks, by which it rejects the other kind, even after removal."""
 COMPILED_ID = "_torchdynamo_wrapper_id"

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, call
 from typing import Any
 
 import torch
@@ -10,8 +11,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..tensors import TensorProperties, addresses
-from .attributes import MODULE_ATTRIBUTES, TABLES, FromPlainForms, PlainForms, is_hook_table, module_attributes
+from .attributes import (
+    MODULE_ATTRIBUTES,
+    TABLES,
+    UNSAVED_BUFFERS,
+    FromPlainForms,
+    PlainForms,
+    is_hook_table,
+    module_attributes,
+)
 from .module_group import ModuleOrGroup
+from .node_hooks import NODE_HOOKS, is_recorded, newer_on_nodes
 from .objects import Transient
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .random_streams import StreamState
@@ -185,7 +195,7 @@ class HookCounts:
     Args:
         tables: returns the tables, ``None`` for a missing one.
         label: names the difference between two counts.
-        filled: the tables that have hooks now, whose contents are compared too.
+        contents: returns the contents of the tables that exist now, which are compared too, or ``None``.
     """
 
     # next_id is undocumented: torch numbers handles consecutively, and a handle's number is the key of its hook.
@@ -196,24 +206,28 @@ class HookCounts:
         self,
         tables: Callable[[], Iterable[dict[int, Any] | None]],
         label: str,
-        filled: Sequence[dict[int, Any]] | None = None,
+        contents: Callable[[], tuple[Any, ...]] | None,
     ) -> None:
-        self._tables, self._label, self._filled = tables, label, filled
-        self._handles, self._counts = RemovableHandle.next_id, self._count()
+        self._tables, self._label, self._contents = tables, label, contents
+        self._handles, self._counts, self._ids = RemovableHandle.next_id, self._count(), self._table_ids()
 
     def _count(self) -> tuple[int, ...]:
         """Return the number of hooks in each table that is not empty."""
         return (*map(len, filter(None, self._tables())),)
 
-    def refresh(self) -> bool:
-        """Count again at the start of a dispatch; return whether the same tables have hooks, if that matters."""
-        previous = self._counts
-        self._handles, self._counts = RemovableHandle.next_id, self._count()
-        return self._filled is None or self._counts == previous
+    def _table_ids(self) -> list[int]:
+        return [id(table) for table in self._tables() if table is not None]
 
-    def differences(self, _: Any = None) -> list[str]:
-        """Return the label if hooks were added: a handle may also be of a hook elsewhere, or of one that is gone."""
-        return [] if self._count() == self._counts else [self._label]
+    def refresh(self) -> bool:
+        """Count again at the start of a dispatch; return whether the same tables exist."""
+        previous = self._ids
+        self._handles, self._counts, self._ids = RemovableHandle.next_id, self._count(), self._table_ids()
+        return self._ids == previous
+
+    def differences(self, previous: tuple[Any, ...]) -> list[str]:
+        """Return the label if hooks differ: a new handle may also be of a hook elsewhere, or of one that is gone."""
+        is_same = self._count() == self._counts and (self._contents is None or self._contents() == previous[1])
+        return [] if is_same else [self._label]
 
     def remove_newer(self, _: Any = None) -> None:
         """Remove the hooks whose handles were created since the last count, as ``handle.remove()`` would."""
@@ -222,15 +236,19 @@ class HookCounts:
                 del table[number]
 
     def watched(self) -> Watched:
-        """Return the values for the tripwire: the next handle, and the contents of the filled tables."""
+        """Return the values for the tripwire: the next handle, and the contents of the tables."""
         return Watched(
-            self._filled or (),
-            getters=[self.next_handle],
+            getters=[self.next_handle] if self._contents is None else [self.next_handle, self._contents],
             key=[self.next_handle],
             refresh=self.refresh,
             differences=self.differences,
             restore=self.remove_newer,
         )
+
+
+def _contents(tables: Iterable[dict[int, Any]]) -> tuple[Any, ...]:
+    """Return the ids, keys and hooks of tables, in the order in which torch calls the hooks."""
+    return tuple([item for table in tables for item in (id(table), *table, *table.values())])
 
 
 class GradientHooks(Part):
@@ -239,14 +257,71 @@ class GradientHooks(Part):
     name = "gradient hooks"
 
     def watch(self, state: StateObjects) -> Watched:
-        """Count the hooks of both kinds on every parameter."""
-        parameters = [*state.modules.parameters()]
+        """Count the hooks of both kinds on every parameter, and compare the tables of those that have any."""
+        parameters = _trained(state)
 
         def tables() -> Iterator[dict[int, Any] | None]:
             yield from map(_hooks_on_gradient, parameters)
             yield from map(_hooks_after_gradient, parameters)
 
-        return HookCounts(tables, "a hook on a parameter").watched()
+        # Most parameters have no tables. The table of one that has may be replaced, so it is read from the parameter.
+        readers = [partial(read, item) for read in GRADIENT_HOOKS for item in parameters if read(item) is not None]
+
+        def contents() -> tuple[Any, ...]:
+            return _contents(filter(None, map(call, readers)))
+
+        return HookCounts(tables, "a hook on a parameter", contents if readers else None).watched()
+
+
+def _trained(state: StateObjects) -> list[Tensor]:
+    """Return the parameters of the model, and those that only the optimizer has."""
+    parameters: list[Tensor] = [*state.modules.parameters()]
+    ids = {*map(id, parameters)}
+    of_optimizer = [item for group in state.optimizer.param_groups for item in group["params"]]
+    return parameters + [item for item in of_optimizer if isinstance(item, Tensor) and id(item) not in ids]
+
+
+class NodeHooks(Part):
+    """The hooks on the nodes of autograd's graphs that the run uses, such as those that accumulate gradients."""
+
+    name = "node hooks"
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> int:
+        """Return the number of the next handle, from which on hooks are new."""
+        return RemovableHandle.next_id
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: int) -> None:
+        """Remove the hooks whose handles were created since :meth:`keep`."""
+        if NODE_HOOKS.newer(kept) or not is_recorded():
+            for table in chain.from_iterable(newer_on_nodes(_tensors_with_nodes(state), kept).values()):
+                for number in [number for number in table if number >= kept]:
+                    del table[number]
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Search for new hooks if handles were created."""
+
+        def differences(previous: tuple[int, ...]) -> list[str]:
+            if not NODE_HOOKS.newer(previous[0]) and is_recorded():
+                return []
+            names = newer_on_nodes(_tensors_with_nodes(state), previous[0])
+            return [f"a hook on a graph node of {name}" for name in names]
+
+        def restore(previous: tuple[int, ...]) -> None:
+            self.restore(state, [], previous[0])
+
+        return Watched(getters=[HookCounts.next_handle], differences=differences, restore=restore)
+
+
+def _tensors_with_nodes(state: StateObjects) -> dict[str, Tensor]:
+    """Return the tensors of the state that may have graph nodes, by name."""
+    tensors: dict[str, Any] = {f"parameters/{name}": item for name, item in state.modules.named_parameters()}
+    tensors |= {f"buffers/{name}": item for name, item in state.modules.named_buffers()}
+    ids = {*map(id, tensors.values())}
+    tensors |= {f"optimizer/{index}": item for index, item in enumerate(_trained(state)) if id(item) not in ids}
+    for name, module in state.modules.named_modules():
+        tensors |= nested(f"modules/{name}", module_attributes(module))
+    tensors |= nested("loop", vars(state.loop))
+    return {name: item for name, item in tensors.items() if isinstance(item, Tensor)}
 
 
 def _separately_stored(state: StateObjects) -> dict[str, Any]:
@@ -304,10 +379,11 @@ class Modules(Part):
             yield from nested(f"modules/{name}", form)
 
     def watch(self, state: StateObjects) -> Watched:
-        """Compare tables, classes and attributes of all modules."""
+        """Compare tables, classes and attributes of all modules; their sets of buffers that are not saved, if any."""
         modules = [*state.modules.modules()]
         # Without the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time.
         spaces = [vars(module) for module in modules]
+        has_buffers = [bool(module._buffers) for module in modules]
         attributes = [
             # The module that torch.compile returns stores no mode and shows that of the inner module.
             (
@@ -315,6 +391,8 @@ class Modules(Part):
                 tuple(
                     [
                         *TABLES,
+                        # Without a buffer, nothing reads the set.
+                        *([UNSAVED_BUFFERS] if with_buffers else []),
                         *(
                             key
                             for key in module_attributes(module)
@@ -323,18 +401,20 @@ class Modules(Part):
                     ]
                 ),
             )
-            for module, space in zip(modules, spaces, strict=True)
+            for module, space, with_buffers in zip(modules, spaces, has_buffers, strict=True)
         ]
 
         def differences(previous: tuple[type, ...]) -> list[str]:
-            names = [name for name, _ in state.model.named_modules()]
+            names = [name for name, _ in state.modules.named_modules()]
             changed = [index for index, module in enumerate(modules) if type(module) is not previous[index]]
             is_same = len(names) == len(modules)  # a change of the class may add modules
             return [f"the class of modules/{names[index]}" if is_same else "the class of a module" for index in changed]
 
+        buffers = zip(spaces, has_buffers, strict=True)
         return Watched(
             [space[name] for space in spaces for name in TABLES],
             named_attributes=attributes,
+            containers=[space[UNSAVED_BUFFERS] for space, with_buffers in buffers if with_buffers],
             read_values=partial(map, type, modules),
             differences=differences,
         )
@@ -375,6 +455,11 @@ def hook_tables(state: StateObjects) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     yield from _module_hook_tables(state)
 
 
+def hook_contents(state: StateObjects) -> dict[str, Any]:
+    """Return the keys and hooks of all tables that have any, in the order of their calls."""
+    return {name: (*table.items(),) for name, table in hook_tables(state) if table}
+
+
 def _module_hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
     for name, module in state.modules.named_modules():
         for key, value in vars(module).items():
@@ -389,12 +474,23 @@ class ModuleHooks(Part):
 
     def watch(self, state: StateObjects) -> Watched:
         """Count the hooks in all tables, and compare the contents of those that have any."""
-        tables = [table for _, table in _module_hook_tables(state)]
+        places = [
+            (vars(module), key)
+            for module in state.modules.modules()
+            for key, value in vars(module).items()
+            if is_hook_table(key, value)
+        ]
+        tables = [space[key] for space, key in places]
+        # A table that has hooks may be replaced, so it is read from its module.
+        readers = [partial(space.get, key) for space, key in places if space[key]]
 
         def all_tables() -> list[dict[int, Any]]:
             return tables
 
-        return HookCounts(all_tables, "a hook on a module", [table for table in tables if table]).watched()
+        def contents() -> tuple[Any, ...]:
+            return _contents(filter(None, map(call, readers)))
+
+        return HookCounts(all_tables, "a hook on a module", contents if readers else None).watched()
 
 
 class Sharding(Part):
@@ -431,6 +527,7 @@ MODEL_PARTS = (
     RequiresGrad(),
     Gradients(),
     GradientHooks(),
+    NodeHooks(),
     Modules(),
     ModuleHooks(),
     Sharding(),
