@@ -196,6 +196,7 @@ class HookCounts:
         tables: returns the tables, ``None`` for a missing one.
         label: names the difference between two counts.
         contents: returns the contents of the tables that exist now, which are compared too, or ``None``.
+        names: the names of these tables.
     """
 
     # next_id is undocumented: torch numbers handles consecutively, and a handle's number is the key of its hook.
@@ -207,8 +208,9 @@ class HookCounts:
         tables: Callable[[], Iterable[dict[int, Any] | None]],
         label: str,
         contents: Callable[[], tuple[Any, ...]] | None,
+        names: Sequence[str] = (),
     ) -> None:
-        self._tables, self._label, self._contents = tables, label, contents
+        self._tables, self._label, self._contents, self._names = tables, label, contents, names
         self._handles, self._counts, self._ids = RemovableHandle.next_id, self._count(), self._table_ids()
 
     def _count(self) -> tuple[int, ...]:
@@ -225,9 +227,11 @@ class HookCounts:
         return self._ids == previous
 
     def differences(self, previous: tuple[Any, ...]) -> list[str]:
-        """Return the label if hooks differ: a new handle may also be of a hook elsewhere, or of one that is gone."""
-        is_same = self._count() == self._counts and (self._contents is None or self._contents() == previous[1])
-        return [] if is_same else [self._label]
+        """Name the tables that differ: a new handle may also be of a hook elsewhere, or of one that is gone."""
+        if self._contents is not None and (now := self._contents()) != previous[1]:
+            triples = zip(self._names, previous[1], now, strict=True)
+            return [name for name, old, new in triples if old != new]
+        return [] if self._count() == self._counts else [self._label]
 
     def remove_newer(self, _: Any = None) -> None:
         """Remove the hooks whose handles were created since the last count, as ``handle.remove()`` would."""
@@ -246,9 +250,9 @@ class HookCounts:
         )
 
 
-def _contents(tables: Iterable[dict[int, Any]]) -> tuple[Any, ...]:
-    """Return the ids, keys and hooks of tables, in the order in which torch calls the hooks."""
-    return tuple([item for table in tables for item in (id(table), *table, *table.values())])
+def _contents(tables: Iterable[dict[int, Any] | None]) -> tuple[Any, ...]:
+    """Return the id, keys and hooks of every table, in the order in which torch calls the hooks."""
+    return tuple([(id(table), *table, *table.values()) if table else () for table in tables])
 
 
 class GradientHooks(Part):
@@ -265,12 +269,15 @@ class GradientHooks(Part):
             yield from map(_hooks_after_gradient, parameters)
 
         # Most parameters have no tables. The table of one that has may be replaced, so it is read from the parameter.
-        readers = [partial(read, item) for read in GRADIENT_HOOKS for item in parameters if read(item) is not None]
+        filled = [(read, item) for read in GRADIENT_HOOKS for item in parameters if read(item) is not None]
+        readers = [partial(read, item) for read, item in filled]
+        names_by_id = {id(item): name for name, item in state.modules.named_parameters()}
+        names = [f"a hook on parameters/{names_by_id.get(id(item), 'of the optimizer')}" for _, item in filled]
 
         def contents() -> tuple[Any, ...]:
-            return _contents(filter(None, map(call, readers)))
+            return _contents(map(call, readers))
 
-        return HookCounts(tables, "a hook on a parameter", contents if readers else None).watched()
+        return HookCounts(tables, "a hook on a parameter", contents if readers else None, names).watched()
 
 
 def _trained(state: StateObjects) -> list[Tensor]:
@@ -475,22 +482,23 @@ class ModuleHooks(Part):
     def watch(self, state: StateObjects) -> Watched:
         """Count the hooks in all tables, and compare the contents of those that have any."""
         places = [
-            (vars(module), key)
-            for module in state.modules.modules()
+            (vars(module), key, f"modules/{name}.{key}")
+            for name, module in state.modules.named_modules()
             for key, value in vars(module).items()
             if is_hook_table(key, value)
         ]
-        tables = [space[key] for space, key in places]
+        tables = [space[key] for space, key, _ in places]
         # A table that has hooks may be replaced, so it is read from its module.
-        readers = [partial(space.get, key) for space, key in places if space[key]]
+        filled = [place for place in places if place[0][place[1]]]
+        readers, names = [partial(space.get, key) for space, key, _ in filled], [name for *_, name in filled]
 
         def all_tables() -> list[dict[int, Any]]:
             return tables
 
         def contents() -> tuple[Any, ...]:
-            return _contents(filter(None, map(call, readers)))
+            return _contents(map(call, readers))
 
-        return HookCounts(all_tables, "a hook on a module", contents if readers else None).watched()
+        return HookCounts(all_tables, "a hook on a module", contents if readers else None, names).watched()
 
 
 class Sharding(Part):

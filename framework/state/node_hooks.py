@@ -49,7 +49,7 @@ class NodeHookRecord:
         """Stop recording."""
         self._depth -= 1
         if self._depth == 0:
-            _put_back(self._replaced)
+            _restore(self._replaced)
 
     def _record(self, table: Table | None, hook: Any) -> tuple[Table, Any]:
         table, handle = self._register(table, hook)
@@ -66,7 +66,7 @@ NODE_HOOKS = NodeHookRecord()
 """The record of this process: torch's function for new hooks exists once."""
 
 
-def _put_back(replaced: Any) -> None:
+def _restore(replaced: Any) -> None:
     """Restore the function for new hooks: another library's, or the inherited one."""
     if replaced is None:
         delattr(Function, _NAME)
@@ -124,7 +124,7 @@ def tables_of(node: Any) -> list[Table]:
     try:
         tables = [_table(node.register_prehook), _table(node.register_hook)]
     finally:
-        _put_back(replaced)
+        _restore(replaced)
     return [table for table in tables if table]
 
 

@@ -16,7 +16,7 @@ TARGETS = {"parameter": "0.weight", "output": "0", "weight": "4", "input": "4"}
 WITHOUT_EFFECT = {"drop_a_gradient"}
 """Mutations whose target does not exist when the first weight receives its gradient."""
 UNDONE_BY_THE_ENGINE = {"enter_inference_mode", "leave_saved_tensor_hooks"}
-"""Settings of autograd that a backward pass restores at its end: a tap in one is called in a backward pass of its own."""
+"""Settings of autograd that a backward pass restores at its end: a tap is called in a separate pass."""
 MUTATIONS_OF_GRADIENTS = {
     name for name in MUTATIONS if name.endswith("gradient") or "_gradient_" in name or "_gradients_" in name
 }

@@ -480,7 +480,7 @@ def leave_a_hook_before_accumulation(scene):
 
 @mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_hook_on_several_gradients(scene):
-    spoiled = lambda gradients: [gradient.zero_() for gradient in gradients if gradient is not None]  # noqa: E731
+    spoiled = lambda gradients: [gradient.zero_() for gradient in gradients if gradient is not None]
     torch.autograd.graph.register_multi_grad_hook([*scene.model.parameters()], spoiled)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from tests.framework.isolation.test_tripwire import observe, trained
 
 CHANGES = {
-    "forward_hook": (lambda scene: scene.module._forward_hooks.clear(), "._forward_hooks."),
+    "forward_hook": (lambda scene: scene.module._forward_hooks.clear(), "._forward_hooks"),
     "list_of_tensors": (lambda scene: scene.module.history.append(1), ".history"),
     "tensor_in_a_list": (lambda scene: scene.module.history.__setitem__(0, torch.ones(20)), ".history"),
     "big_dict": (lambda scene: scene.module.big.update(a=1), ".big.a"),
