@@ -310,13 +310,30 @@ class NodeHooks(Part):
         def differences(previous: tuple[int, ...]) -> list[str]:
             if not NODE_HOOKS.newer(previous[0]) and is_recorded():
                 return []
-            names = newer_on_nodes(_tensors_with_nodes(state), previous[0])
-            return [f"a hook on a graph node of {name}" for name in names]
+            tables = newer_on_nodes(_tensors_with_nodes(state), previous[0])
+            return [
+                f"a hook on a graph node of {name}" for name, found in tables.items() if _has_new(found, previous[0])
+            ]
 
         def restore(previous: tuple[int, ...]) -> None:
             self.restore(state, [], previous[0])
 
         return Watched(getters=[HookCounts.next_handle], differences=differences, restore=restore)
+
+
+def _has_new(tables: Iterable[dict[int, Any]], number: int) -> bool:
+    """Return whether a hook was added; removes hooks of ``torch.utils.swap_tensors``, which refuse backward passes.
+
+    Tensors that are still exchanged are reported as such; after an exchange and its reversal nothing has changed.
+    """
+    is_new = False
+    for table in tables:
+        for key in [key for key in table if key >= number]:
+            if getattr(table[key], "__qualname__", "").startswith("swap_tensors."):
+                del table[key]
+            else:
+                is_new = True
+    return is_new
 
 
 def _tensors_with_nodes(state: StateObjects) -> dict[str, Tensor]:

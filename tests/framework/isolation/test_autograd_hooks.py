@@ -191,3 +191,21 @@ def test_hooks_are_found_without_a_record(monkeypatch):
                 Script().observe(mutation)
     finally:
         node_hooks.is_recorded.cache_clear()
+
+
+def swap_twice(script):
+    other = nn.Parameter(torch.zeros_like(script.weight))
+    torch.utils.swap_tensors(script.weight, other)
+    torch.utils.swap_tensors(script.weight, other)
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_reversed_swap_is_no_change(calls):
+    """A graph of the script holds the node, on which torch leaves a hook that refuses backward passes."""
+    script = Script()
+    expected = script.gradient()
+    loss = script.model(torch.arange(8.0).view(4, 2)).pow(3).sum()
+    script.model.zero_grad()
+    script.observe(swap_twice, calls=calls)
+    loss.backward()
+    assert script.weight.grad.equal(expected)
