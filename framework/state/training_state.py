@@ -23,6 +23,7 @@ from ..errors import listed
 from ..registry import qualified
 from ..tensors import inner_tensors
 from .accelerators import refuse_unprotected
+from .deferred_calls import DeferredCalls
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
@@ -327,7 +328,7 @@ def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leav
 EXTRAS, GENERATORS, OTHERS = Extras(), Generators(), OtherTensors()
 # A new part belongs here, so that OtherTensors knows its tensors. Flags are first: an entered mode, which could
 # intercept the restoration of other parts, is left before them.
-_NAMED = (Flags(), Kinds(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
+_NAMED = (Flags(), DeferredCalls(), Kinds(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
 PARTS = (*_NAMED, OTHERS, GENERATORS)
 
 
