@@ -35,6 +35,8 @@ from .log import log
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
+PLAIN_VALUES = (str, bytes, bool, int, float, complex, type(None))
+"""Types of values that cannot change: a batch of these alone is restored with its containers."""
 
 
 class HookSet:
@@ -174,14 +176,18 @@ class HookSet:
         return next(iter([*required, *mutating]), "")
 
     def check_first_batch(self, batch: object) -> None:
-        """Leave out the hooks whose changes are rolled back within a step if the first ``batch`` contains no tensor.
+        """Leave out the hooks whose changes are rolled back within a step if the first ``batch`` is out of reach.
 
+        A batch can be restored if it contains a tensor, or, such as the prompts of a language model, only plain values.
         Raises :class:`UsageError` if one of them is required.
         """
         if self._checked_first_batch:
             return
         self._checked_first_batch = True
-        if any(isinstance(leaf, (Tensor, np.ndarray)) for _, leaf, _ in visited("", batch)):
+        values = [(value, has_contents) for _, value, has_contents in visited("", batch)]
+        if any(isinstance(value, (Tensor, np.ndarray)) for value, _ in values):
+            return
+        if all(has_contents or isinstance(value, PLAIN_VALUES) for value, has_contents in values):
             return
         while hook := self.rolled_back_hook:
             error = UsageError(

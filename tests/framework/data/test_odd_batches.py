@@ -1,9 +1,12 @@
 """Batches other than tuples of tensors: changes by hooks do not reach the run, and hooks receive copies."""
 
 from collections import UserDict
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import loopscope
 import pytest
 import torch
 from loopscope.data import Loader, TensorLoader, TorchLoader, fixed_order, micro_batches, rows, with_copied_batches
@@ -158,6 +161,41 @@ def test_opaque_batch_is_refused_for_interventions() -> None:
         run(Views("opaque"), writing)
     looking = [at(SpyHook, HookPoint.PRE_STEP)(), at(ReadOnlyHook, HookPoint.PRE_STEP)(lambda *ctx: None)]
     assert differences(run(Views("opaque"), audit=False), run(Views("opaque"), *looking)) == []
+
+
+TEXTS: dict[str, Any] = {
+    "rows of prompts": [{"prompt": "the cat", "length": 3.0}, {"prompt": "a dog", "length": 2.0}],
+    "columns": {"prompt": ["the cat", "a dog"], "length": [3.0, 2.0]},
+    "pairs": (["the cat", "a dog"], [3.0, None]),
+    "texts": ["the cat", "a dog"],
+}
+"""Batches without a tensor: the arguments of a tokenizer."""
+
+
+def spoil_texts(run_ctx: Any, model_ctx: Any) -> None:
+    """Change a batch of texts in all of its containers."""
+    batch = run_ctx.batch_data
+    for item in (batch, *(batch.values() if isinstance(batch, dict) else batch)):
+        if isinstance(item, dict):
+            item["prompt"] = "spoilt"
+        elif isinstance(item, list):
+            item.append("spoilt")
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_interventions_restore_batches_of_texts(kind: str, tmp_path: Path) -> None:
+    """An intervention is accepted, and what it writes to the texts is rolled back."""
+    seen: list[str] = []
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writing = at(ActingHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, needs_pre_epoch_state=False)(spoil_texts)
+    with loopscope.attach(model, optimizer, hooks=[writing], out=tmp_path, display="none") as scope:
+        for batch in scope.batches([deepcopy(TEXTS[kind]) for _ in range(2)]):
+            seen.append(str(batch))
+            scope.backward(model(torch.full((2,), float(len(str(batch))))).sum())
+            optimizer.step()
+            seen.append(str(batch))
+    assert seen == [str(TEXTS[kind])] * 4
 
 
 @pytest.mark.some_rows(3)
