@@ -20,7 +20,7 @@ from ..training import Ranks, takes_closure
 from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
-from .model_wrappers import unwrap
+from .model_wrappers import unwrap, unwrap_fabric
 from .scope import AttachedScope, Scope
 from .trainers import HuggingFaceTrainer, LightningTrainer
 
@@ -184,7 +184,10 @@ def _attach_to_loop(
     require(is_ranks, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
     is_count = type(accumulate) is int and accumulate >= 1
     require(is_count, f"accumulate is {accumulate!r}; it must be the number of micro-batches in a step, at least 1.")
-    optimizer, scheduler = _single_optimizer(optimizer), _given_scheduler(scheduler)
+    items = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [unwrap_fabric(None, item)[1] for item in items]
+    target = unwrap_fabric(target, None)[0]
+    optimizer, scheduler = _single_optimizer(optimizers), _given_scheduler(scheduler)
     for name, given, of in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
         fits = given is None or (isinstance(given, of) and not isinstance(given, Optimizer))
         require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
@@ -196,9 +199,9 @@ def _attach_to_loop(
     return Scope(attached, CustomLoop(attached, accumulate, accelerator), accumulate)
 
 
-def _single_optimizer(given: Any) -> Any:
-    """Return the optimizer, or the :class:`.CombinedOptimizer` of several, without the wrappers of Accelerate."""
-    items = [_without_wrapper(item, "optimizer") for item in (given if isinstance(given, (list, tuple)) else [given])]
+def _single_optimizer(given: Sequence[Any]) -> Any:
+    """Return the only optimizer, or the :class:`.CombinedOptimizer` of several, without the wrappers of Accelerate."""
+    items = [_without_wrapper(item, "optimizer") for item in given]
     require(bool(items), "The list of optimizers is empty; give attach(model, [first, second]) each optimizer.")
     trained: dict[int, str] = {}
     for item in items:

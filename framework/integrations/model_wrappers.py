@@ -1,5 +1,6 @@
 """Wrappers around a model, DistributedDataParallel and torch.compile, and the ranks that train it."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,24 @@ def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bool]
             compiled, model = True, model._orig_mod
         else:
             return model, replica, compiled
+
+
+def unwrap_fabric(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Return the model and the optimizer that Lightning Fabric has wrapped; others are returned as they are.
+
+    The model may still be a replica or compiled.
+    """
+    # Without an import of Fabric they cannot be its wrappers, and importing it takes seconds.
+    loaded = [
+        sys.modules[name] for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers") if name in sys.modules
+    ]
+    for wrappers in loaded:
+        # Private: there are no public names, and only _forward_module is the replica.
+        if isinstance(model, wrappers._FabricModule):
+            model = model._forward_module
+        if isinstance(optimizer, wrappers._FabricOptimizer):
+            optimizer = optimizer.optimizer
+    return model, optimizer
 
 
 @contextmanager
