@@ -19,7 +19,7 @@ QUICK := not slow and not statistical and not process and not ranks and not comp
 # do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)
 
-.PHONY: pictures types run fast fast-oldest fast-newest fast-matrix test slow coverage dist oracle oracle-update shape lint docs site bench fastai xla clean
+.PHONY: pictures types run fast fast-oldest fast-newest fast-matrix test slow coverage dist oracle oracle-update shape lint docs site bench fastai matrix xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -139,6 +139,17 @@ fastai:
 	test -x .venv-fastai/bin/python || $(PYTHON) -m venv .venv-fastai
 	.venv-fastai/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fastai]'
 
+# Trains every trainer and loop of docs/trainer-matrix.md with hooks and without; ARGS=--write renews the table. The
+# environment is separate because timm needs a torchvision that matches torch's build.
+matrix: .venv-trainers/.installed
+	.venv-trainers/bin/python -m tests.trainer_matrix $(ARGS)
+
+.venv-trainers/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[dev,trainers]'
+	touch $@
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "loopscope needs Python 3.11 or newer, and none was found: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -151,4 +162,4 @@ $(BENCH_STAMP): $(STAMP)
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-xla .venv-fastai .venv-oldest .venv-newest .venv-matrix .venv-dist build dist *.egg-info
+	rm -rf $(VENV) .venv-xla .venv-fastai .venv-oldest .venv-newest .venv-matrix .venv-trainers .venv-dist build dist *.egg-info

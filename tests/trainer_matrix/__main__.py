@@ -1,0 +1,76 @@
+"""Command that trains the rows of the matrix and prints the table; ``--write`` writes docs/trainer-matrix.md."""
+
+import argparse
+import platform
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tests.trainer_matrix.outcome import Outcome, outcome
+from tests.trainer_matrix.table import ROWS
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainer-matrix.md"
+HEAD = "| configuration | versions | steps | hooks | result |\n|---|---|---|---|---|\n"
+START, END = "<!-- table -->\n", "<!-- end of table -->"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train the chosen rows, print their table, and return 1 if a row has a result that it must not have."""
+    parser = argparse.ArgumentParser(prog="python -m tests.trainer_matrix", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a text")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of rows that train at the same time")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows and end")
+    parser.add_argument("--write", action="store_true", help="write the table of all rows to docs/trainer-matrix.md")
+    chosen = parser.parse_args(arguments)
+    rows = [row for name, row in ROWS.items() if not chosen.only or any(text in f"{name}:" for text in chosen.only)]
+    if chosen.list:
+        write("\n".join(row.name for row in rows) + "\n")
+        return 0
+    outcomes = []
+    write(HEAD)
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        for result in pool.map(outcome, rows):
+            outcomes.append(result)
+            write(line(result))
+    write(f"\n{summary(outcomes)}\n")
+    if chosen.write:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), outcomes), encoding="utf-8")
+    return int(not all(result.is_accepted for result in outcomes))
+
+
+def line(result: Outcome) -> str:
+    """Return the line of the table for an outcome."""
+    row, text = result.row, result.sentence.replace("|", "\\|")
+    name = row.name if row.ranks == 1 else f"{row.name}, {row.ranks} ranks"
+    return f"| {name} | {row.versions or 'torch only'} | {result.steps or ''} | {result.hooks or ''} | {text} |\n"
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return the number of rows by result, and the versions."""
+    kinds = Counter(
+        "differs, as it must" if result.row.control and result.is_accepted else result.kind for result in outcomes
+    )
+    counts = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common())
+    return f"{len(outcomes)} rows: {counts}. torch {torch.__version__}, Python {platform.python_version()}."
+
+
+def page(text: str, outcomes: Sequence[Outcome]) -> str:
+    """Return the text of the page with a new table."""
+    before, _, rest = text.partition(START)
+    after = rest.partition(END)[2]
+    table = "".join([HEAD, *map(line, outcomes)])
+    return f"{before}{START}\n{summary(outcomes)}\n\n{table}\n{END}{after}"
+
+
+def write(text: str) -> None:
+    """Write to standard output at once, so that a long run shows its progress."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
