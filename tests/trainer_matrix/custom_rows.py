@@ -266,3 +266,68 @@ def other_data(attach: Attach, workers: int = 0, stream: bool = False) -> None:
                 scope.backward(classification_loss(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@row("PyTorch, loop of epochs", "streamed data given as loader=", may_refuse=True)
+def streamed_loader(attach: Attach) -> None:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with attach(model, optimizer, loss=classification_loss, loader=DataLoader(Stream(), 4)) as scope:
+        for batch in scope.batches(DataLoader(Stream(), 4)):
+            scope.backward(classification_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("PyTorch, loop of epochs", "persistent workers")
+def persistent_workers(attach: Attach) -> None:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    data = DataLoader(points(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+    with attach(model, optimizer, loss=classification_loss) as scope:
+        for _ in range(2):
+            for batch in scope.batches(data):
+                scope.backward(classification_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@row("PyTorch, loop of epochs", "batches that the loop drops")
+def dropped_batches(attach: Attach) -> None:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with attach(model, optimizer, loss=classification_loss) as scope:
+        for _ in range(2):
+            for batch in scope.batches(loader()):
+                if batch[1].sum() < 4:
+                    continue
+                scope.backward(classification_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@row("PyTorch, loop of epochs", "accumulation that changes", requires="Scope.backward(last=)")
+def changing_accumulation(attach: Attach) -> None:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with attach(model, optimizer, accumulate=3) as scope:
+        for count in (1, 3):
+            for index, batch in enumerate(scope.batches(loader()), start=1):
+                is_last = index % count == 0
+                scope.backward(classification_loss(model, batch) / count, last=is_last)
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@row("PyTorch, loop of epochs", "backward pass with create_graph", requires="Scope.backward(create_graph=)")
+def differentiable_backward(attach: Attach) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer, hooks=[]) as scope:
+        for batch in scope.batches(loader()):
+            scope.backward(classification_loss(model, batch), create_graph=True)
+            for weight in model.parameters():
+                weight.grad = weight.grad.detach()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -75,12 +75,16 @@ def outcome(row: Row) -> Outcome:
 
 
 def is_served(part: str) -> bool:
-    """Return whether loopscope has a part of its interface: ``Scope.closure``, or ``attach(also=)``."""
+    """Return whether loopscope has a part of its interface: ``Scope.closure``, or the argument of ``attach(also=)``."""
     import loopscope  # not at the top: the processes of bare trainings import this module
 
-    if part.startswith("Scope."):
-        return hasattr(import_module("loopscope.integrations").Scope, part.removeprefix("Scope."))
-    return part.removeprefix("attach(").removesuffix("=)") in inspect.signature(loopscope.attach).parameters
+    path, _, argument = part.partition("(")
+    owner, _, method = path.partition(".")
+    target = import_module("loopscope.integrations").Scope if owner == "Scope" else loopscope.attach
+    if method and not hasattr(target, method):
+        return False
+    function = getattr(target, method) if method else target
+    return not argument or argument.removesuffix("=)") in inspect.signature(function).parameters
 
 
 def trainings(row: Row, folder: Path, *, hooks: bool, **options: str) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.trainer_matrix.hugging_face_rows import settings, token_data
 from tests.trainer_matrix.row import Attach, rows
-from tests.trainer_matrix.tiny import points
+from tests.trainer_matrix.tiny import gpt2, points
 
 RANKS = 3
 RANK_VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,4 +65,34 @@ def train(attach: Attach, model: Any, accumulate: int = 1, clip: float = 0.0) ->
                         nn.utils.clip_grad_norm_(model.parameters(), clip)
                     optimizer.step()
                     optimizer.zero_grad()
+    distributed.destroy_process_group()
+
+
+@rows("Hugging Face Trainer under DDP", "transformers", "accelerate", variants=RANK_VARIANTS, ranks=RANKS)
+def trainer_on_ranks(attach: Attach, **variant: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    changed = {"ddp_backend": "gloo", "per_device_train_batch_size": 1, "output_dir": "out"}
+    trainer = Trainer(gpt2(), TrainingArguments(**settings(attach, **variant | changed)), train_dataset=token_data(24))
+    attach(trainer)
+    trainer.train()
+    distributed.destroy_process_group()
+
+
+@rows("Accelerate under DDP", "accelerate", variants=RANK_VARIANTS, ranks=RANKS)
+def accelerate_on_ranks(attach: Attach, accumulate: int = 1, clip: float = 0.0) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    inner = network()
+    optimizer = torch.optim.AdamW(inner.parameters(), 1e-2)
+    model, optimizer, data = accelerator.prepare(inner, optimizer, DataLoader(points(36), 3, shuffle=True))
+    with attach(model, optimizer, accelerator=accelerator) as scope:
+        for batch in scope.batches(data):
+            with accelerator.accumulate(model):
+                scope.backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
     distributed.destroy_process_group()

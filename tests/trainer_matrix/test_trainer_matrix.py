@@ -124,11 +124,20 @@ def test_refused_row_must_allow_it() -> None:
     )
 
 
-def test_capabilities_are_looked_up() -> None:
-    assert is_served("Scope.backward")
-    assert is_served("attach(loss=)")
-    assert not is_served("Scope.forward")
-    assert not is_served("attach(nothing=)")
+@pytest.mark.parametrize(
+    ("part", "served"),
+    [
+        ("Scope.backward", True),
+        ("Scope.backward(last=)", True),
+        ("attach(loss=)", True),
+        ("Scope.forward", False),
+        ("Scope.forward(last=)", False),
+        ("Scope.backward(first=)", False),
+        ("attach(nothing=)", False),
+    ],
+)
+def test_capabilities_are_looked_up(part: str, served: bool) -> None:
+    assert is_served(part) is served
 
 
 def test_missing_packages_are_reported() -> None:
