@@ -2,6 +2,7 @@
 
 from .batches import MicroBatches, SeparateBatches, micro_batches, part_of, rows
 from .data_identity import data_changed, fingerprint
+from .generators import Generator, all_holders, attributes, seed_all, undisturbed
 from .loader_inspection import first_batch, preserved_loader, with_copied_batches
 from .loaders import Batch, Loader, Order, SourceOfRows, TensorLoader, derived_seed, fixed_order, random_order
 from .row_numbers import RowNumbers
@@ -9,7 +10,8 @@ from .rank_rows import RowsOfRank, global_batches
 from .torch_loader import TorchLoader
 
 __all__ = [
-    "Batch", "Loader", "MicroBatches", "Order", "RowNumbers", "RowsOfRank", "SeparateBatches", "SourceOfRows",
-    "TensorLoader", "TorchLoader", "data_changed", "derived_seed", "fingerprint", "first_batch", "fixed_order",
-    "global_batches", "micro_batches", "part_of", "preserved_loader", "random_order", "rows", "with_copied_batches",
+    "Batch", "Generator", "Loader", "MicroBatches", "Order", "RowNumbers", "RowsOfRank", "SeparateBatches",
+    "SourceOfRows", "TensorLoader", "TorchLoader", "all_holders", "attributes", "data_changed", "derived_seed", "fingerprint",
+    "first_batch", "fixed_order", "global_batches", "micro_batches", "part_of", "preserved_loader", "random_order",
+    "rows", "seed_all", "undisturbed", "with_copied_batches",
 ]

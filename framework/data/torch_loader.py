@@ -93,7 +93,10 @@ PROCESS_OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_cont
 
 
 def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
-    """Return a shallow copy of a DataLoader and its samplers, without generators."""
+    """Return a shallow copy of a DataLoader and its samplers, without generators and without persistent workers.
+
+    Persistent workers keep their position, and one iterator of the DataLoader.
+    """
 
     def copy_sampler(sampler: Any) -> Any:
         if isinstance(sampler, BatchSampler):
@@ -110,7 +113,11 @@ def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
     result = copy(dataloader)
     # Set in the __dict__, since a DataLoader rejects assignments to its samplers.
     vars(result).update(
-        generator=None, sampler=copy_sampler(dataloader.sampler), batch_sampler=copy_sampler(dataloader.batch_sampler)
+        generator=None,
+        sampler=copy_sampler(dataloader.sampler),
+        batch_sampler=copy_sampler(dataloader.batch_sampler),
+        persistent_workers=False,
+        _iterator=None,
     )
     return result
 
@@ -130,11 +137,6 @@ class TorchLoader(Loader):
     """
 
     def __init__(self, dataloader: "DataLoader[Any]", seed: int) -> None:
-        if dataloader.persistent_workers:
-            raise UsageError(
-                "A DataLoader with persistent_workers=True is not supported, since its workers keep their position; "
-                "set it to False."
-            )
         if dataloader.num_workers and not dataloader.in_order:
             raise UsageError(
                 "A DataLoader with in_order=False yields batches in the order in which workers finish; set it to True."

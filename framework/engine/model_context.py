@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ..data import Batch, Loader, derived_seed, rows, with_copied_batches
 from ..errors import LoopscopeError, unknown
-from ..hooks import Clipping, ExpiredError, ModelDataContext, ReadOnlyError, StatePart
+from ..hooks import ENDLESS, Clipping, ExpiredError, ModelDataContext, ReadOnlyError, StatePart
 from ..isolation import (
     LightStateCopy,
     StateCopy,
@@ -157,7 +157,7 @@ class ModelContext(ModelDataContext):
 
     @override
     def compute_gradients(self) -> dict[str, Tensor]:
-        return self._open.probe.mean_gradient(self._task.loader.batches(self._state.loop.epoch))
+        return self._open.probe.mean_gradient(_epoch_of(self._task.loader, self._state.loop.epoch))
 
     @override
     def hessian_vector_product(
@@ -176,7 +176,7 @@ class ModelContext(ModelDataContext):
         if batch is not None:
             raise LoopscopeError("Pass a batch or a loader, not both: the loss is the mean over one of them.")
         epoch = self._state.loop.epoch
-        return self._open.probe.hessian_product(vector, partial(loader.batches, epoch), method, epsilon)
+        return self._open.probe.hessian_product(vector, partial(_epoch_of, loader, epoch), method, epsilon)
 
     @override
     def hessian_operator(
@@ -442,3 +442,10 @@ class ModelContext(ModelDataContext):
 
 def _copied_factor(factor: float | Tensor) -> float | Tensor:
     return factor.clone() if isinstance(factor, Tensor) else factor
+
+
+def _epoch_of(loader: Loader, epoch: int) -> Iterator[Batch]:
+    """Return the batches of an epoch, over which a mean is taken."""
+    if len(loader) >= ENDLESS:
+        raise LoopscopeError("The training data have no length, so a mean over all of them cannot be computed.")
+    return loader.batches(epoch)

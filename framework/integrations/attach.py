@@ -9,10 +9,9 @@ from typing import Any, Literal, Unpack, overload
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from ..combined_optimizers import CombinedOptimizer, single_scheduler
-from ..data import Batch, Loader
+from ..data import Batch
 from ..errors import require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
@@ -20,6 +19,7 @@ from ..training import Ranks, takes_closure
 from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
+from .given_data import GivenData
 from .model_wrappers import unwrap, unwrap_fabric
 from .scope import AttachedScope, Scope
 from .trainers import HuggingFaceTrainer, LightningTrainer
@@ -53,7 +53,7 @@ def attach(
     accumulate: int = 1,
     ranks: Ranks | None = None,
     loss: Callable[[nn.Module, Batch], Tensor] | None = None,
-    loader: "Loader | DataLoader[Any] | None" = None,
+    loader: "GivenData | None" = None,
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
     also: Mapping[str, nn.Module] | None = None,
     out: str | Path | None = None,
@@ -94,7 +94,8 @@ def attach(
         ranks: the ranks that train together, if the model does not show it: ``Ranks(data=[group])`` if the loop itself
             averages the gradients over a process group, ``Ranks()`` if every process trains a separate model.
         loss: ``loss(model, batch)`` returns the argument of :meth:`Scope.backward`, for hooks that compute losses.
-        loader: the training data, for hooks that read them; such hooks use a separate order.
+        loader: the training data, for hooks that read them; such hooks use a separate order. A DataLoader, a list of
+            batches, or a function without arguments that returns a batch.
         evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
         also: further modules that ``loss`` or ``evaluate`` use, by name, such as ``{"discriminator": discriminator}``:
             hooks leave them unchanged too. Those that ``loss`` uses are also found without this argument.

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from ..data import Batch, Loader, TorchLoader
+from ..data import Batch, Loader
 from ..errors import LoopscopeError, UsageError, require, unknown
 from ..hooks import (
     ENDLESS,
@@ -29,10 +29,12 @@ from ..hooks import (
 from ..names import as_names
 from ..runs import RunSettings
 from .epoch_plan import EpochPlan
+from .given_data import EndlessLoader, GivenData, as_loader, check_given, length_of
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 HookChoice = str | type[TrainingHook] | TrainingHook
 DisplayMode = Literal["normal", "silent", "none"]
+NO_BATCH = object()
 MISSING_PARTS = {
     "needs_experiment_loop": "train in an experiment of loopscope",
     "needs_loss": "give loss=function(model, batch), which returns the argument of scope.backward",
@@ -53,7 +55,7 @@ class AttachArguments(TypedDict, total=False):
     hook_options: Mapping[str, Mapping[str, Any]] | None
     schedules: Mapping[str, StepSchedule] | None
     loss: Loss | None
-    loader: "Loader | DataLoader[Any] | None"
+    loader: "GivenData | None"
     evaluate: Callable[[nn.Module], dict[str, float]] | None
     also: Mapping[str, nn.Module] | None
     out: str | Path | None
@@ -85,7 +87,7 @@ class AttachOptions(RunSettings):
     sinks: Sequence[str | MetricSink] = ("jsonl",)
     out: str | Path | None = None
     loss: Loss | None = None
-    loader: "Loader | DataLoader[Any] | None" = None
+    loader: "GivenData | None" = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     also: Mapping[str, nn.Module] = field(default_factory=dict)
     loop: LoopType = "epoch"
@@ -121,9 +123,7 @@ class AttachOptions(RunSettings):
             require(is_callable, f"{name} is a {type(value).__name__}; it must be a function.")
         is_mapping = isinstance(self.also, Mapping)
         require(is_mapping, f'also is a {type(self.also).__name__}; it must be a dict of modules: {{"name": module}}.')
-        is_loader = self.loader is None or isinstance(self.loader, (Loader, DataLoader))
-        kind = type(self.loader).__name__
-        require(is_loader, f"loader is a {kind}; it must be a DataLoader of torch, or a loader of loopscope.")
+        check_given(self.loader)
 
     @property
     def snapshot_interval(self) -> int:
@@ -193,8 +193,8 @@ class AttachOptions(RunSettings):
 class OptionalLoader(Loader):
     """The training data of a custom loop, if ``loader=`` was given, and the length of its epochs."""
 
-    def __init__(self, given: "Loader | DataLoader[Any] | None", seed: int) -> None:
-        self._given = TorchLoader(given, seed) if isinstance(given, DataLoader) else given
+    def __init__(self, given: "GivenData | None", seed: int) -> None:
+        self._given = as_loader(given, seed)
         self.plan = EpochPlan()
 
     @property
@@ -204,8 +204,19 @@ class OptionalLoader(Loader):
         return self._given
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of the given loader, in its order for ``epoch``."""
-        return self._loader.batches(epoch, start)
+        """Yield the batches of the given loader, in its order for ``epoch``.
+
+        Raises:
+            UsageError: if it has none.
+        """
+        batches, steps = self._loader.batches(epoch, start), self.plan.steps
+        if isinstance(self._given, EndlessLoader) and steps is not None:  # an epoch has the length of the loop's
+            batches = islice(batches, max(steps - start, 0))
+        first = next(batches, NO_BATCH)
+        require(start > 0 or first is not NO_BATCH, "loader= has no batches; give the data of the training.")
+        if first is not NO_BATCH:
+            yield first
+        yield from batches
 
     def __len__(self) -> int:
         """Return the steps per epoch, or ``ENDLESS`` if they are unknown."""
@@ -240,7 +251,5 @@ def missing_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def steps_in(loader: Any, accumulate: int) -> int | None:
     """Return the steps of a pass over a loader of micro-batches, or ``None`` if the loader has no length."""
-    try:
-        return -(-len(loader) // accumulate)
-    except TypeError:  # a generator, or a DataLoader of a stream
-        return None
+    length = length_of(loader)
+    return None if length is None else -(-length // accumulate)

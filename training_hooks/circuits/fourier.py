@@ -8,7 +8,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.data import preserved_loader
 from loopscope.errors import UnsuitableError, listed, require
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.hooks import ENDLESS, Metrics, RunInfo
 from loopscope.option_words import hook_option_text, option_text
 from loopscope.tensors import unsharded
 from loopscope.training import Ranks
@@ -230,6 +230,11 @@ class Fourier(TrainingHook):
         self._check_losses(run, length)
         with preserved_loader(run.task.loader):
             self._adds = self._targets_are_sums(next(iter(run.task.loader.batches(0)), None), length, run.ranks)
+        if self._adds and self.rows != 0 and run.steps_per_epoch >= ENDLESS:
+            raise UnsuitableError(
+                "Hook 'fourier' compares losses on the rows of an epoch, but the training data have no length; give "
+                "scope.batches and loader= a DataLoader with a length, or set fourier.rows to 0."
+            )
 
     def _check_losses(self, run: RunInfo, length: int) -> None:
         if self.frequencies == "reference" and run.reference_weights is None:

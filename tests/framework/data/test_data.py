@@ -327,9 +327,18 @@ def test_unshufflable_loader_is_refused(make):
         loader.shuffled(1)
 
 
-def test_persistent_workers_are_refused():
-    with pytest.raises(UsageError, match=r"persistent_workers=True is not supported, .*; set it to False"):
-        TorchLoader(numbers_loader(num_workers=1, persistent_workers=True), 3)
+@pytest.mark.process
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_persistent_workers_do_not_persist_here(is_stream):
+    """The batches are those of workers that end with the epoch, also after another pass of the DataLoader."""
+    data = Endless() if is_stream else range(6)
+    source = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
+    next(iter(source))
+    expected = TorchLoader(DataLoader(data, batch_size=2, num_workers=1), 3)
+    loader = TorchLoader(source, 3)
+    for epoch in (0, 1, 0):
+        pairs = zip(loader.batches(epoch), expected.batches(epoch), strict=True)
+        assert all(torch.equal(batch, other) for batch, other in pairs)
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,266 @@
+"""The training data that a loop gives to its hooks: a DataLoader, a stream, a list of batches, or a function."""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ..data import Batch, Generator, Loader, TorchLoader, all_holders, attributes, derived_seed, seed_all, undisturbed
+from ..errors import UsageError, require
+from ..hooks import ENDLESS
+from ..state import ATOMS, RandomStreams
+
+ACCEPTED = (
+    "it must be a DataLoader of torch, a list of batches, a function without arguments that returns a batch, or a "
+    "loader of loopscope"
+)
+CONSUMED = (
+    "whose batches can be read only once, so hooks would take them from the training; give the DataLoader, a list of "
+    "batches or a function that draws a batch, or leave loader= out"
+)
+UNRELATED = (type, ModuleType, nn.Module, Tensor)
+"""Objects that a function uses, but that keep no position in data."""
+METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
+GivenData = Loader | DataLoader[Any] | list[Any] | Callable[[], Any]
+
+
+def check_given(given: Any) -> None:
+    """Raise :class:`UsageError` unless ``given`` is training data that hooks can read without changing the training."""
+    if given is None or isinstance(given, Loader):
+        return
+    require(not isinstance(given, Iterator), f"loader is a {type(given).__name__}, {CONSUMED}.")
+    if isinstance(given, list):
+        require(bool(given), f"loader is an empty list; {ACCEPTED}.")
+    elif isinstance(given, DataLoader):
+        _refuse_iterators("The data set of loader=", CapturedState(given.dataset))
+    else:
+        is_function = callable(given) and not isinstance(given, (type, nn.Module))
+        require(is_function, f"loader is a {type(given).__name__}; {ACCEPTED}.")
+        if required := _required_arguments(given):
+            raise UsageError(
+                f"The function loader={_name(given)} needs the argument {required[0]!r}; give one without arguments, "
+                f"such as loader=lambda: {_name(given)}(...)."
+            )
+        _refuse_iterators(f"The function loader={_name(given)}", CapturedState(given))
+
+
+def as_loader(given: GivenData | None, seed: int) -> Loader | None:
+    """Return the loader of training data that :func:`check_given` accepts."""
+    if given is None or isinstance(given, Loader):
+        return given
+    if isinstance(given, list):
+        return BatchList(given)
+    if isinstance(given, DataLoader):
+        return Stream(given, seed) if isinstance(given.dataset, IterableDataset) else TorchLoader(given, seed)
+    return BatchFunction(given, seed)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches, or ``None`` if it is unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a generator, or a DataLoader of a stream
+        return None
+
+
+def _refuse_iterators(owner: str, captured: "CapturedState") -> None:
+    kinds = [type(value).__name__ for value in captured.values() if isinstance(value, Iterator)]
+    require(not kinds, f"{owner} reads from a {kinds[0] if kinds else ''}, {CONSUMED}.")
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function in C
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [item.name for item in parameters if item.default is item.empty and item.kind not in optional]
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+class CapturedState:
+    """The variables through which a function or a data set keeps a position: iterators, generators and plain values.
+
+    These are the global and enclosing variables that a function reads, also through other functions of its module, and
+    the attributes of the objects among them. Attributes of attributes are only read in data sets and samplers.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._variables: dict[tuple[int, str], tuple[dict[str, Any] | CellType, str]] = {}
+        self._visited: dict[int, Any] = {}
+        self._visit(root, None)
+
+    def _visit(self, value: Any, module: dict[str, Any] | None) -> None:
+        """Collect the variables of a function (of ``module``, unless it is the first one) or an object."""
+        if id(value) in self._visited:
+            return
+        self._visited[id(value)] = value
+        if isinstance(value, FunctionType):
+            if module is None or value.__globals__ is module:
+                self._visit_function(value)
+        elif parts := _parts_of(value):
+            for item in parts:
+                self._visit(item, module)
+        elif not isinstance(value, UNRELATED):
+            self._visit_object(value, module)
+
+    def _visit_object(self, value: Any, module: dict[str, Any] | None) -> None:
+        for holder in all_holders(value, kinds=(Dataset, DataLoader, Sampler)):
+            for name in attributes(holder):
+                self._add(attributes(holder), name)
+        call = getattr(type(value), "__call__", None)  # noqa: B004
+        if isinstance(call, FunctionType):  # an object that is called like a function
+            self._visit(call, module)
+
+    def _visit_function(self, function: FunctionType) -> None:
+        captured, space = inspect.getclosurevars(function), function.__globals__
+        for name in captured.globals:
+            self._add(space, name)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._add(cell, name)
+        for item in (*captured.globals.values(), *captured.nonlocals.values(), *(function.__defaults__ or ())):
+            self._visit(item, space)
+
+    def _add(self, space: dict[str, Any] | CellType, name: str) -> None:
+        self._variables[id(space), name] = (space, name)
+
+    def values(self) -> list[Any]:
+        """Return the values of the variables, and the objects among them."""
+        return [*self._visited.values(), *map(_value_of, self._variables.values())]
+
+    def generators(self) -> list[Generator]:
+        """Return the random generators among the values."""
+        kinds = [item for item in self.values() if isinstance(item, Generator)]
+        return list({id(item): item for item in kinds if not isinstance(item, random.SystemRandom)}.values())
+
+    def read(self) -> list[Any]:
+        """Return the plain values of the variables, such as the position of a reader."""
+        return [value if type(value) in ATOMS else None for value in map(_value_of, self._variables.values())]
+
+    def write(self, values: list[Any]) -> None:
+        """Restore the result of :meth:`read`."""
+        for (space, name), value in zip(self._variables.values(), values, strict=True):
+            if value is None or _value_of((space, name)) is value:
+                continue
+            if isinstance(space, CellType):
+                space.cell_contents = value
+            else:
+                space[name] = value
+
+
+def _parts_of(value: Any) -> tuple[Any, ...]:
+    """Return the function of a partial or a method, with its arguments or its object; nothing for other values."""
+    if isinstance(value, partial):
+        return value.func, *value.args, *value.keywords.values()
+    return (value.__self__, getattr(value, "__func__", None)) if isinstance(value, METHODS) else ()
+
+
+def _value_of(variable: tuple[dict[str, Any] | CellType, str]) -> Any:
+    space, name = variable
+    if not isinstance(space, CellType):
+        return space.get(name)
+    try:
+        return space.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
+
+
+class IsolatedReader:
+    """Reads batches with separate generators and a separate position, so that the training's are left unchanged."""
+
+    def __init__(self, root: Any, seed: int) -> None:
+        self._captured, self._streams = CapturedState(root), RandomStreams(seed)
+        self._position = self._captured.read()
+
+    def read(self, function: Callable[[], Any], place: tuple[int, int] | None = None) -> Any:
+        """Return the result of ``function``, whose random numbers are a function of ``place``: epoch and number."""
+        captured = self._captured
+        generators, position = captured.generators(), captured.read()
+        with self._streams.preserved(), undisturbed(generators):
+            if place is not None:
+                self._streams.derive(f"loader/{place[0]}", "batch", place[1])
+                seed_all(generators)
+            captured.write(self._position)
+            try:
+                return function()
+            finally:
+                self._position = captured.read()
+                captured.write(position)
+
+
+class BatchList(Loader):
+    """The batches of a list, in its order in every epoch."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of the list."""
+        return iter(self._batches[start:])
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self._batches)
+
+    def shuffled(self, seed: int) -> "Loader":
+        """Return the same batches in one other order."""
+        order = list(self._batches)
+        random.Random(derived_seed(seed, "order")).shuffle(order)
+        return BatchList(order)
+
+
+class EndlessLoader(Loader):
+    """Training data of unknown length."""
+
+    def __len__(self) -> int:
+        """Return ``ENDLESS``."""
+        return ENDLESS
+
+
+class BatchFunction(EndlessLoader):
+    """The batches that a function such as ``get_batch()`` returns, drawn on separate random streams.
+
+    A function that keeps a position in plain variables has a separate position here.
+    """
+
+    def __init__(self, function: Callable[[], Any], seed: int) -> None:
+        self._function, self._seed = function, seed
+        self._reader = IsolatedReader(function, seed)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield batches without end; each is a function of the seed, the epoch and its number."""
+        for number in count(start):
+            yield self._reader.read(self._function, (epoch, number))
+
+    def shuffled(self, seed: int) -> "BatchFunction":
+        """Return other draws of the function."""
+        return BatchFunction(self._function, seed)
+
+
+class Stream(TorchLoader):
+    """A DataLoader of a stream (``IterableDataset``), whose data set may keep a position in plain attributes."""
+
+    def __init__(self, dataloader: DataLoader[Any], seed: int) -> None:
+        super().__init__(dataloader, seed)
+        self._is_endless = length_of(dataloader) is None
+        self._reader = IsolatedReader(dataloader.dataset, seed)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches; a stream without a length starts at its beginning, since it cannot skip batches."""
+        batches = self._reader.read(lambda: super(Stream, self).batches(epoch, 0 if self._is_endless else start))
+        end = object()
+        while (batch := self._reader.read(lambda: next(batches, end))) is not end:
+            yield batch
+
+    def __len__(self) -> int:
+        """Return the number of batches, or ``ENDLESS``."""
+        return ENDLESS if self._is_endless else super().__len__()
