@@ -11,7 +11,7 @@ from .torch_loader import TorchLoader
 
 __all__ = [
     "Batch", "Generator", "Loader", "MicroBatches", "Order", "RowNumbers", "RowsOfRank", "SeparateBatches",
-    "SourceOfRows", "TensorLoader", "TorchLoader", "all_holders", "attributes", "data_changed", "derived_seed", "fingerprint",
-    "first_batch", "fixed_order", "global_batches", "micro_batches", "part_of", "preserved_loader", "random_order",
-    "rows", "seed_all", "undisturbed", "with_copied_batches",
+    "SourceOfRows", "TensorLoader", "TorchLoader", "all_holders", "attributes", "data_changed", "derived_seed",
+    "fingerprint", "first_batch", "fixed_order", "global_batches", "micro_batches", "part_of", "preserved_loader",
+    "random_order", "rows", "seed_all", "undisturbed", "with_copied_batches",
 ]

@@ -200,7 +200,7 @@ def train(loop: Step, make: Any, out: Any = None, hooks: Any = (), **options: An
     return digests
 
 
-@pytest.mark.guarantee("hooks-leave-a-run-unchanged")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(("loop", "make"), ALL, ids=IDS)
 def test_loops_with_own_gradients_keep_their_bits(tmp_path, loop, make):
     """Observers and a misbehaving intervention leave the weights of every step unchanged."""

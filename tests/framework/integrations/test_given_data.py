@@ -117,7 +117,7 @@ def train(given: Any, out: Any = None, count: int = 3, **options: Any) -> bytes:
     return weights + torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode()
 
 
-@pytest.mark.guarantee("hooks-leave-a-run-unchanged")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", GIVEN)
 def test_hooks_read_given_data_without_traces(tmp_path, monkeypatch, kind):

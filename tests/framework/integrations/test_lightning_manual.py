@@ -112,7 +112,7 @@ def misbehave(run_ctx: Any, model_ctx: Any) -> None:
     torch.randn(3)
 
 
-@pytest.mark.guarantee("hooks-leave-a-run-unchanged")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("kind", MODULES)
 def test_manual_optimisation_keeps_its_bits(tmp_path, kind):
     """The weights after every batch are those of the Trainer without hooks."""

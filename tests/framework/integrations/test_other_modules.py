@@ -113,7 +113,7 @@ def digest_of(*modules: nn.Module) -> str:
     return hashlib.md5(b"".join(b"" if t is None else t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-@pytest.mark.guarantee("hooks-leave-a-run-unchanged")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_leave_other_modules_unchanged(tmp_path, kind, declared):

@@ -107,7 +107,7 @@ def misbehave(run_ctx: Any, model_ctx: Any) -> None:
         torch.randn(3)
 
 
-@pytest.mark.guarantee("hooks-leave-a-run-unchanged")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("optimizers", SETS)
 def test_several_optimizers_keep_their_bits(tmp_path, optimizers, order):
