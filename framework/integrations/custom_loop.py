@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
-from ..errors import RunNotice, UsageError, listed, require, warn
+from ..errors import RunNotice, UsageError, listed, notice, require, warn
 from ..hooks import HookPoint
 from ..state import Transient
 from .attached_loop import AttachedLoop
@@ -76,6 +76,7 @@ class CustomLoop(Transient):
         self._is_open = self._is_complete = self._is_updating = False  # state of the step
         self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
         self._is_bare = self._has_deferred_work = False
+        self._has_checked_step = False
         self._has_ready_gradients = self._has_closures = False  # whether the loop has used these calls
         self._is_in_closure_step = self._is_in_backward = self._stepped_in_backward = False
         self._evaluations = 0
@@ -152,6 +153,14 @@ class CustomLoop(Transient):
         if self._attached.place and not self._attached.is_started:  # resumed in an epoch without remaining batches
             self._start(None, steps)
         self._is_data_exhausted = self._is_in_epoch
+
+    def report_no_batches(self) -> None:
+        """Report a loader that yielded no batch in a pass over it."""
+        self._warn_once(
+            "no batches",
+            "scope.batches(loader) got no batch: the loader is empty, or an iterator that an earlier epoch has used "
+            "up; give a DataLoader or a list, or create the iterator again for every epoch.",
+        )
 
     def next_position(self) -> tuple[int, int]:
         """Return the epoch and the index of the micro-batch with which the next pass over the data starts."""
@@ -282,6 +291,13 @@ class CustomLoop(Transient):
         self._end_partial_step()
         if self._is_complete:
             self._end_step(skipped=True)
+        if self._losses:
+            self._warn_once(
+                "left over",
+                f"{len(self._losses)} of {self._accumulate} micro-batches were left over at the end of an epoch, so "
+                "their step is not recorded; call scope.backward(loss, last=True) for the last micro-batch of a "
+                "shorter step.",
+            )
         if self._parts:  # a step without a backward pass, or without its last one, does not count
             self._cancel_step()
         self.run_deferred_work()
@@ -308,6 +324,11 @@ class CustomLoop(Transient):
         for handle in self._handles:
             handle.remove()
         try:
+            if status == "completed" and not self._attached.is_started:
+                notice(
+                    "The scope ends without a step, so nothing is recorded: iterate over scope.batches(loader), and "
+                    "call scope.backward(loss) and optimizer.step() for every batch."
+                )
             if status == "completed" and self._attached.is_started:
                 self._finish_step()
                 if self._attached.manager.counts_epochs:  # the step loop does not count an incomplete pass
@@ -323,6 +344,9 @@ class CustomLoop(Transient):
         # Without a loss the loop computes gradients itself, and has called gradients_ready() without one.
         loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) if losses else None
         self._is_complete = True
+        if not self._has_checked_step:
+            self._has_checked_step = True
+            self._check_first_gradients()
         unscaled = (
             NO_UNSCALING
             if self._scaler is None
@@ -332,6 +356,23 @@ class CustomLoop(Transient):
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
             self._end_step(skipped=True)
+
+    def _check_first_gradients(self) -> None:
+        """Report a first step that does not train the attached model, or trains it in eval mode."""
+        model = self._driver.task.model
+        kind = type(model).__name__
+        if not self._stepped_in_backward and all(parameter.grad is None for parameter in model.parameters()):
+            self._warn_once(
+                "no gradients",
+                f"No parameter of the attached model ({kind}) has a gradient after the first backward pass: the loss "
+                "does not depend on it; attach the model that this loop trains.",
+            )
+        if not model.training:
+            self._warn_once(
+                "eval mode",
+                f"The model ({kind}) is in eval mode in a training step, so that dropout and batch normalisation act "
+                "as in an evaluation; call model.train() before the training, and after each evaluation.",
+            )
 
     def _before_update(
         self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]

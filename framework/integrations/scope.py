@@ -88,9 +88,13 @@ class Scope(AttachedScope):
         steps = steps_in(loader, self._loop.accumulation)
         if isinstance(loader, Loader):
             loader = loader.batches(*self._loop.next_position())
+        is_empty = True
         for batch in loader:
+            is_empty = False
             self._loop.micro_batch(batch, steps)
             yield batch
+        if is_empty and not self._attached.place:
+            self._loop.report_no_batches()
         self._loop.end_of_data(steps)
 
     def backward(

@@ -1,6 +1,7 @@
 """Mistakes with attach are reported in a sentence with advice; loops that only call optimizer.step()."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -318,3 +319,57 @@ def test_loop_keeping_graphs_allows_rolled_back_hooks(tmp_path, act, point):
     """A rollback restores version counters too, so that an earlier graph can still run backward."""
     pairs = zip(remembered(tmp_path, []), remembered(tmp_path, [at(ActingHook, point)(act)]), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def training_of(
+    model: nn.Module, tmp_path: Path, batches: Any, trained: nn.Module | None = None, **options: Any
+) -> None:
+    """Train two epochs with a scope, perhaps another model than the attached one."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with loopscope.attach(model, optimizer, hooks=["norms"], out=tmp_path / "run", overwrite=True, **options) as scope:
+        for _ in range(2):
+            for batch in scope.batches(batches):
+                scope.backward((trained or model)(batch).square().mean())
+                optimizer.step()
+
+
+DATA = [torch.ones(2, 3)] * 3
+SILENT_MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another model": (
+        lambda path: training_of(nn.Linear(3, 2), path, DATA, nn.Linear(3, 2)),
+        r"No parameter of the attached model \(Linear\) has a gradient.* attach the model",
+    ),
+    "eval mode": (lambda path: training_of(nn.Linear(3, 2).eval(), path, DATA), "is in eval mode in a training step"),
+    "an empty list": (
+        lambda path: training_of(nn.Linear(3, 2), path, []),
+        "got no batch: .*The scope ends without a step",
+    ),
+    "a used iterator": (lambda path: training_of(nn.Linear(3, 2), path, iter(DATA)), "an earlier epoch has used up"),
+    "a used generator": (lambda path: training_of(nn.Linear(3, 2), path, (x for x in DATA)), "has used up"),
+}
+
+
+@noted
+@pytest.mark.parametrize("mistake", SILENT_MISTAKES)
+def test_silent_mistake_is_reported_once(tmp_path, capsys, mistake):
+    """A loop that runs, but does not do what its author expects, gets one sentence."""
+    run, sentence = SILENT_MISTAKES[mistake]
+    with pytest.warns(loopscope.errors.RunNotice) if "list" in mistake else nullcontext() as notices:
+        run(tmp_path)
+    text = printed(capsys) + " ".join(str(item.message) for item in notices or ())
+    assert re.search(sentence, text)
+    assert text.count("got no batch") <= 1
+
+
+@noted
+def test_leftover_micro_batches_are_reported(tmp_path, capsys):
+    """Micro-batches of an incomplete step at the end of an epoch are reported, once."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with loopscope.attach(model, optimizer, hooks=["norms"], accumulate=2, out=tmp_path / "run") as scope:
+        for _ in range(2):
+            for index, batch in enumerate(scope.batches(DATA)):
+                scope.backward(model(batch).square().mean())
+                if index == 1:
+                    optimizer.step()
+    assert printed(capsys).count("1 of 2 micro-batches were left over") == 1
