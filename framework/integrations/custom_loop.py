@@ -468,7 +468,10 @@ class CustomLoop(Transient):
             self._driver.loop.step += 1
         else:
             missing = "scope.backward(loss)" if self._parts else "a batch"
-            message = f"optimizer.step() was called without {missing} before it, so hooks have not seen it: {ADVICE}."
+            message = (
+                f"optimizer.step() was called without {missing} before it, so hooks have not seen it: {ADVICE}, or "
+                "scope.gradients_ready(loss) if the loop computes gradients itself."
+            )
             self._warn_once("unseen", message)
 
     def _warn_once(self, kind: str, sentence: str) -> None:

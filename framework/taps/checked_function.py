@@ -22,7 +22,7 @@ def checked_function(
     """
 
     def on_tensor(tensor: Tensor) -> Tensor | None:
-        if not is_active():
+        if not is_active() or is_symbolic(tensor):
             return None
         version = _version_of(tensor)
         copy = tensor.clone() if audit else None
@@ -43,6 +43,17 @@ def checked_function(
         return replacement
 
     return on_tensor
+
+
+def is_symbolic(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for others and has no memory: in ``torch.func`` transforms and FakeTensorMode.
+
+    Taps leave out such passes: per-sample gradients, Jacobians, an export of the model.
+    """
+    # Private: torch has no public function for it (torch 2.9 to 2.15). FakeTensor is recognised by its module, whose
+    # import takes a second.
+    in_transform: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return in_transform or type(tensor).__module__ == "torch._subclasses.fake_tensor"
 
 
 def _version_of(tensor: Tensor) -> tuple[int, int, torch.Size]:
