@@ -211,20 +211,22 @@ class HookCounts:
         names: Sequence[str] = (),
     ) -> None:
         self._tables, self._label, self._contents, self._names = tables, label, contents, names
+        # Hooks may be removed without a new handle, after which a count would be outdated.
+        self._read = set() if contents is None else {item[0] for item in contents() if item}
         self._handles, self._counts, self._ids = RemovableHandle.next_id, self._count(), self._table_ids()
 
     def _count(self) -> tuple[int, ...]:
-        """Return the number of hooks in each table that is not empty."""
-        return (*map(len, filter(None, self._tables())),)
+        """Return the number of hooks in each table that is not empty, without those that ``contents`` reads."""
+        return tuple([len(table) for table in self._tables() if table and id(table) not in self._read])
 
     def _table_ids(self) -> list[int]:
         return [id(table) for table in self._tables() if table is not None]
 
     def refresh(self) -> bool:
-        """Count again at the start of a dispatch; return whether the same tables exist."""
-        previous = self._ids
+        """Count again at the start of a dispatch; return whether the same tables exist and have hooks."""
+        ids, counts = self._ids, self._counts
         self._handles, self._counts, self._ids = RemovableHandle.next_id, self._count(), self._table_ids()
-        return self._ids == previous
+        return self._ids == ids and self._counts == counts
 
     def differences(self, previous: tuple[Any, ...]) -> list[str]:
         """Name the tables that differ: a new handle may also be of a hook elsewhere, or of one that is gone."""

@@ -167,7 +167,7 @@ def test_values_that_torch_reads_safely_are_storable() -> None:
 
 @pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize(
-    ("place", "audit"), [("_pointer", False), ("_version", False), ("digest_of", False), ("differing", True)]
+    ("place", "audit"), [("_column", False), ("_version", False), ("digest_of", False), ("differing", True)]
 )
 def test_warning_while_reading_is_no_mutation(
     place: str, audit: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,8 @@ def test_alerts_are_recorded_despite_warning_filters(action, tmp_path):
     assert {Path(item.filename).name for item in shown} <= {"test_alerts.py"}
 
 
-def test_warnings_as_errors_still_record_alerts(tmp_path):
+@pytest.mark.filterwarnings("error::loopscope.hooks.Alert")
+def test_alerts_as_errors_are_still_recorded(tmp_path):
     """The run ends with a HookError at the check, and the alert is in the file."""
     with registered(Anxious), pytest.raises(HookError, match="'anxious' raised at check of step 3: Alert: All is lost"):
         session(tmp_path, hooks=["anxious"], strategies=["plain"]).run()

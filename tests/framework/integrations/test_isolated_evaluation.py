@@ -205,6 +205,7 @@ def replaced(seen: list[Tensor], net: nn.Module, optimizer: Any) -> dict[str, fl
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("evaluate", [swapped, left_swapped, averaged, replaced])
 def test_swapped_weights_are_restored_exactly(tmp_path: Path, evaluate: Any) -> None:
+    """An evaluation with the averaged weights of a schedule-free optimizer leaves no trace in the training."""
     seen: list[Tensor] = []
     found = train(partial(evaluate, seen), tmp_path, kind=ScheduleFree)
     assert equal(found, train(kind=ScheduleFree))
@@ -253,6 +254,7 @@ class LeftSwapped(Swapping):
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("callback", [Swapping, LeftSwapped])
 def test_lightning_restores_swapped_weights(tmp_path: Path, callback: Any) -> None:
+    """A validation of Lightning with the averaged weights of a schedule-free optimizer leaves no trace."""
     options = {"module": partial(Classifier, optimizer=ScheduleFree, momentum=0.9, lr=0.05)}
     found, *_ = fit(tmp_path, ["norms"], validate=True, callbacks=[callback()], val_check_interval=2, **options)
     assert found == fit(tmp_path / "bare", **options)[0]

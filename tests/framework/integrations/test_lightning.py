@@ -275,8 +275,7 @@ def test_unsupported_trainers_are_refused(tmp_path):
         def on_train_start(self, trainer, module):
             attached(trainer)
 
-    lbfgs, manual = partial(Classifier, optimizer=torch.optim.LBFGS), type("M", (Classifier,), {})
-    manual.automatic_optimization = False
+    lbfgs = partial(Classifier, optimizer=torch.optim.LBFGS)
     sharded = trainer(tmp_path)
     sharded._accelerator_connector.strategy = lightning.strategies.FSDPStrategy()
     mistakes = {
@@ -285,7 +284,6 @@ def test_unsupported_trainers_are_refused(tmp_path):
         "ddp_spawn moves the Trainer": lambda: attached(trainer(tmp_path, devices=2, strategy="ddp_spawn")),
         "FSDPStrategy; attach supports one": lambda: attached(sharded),
         "barebones=True": lambda: attached(lightning.Trainer(accelerator="cpu", barebones=True)),
-        "steps its 1 optimizer": lambda: fit(tmp_path, ["norms"], module=manual),
         "LBFGS evaluates the loss within its step": lambda: fit(tmp_path, ["norms"], module=lbfgs),
     }
     for sentence, mistake in mistakes.items():
