@@ -1,6 +1,5 @@
 """Preservation of the caller's random streams while loopscope imports packages and sets up a run."""
 
-import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,9 @@ def preserved_streams() -> Iterator[None]:
     cannot have been seeded. Accelerators are not included, since no import draws from them;
     :class:`~loopscope.state.RandomStreams` handles them.
     """
+    # Imported here, since importing loopscope must be quick: Ctrl-C is handled by code that is imported after it.
+    import random
+
     numpy: Any = sys.modules.get("numpy.random")
     torch: Any = sys.modules.get("torch.random")
     python_state = random.getstate()

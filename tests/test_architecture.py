@@ -25,6 +25,7 @@ ORDER = (
     *(
         "combined_optimizers",
         "preserved_streams",
+        "interruption",
         "names",
         "option_words",
         "errors",

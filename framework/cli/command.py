@@ -1,7 +1,7 @@
 """Dispatch of the command line, and the commands that are too small for a separate file."""
 
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from ..checkpoints import StoppedError
 from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_console, printable, show_warnings, watch
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
+from ..interruption import raise_at_ctrl_c
 from ..names import as_names
 from ..option_words import command_line_messages
 from ..runs import ReplaySink, Session, check_device, require, run_folders
@@ -34,7 +35,7 @@ from .verify import verify, verify_parser
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
 
 
-def run_command(words: Sequence[str], packages: str | Sequence[str], imports_done: Callable[[], object] = bool) -> int:
+def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
     """Import the packages, run a command and return its exit status; see :func:`loopscope.cli.main.main`."""
     warned: list[str] = []
 
@@ -48,7 +49,7 @@ def run_command(words: Sequence[str], packages: str | Sequence[str], imports_don
                 import_module(package)
             for registry in (ExperimentRegistry, HookRegistry, SinkRegistry):
                 registry.discover()
-            imports_done()
+            raise_at_ctrl_c()
             _dispatch(*words)
         except StoppedError as error:
             _print_message(str(error))

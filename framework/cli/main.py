@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +11,7 @@ from platform import python_version
 from types import TracebackType
 from typing import Any, TextIO
 
+from ..interruption import end_process, is_partly_imported
 from ..preserved_streams import preserved_streams
 
 STDOUT, STDERR = 1, 2
@@ -39,18 +41,12 @@ Options of a command: loopscope COMMAND --help
 """
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    *,
-    packages: str | Sequence[str] = (),
-    imports_done: Callable[[], object] = bool,
-) -> int:
+def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str] = ()) -> int:
     """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 128 + n after signal n.
 
     Args:
         arguments: the words after ``loopscope``; by default those of ``sys.argv``.
         packages: a package, or several, by name; they are imported before the command runs and fill the registries.
-        imports_done: called once the modules of the command are imported.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("help", "-h", "--help"):
@@ -64,7 +60,7 @@ def main(
         # Imported here because it imports torch, which takes about two seconds.
         from .command import run_command
 
-        return run_command(words, packages, imports_done)
+        return run_command(words, packages)
 
 
 class _LastingFile(io.FileIO):
@@ -118,6 +114,11 @@ def without_traceback(default_hook: Excepthook) -> Excepthook:
     """Return an ``excepthook`` that reports bad input, such as two hooks of one name in a script, in one line."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            if is_partly_imported("torch"):  # the shutdown of the interpreter could crash
+                end_process(signal.SIGINT)
+            sys.stderr.write("loopscope: interrupted.\n")
+            raise SystemExit(128 + signal.SIGINT)
         from ..errors import UsageError, user_code_lines
         from .command import refused
 

@@ -343,9 +343,11 @@ class HookSet:
                 self.leave_out([hook.name], "start", UsageError(sentence))
 
     def memory_at(self, point: HookPoint) -> dict[str, Any]:
-        """Return the states of the hooks that fire at ``point`` by name, for :meth:`load_state_dict`."""
+        """Return the states of the hooks that are due at ``point`` by name, for :meth:`load_state_dict`."""
         states: dict[str, Any] = {}
-        for hook in dict.fromkeys(listener.hook for listener in self.listeners.at[point]):
+        epoch, step = self._state.loop.epoch, self._state.loop.step
+        due = [item for item in self.listeners.at[point] if item.is_always_due or item.is_due(epoch, step)]
+        for hook in dict.fromkeys(listener.hook for listener in due):
             # The gate's checks cost more than most states, and the hooks of this package only read theirs.
             is_shipped = type(hook).__module__.startswith("loopscope.")
             state = hook.state_dict() if is_shipped else self._query(hook, "state_dict", hook.state_dict)

@@ -27,7 +27,7 @@ from ..hooks import ENDLESS, StatePart, treatments
 from ..isolation import borrowed_modes, borrowed_parameters
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
-from ..runs import ATTACHED, Run, RunRecord, create_manager, environment, load_reference, read_provenance
+from ..runs import ATTACHED, Run, RunRecord, attempt, create_manager, environment, load_reference, read_provenance
 from ..state import RandomStreams, TrainingState, optimizers_of
 from ..tensors import resharded_afterwards
 from ..training import Ranks, TrainingTask
@@ -212,9 +212,12 @@ class AttachedLoop:
             self._start_run(first)
         except BaseException:
             self.is_closed = True
-            self._release()
-            self.manager.end("failed")
-            self._folder_choice.folder.remove_created()
+            for action in (
+                self._release,
+                partial(self.manager.end, "failed"),
+                self._folder_choice.folder.remove_created,
+            ):
+                attempt(action)  # so that the first error is reported
             raise
         self.is_started, _OPEN[self.path.resolve()] = True, self
         progress = self.run.show_progress()
@@ -225,11 +228,12 @@ class AttachedLoop:
         atexit.register(self._close_at_exit)
 
     def _include_modules_of_loss(self, first: Batch | None) -> None:
-        """Protect the modules in addition to the model that the loss uses, if any hook computes it."""
+        """Protect the modules outside of the model that the loss uses, if any hook computes it."""
         task, state = self.manager.task, self.manager.state
         has_loss = first is not None and "needs_loss" not in self._lacks
-        if has_loss and any(hook.needs_loss for hook in self.manager.hooks):
-            self.manager.isolation.include(modules_of_loss(task, state, first, self._loss))
+        is_computed = has_loss and any(hook.needs_loss for hook in self.manager.hooks)
+        if is_computed and (modules := modules_of_loss(task, state, first, self._loss)):
+            self.manager.isolation.include(modules)
 
     def _create_folder(self) -> None:
         if self._ranks.is_main:
@@ -364,7 +368,8 @@ class AttachedLoop:
             with self.manager.untapped_pass() if self.is_started else nullcontext():
                 yield
             return
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        modules = self.manager.state.modules if self.is_built else model
+        buffers = [(buffer, buffer.detach().clone()) for buffer in modules.buffers()]
         with ExitStack() as stack:
             if self.is_started and not self.is_closed:
                 stack.enter_context(self.manager.between_steps())
@@ -373,9 +378,9 @@ class AttachedLoop:
             else:
                 stack.enter_context((streams := RandomStreams(self.options.seed)).preserved())
             stack.enter_context(self._noticed_draws(streams) if notices else nullcontext())
-            stack.enter_context(borrowed_parameters(model, optimizers))
-            stack.enter_context(borrowed_modes(model, train=None))
-            stack.enter_context(resharded_afterwards(model))
+            stack.enter_context(borrowed_parameters(modules, optimizers))
+            stack.enter_context(borrowed_modes(modules, train=None))
+            stack.enter_context(resharded_afterwards(modules))
             stack.enter_context(unchanged_replica(self.driver.task.replica if self.is_built else None))
             try:
                 yield

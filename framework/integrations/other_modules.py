@@ -51,7 +51,7 @@ class LooseTensors(nn.Module):
 
 
 def modules_of_loss(task: TrainingTask, state: TrainingState, batch: Batch, loss: Loss) -> dict[str, nn.Module]:
-    """Return the modules in addition to the known ones that the loss of a batch uses, by a name for each.
+    """Return the modules outside of the training state that the loss of a batch uses, by a name for each.
 
     The loss is computed once, without side effects. Modules are found when they are called, other tensors with a
     gradient in the autograd graph of the loss. A loss that fails uses no modules here: the hook that computes it later

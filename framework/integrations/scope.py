@@ -104,7 +104,7 @@ class Scope(AttachedScope):
         last: bool = False,
         retain_graph: bool = False,
         create_graph: bool = False,
-        inputs: Sequence[Tensor] | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
         """Run ``loss.backward()``, with the scaler or the Accelerator of the loop, if any.
 
@@ -116,7 +116,8 @@ class Scope(AttachedScope):
         """
         self._require_open()
         given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        self._loop.backward(loss, last=last, **{name: value for name, value in given.items() if value})
+        changed = {name: value for name, value in given.items() if value is not None and value is not False}
+        self._loop.backward(loss, last=last, **changed)
 
     def gradients_ready(self, loss: Tensor | float | None = None) -> None:
         """Report that all gradients of the step are complete, in place of :meth:`backward`.

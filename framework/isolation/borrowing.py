@@ -42,10 +42,15 @@ def borrowed_buffers(owner: ModuleOrGroup) -> Iterator[None]:
                             module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
             yield
         finally:
-            for table, previous in zip(tables, contents, strict=True):
-                if len(table) != len(previous) or any(map(is_not, table.values(), previous.values())):
-                    table.clear()
-                    table.update(previous)
+            _restore_tables(tables, contents)
+
+
+def _restore_tables(tables: Sequence[dict[str, Any]], contents: Sequence[dict[str, Any]]) -> None:
+    """Restore the contents of tables, without writing to those that hold the same objects."""
+    for table, previous in zip(tables, contents, strict=True):
+        if len(table) != len(previous) or any(map(is_not, table.values(), previous.values())):
+            table.clear()
+            table.update(previous)
 
 
 @contextmanager
@@ -210,10 +215,7 @@ def borrowed_parameters(owner: ModuleOrGroup, optimizers: Iterable[Optimizer] = 
         try:
             yield
         finally:
-            for table, previous in zip(tables, contents, strict=True):
-                if len(table) != len(previous) or any(map(is_not, table.values(), previous.values())):
-                    table.clear()
-                    table.update(previous)
+            _restore_tables(tables, contents)
             with torch.no_grad():
                 identities.restore()
             copy_each(identities.bytes, copies)

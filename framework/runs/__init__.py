@@ -14,7 +14,7 @@ from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, forward_emits
 from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
-from .run import Display, Run, create_manager
+from .run import Display, Run, attempt, create_manager
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .validation import DivergedError, Stretch
@@ -47,6 +47,7 @@ __all__ = [
     "StrategyPlan",
     "Stretch",
     "allowed_words",
+    "attempt",
     "build_run",
     "check_device",
     "checked_fields",
