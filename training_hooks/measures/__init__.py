@@ -5,6 +5,7 @@ from .drawn_rows import drawn_loader
 from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, sharded_like, stacked
 from .jackknife import jackknife_variance
 from .missing_rates import refuse_missing_rates
+from .series_budget import FamilyFile, SeriesBudget
 from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
     stable_rank,
@@ -12,7 +13,8 @@ from .spectra import (
 from .splitmix import splitmix64
 
 __all__ = [
-    "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "drawn_loader", "effective_rank",
+    "Alerts", "FamilyFile", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "SeriesBudget", "drawn_loader",
+    "effective_rank",
     "entropy_of_shares", "gini", "jackknife_variance", "leading_share", "notice", "participation_ratio",
     "refuse_missing_rates", "sharded_like", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]
