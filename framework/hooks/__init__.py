@@ -18,7 +18,7 @@ from .registries import (
     ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, build_hooks, options_of, refuse_idle_options,
     without_duplicates,
 )
-from .taps import GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
+from .taps import ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
 
 __all__ = [
     "ALERTS",
@@ -37,7 +37,9 @@ __all__ = [
     "EpochWindow",
     "ExperimentRegistry",
     "ExpiredError",
+    "ForwardCall",
     "ForwardResult",
+    "ForwardTap",
     "GradientTap",
     "HookPoint",
     "HookRegistry",

@@ -1,6 +1,6 @@
-"""Taps: functions that read or replace a gradient during the backward pass, read inputs, or count quantisations."""
+"""Taps: functions that read or replace gradients, read values of the forward pass, or count quantisations."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -41,7 +41,8 @@ class GradientTap:
         kind: ``"parameter"``: the gradient of a parameter; ``"output"``: the gradient of a module's first output
             tensor; ``"weight"``: the part of the gradient of a shared weight that comes from this module;
             ``"elsewhere"``: the part of that gradient that comes from the rest of the model; ``"input"``: the module's
-            first input tensor, detached. If the target is used several times in a step, the tap is called once per use.
+            first input tensor, detached. If the target is used several times in a step, the tap is called once per use;
+            a recomputation of activation checkpointing is not a use of an input.
         function: takes the tensor; returns ``None``, or a replacement if ``replaces``.
         replaces: the tap changes the gradient; requires ``commits = {StatePart.GRADIENTS}``.
     """
@@ -52,8 +53,33 @@ class GradientTap:
     replaces: bool = False
 
 
-Tap = GradientTap | QuantizationTap
-"""A tap of either kind."""
+@dataclass(frozen=True)
+class ForwardCall:
+    """One use of a module in the forward pass: its inputs and its output, with every tensor detached."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True)
+class ForwardTap:
+    """A function that reads the inputs and outputs of a module in the forward passes of the training step.
+
+    It is called without gradient tracking, once per use: for every micro-batch, and for every use of a module that the
+    model uses several times. A recomputation of activation checkpointing is not a use.
+
+    Args:
+        target: the name of a module of the model; ``""`` is the model itself.
+        function: takes a :class:`ForwardCall`. It must not change its tensors, which are those of the training.
+    """
+
+    target: str
+    function: Callable[[ForwardCall], None]
+
+
+Tap = GradientTap | ForwardTap | QuantizationTap
+"""A tap of any kind."""
 
 
 @dataclass(frozen=True)

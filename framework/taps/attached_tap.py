@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..errors import UsageError, unknown
-from ..hooks import GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
+from ..hooks import ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
 from ..state import InternalFunction
 from .callbacks import FORWARD_TENSORS, ForwardCallbacks, input_callbacks, output_callbacks
 from .checked_function import checked_function
 from .compiled_modules import uncompiled_forward, uncompiled_hook
+from .forward_calls import ForwardCallback, forward_callback
 from .passes import Pass, RunningPasses
 from .weight_uses import elsewhere_callbacks, weight_callbacks
 
@@ -59,6 +60,10 @@ class AttachedTap:
         self._attached = ExitStack()
         if isinstance(tap, QuantizationTap):
             self._registrations = self._on_quantizers(tap, model)
+        elif isinstance(tap, ForwardTap):
+            module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
+            callback = forward_callback(owner, tap, self.is_active, passes, audit=audit)
+            self._registrations = [partial(_after_forward, module, callback)]
         else:
             on_tensor = checked_function(owner, tap, self.is_active, passes, audit=audit)
             self._registrations = self._on_tensors(tap, model, on_tensor, compiled=compiled)
@@ -129,11 +134,15 @@ class AttachedTap:
 
 def _first_state(tap: Tap, *, compiled: bool) -> TapState:
     # Hooks of parameters run outside of compiled graphs, hooks of modules inside them.
-    if isinstance(tap, QuantizationTap) or tap.kind == "parameter":
+    if isinstance(tap, QuantizationTap) or (isinstance(tap, GradientTap) and tap.kind == "parameter"):
         return TapState.PERMANENT
     if not compiled:
         return ATTACHED
-    return TapState.PERMANENT if tap.replaces else TapState.SEPARATE
+    return TapState.PERMANENT if isinstance(tap, GradientTap) and tap.replaces else TapState.SEPARATE
+
+
+def _after_forward(module: nn.Module, callback: ForwardCallback) -> AbstractContextManager[Any]:
+    return module.register_forward_hook(InternalFunction(callback), with_kwargs=True)
 
 
 def _around(

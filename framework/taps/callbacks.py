@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..hooks import OnGradient
+from .training_use import is_training_use
 
 ForwardCallbacks = tuple[Callable[..., None] | None, Callable[..., None] | None]
 """Functions that are called before and after a module's forward; ``None`` for none."""
@@ -33,10 +34,10 @@ def output_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> 
 
 
 def input_callbacks(on_input: OnGradient, is_active: Callable[[], bool]) -> ForwardCallbacks:
-    """Return callbacks that tap a module's first input tensor, in passes with gradients."""
+    """Return callbacks that tap a module's first input tensor, once per use."""
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if not (torch.is_grad_enabled() and is_active()):
+        if not (is_active() and is_training_use()):
             return
         first = next((leaf for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)), None)
         if first is not None:

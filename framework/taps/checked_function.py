@@ -24,14 +24,14 @@ def checked_function(
     def on_tensor(tensor: Tensor) -> Tensor | None:
         if not is_active() or is_symbolic(tensor):
             return None
-        version = _version_of(tensor)
+        version = version_of(tensor)
         copy = tensor.clone() if audit else None
         replacement: Tensor | None = None
         try:
             with passes:  # the function may run a backward pass itself
                 replacement = owner.call(tap.target, partial(_replacement_of, tap, tensor))
         finally:
-            is_same = _version_of(tensor) == version
+            is_same = version_of(tensor) == version
             if copy is not None:
                 is_same = is_same and torch.equal(in_bytes(copy), in_bytes(tensor))
             if not is_same or (replacement is not None and not tap.replaces):
@@ -56,9 +56,12 @@ def is_symbolic(tensor: Tensor) -> bool:
     return in_transform or type(tensor).__module__ == "torch._subclasses.fake_tensor"
 
 
-def _version_of(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    # Detects in-place writes by the version counter, and assignment to ``.data`` or ``set_`` by the address, without a
-    # copy or a device synchronisation. Writes through ``.data`` change neither; only an audit detects them.
+def version_of(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    """Return numbers that change if a tensor is written, without a copy or a device synchronisation.
+
+    The version counter detects writes in place, and the address an assignment to ``.data`` or ``set_``. Writes through
+    ``.data`` change neither; only an audit detects them.
+    """
     return tensor._version, tensor.data_ptr(), tensor.shape
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from loopscope.errors import StateMutationError
-from loopscope.hooks import GradientTap, HookPoint, TrainingHook
+from loopscope.hooks import ForwardTap, GradientTap, HookPoint, TrainingHook
 
 from tests.contracts.test_misbehaving_hooks import train_with
 from tests.support import Case, Run, bare_run, differences
@@ -11,7 +11,7 @@ from tests.support.cases import slow_unless
 from tests.support.misbehaving_hooks import DETECTED_BY_TRIPWIRE, HARMLESS, MUTATIONS, MisbehavingHook
 
 CASE = Case()
-TARGETS = {"parameter": "0.weight", "output": "0", "weight": "4", "input": "4"}
+TARGETS = {"parameter": "0.weight", "output": "0", "weight": "4", "input": "4", "forward": "4"}
 """The tapped object by kind of tap. The gradient of the first weight comes last, after all others."""
 WITHOUT_EFFECT = {"drop_a_gradient"}
 """Mutations whose target does not exist when the first weight receives its gradient."""
@@ -41,7 +41,10 @@ class MisbehavingTap(MisbehavingHook, TrainingHook):
         return []
 
     def taps(self, model):
-        return [GradientTap(TARGETS[self.kind], self.kind, self.on_gradient)]
+        target = TARGETS[self.kind]
+        if self.kind == "forward":
+            return [ForwardTap(target, self.on_gradient)]
+        return [GradientTap(target, self.kind, self.on_gradient)]
 
     def on_gradient(self, gradient):
         if self.scene.state.loop.step == 2:
@@ -92,7 +95,7 @@ def every_kind_of_tap(names: set[str], *, always: set[str]) -> pytest.MarkDecora
     rows = [
         pytest.param(kind, name, id=f"{kind}-{name}", marks=slow_unless(kind == "parameter" or name in always))
         for kind in TARGETS
-        for name in sorted(names - (MUTATIONS_OF_GRADIENTS if kind == "input" else set()))
+        for name in sorted(names - (MUTATIONS_OF_GRADIENTS if kind in ("input", "forward") else set()))
     ]
     return pytest.mark.parametrize(("kind", "name"), rows)
 

@@ -17,6 +17,7 @@ from loopscope.training_hooks.lowbit.hypothetical_casts import HypotheticalCasts
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
 from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, operands, product_errors, sample_rows
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import SpyHook, at, differences
 from tests.support.transfers import TransferCount
@@ -666,3 +667,26 @@ def test_every_reading_is_described():
     """The descriptions cover all roles together and each single role."""
     names = {info.name for info in GradientOverflow().describe_metrics()}
     assert {*READINGS} | {f"{name}_of/<parameter>" for name in READINGS} <= names
+
+
+class Checkpointed(nn.Sequential):
+    """Recomputes its layers during the backward pass."""
+
+    def __init__(self, layers: nn.Sequential, reentrant: bool) -> None:
+        super().__init__(*layers)
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs.requires_grad_()
+        return checkpoint(super().forward, inputs, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("subject", ["activations", "output_gradients"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers_are_counted_once(subject, reentrant):
+    """Activation checkpointing of either kind changes no count and no error."""
+    options = {**ALWAYS, "of": subject, "rules": "nvfp4"}
+    plain = LowBitRun(network(), [GradientOverflow(**options)], steps=2).train()
+    recomputed = LowBitRun(Checkpointed(network(), reentrant), [GradientOverflow(**options)], steps=2).train()
+    assert plain.values(2)
+    assert recomputed.values(2) == pytest.approx(plain.values(2), nan_ok=True)

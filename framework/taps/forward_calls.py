@@ -1,0 +1,54 @@
+"""The callback of a forward tap, with a check that its function changes no tensor."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import StateMutationError
+from ..hooks import ForwardCall, ForwardTap, TapOwner
+from ..tensors import in_bytes
+from .checked_function import is_symbolic, version_of
+from .passes import RunningPasses
+from .training_use import is_training_use
+
+ForwardCallback = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
+"""A module hook with the arguments of ``register_forward_hook(with_kwargs=True)``."""
+
+
+def forward_callback(
+    owner: TapOwner, tap: ForwardTap, is_active: Callable[[], bool], passes: RunningPasses, *, audit: bool
+) -> ForwardCallback:
+    """Return a module hook that calls the tap, with no tap active inside of it.
+
+    It raises :class:`StateMutationError` if the tap changed a tensor. ``audit`` compares every byte.
+    """
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        if not (is_active() and is_training_use()):
+            return
+        all_tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+        if any(map(is_symbolic, all_tensors)):
+            return
+        # Sparse and nested tensors have no address.
+        tensors = [tensor for tensor in all_tensors if tensor.layout is torch.strided and not tensor.is_nested]
+        versions = list(map(version_of, tensors))
+        copies = [tensor.detach().clone() for tensor in tensors] if audit else []
+        try:
+            with torch.no_grad(), passes:  # the function may run a pass of the model itself
+                detached = tree_map_only(Tensor, Tensor.detach, (args, kwargs, output))
+                owner.call(tap.target, partial(tap.function, ForwardCall(*detached)))
+        finally:
+            is_same = versions == list(map(version_of, tensors))
+            for copy, tensor in zip(copies, tensors, strict=False):
+                is_same = is_same and torch.equal(in_bytes(copy), in_bytes(tensor))
+            if not is_same:
+                raise StateMutationError(
+                    f"The tap of hook {owner.hook!r} on {tap.target or 'the model'!r} changed an input or output that "
+                    "it may only read; change a clone of the tensor instead."
+                )
+
+    return after
