@@ -116,6 +116,8 @@ class HookCalls:
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)
                 isolation.check_rest()
+            elif self._dispatch.has_urgent and self._dispatch.deliver_urgent(loop.epoch):
+                isolation.check_rest()
             if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
                 self._hooks.synchronise_failures()
         finally:
@@ -124,7 +126,10 @@ class HookCalls:
     def _observe(self, listener: Listener, context: RunDataContext) -> None:
         # Metrics are added within the call, so that a tensor of a wrong shape is an error of the hook.
         hook = listener.hook
-        self._dispatch.add(hook, listener.point, self._state.loop.step, hook.compute(context))
+        metrics = hook.compute(context)
+        self._dispatch.add(hook, listener.point, self._state.loop.step, metrics)
+        if metrics and listener.has_urgent_metrics:
+            self._dispatch.mark_urgent(hook.is_urgent(metrics))
 
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
         point, step = listener.point, self._state.loop.step
@@ -143,7 +148,10 @@ class HookCalls:
 
         def intervene() -> bool:
             # add() copies the tensors here, before the rollback.
-            self._dispatch.add(hook, point, step, hook.intervene(context, model_context))
+            metrics = hook.intervene(context, model_context)
+            self._dispatch.add(hook, point, step, metrics)
+            if metrics and listener.has_urgent_metrics:
+                self._dispatch.mark_urgent(hook.is_urgent(metrics))
             return True
 
         with model_context:
@@ -176,6 +184,9 @@ class HookCalls:
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         series = loop.step_series if point in EPOCH_END else None
+        newest_norm = None
+        if at_step and loop.loss is not None and loop.step_series is not None and loop.series_steps:
+            newest_norm = loop.step_series[1, loop.series_steps - 1]
         previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
         losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
@@ -202,6 +213,7 @@ class HookCalls:
             accumulated_grads=None if at_step or accumulated is None else MappingProxyType(accumulated),
             step_losses=losses,
             step_grad_norms=grad_norms,
+            grad_norm=newest_norm,
             prev_step_grads=None if previous is None or not at_step else MappingProxyType(previous),
             target_grad=_frozen(self._isolated_target_grad(point)) if self._needs_target_grad else None,
             reference_weights=self._reference_weights,

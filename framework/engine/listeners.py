@@ -28,6 +28,7 @@ class Listener:
         self.intervention = hook if isinstance(hook, InterventionHook) and intervenes else None
         self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
+        self.has_urgent_metrics = point in STEP_POINTS and type(hook).is_urgent is not TrainingHook.is_urgent
         schedule = hook.point_schedules.get(point, hook.step_schedule)
         advice = "it must be a StepSchedule, such as StepSchedule(mode='stride', every_n_steps=10)"
         is_valid = isinstance(schedule, StepSchedule)

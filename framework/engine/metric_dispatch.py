@@ -28,6 +28,7 @@ from ..hooks import (
 )
 from ..isolation import Call, Isolation
 from .log import log
+from .urgent_flags import UrgentFlags
 
 Group = tuple[torch.device, torch.dtype]
 Origin = TypeVar("Origin")
@@ -252,6 +253,7 @@ class MetricDispatch:
         self._newest: dict[str, Any] = {}
         self._alerts: list[Alert] = []
         """Alerts that have not been sent to the sinks."""
+        self._urgent = UrgentFlags()
         self._follow_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
 
     def last(self, point: HookPoint | None = None) -> dict[str, Any]:
@@ -313,7 +315,24 @@ class MetricDispatch:
             with self._isolation.visit():
                 self._flush_steps(epoch)
 
+    @property
+    def has_urgent(self) -> bool:
+        """Whether a hook may have asked for the immediate delivery of its metrics."""
+        return bool(self._urgent)
+
+    def mark_urgent(self, flag: bool | Tensor) -> None:
+        """Record the result of a hook's ``is_urgent``."""
+        self._urgent.add(flag)
+
+    def deliver_urgent(self, epoch: int) -> bool:
+        """Deliver the buffered step metrics, within a visit, if a hook has asked for it, and return whether one has."""
+        is_urgent = self._urgent.take()
+        if is_urgent:
+            self._flush_steps(epoch)
+        return is_urgent
+
     def _flush_steps(self, epoch: int) -> None:
+        self._urgent.clear()
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
         arrived = self._pending_steps.to_host()

@@ -6,7 +6,7 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import UsageError
@@ -214,6 +214,14 @@ class TrainingHook(Remembering, ABC):
     def table(self) -> Mapping[str, Mapping[str, float]]:
         """Return a table of final results, by row and column: shown at the end and stored in the summary."""
         return {}
+
+    def is_urgent(self, metrics: Metrics) -> bool | Tensor:
+        """Return whether :meth:`check` would return an alert for these metrics of a step-level point.
+
+        The buffered metrics are then delivered at this step, not only at the end of the logging interval. A tensor
+        on an accelerator is read at the next dispatch, so that the host does not wait for the device.
+        """
+        return False
 
     def check(self, values: Mapping[str, Any], step: int) -> Iterable[Alert] | None:
         """Check the metrics of one call, as host values, and return alerts about them."""

@@ -274,6 +274,9 @@ class RunDataContext:
     float64 (``needs_step_series``)."""
     step_grad_norms: Tensor | None = None
     """Joint Euclidean norms of the gradients of the same steps at POST_BACKWARD (``needs_step_series``)."""
+    grad_norm: Tensor | None = None
+    """Joint Euclidean norm of the step's gradients at POST_BACKWARD, before clipping: a zero-dimensional tensor,
+    float64 (``needs_step_series``)."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradient of the previous step at POST_BACKWARD, by parameter name (``needs_prev_step_grads``)."""
     target_grad: Mapping[str, Tensor] | None = None
@@ -350,6 +353,7 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "accumulated_grads": (EPOCH_END, "needs_grads", ""),
     "step_losses": (EPOCH_END, "needs_step_series", ""),
     "step_grad_norms": (EPOCH_END, "needs_step_series", ""),
+    "grad_norm": (_STEPS[1:], "needs_step_series", "if the loss is known"),
     "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),
     "target_grad": (tuple(HookPoint), "needs_target_grad", "if the experiment defines target_grad"),
     "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with a reference solution"),

@@ -9,6 +9,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, Train
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Alert, Metrics, RunInfo
 from loopscope.option_words import hook_option_text
+from loopscope.tensors import unsharded
 from torch import Tensor
 
 SMALLEST_SPREAD = 1e-10  # below this standard deviation a step has no deviation
@@ -46,9 +47,8 @@ def deviations(series: Tensor, window: int) -> Tensor:
 
 
 SPIKES = """
-    {prefix}_deviation | (x − mean) / σ for each step of the epoch (step loop: since the last SNAPSHOT), ending with
-        `step`; x the {label}, mean and population standard deviation σ those of the `window` steps before it
-        | (−∞, ∞) each
+    {prefix}_deviation | (x − mean) / σ of a step; x the {label}, mean and population standard deviation σ those of the
+        `window` steps before it | (−∞, ∞)
         | Above `threshold`: a spike. The first `window` steps of a run have no value; NaN: σ < 1e-10, or x is NaN.
     {prefix}_spike_count | number of steps so far with x > mean + threshold·σ and σ ≥ 1e-10 | 0, 1, 2, …
         | Rises only early: the warm-up is too short. Rises to the end: the learning rate is too high, or single batches
@@ -64,7 +64,8 @@ class LossSpikes(TrainingHook):
     A spike is a value above the mean of the previous ``window`` steps by more than ``threshold`` standard deviations.
     Spikes enter the window like other values, so only the start of a lasting rise is a spike; infinite and NaN values
     in the window are ignored. Loss and gradient norm are those at POST_BACKWARD, before clipping, which would hide
-    spikes. The hook checks every step: all steps of an epoch together at its end, or at SNAPSHOT in the step loop.
+    spikes. The hook checks every step with a known loss, and reports a spike at once. A step that a loss scaler skips
+    has no gradient norm: its overflow is no spike.
 
     Assumes that loss and gradient norm fluctuate around a steady level within a window: a steep fall widens σ and hides
     small spikes. With 6σ false alarms are rare for Gaussian values, but not for heavy-tailed ones.
@@ -75,7 +76,7 @@ class LossSpikes(TrainingHook):
     """
 
     name = "loss_spikes"
-    loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
     needs_step_series = True
     _previous = Remembered(partial(torch.zeros, len(SIGNALS), 0, dtype=torch.float64))
     """The newest ``window`` values of each signal."""
@@ -100,30 +101,36 @@ class LossSpikes(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return the deviations of the steps since the last call, and the counts; nothing before the window is full."""
-        if ctx.step_losses is None or ctx.step_grad_norms is None or not len(ctx.step_losses):
+        """Return the deviations of the step, and the counts; nothing before the window is full."""
+        if ctx.loss is None or ctx.grad_norm is None:
             return {}
-        new = torch.stack([ctx.step_losses, ctx.step_grad_norms])
+        grad_norm = ctx.grad_norm
+        if ctx.loss_scale is not None:  # the scaler skips a step with an infinite norm
+            grad_norm = torch.where(grad_norm.isfinite(), grad_norm, torch.nan)
+        new = torch.stack([unsharded(torch.as_tensor(ctx.loss)).to(grad_norm), grad_norm])[:, None]
         series = torch.cat([self._previous.to(new.device), new], dim=1)
         self._previous = series[:, -self.window :].clone()
-        new_deviations = deviations(series, self.window)
-        if not new_deviations.shape[1]:
+        if series.shape[1] <= self.window:
             return {}
-        self._counts = self._counts.to(new.device) + (new_deviations > self.threshold).sum(1)
+        deviation = deviations(series, self.window)[:, -1]
+        self._counts = self._counts.to(new.device) + (deviation > self.threshold)
         metrics: dict[str, Any] = {}
-        for prefix, deviation, count in zip(SIGNALS, new_deviations, self._counts, strict=True):
-            metrics |= {f"{prefix}_deviation": list(deviation), f"{prefix}_spike_count": count}
+        for prefix, value, count in zip(SIGNALS, deviation, self._counts, strict=True):
+            metrics |= {f"{prefix}_deviation": value, f"{prefix}_spike_count": count}
         return metrics
 
+    def is_urgent(self, metrics: Metrics) -> bool | Tensor:
+        """Return whether the step is a spike."""
+        flags = [metrics[f"{prefix}_deviation"] > self.threshold for prefix in SIGNALS]
+        return torch.stack(flags).any()
+
     def check(self, values: Mapping[str, Any], step: int) -> Iterator[Alert]:
-        """Yield an alert for every spike; ``step`` is the last of the checked steps."""
+        """Yield an alert for every signal that spikes at the step."""
         for prefix, label in SIGNALS.items():
             metric = f"{prefix}_deviation"
-            step_deviations = values[metric]
-            for spike_step, deviation in enumerate(step_deviations, step - len(step_deviations) + 1):
-                if deviation > self.threshold:
-                    sentence = (
-                        f"The {label} spiked at step {spike_step:,}: it was {deviation:.1f} standard deviations above "
-                        f"its mean over the previous {self.window} steps (the threshold is {self.threshold:g})."
-                    )
-                    yield Alert(sentence, metric=metric, step=spike_step, value=deviation, limit=self.threshold)
+            if (deviation := values[metric]) > self.threshold:
+                sentence = (
+                    f"The {label} spiked at step {step:,}: it was {deviation:.1f} standard deviations above "
+                    f"its mean over the previous {self.window} steps (the threshold is {self.threshold:g})."
+                )
+                yield Alert(sentence, metric=metric, step=step, value=deviation, limit=self.threshold)
