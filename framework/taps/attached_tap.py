@@ -142,7 +142,12 @@ def _first_state(tap: Tap, *, compiled: bool) -> TapState:
 
 
 def _after_forward(module: nn.Module, callback: ForwardCallback) -> AbstractContextManager[Any]:
-    return module.register_forward_hook(InternalFunction(callback), with_kwargs=True)
+    hook = InternalFunction(callback)
+    handle = module.register_forward_hook(hook, with_kwargs=True)
+    # Private: torch only looks up whether the key is in this table, whose values are True (torch 2.9 to 2.15). The
+    # value here marks the entry as internal, so that digests omit it as they omit the hook.
+    module._forward_hooks_with_kwargs[handle.id] = hook  # type: ignore[assignment]
+    return handle
 
 
 def _around(
