@@ -1,5 +1,6 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
+from .activations import Activations
 from .averaging import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
 from .circuits import Attention, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
@@ -15,7 +16,7 @@ from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates
 
 __all__ = [
-    "AdamDynamics", "Attention", "BatchDynamics", "ClipOptions", "Consecutive", "Counterfactual",
+    "Activations", "AdamDynamics", "Attention", "BatchDynamics", "ClipOptions", "Consecutive", "Counterfactual",
     "CounterfactualValidator", "EmbeddingProvenance", "Fourier", "GradClip", "GradientFlow", "GradientNoiseScale",
     "GradientOverflow", "GradientProjection", "Hessian", "LossSpikes", "LrProbe", "MetisSplit", "ModelSmoother",
     "ModelSmoothing", "Norms", "OutputProjectionClip", "ParameterDelta", "PathLength", "Phases", "RangePenaltyReport",

@@ -2,7 +2,7 @@
 
 from .batch_dynamics import BatchDynamics
 from .consecutive import Consecutive
-from .gradient_flow import GradientFlow
+from .gradient_flow import GradientFlow, find_chains
 from .gradient_noise_scale import GradientNoiseScale
 from .gradient_projection import GradientProjection
 from .norms import Norms
@@ -11,5 +11,5 @@ from .variance import Variance
 
 __all__ = [
     "BatchDynamics", "Consecutive", "GradientFlow", "GradientNoiseScale", "GradientProjection", "Norms",
-    "SubspaceGradientInfo", "Variance",
+    "SubspaceGradientInfo", "Variance", "find_chains",
 ]

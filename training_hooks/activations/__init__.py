@@ -1,0 +1,5 @@
+"""Hooks that read the forward pass of the training: sizes of activations, and the origin of non-finite values."""
+
+from .activations import Activations
+
+__all__ = ["Activations"]
