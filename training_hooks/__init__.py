@@ -1,6 +1,6 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
-from .activations import Activations
+from .activations import Activations, FirstNonfinite
 from .averaging import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
 from .circuits import Attention, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
@@ -17,7 +17,8 @@ from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, W
 
 __all__ = [
     "Activations", "AdamDynamics", "Attention", "BatchDynamics", "ClipOptions", "Consecutive", "Counterfactual",
-    "CounterfactualValidator", "EmbeddingProvenance", "Fourier", "GradClip", "GradientFlow", "GradientNoiseScale",
+    "CounterfactualValidator", "EmbeddingProvenance", "FirstNonfinite", "Fourier", "GradClip", "GradientFlow",
+    "GradientNoiseScale",
     "GradientOverflow", "GradientProjection", "Hessian", "LossSpikes", "LrProbe", "MetisSplit", "ModelSmoother",
     "ModelSmoothing", "Norms", "OutputProjectionClip", "ParameterDelta", "PathLength", "Phases", "RangePenaltyReport",
     "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient",

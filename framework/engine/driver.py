@@ -33,6 +33,7 @@ class Driver:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
         self._hooks = manager.hooks
         self._recorder = GradientRecorder(task, manager.hooks)
+        self._saves_streams = manager.hooks.listeners.any_has("needs_step_replay")
         self._checked_first_batch = False
         self.can_cancel_steps = False
         """Whether the loop may call :meth:`cancel_step`, for which hooks at PRE_STEP are remembered."""
@@ -76,6 +77,8 @@ class Driver:
             self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.dispatch.mark_steps()
         self.manager.fire(PRE_STEP)
         self.manager.update_taps()
+        if self._saves_streams:
+            self.manager.save_step_streams()
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
 

@@ -32,7 +32,7 @@ from ..isolation import (
     borrowed_modes,
     borrowed_weights,
 )
-from ..state import TrainingState, betas_of, learning_rate_of, number_or, optimizers_of
+from ..state import StreamState, TrainingState, betas_of, learning_rate_of, number_or, optimizers_of
 from ..tensors import Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask, without_graph
 from .commits import CommitRecord
@@ -75,8 +75,21 @@ class HookCalls:
             last_metrics=dispatch.last,
             ranks=task.ranks,
             row_indices=self._rows_of_batch,
+            replayed=self._replayed,
         )
         self._row_numbers = RowNumbers(task.loader)
+        self._step_streams: StreamState | None = None
+
+    def save_step_streams(self) -> None:
+        """Save the random streams with which the pass of the step begins, for hooks that repeat it."""
+        self._step_streams = self._state.streams.save()
+
+    @contextmanager
+    def _replayed(self) -> Iterator[None]:
+        with self._state.streams.preserved():
+            if self._step_streams is not None:
+                self._step_streams.restore()
+            yield
 
     def call_due_hooks(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; without due hooks, return before any setup."""

@@ -160,6 +160,8 @@ class TrainingHook(Remembering, ABC):
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
     needs_step_series: ClassVar[bool] = False
+    needs_step_replay: ClassVar[bool] = False
+    """The hook repeats the pass of a step with its random numbers (:meth:`RunDataContext.replayed`)."""
     needs_pre_epoch_state: ClassVar[bool] = False
     needs_target_grad: ClassVar[bool] = False
     needs_reference_weights: ClassVar[bool] = False
@@ -182,6 +184,8 @@ class TrainingHook(Remembering, ABC):
     uses_reference_weights: bool = False
     """The hook reports more if a reference solution exists."""
     debug: ClassVar[bool] = False
+    in_health: ClassVar[bool] = False
+    """The hook is in the group ``health``: cheap hooks that detect what goes wrong in any training."""
     always: ClassVar[bool] = False
     """The hook is active, and comes first, if any other hook or a sink that keeps metrics is active."""
     metrics: ClassVar[str] = ""

@@ -1,6 +1,7 @@
 """Read-only arguments of hooks: the view of one hook point, and the description of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -232,6 +233,7 @@ class ObserverServices:
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
     ranks: "Ranks" = field(default_factory=_one_process)
     row_indices: Callable[[int, int], Tensor | None] = _unknown_rows
+    replayed: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +320,14 @@ class RunDataContext:
         Gradients, buffers, modes and random streams are restored afterwards.
         """
         return self.services.batch_gradients(batch)
+
+    def replayed(self) -> AbstractContextManager[None]:
+        """Draw in the body the random numbers of the step's own pass, such as its dropout masks.
+
+        The streams are those at the end of PRE_STEP, so draws of a custom loop between PRE_STEP and its pass shift
+        them. Requires ``needs_step_replay``.
+        """
+        return self.services.replayed()
 
     def evaluate(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the results of the experiment's evaluation with other weights; the model's weights do not change.

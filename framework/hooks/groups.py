@@ -10,7 +10,7 @@ from .registries import HookRegistry
 
 BULK = ("observers", "interventions", "full", "all")
 """The groups and keywords that select hooks by their kind."""
-GROUPS = ("none", "minimal", "observers", "interventions", "full")
+GROUPS = ("none", "minimal", "health", "observers", "interventions", "full")
 
 
 def hook_kind(hook: type[TrainingHook]) -> str:
@@ -30,8 +30,9 @@ def bulk_hooks(keyword: str) -> list[str]:
 
 def hook_groups(minimal: Sequence[str] = ()) -> dict[str, list[str]]:
     """Return the groups of ``--with-hooks``, which contain no committing and no debug hooks."""
-    bulk = {group: bulk_hooks(group) for group in GROUPS if group not in ("none", "minimal")}
-    return {"none": [], "minimal": [*always_on(), *minimal], **bulk}
+    health = [*always_on(), *(hook.name for hook in HookRegistry if hook.in_health)]
+    bulk = {group: bulk_hooks(group) for group in GROUPS if group in BULK}
+    return {"none": [], "minimal": [*always_on(), *minimal], "health": health, **bulk}
 
 
 def always_on() -> list[str]:

@@ -83,7 +83,7 @@ def attach(
         optimizer: the optimizer that trains the model, or a list of several that each train a part of it. POST_STEP
             follows the step of the last of them.
         hooks: hooks by name, class or instance.
-        with_hooks: a group of hooks: ``observers``, ``interventions``, ``full``, ``minimal``.
+        with_hooks: a group of hooks: ``health``, ``observers``, ``interventions``, ``full``, ``minimal``.
         hook_options: options by the name of the hook.
         schedules: the steps at which hooks fire, by the name of the hook.
         scheduler: the learning-rate scheduler, which is rolled back with the rest of the training state, or a list of

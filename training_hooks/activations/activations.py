@@ -1,6 +1,7 @@
 """Sizes, outliers and dead units of the activations, in the training's own forward pass."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -71,6 +72,7 @@ class Activations(TrainingHook):
 
     name = "activations"
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD})
+    in_health = True
     _sums = Remembered(dict[str, UnitSums], saved=False)
     _file = Remembered(FamilyFile, merged=True)
     metrics = """
@@ -216,7 +218,8 @@ class Activations(TrainingHook):
         """Return the values of every family by module, after one transfer to the host."""
         keys: list[tuple[str, str]] = []
         values: list[Tensor] = []
-        functions = {**FAMILIES, "dormant_fraction": partial(dormant_fraction, threshold=self._dormant_threshold)}
+        functions: dict[str, Callable[[UnitSums], Tensor]] = dict(FAMILIES)
+        functions["dormant_fraction"] = partial(dormant_fraction, threshold=self._dormant_threshold)
         for family, function in functions.items():
             of_units = family in ("dormant_fraction", "dead_fraction")
             for name in sums:
@@ -235,6 +238,6 @@ class Activations(TrainingHook):
         return families
 
 
-def _largest(values: Iterable[float]) -> float:
+def _largest(values: Collection[float]) -> float:
     """Return the largest value, NaN if there is one."""
-    return float(torch.tensor([*values], dtype=torch.float64).max())
+    return math.nan if any(map(math.isnan, values)) else max(values)

@@ -90,7 +90,8 @@ class UnitSums:
     def joined(cls, totals: Sequence[Tensor], extremes: Sequence[Tensor]) -> "UnitSums":
         """Return the sums with these :attr:`totals` and :attr:`extremes`."""
         squares, magnitudes, counts = totals
-        return cls(squares, magnitudes, *extremes, counts)
+        highest, highest_negative = extremes
+        return cls(squares, magnitudes, highest, highest_negative, counts)
 
 
 def root_mean_square(sums: UnitSums) -> Tensor:

@@ -77,6 +77,7 @@ class LossSpikes(TrainingHook):
 
     name = "loss_spikes"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    in_health = True
     needs_step_series = True
     _previous = Remembered(partial(torch.zeros, len(SIGNALS), 0, dtype=torch.float64))
     """The newest ``window`` values of each signal."""

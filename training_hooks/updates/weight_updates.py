@@ -62,6 +62,7 @@ class WeightUpdates(TrainingHook):
 
     name = "weight_updates"
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_STEP})
+    in_health = True
     monitor = Remembered[WeightUpdateMonitor](lambda hook: hook.new_monitor(), by_options=True)
     _conditions = Remembered(partial(Alerts, CONDITIONS))
     _kept_at = Remembered(int)

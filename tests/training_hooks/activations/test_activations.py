@@ -132,7 +132,7 @@ def test_budget_limits_every_family(tmp_path):
 
 
 def test_models_without_subjects_are_refused():
-    with pytest.raises(UnsuitableError, match="has neither; name modules with activations.modules"):
+    with pytest.raises(UnsuitableError, match=r"has neither; name modules with activations\.modules"):
         train(Case("tied"), [Activations()])
 
 
@@ -144,5 +144,5 @@ def test_invalid_options_are_refused(options):
 
 
 def test_patterns_without_modules_are_refused():
-    with pytest.raises(UsageError, match="activations.modules has the pattern 'nine.*', which matches no module"):
+    with pytest.raises(UsageError, match=r"activations\.modules has the pattern 'nine\.\*', which matches no"):
         train(Case(), [Activations(modules="0, nine.*")])
