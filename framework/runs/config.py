@@ -87,7 +87,7 @@ class RunSettings:
     """Settings that every kind of run has: those of the command, of sessions from Python, and of attached loops.
 
     Args:
-        with_hooks: hook group: none, minimal, health, observers, interventions or full; the default is the experiment's.
+        with_hooks: hook group: none, minimal, health, observers, interventions or full; default: the experiment's.
         on_hook_error: end the run with a checkpoint (raise), or continue without the hook (skip).
         audit_hooks: digest the complete training state before and after every hook call.
         profile_hooks: write each hook's time and memory to summary.json.

@@ -72,7 +72,7 @@ class FirstNonfinite(TrainingHook):
             | 1, 2, 3, … | The alert names the producer. Look at the rows of the step, and at the step before.
         nonfinite_gradients | number of parameters with a non-finite gradient at that step | 0, 1, 2, …
             | All parameters: the loss, or its gradient, is not finite. Few: those before the producer.
-        nonfinite_weights | number of parameters with a non-finite weight at that step | 0, 1, 2, …
+        nonfinite_weights | number of parameters with a non-finite weight, at that step and at SNAPSHOT | 0, 1, 2, …
             | Above 0: the optimizer wrote them. Look at its epsilon, at its state and at its learning rate.
     """
 
@@ -84,22 +84,24 @@ class FirstNonfinite(TrainingHook):
         self._can_repeat = "needs_loss" not in run.lacks
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return nothing in healthy steps, and at the event its numbers."""
-        if self._has_event or self._is_finite(ctx):
+        """Return the number of non-finite weights at SNAPSHOT, and in steps nothing before the event."""
+        at_snapshot = ctx.hook_point is HookPoint.SNAPSHOT
+        if not at_snapshot and (self._has_event or self._is_finite(ctx)):
             return {}
         bad_weights = nonfinite_names([*ctx.model.named_parameters()])
+        numbers = {"nonfinite_weights": len(bad_weights)}
+        if at_snapshot and (self._has_event or not bad_weights):
+            return numbers
         gradients = [(name, leaf.grad) for name, leaf in ctx.model.named_parameters() if leaf.grad is not None]
-        bad_gradients = nonfinite_names(gradients) if ctx.hook_point is HookPoint.POST_BACKWARD else []
+        bad_gradients = [] if at_snapshot else nonfinite_names(gradients)
         if not (bad_weights or bad_gradients or _is_nonfinite(ctx.loss)):
             return {}  # the norm of finite gradients has overflowed
         finding = self._find(ctx, bad_weights, bad_gradients)
         self._has_event = True
         self._findings.append([ctx.step, finding.sentence, finding.step])
-        return {"step": finding.step, "nonfinite_gradients": len(bad_gradients), "nonfinite_weights": len(bad_weights)}
+        return {"step": finding.step, "nonfinite_gradients": len(bad_gradients), **numbers}
 
     def _is_finite(self, ctx: RunDataContext) -> bool:
-        if ctx.hook_point is HookPoint.SNAPSHOT:
-            return not nonfinite_names([*ctx.model.named_parameters()])
         if ctx.loss_scale is not None:
             return not _is_nonfinite(ctx.loss)
         norm = ctx.grad_norm
