@@ -6,6 +6,7 @@ from .circuits import Attention, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
 from .curvature import Hessian, LrProbe, Sharpness
+from .experts import MoeRouter
 from .explaining import StepHistory, WhatIf
 from .gradients import (
     BatchDynamics, Consecutive, GradientFlow, GradientNoiseScale, GradientProjection, Norms, SubspaceGradientInfo,
@@ -20,8 +21,8 @@ __all__ = [
     "CounterfactualValidator", "EmbeddingProvenance", "FirstNonfinite", "Fourier", "GradClip", "GradientFlow",
     "GradientNoiseScale",
     "GradientOverflow", "GradientProjection", "Hessian", "LossSpikes", "LrProbe", "MetisSplit", "ModelSmoother",
-    "ModelSmoothing", "Norms", "OutputProjectionClip", "ParameterDelta", "PathLength", "Phases", "RangePenaltyReport",
-    "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient",
-    "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage", "WeightTracking", "WeightUpdateMonitor",
-    "WeightUpdates", "WhatIf",
+    "ModelSmoothing", "MoeRouter", "Norms", "OutputProjectionClip", "ParameterDelta", "PathLength", "Phases",
+    "RangePenaltyReport", "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping",
+    "TokenGradient", "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage", "WeightTracking",
+    "WeightUpdateMonitor", "WeightUpdates", "WhatIf",
 ]

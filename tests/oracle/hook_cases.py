@@ -57,6 +57,7 @@ VARIANTS = {
     "lr_probe": Variant("lr_probe", {"steps": 6, "smoothing": 0.5}),
     "metis_split": Variant("metis_split", {}, "low_bit"),
     "model_smoothing": Variant("model_smoothing", {"update_interval": 3}),
+    "moe_router": Variant("moe_router", {"interval": 3, "routers": "decoder", "top_k": 2}),
     "output_projection_clip": Variant("output_projection_clip", {"window_size": 3, "scale_factor": 0.05}, "tied"),
     "output_projection_clip.logits": Variant(
         "output_projection_clip", {"window_size": 3, "scale_factor": 0.05, "scope": "logits"}, "tied"

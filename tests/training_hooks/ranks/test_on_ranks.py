@@ -89,6 +89,7 @@ CHOSEN = [
     Subject("lr_probe", {"steps": 6, "smoothing": 0.5}),
     Subject("metis_split", recipe=SPLITS, refused=("DDP", *SHARDED), remedy="by one process", impossible=SPLIT),
     Subject("model_smoothing", {"update_interval": 2}),
+    Subject("moe_router", {"routers": "blocks.*.down", "top_k": 2, "names": "*"}),
     Subject("output_projection_clip", {"window_size": 2}, tied=True, refused=SHARDED, remedy="DistributedDataParallel"),
     Subject("sharpness", FEW, **EXACT),
     Subject("sharpness", FEW | DIFFERENCES),
