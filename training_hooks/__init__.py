@@ -13,6 +13,7 @@ from .gradients import (
     Variance,
 )
 from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
+from .outputs import OutputLogits, TokenLoss
 from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates
 
@@ -21,8 +22,8 @@ __all__ = [
     "CounterfactualValidator", "EmbeddingProvenance", "FirstNonfinite", "Fourier", "GradClip", "GradientFlow",
     "GradientNoiseScale",
     "GradientOverflow", "GradientProjection", "Hessian", "LossSpikes", "LrProbe", "MetisSplit", "ModelSmoother",
-    "ModelSmoothing", "MoeRouter", "Norms", "OutputProjectionClip", "ParameterDelta", "PathLength", "Phases",
-    "RangePenaltyReport", "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping",
-    "TokenGradient", "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage", "WeightTracking",
-    "WeightUpdateMonitor", "WeightUpdates", "WhatIf",
+    "ModelSmoothing", "MoeRouter", "Norms", "OutputLogits", "OutputProjectionClip", "ParameterDelta", "PathLength",
+    "Phases", "RangePenaltyReport", "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo",
+    "TiedGradientClipping", "TokenGradient", "TokenLoss", "TrainingDiagnostics", "TrainingMetrics", "Variance",
+    "WeightAverage", "WeightTracking", "WeightUpdateMonitor", "WeightUpdates", "WhatIf",
 ]

@@ -58,6 +58,7 @@ VARIANTS = {
     "metis_split": Variant("metis_split", {}, "low_bit"),
     "model_smoothing": Variant("model_smoothing", {"update_interval": 3}),
     "moe_router": Variant("moe_router", {"interval": 3, "routers": "decoder", "top_k": 2}),
+    "output_logits": Variant("output_logits", {"interval": 3}),
     "output_projection_clip": Variant("output_projection_clip", {"window_size": 3, "scale_factor": 0.05}, "tied"),
     "output_projection_clip.logits": Variant(
         "output_projection_clip", {"window_size": 3, "scale_factor": 0.05, "scope": "logits"}, "tied"
@@ -66,6 +67,7 @@ VARIANTS = {
     "range_penalty": Variant("range_penalty", {"weight": 0.1, "every_n_steps": 3}),
     "sharpness": Variant("sharpness", QUICK_SHARPNESS),
     "subspace_gradient_info": Variant("subspace_gradient_info", {"window": 4, "top": 2, "every": 4}),
+    "token_loss": Variant("token_loss", {"interval": 3}),
     "token_gradient": Variant("token_gradient", {"top_k": 2}),
     "training_diagnostics": Variant("training_diagnostics", {"window": 8, "lags": 2, "update_every": 3}),
     "variance": Variant("variance", {"window": 3, "every": 5}),

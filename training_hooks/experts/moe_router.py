@@ -42,7 +42,7 @@ class MoeRouter(TrainingHook):
     T_e is the number of assignments to expert e of E, each token having k of them, and f_e = T_e / Σ T its share. p is
     the softmax of a token's router logits, or, in routers with sigmoid scores (DeepSeek-V3), the sigmoid divided by its
     sum; P_e is the mean of p_e over the tokens. Counts and sums are added up over the micro-batches and ranks of a step
-    before f·P is computed: the mean of the balance losses of micro-batches is larger.
+    before f·P is computed; the mean of the balance losses of micro-batches is another number, usually a larger one.
 
     A model of transformers declares its routers (Mixtral, Qwen3-MoE, OLMoE, DeepSeek, gpt-oss and others). In other
     models the hook takes modules called gate or router next to experts, or the modules that ``routers`` names.

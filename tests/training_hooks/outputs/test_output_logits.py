@@ -1,0 +1,276 @@
+"""output_logits against loops over rows in float64, with planted biases, and on runs that it cannot measure."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from loopscope.errors import RunNotice, UsageError
+from loopscope.state import without_on_demand
+from loopscope.training_hooks.outputs import OutputLogits
+from loopscope.training_hooks.outputs.output_logits import BINS, calibration, sum_logits
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support import differences
+from tests.training_hooks.outputs.output_runs import CASES, case, drawn, pair_loss, rows_of, softmax, trained
+
+
+def measured(name: str, hook: OutputLogits | None = None, **options: Any) -> dict[str, Any]:
+    model, loss, batch = case(name)
+    return trained(model, [hook or OutputLogits(interval=1)], loss, batch, **options)[0][1]
+
+
+def by_loops(rows: list[tuple[list[float], int, int]]) -> dict[str, float]:
+    """Compute the measures row by row."""
+    count, log_z, entropy, confidence, correct = len(rows), [], 0.0, [], []
+    for logits, target, _ in rows:
+        probabilities, row_log_z = softmax(logits)
+        log_z.append(row_log_z)
+        entropy -= sum(p * math.log(p) for p in probabilities) / count
+        confidence.append(max(probabilities))
+        correct.append(float(probabilities.index(max(probabilities)) == target))
+    mean = sum(log_z) / count
+    error = noise = 0.0
+    for number in range(BINS):
+        members = [i for i, p in enumerate(confidence) if number / BINS < p <= (number + 1) / BINS]
+        error += abs(sum(confidence[i] - correct[i] for i in members)) / count
+        noise += math.sqrt(2 / math.pi * sum(confidence[i] * (1 - confidence[i]) for i in members)) / count
+    everything = [logit for logits, _, _ in rows for logit in logits]
+    return {
+        "log_z_mean": mean,
+        "log_z_std": math.sqrt(sum((value - mean) ** 2 for value in log_z) / count),
+        "log_z_square": sum(value**2 for value in log_z) / count,
+        "log_z_drift": 0.0,
+        "max_logit": max(everything),
+        "max_abs_logit": max(map(abs, everything)),
+        "entropy": entropy,
+        "entropy_share": entropy / math.log(len(rows[0][0])),
+        "accuracy": sum(correct) / count,
+        "confidence": sum(confidence) / count,
+        "overconfidence": (sum(confidence) - sum(correct)) / count,
+        "calibration_error": error,
+        "calibration_noise": noise,
+    }
+
+
+@pytest.mark.some_rows(3)
+@pytest.mark.guarantee("numbers-match-plain-formulas")
+@pytest.mark.parametrize("name", CASES)
+def test_measures_match_loops(name):
+    """Rows without a target do not count, and logits of causal models are compared with the next label."""
+    model, _, batch = case(name)
+    model.train()
+    assert measured(name) == pytest.approx(by_loops(rows_of(name, model, batch)), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("constant", [5.0, -300.0])
+def test_planted_constant_moves_log_z_only(constant):
+    """A constant in the head's bias changes log Z, its drift and the largest logit by itself, and nothing else."""
+    torch.manual_seed(0)
+    tokens = drawn(4, 6)
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.step = nn.Embedding(23, 23), 0
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.step += 1
+            return self.embedding(tokens) + (constant if self.step > 1 else 0)
+
+    model = Biased()
+    hook = OutputLogits(interval=1)
+
+    def frozen(model: nn.Module, batch: Any) -> Tensor:
+        return 0 * pair_loss(model, batch)
+
+    model.embedding.weight.register_hook(torch.zeros_like)
+    options = {"audit": False}
+    metrics, _ = trained(model, [hook], frozen, (tokens, tokens), (tokens, tokens), **options)
+    first, second = metrics[1], metrics[2]
+    for name in ("log_z_mean", "max_logit"):
+        assert second[name] - first[name] == pytest.approx(constant, rel=2e-2)
+    assert second["log_z_drift"] == pytest.approx(constant, rel=2e-2)
+    for name in ("entropy", "calibration_error", "accuracy"):
+        assert second[name] == pytest.approx(first[name], rel=2e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "lstm"])
+def test_micro_batches_add_up(name, parts):
+    """Also where the labels come from the batch and not with the call."""
+    assert measured(name, accumulation_steps=parts) == pytest.approx(measured(name), rel=1e-4, abs=1e-6)
+
+
+def test_unlabelled_logits_have_no_calibration():
+    """The output calls them logits; the loss is computed elsewhere."""
+    model, _, batch = case("llama")
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["input_ids"]).logits
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+    metrics, _ = trained(model, [OutputLogits(interval=1)], loss, {"input_ids": batch["input_ids"]})
+    assert "calibration_error" not in metrics[1]
+    with torch.no_grad():
+        expected = case("llama")[0](batch["input_ids"]).logits.double().logsumexp(-1).mean().item()
+    assert metrics[1]["log_z_mean"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_named_labels_and_shift_are_used():
+    """The tokens are the labels of the tokens before."""
+    model, _, batch = case("llama")
+    tokens = batch["input_ids"]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]).logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+
+    metrics, _ = trained(model, [OutputLogits(interval=1, labels="0", shift="yes")], loss, (tokens,))
+    with torch.no_grad():
+        logits = case("llama")[0](tokens).logits
+    expected = (logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean().item()
+    assert metrics[1]["accuracy"] == pytest.approx(expected)
+
+
+def test_head_is_measured_by_name():
+    """A model that returns only its loss."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = case("lstm")[0]
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            return functional.cross_entropy(self.body(tokens).flatten(0, 1), targets.flatten())
+
+    tokens, labels = case("lstm")[2]
+    hook = OutputLogits(interval=1, module="body.head")
+    metrics, _ = trained(WithLoss(), [hook], lambda model, batch: model(*batch), (tokens, labels))
+    assert metrics[1] == pytest.approx(measured("lstm"), rel=1e-4, abs=1e-6)
+
+
+def test_regression_is_not_measured():
+    """A plain output without targets that are classes may be anything: one notice, no metrics."""
+    model = nn.Linear(3, 4)
+    data = (torch.randn(5, 3), torch.randn(5, 4))
+    with pytest.warns(
+        RunNotice, match="no known targets: the labels have shape .5, 4. and dtype torch.float32"
+    ) as seen:
+        metrics, _ = trained(
+            model,
+            [OutputLogits(interval=1)],
+            lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
+            data,
+            data,
+        )
+    assert metrics == {1: {}, 2: {}}
+    assert len([item for item in seen if "output_logits" in str(item.message)]) == 1
+
+
+def test_calls_that_do_not_fit_the_batch_are_not_measured():
+    """The model is called twice with the same rows, so the second call has no rows left."""
+    model, _, batch = case("lstm")
+    with pytest.warns(RunNotice, match="no known targets"):
+        metrics, _ = trained(
+            model,
+            [OutputLogits(interval=1)],
+            lambda model, batch: pair_loss(model, batch) + pair_loss(model, batch),
+            batch,
+        )
+    assert metrics[1] == {}
+
+
+def test_model_that_is_not_called_is_reported():
+    model, _, batch = case("lstm")
+    outer = nn.ModuleDict({"inner": model})
+    with pytest.warns(RunNotice, match="was not called in the training pass; name the module"):
+        trained(outer, [OutputLogits(interval=1)], lambda outer, batch: pair_loss(outer["inner"], batch), batch)
+    found, _ = trained(
+        nn.ModuleDict({"inner": case("lstm")[0]}),
+        [OutputLogits(interval=1, module="inner")],
+        lambda outer, batch: pair_loss(outer["inner"], batch),
+        batch,
+    )
+    assert found[1] == pytest.approx(measured("lstm"), rel=1e-6)
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+@pytest.mark.parametrize("name", ["llama", "segmenter"])
+def test_run_has_the_bytes_of_the_bare_run(name):
+    model, loss, batch = case(name)
+    _, hooked = trained(model, [OutputLogits(interval=1)], loss, batch, batch)
+    model, loss, batch = case(name)
+    _, bare = trained(model, [], loss, batch, batch)
+    assert not differences(without_on_demand(hooked.digest()), without_on_demand(bare.digest()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_models_have_the_same_measures(reentrant):
+    model, loss, batch = case("llama")
+    model._set_gradient_checkpointing(
+        enable=True,
+        gradient_checkpointing_func=lambda function, *inputs: torch.utils.checkpoint.checkpoint(
+            function, *inputs, use_reentrant=reentrant
+        ),
+    )
+    model.train()
+    found, _ = trained(model, [OutputLogits(interval=1)], loss, batch)
+    assert found[1] == pytest.approx(measured("llama"), rel=1e-5)
+
+
+def test_bfloat16_logits_are_measured_in_float32():
+    model, loss, batch = case("llama")
+    found, _ = trained(model.bfloat16(), [OutputLogits(interval=1)], loss, batch)
+    assert found[1]["log_z_mean"] == pytest.approx(measured("llama")["log_z_mean"], rel=2e-2)
+
+
+@pytest.mark.parametrize("power", [-126, -40, 40, 126])
+def test_powers_of_two_are_safe(power):
+    """(ln Z)² neither overflows nor vanishes."""
+    logits = torch.randn(5, 4) * 2.0**power
+    sums, maxima = sum_logits(logits, None)
+    assert sums[2].item() == pytest.approx(logits.double().logsumexp(-1).square().sum().item(), rel=1e-6)
+    assert maxima[1] == logits.double().abs().max()
+
+
+def test_calibrated_predictions_have_the_error_of_calibration_noise():
+    """Over 500 draws of correct answers with the stated confidences, the mean calibration error is the noise."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(400, 10, generator=generator, dtype=torch.float64)
+    probabilities, errors = logits.softmax(-1), []
+    for _ in range(500):
+        targets = probabilities.multinomial(1, generator=generator).squeeze(1)
+        found = calibration(sum_logits(logits, targets)[0][4:].view(BINS, 4))
+        errors.append(found["calibration_error"].item())
+    assert sum(errors) / len(errors) == pytest.approx(found["calibration_noise"].item(), rel=0.05)
+
+
+@pytest.mark.parametrize(("option", "value"), [("interval", 0), ("shift", "maybe")])
+def test_invalid_options_are_refused(option, value):
+    with pytest.raises(UsageError, match=f"output_logits.{option} is {value!r}"):
+        OutputLogits(**{option: value})
+
+
+def test_unknown_modules_are_refused():
+    model, loss, batch = case("lstm")
+    with pytest.raises(UsageError, match=r"output_logits.module is 'tail', which is no module of the model"):
+        trained(model, [OutputLogits(module="tail")], loss, batch)
+
+
+def test_fused_losses_are_reported():
+    """The output has no logits in training."""
+    model, _, batch = case("lstm")
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+            return SimpleNamespace(loss=pair_loss(self.inner, (tokens, labels)), logits=None)
+
+    with pytest.warns(RunNotice, match="has no logits, as with a fused loss"):
+        metrics, _ = trained(Fused(), [OutputLogits(interval=1)], lambda model, batch: model(*batch).loss, batch)
+    assert metrics[1] == {}
