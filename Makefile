@@ -58,7 +58,7 @@ fast-matrix: .venv-matrix/.installed
 	test -x $(@D)/bin/python || $(END_PYTHON) -m venv $(@D)
 	grep -vE '^torch(vision)?==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt \
-		"$(END_TORCH)" --editable '.[dev,wandb,tensorboard,plot,report,lm,site]'
+		"$(END_TORCH)" --editable '.[dev,wandb,trackio,tensorboard,plot,report,lm,site]'
 	touch $@
 
 # torch_xla has no build for the torch version in constraints.txt; this environment takes several GB.
@@ -153,7 +153,7 @@ matrix: .venv-trainers/.installed
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "loopscope needs Python 3.11 or newer, and none was found: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[dev,wandb,tensorboard,plot,report,lm,site]'
+	$(INSTALL) '.[dev,wandb,trackio,tensorboard,plot,report,lm,site]'
 	$(MAKE) --no-print-directory types
 	touch $(STAMP)
 

@@ -19,9 +19,9 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
+from .client_process import as_float, cells
 from .record import plain
 from .run_file import RunFile
-from .wandb_process import as_float, cells
 
 CASTAGNOLI = 0x82F63B78  # the polynomial of CRC-32C with its bits reversed
 CHUNK = 512

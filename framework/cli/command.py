@@ -234,15 +234,19 @@ def _replay_sinks() -> dict[str, type[ReplaySink]]:
 
 
 def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
-    options = {sink.option: sink.name for sink in sinks.values() if sink.option}
+    options: dict[str, list[str]] = {}
+    for sink in sinks.values():
+        if sink.option:
+            options.setdefault(sink.option, []).append(sink.name)
     usage = " ".join(["replay RUN --to", "|".join(sinks), *(f"[--{name} {name.upper()}]" for name in options)])
     about = "Send the JSONL record of a finished run to a sink, as if the sink had been active during the run."
     parser = CommandParser(usage, about)
     run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment for all its strategies"
     parser.add_argument("RUN", nargs="*", help=run)
     parser.add("to", str, f"the destination: {' or '.join(sinks)}", metavar="SINK")
-    for name, sink in options.items():
-        parser.add(name, str, f"the {name} of {sink} (default: the experiment's name)", metavar=name.upper())
+    for name, owners in options.items():
+        text = f"the {name} of {' or '.join(owners)} (default: the experiment's name)"
+        parser.add(name, str, text, metavar=name.upper())
     return parser
 
 

@@ -10,7 +10,18 @@ from typing import Any, ClassVar, Literal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, Recovery, RunInfo, SinkRegistry, TrainingHook, always_on
+from ..hooks import (
+    ENDLESS,
+    Alert,
+    HookPoint,
+    MetricSink,
+    Recovery,
+    RunInfo,
+    SinkRegistry,
+    TrainingHook,
+    always_on,
+    create_sinks,
+)
 from ..loops import NoProgress, Progress
 from ..runs import Display, RecordSink, RunFolder, Session
 from ..training import TrainingTask
@@ -197,7 +208,11 @@ def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any]
 
     The display replaces that of the session; its sinks are added to those of the session.
     """
-    runner, make_sinks = session.runner, session.make_sinks
+    runner = session.runner
+
+    def make_sinks() -> list[MetricSink]:
+        return create_sinks(session.make_sinks())
+
     display = RunConsole(
         mode,
         live_metrics=runner.live_metrics,

@@ -237,7 +237,7 @@ class MetricDispatch:
         """Prepare the dispatch; ``run_hook(hook, where, step, function)`` calls hook code through the isolation."""
         self._rows_of = rows_of
         self._isolation = isolation
-        self._sinks = list(sinks)
+        self._sinks = _one_writer_per_file(sinks)
         self._failed: list[MetricSink] = []
         self.sink_errors: list[dict[str, Any]] = []
         """Sinks that failed, each with the step and the error."""
@@ -502,6 +502,17 @@ class MetricDispatch:
             raise
         except BaseException:
             pass
+
+
+def _one_writer_per_file(sinks: Sequence[MetricSink]) -> list[MetricSink]:
+    """Return the sinks without those whose files another one writes; of several such others, the first writes them."""
+    included = {name for sink in sinks for name in sink.includes}
+    writers: dict[str, MetricSink] = {}
+    for sink in sinks:
+        for name in sink.includes:
+            if writers.setdefault(name, sink) is not sink:
+                sink.share_files(writers[name])
+    return [sink for sink in sinks if sink.name not in included]
 
 
 def _names(sink: MetricSink) -> Sequence[str]:

@@ -15,8 +15,8 @@ from .hook_points import (
 from .metrics import Metrics, MetricSink, MetricValue, Series
 from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
 from .registries import (
-    ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, build_hooks, options_of, refuse_idle_options,
-    without_duplicates,
+    ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, build_hooks, create_sinks, options_of,
+    refuse_idle_options, without_duplicates,
 )
 from .taps import ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
 
@@ -73,6 +73,7 @@ __all__ = [
     "always_on",
     "build_hooks",
     "bulk_hooks",
+    "create_sinks",
     "hook_groups",
     "hook_kind",
     "hook_options",

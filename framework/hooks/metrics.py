@@ -37,11 +37,14 @@ class MetricSink(ABC):
     keeps: ClassVar[bool] = True
     """Whether metrics remain available after the run; a display keeps none."""
     includes: ClassVar[tuple[str, ...]] = ()
-    """Names of sinks whose files this one writes as well; the command line does not create those in addition."""
+    """Names of sinks whose files this one writes as well; a run with such a sink, too, uses only this one."""
 
     @classmethod  # noqa: B027 - optional
     def check_installed(cls) -> None:
         """Raise :class:`UsageError` with installation advice if a required package is missing."""
+
+    def share_files(self, writer: "MetricSink") -> None:  # noqa: B027 - optional
+        """Leave the files of :attr:`includes` to another sink that includes them; called before the first strategy."""
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:

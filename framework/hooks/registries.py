@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from ..errors import UsageError, unknown, with_lines
@@ -25,6 +26,31 @@ class ConfiguredHook:
 
     hook: TrainingHook
     options: Mapping[str, Any]
+
+
+def create_sinks(items: Iterable[str | MetricSink]) -> list[MetricSink]:
+    """Return the sinks, with new ones for those given by name.
+
+    A sink with an option, such as the project of ``wandb``, takes it from the variables of its service, or its default.
+
+    Raises:
+        UsageError: a name is unknown, or the package of a sink is missing.
+    """
+    sinks = []
+    for item in items:
+        if isinstance(item, str):
+            import_module("loopscope.sinks")  # registers the shipped ones
+            sink = SinkRegistry.get(item)
+            sink.check_installed()
+            sinks.append(sink())
+        elif isinstance(item, MetricSink):
+            sinks.append(item)
+        else:
+            raise UsageError(
+                f"{item!r} is not a sink: give an object, such as CSVSink(), or a name: "
+                f"{', '.join(SinkRegistry.names())}."
+            )
+    return sinks
 
 
 def build_hooks(

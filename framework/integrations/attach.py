@@ -102,7 +102,8 @@ def attach(
         out: the folder of the run; by default ``loopscope-runs/run_N``, with the next free number, in the current
             folder or in that of the Trainer.
         overwrite: replace a run in the folder; if this program has left that run open, it is closed first.
-        sinks: the destinations of metrics, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``) or as objects.
+        sinks: the destinations of metrics, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``, ``mlflow``,
+            ``trackio``, for a trainer also ``trainer``) or as objects.
         loop: whether the loop counts epochs (``epoch``) or steps (``step``), which decides where hooks fire.
         length: the number of epochs or steps of the complete training, if known.
         log_every: steps between deliveries of step metrics.

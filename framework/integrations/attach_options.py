@@ -17,11 +17,11 @@ from ..hooks import (
     ConfiguredHook,
     LoopType,
     MetricSink,
-    SinkRegistry,
     StepSchedule,
     TrainingHook,
     always_on,
     build_hooks,
+    create_sinks,
     hook_groups,
     refuse_idle_options,
     select_hooks,
@@ -175,19 +175,7 @@ class AttachOptions(RunSettings):
 
     def create_sinks(self) -> list[MetricSink]:
         """Return the sinks; each call creates new ones for those given by name."""
-        sinks: list[MetricSink] = []
-        for item in self.sinks:
-            if isinstance(item, MetricSink):
-                sinks.append(item)
-            else:
-                sink = SinkRegistry.get(item)
-                sink.check_installed()
-                example = f"sinks=[{sink.__name__}({sink.option}=...)]"
-                require(
-                    sink.option is None, f"The sink {item!r} needs {sink.option}=; give it as an object: {example}."
-                )
-                sinks.append(sink())
-        return sinks
+        return create_sinks(self.sinks)
 
 
 class OptionalLoader(Loader):

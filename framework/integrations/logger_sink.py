@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ..hooks import HookPoint, MetricSink, Series
+from ..errors import unknown
+from ..hooks import HookPoint, MetricSink, Series, SinkRegistry
 from .attach_options import AttachOptions
 
 Send = Callable[[dict[str, float], int], None]
@@ -49,5 +50,13 @@ def numbers_in(metrics: Mapping[str, Any], step: int) -> Iterator[tuple[int, str
 
 
 def route_through_trainer(options: AttachOptions, send: Send) -> AttachOptions:
-    """Return the options with a :class:`LoggerSink` in place of the sink's name."""
+    """Return the options with a :class:`LoggerSink` in place of the sink's name.
+
+    Raises:
+        UsageError: for an unknown name; the message lists ``trainer`` as well.
+    """
+    known = {LoggerSink.name, *SinkRegistry.names()}
+    for item in options.sinks:
+        if isinstance(item, str) and item not in known:
+            raise unknown("sink", item, known)
     return replace(options, sinks=[LoggerSink(send) if item == LoggerSink.name else item for item in options.sinks])

@@ -18,6 +18,7 @@ from ..hooks import (
     TrainingHook,
     always_on,
     build_hooks,
+    create_sinks,
     refuse_idle_options,
     select_hooks,
 )
@@ -59,11 +60,11 @@ class StrategyPlan:
 
 @dataclass
 class Session:
-    """An experiment with the options of its run; ``make_sinks`` returns new sinks for each strategy."""
+    """An experiment with the options of its run; ``make_sinks`` returns new sinks for each strategy, or their names."""
 
     runner: ExperimentRunner[Any]
     options: RunOptions
-    make_sinks: Callable[[], list[MetricSink]] = list
+    make_sinks: Callable[[], Sequence[str | MetricSink]] = list
     display: Display = field(default_factory=Display)
     _signals: Signals = field(default_factory=Signals)
     _output_folder: Path | None = None
@@ -241,7 +242,7 @@ class Session:
 
     def _keeps_metrics(self) -> bool:
         """Return whether any sink stores the metrics."""
-        return any(sink.keeps for sink in self.make_sinks())
+        return any(sink.keeps for sink in create_sinks(self.make_sinks()))
 
     def _with_references(self, plans: Sequence[StrategyPlan]) -> list[StrategyPlan]:
         """Load the reference solution of every strategy that has one and a hook that uses it."""
@@ -312,7 +313,7 @@ class Session:
             loop=runner.loop,
             required=[*options.hooks, *runner.strategy_hooks(plan.folder.strategy)],
             left_out=plan.left_out,
-            sinks=self.make_sinks() if self._output_folder is None else [],
+            sinks=create_sinks(self.make_sinks()) if self._output_folder is None else [],
             reference_weights=weights,
         )
         record = replace(plan.record, environment=environment(task.model, task.ranks))

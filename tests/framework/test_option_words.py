@@ -32,7 +32,11 @@ ALLOWED = {
     "sinks/csv.py": ["--hook-csv"],  # the flags of sinks
     "sinks/jsonl.py": ["--hook-jsonl"],
     "sinks/tensorboard_sink.py": ["--hook-tensorboard", "--logdir"],
-    "sinks/wandb_sink.py": ["--hook-wandb", "--project", "--to"],  # a shell command
+    "sinks/wandb_sink.py": ["--hook-wandb"],
+    "sinks/mlflow_sink.py": ["--hook-mlflow"],
+    "sinks/trackio_sink.py": ["--hook-trackio"],
+    "sinks/client_sink.py": ["--to"],  # shell commands
+    "sinks/trackio_process.py": ["--project"],
 }
 
 

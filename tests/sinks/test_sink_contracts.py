@@ -12,6 +12,7 @@ from loopscope.hooks import Alert, HookPoint, MetricSink, Series, SinkRegistry
 from loopscope.hooks.class_checks import check_sink_class
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.registry import Registry
+from loopscope.sinks.client_sink import ClientSink
 from loopscope.state import without_on_demand
 
 from tests.sinks.emits import run_info
@@ -23,9 +24,14 @@ LOOPS = {"epoch": epoch_loop, "step": step_loop}
 
 
 @pytest.fixture(autouse=True)
-def no_wandb_client(monkeypatch):
-    """Disable the W&B client, which takes seconds to start; tests/sinks/test_wandb_sink.py covers it."""
+def no_clients(monkeypatch, sink_class):
+    """Disable clients, which take seconds to start; tests/sinks/test_wandb_sink.py and its siblings cover them."""
+    try:
+        sink_class.check_installed()
+    except UsageError as error:
+        pytest.skip(str(error))
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(ClientSink, "check_enabled", lambda *service: False)
 
 
 def files(folder):

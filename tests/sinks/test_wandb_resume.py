@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint
-from loopscope.sinks import WandbSink, wandb_sink
-from loopscope.sinks.wandb_process import WandbTask, exclusive_run, sent_row_count
+from loopscope.sinks import WandbSink, client_sink
+from loopscope.sinks.client_process import ClientTask, Feed, exclusive_run
+from loopscope.sinks.wandb_process import sent_row_count
 
 from tests.sinks.emits import run_info
 from tests.sinks.wandb_files import history
@@ -36,7 +37,7 @@ def isolated_wandb(monkeypatch, tmp_path_factory):
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(home))
     monkeypatch.setenv("NETRC", str(home / "netrc"))
-    monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", 60.0)
+    monkeypatch.setattr(client_sink, "LONGEST_WAIT", 60.0)
 
 
 @pytest.fixture
@@ -151,8 +152,9 @@ def test_killed_client_leaves_its_row_count(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("is_resumed", "offline", "expected"), [(False, True, 0), (True, False, 2), (True, True, 7)])
 def test_row_count_is_from_server_or_note(is_resumed, offline, expected):
-    task = WandbTask("r", "folder", "p", "e", "s", {}, {}, [], None, resumed=is_resumed)
-    assert sent_row_count(task, SimpleNamespace(offline=offline, starting_step=2), StringIO(" 7")) == expected
+    task = ClientTask("r", "folder", "p", "e", "s", {}, {}, [], None, resumed=is_resumed)
+    feed = Feed(task, None, StringIO(" 7"))
+    assert sent_row_count(task, SimpleNamespace(offline=offline, starting_step=2), feed) == expected
 
 
 @pytest.mark.slow
@@ -206,7 +208,7 @@ def test_resume_after_kill_waits_for_surviving_client(tmp_path, server):
 
 def test_client_waits_for_earlier_client_of_run(tmp_path):
     """Two clients of one run do not work at the same time."""
-    task = WandbTask("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc")
+    task = ClientTask("r", str(tmp_path), "p", "e", "s", {}, {}, [], None, run_id="abc")
     (tmp_path / "wandb").mkdir()
     order = []
 

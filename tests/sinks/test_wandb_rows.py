@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loopscope.sinks.wandb_process import Ending, RecordReplacedError, distribution, records, rows, start_wandb_run
+from loopscope.sinks.client_process import ClientTask, Ending, RecordReplacedError, chunks, distribution, rows
+from loopscope.sinks.wandb_process import description, start_wandb_run
 
 POINTS = ("POST_STEP",)
 
@@ -25,7 +28,7 @@ class FakeListener:
 
 
 def read_records(polls: int, path: Path, ending: Ending | None = None, **options: Any) -> Iterator[dict[str, Any]]:
-    return records(path, FakeListener(polls, ending or Ending("completed"), **options))
+    return chain.from_iterable(chunks(path, FakeListener(polls, ending or Ending("completed"), **options)))
 
 
 def row_of(metrics, point="POST_EPOCH", step=7):
@@ -96,6 +99,37 @@ def test_overwritten_record_raises(tmp_path):
     path.write_text('{"a": 1}\n{"a": 2}\n')
     with pytest.raises(RecordReplacedError, match="was overwritten"):
         list(read_records(3, path, between=lambda: path.write_text("{}\n")))
+
+
+VARIABLES = {
+    "WANDB_PROJECT": "mine",
+    "WANDB_NAME": "seventh try",
+    "WANDB_RUN_GROUP": "sweep",
+    "WANDB_JOB_TYPE": "train",
+    "WANDB_DIR": "/elsewhere",
+}
+
+
+@pytest.mark.parametrize("variable", [None, *VARIABLES])
+def test_variables_replace_their_defaults(monkeypatch, variable):
+    """W&B reads a variable only if the argument is missing."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("WANDB_TAGS", raising=False)
+    task = ClientTask("r", "folder", None, "exp", "s", {}, {}, [], None)
+    arguments = {"project": "exp", "group": "exp", "name": "s", "job_type": "s", "dir": "folder", "tags": None}
+    assert description(task) == arguments
+    if variable is not None:
+        monkeypatch.setenv(variable, VARIABLES[variable])
+        replaced = dict(zip(VARIABLES, ["project", "name", "group", "job_type", "dir"], strict=True))[variable]
+        assert description(task) == {name: value for name, value in arguments.items() if name != replaced}
+    assert description(replace(task, project="chosen"))["project"] == "chosen"
+
+
+def test_tags_of_variable_and_treatments_are_joined(monkeypatch):
+    monkeypatch.setenv("WANDB_TAGS", "a, b,")
+    task = ClientTask("r", "folder", None, "exp", "s", {}, {"grad_clip": ["gradients"]}, [], None)
+    assert description(task)["tags"] == ["a", "b", "treatment:grad_clip"]
 
 
 class WithoutLogin:

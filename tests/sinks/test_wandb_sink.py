@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint, Series
-from loopscope.sinks import JSONLSink, WandbSink, read_jsonl, wandb_sink
+from loopscope.sinks import JSONLSink, WandbSink, client_sink, read_jsonl
 
 from tests.framework.runs.small_experiment import SmallConfig
 from tests.sinks.emits import run_info
@@ -31,7 +31,7 @@ SERIES = {"h/s": Series([1, 2, 4], [0.5, math.nan, 2.5]), "h/d": Series([2], [{"
 VALUES = {"h/a": 0.1, "h/inf": -math.inf, "h/flag": True, "h/list": [1.0, 2.0, math.nan], "h/by/layers.0.weight": 3}
 TREATMENTS = {"grad_clip": ("gradients",)}
 KEY = "k" * 40
-DEFAULT_WAIT = wandb_sink.LONGEST_WAIT
+DEFAULT_WAIT = client_sink.LONGEST_WAIT
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def isolated_wandb(monkeypatch, tmp_path_factory):
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(home))
     monkeypatch.setenv("NETRC", str(home / "netrc"))
-    monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", 60.0)
+    monkeypatch.setattr(client_sink, "LONGEST_WAIT", 60.0)
 
 
 def started(folder, strategy="only", project="demo", **run):
@@ -83,7 +83,7 @@ def offline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offline")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RunNotice)
-        patch.setattr(wandb_sink, "LONGEST_WAIT", 60.0)
+        patch.setattr(client_sink, "LONGEST_WAIT", 60.0)
         for name in ("WANDB_MODE", "WANDB_API_KEY"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(folder / "netrc"))
@@ -139,6 +139,18 @@ def test_strategies_form_one_wandb_group(offline):
     config = config_of(log_of(offline.folder / "one"))
     assert (config["lr"], config["strategy"], config["treatments"]) == (0.25, "one", {"grad_clip": ["gradients"]})
     assert config.keys() >= SmallConfig().as_dict().keys()
+
+
+def test_wandb_variables_have_their_effect(tmp_path, monkeypatch):
+    """W&B's own client reads them; without an option they replace loopscope's defaults."""
+    variables = {"PROJECT": "mine", "ENTITY": "us", "NAME": "seventh", "RUN_GROUP": "sweep", "TAGS": "a,b"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fed(started(tmp_path, project=None, treatments=TREATMENTS)).close("completed")
+    run = only(log_of(tmp_path), "run")
+    assert (run.project, run.entity, run.display_name, run.run_group) == ("mine", "us", "seventh", "sweep")
+    assert sorted(run.tags) == ["a", "b", "treatment:grad_clip"]
 
 
 def test_status_of_run_is_its_exit_code(offline):
@@ -200,13 +212,13 @@ def seconds_of(folder, sink):
 @pytest.mark.slow
 def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server):
     """A client without an answer costs less than a second and gives up in the background."""
-    monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", DEFAULT_WAIT)
-    monkeypatch.setattr(wandb_sink, "PATIENCE", 8.0)
+    monkeypatch.setattr(client_sink, "LONGEST_WAIT", DEFAULT_WAIT)
+    monkeypatch.setattr(client_sink, "PATIENCE", 8.0)
     alone = min(seconds_of(tmp_path, JSONLSink()) for _ in range(3))
     with pytest.warns(RunNotice, match=rf"still sending .*loopscope replay {tmp_path} --to wandb --project demo"):
         hanging = min(seconds_of(tmp_path, WandbSink(project="demo")) for _ in range(3))
     assert DEFAULT_WAIT <= hanging < alone + 1.0
-    assert wandb_sink._abandoned[-1].wait(60) == 3
+    assert client_sink._abandoned[-1].wait(60) == 3
     assert silent_server
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
 
@@ -288,10 +300,10 @@ def test_missing_wandb_error_shows_install_command(monkeypatch):
 
 
 def test_client_job_is_plain_json(tmp_path, monkeypatch):
-    """The project defaults to the experiment, and paths in the configuration become strings."""
+    """The project is left to the client, and paths in the configuration become strings."""
     monkeypatch.setattr(sys, "executable", "/bin/cat")
     sink = started(tmp_path, project=None, config={"path": Path("a"), "lr": 0.5})
     with pytest.warns(UserWarning, match="failed"):
         sink.close("completed")
     task = json.loads((tmp_path / "wandb/client.json").read_text())
-    assert (task["project"], task["config"], task["pid"]) == ("exp", {"path": "a", "lr": 0.5}, os.getpid())
+    assert (task["project"], task["config"], task["pid"]) == (None, {"path": "a", "lr": 0.5}, os.getpid())

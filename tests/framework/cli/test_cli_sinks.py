@@ -8,8 +8,10 @@ import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.cli.options import parse_run, wanted_sinks
+from loopscope.errors import UsageError
+from loopscope.runs import RunOptions, Session
 
-from tests.framework.runs.small_experiment import Small, contents, registered
+from tests.framework.runs.small_experiment import Small, SmallConfig, contents, registered
 
 assert experiments.__all__
 assert sinks.__all__
@@ -91,6 +93,17 @@ def test_missing_package_is_refused_before_any_output(words, tmp_path: Path, mon
     assert f"loopscope: Sink {package!r} needs the package {package}" in capfd.readouterr().err
     assert contents(tmp_path) == {}
     assert main([*RUN, "--output-dir", str(tmp_path / "out"), "--hook-csv"]) == 0
+
+
+def test_experiments_accept_names_of_sinks(tmp_path):
+    """The Python API takes names and objects together, and refuses an unknown name before any output."""
+    runner = Small(SmallConfig(output_dir=tmp_path / "out"))
+    options = RunOptions(strategies=["plain"], hooks=["norms"])
+    with pytest.raises(UsageError, match=r"Unknown sink 'jsonel'. Did you mean 'jsonl'"):
+        Session(runner, options, make_sinks=lambda: ["jsonel"]).run()
+    assert contents(tmp_path) == {}
+    Session(runner, options, make_sinks=lambda: ["jsonl", sinks.CSVSink()]).run()
+    assert {"plain.jsonl", "plain.csv"} <= {path.name for path in (tmp_path / "out/small/plain").iterdir()}
 
 
 def test_overwriting_removes_files_of_sinks(tmp_path):

@@ -346,6 +346,25 @@ def test_failing_sink_is_closed_with_warning(error):
     assert_same_bytes(run, Case(), 9)
 
 
+class Including(RecordingSink):
+    """Writes the files of the sink ``other``, too."""
+
+    includes = ("other",)
+
+    def share_files(self, writer):
+        self.events.append(f"share with {writer.name}")
+
+
+def test_included_files_have_one_writer():
+    """A sink whose files another one writes is left out, and of several such others, the first writes them."""
+    included, first, second = RecordingSink("other"), Including("first"), Including("second")
+    train(Case(), [returning(HookPoint.POST_EPOCH, n=1.0)], steps=3, sinks=[included, first, second])
+    assert included.events == []
+    assert first.events == ["start", "flush", "close completed"]
+    assert second.events == ["share with first", "start", "flush", "close completed"]
+    assert len(first.emitted) == len(second.emitted) == 1
+
+
 class Drawing(MetricSink):
     """Draws from every generator in every call, like writers of temporary files."""
 

@@ -8,9 +8,11 @@ from inspect import signature
 import pytest
 import torch
 from loopscope import attach, read_run
-from loopscope.errors import RunNotice
-from loopscope.hooks import HookPoint, StepSchedule
+from loopscope.errors import RunNotice, UsageError
+from loopscope.hooks import HookPoint, SinkRegistry, StepSchedule
 from loopscope.integrations.attach_options import AttachArguments, AttachOptions
+from loopscope.sinks import CSVSink
+from loopscope.sinks.client_sink import ClientSink
 
 from tests.framework.integrations.custom_loops import Loop, Parts, alone, assert_equal, train
 from tests.support import SpyHook, at
@@ -41,6 +43,33 @@ def test_sinks_are_created_by_name(tmp_path):
     (table,) = tmp_path.glob("*.csv")
     assert "norms/total_grad_norm" in table.read_text()
     assert list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("sink", ["wandb", "mlflow", "trackio"])
+def test_services_are_selected_by_name(tmp_path, monkeypatch, sink):
+    """A sink with an option needs none; clients are not started here."""
+    SinkRegistry.get(sink).check_installed()
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(ClientSink, "check_enabled", lambda *service: False)
+    parts = Parts(Loop())
+    with parts.attach(tmp_path, ["norms"], sinks=["jsonl", sink]) as scope:
+        assert_equal(train(parts, scope), alone(Loop()))
+    (record,) = set(tmp_path.glob("*.jsonl")) - {tmp_path / "alerts.jsonl"}
+    lines = record.read_text().splitlines()
+    assert len(lines) == len(set(lines)) > 1
+
+
+@pytest.mark.parametrize(
+    ("item", "sentence"),
+    [
+        ("wandbb", r"Unknown sink 'wandbb'. Did you mean 'wandb'\? Known: console, csv, jsonl, mlflow, tensorboard, "),
+        (CSVSink, "is not a sink: give an object, such as CSVSink.., or a name: console, csv, jsonl, mlflow, "),
+    ],
+    ids=["name", "class"],
+)
+def test_unknown_sink_is_refused_with_names(tmp_path, item, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        Parts(Loop()).attach(tmp_path, [], sinks=[item])
 
 
 @pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")

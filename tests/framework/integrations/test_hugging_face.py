@@ -173,6 +173,12 @@ def test_metrics_go_through_the_loggers_of_the_trainer(tmp_path: Path) -> None:
     assert {step for step, name in ours if name == "spy/step"} == set(range(15))
 
 
+def test_unknown_sink_of_a_trainer_is_refused(tmp_path: Path) -> None:
+    """The names include that of the trainer's own loggers."""
+    with pytest.raises(UsageError, match=r"Unknown sink 'trainr'. Did you mean 'trainer'\? Known: .*trainer, wandb"):
+        attached(trainer(tmp_path), ["norms"], sinks=["jsonl", "trainr"])
+
+
 def test_a_training_that_fails_is_recorded_as_failed(tmp_path: Path) -> None:
     class Failing(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -120,10 +120,10 @@ def test_a_replay_that_fails_leaves_no_half_folder(recorded):
     [
         ([], "takes one folder, RUN, but got none"),
         (["a", "b"], "but got 2: a, b"),
-        (["a"], "needs --to SINK; choose one of tensorboard, wandb"),
+        (["a"], "needs --to SINK; choose one of mlflow, tensorboard, trackio, wandb"),
         (["a", "--to"], "--to needs a value"),
         (["a", "--to", "tensorbord"], "Did you mean 'tensorboard'?"),
-        (["a", "--to", "csv"], "Known: tensorboard, wandb"),
+        (["a", "--to", "csv"], "Known: mlflow, tensorboard, trackio, wandb"),
         (["a", "--too", "wandb"], "Unknown option '--too'. Did you mean '--to'?"),
         (["a", "--to", "tensorboard", "--project", "p"], "--project does not apply to --to tensorboard"),
         (["nowhere", "--to", "tensorboard"], "nowhere does not exist"),
@@ -160,7 +160,16 @@ def test_a_disabled_client_is_no_destination(recorded, monkeypatch, capfd):
 def test_help_names_targets_and_options(capfd):
     assert main(["replay", "--help"]) == 0
     text = capfd.readouterr().out
-    assert all(word in text for word in ("RUN", "--to", "tensorboard|wandb", "--project PROJECT"))
+    assert all(
+        word in text
+        for word in (
+            "RUN",
+            "--to",
+            "mlflow|tensorboard|trackio|wandb",
+            "--project PROJECT",
+            "project of trackio or wandb",
+        )
+    )
 
 
 def test_run_record_matches_configuration(finished):
