@@ -44,7 +44,7 @@ def send(task: "ClientTask", feed: "Feed") -> str:
             return trackio.Histogram(np_histogram=(np.array([len(values)]), np.array([min(values), max(values)])))
 
     project = task.project or task.experiment
-    run = trackio.init(
+    run: Any = trackio.init(
         project=project,
         name=run_name(task),
         group=task.experiment,
@@ -67,7 +67,7 @@ def send(task: "ClientTask", feed: "Feed") -> str:
             feed.note_count(max(begin, end))
     if feed.status != "completed":
         run.alert(f"The run {feed.status}.", level=trackio.AlertLevel.ERROR, step=step)
-    trackio.finish()
+    run.finish()
     stored = stored_row_count(project, run)
     if stored is not None and stored < end:
         raise RuntimeError(f"Trackio stored {stored} of {end} rows.")
