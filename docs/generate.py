@@ -22,6 +22,7 @@ from loopscope.hooks import (
     windows_for,
 )
 
+from docs.hook_pictures import PICTURES, caption
 from docs.roles import markdown
 
 FOLDER = Path(__file__).parent / "hooks"
@@ -112,6 +113,7 @@ def hook_page(hook: type[TrainingHook]) -> str:
     if body:
         parts += [body, ""]
     parts += treatment(hook)
+    parts += picture(hook)
     parts += [*table(("", ""), facts(hook)), "", "## Metrics", "", *metric_table(hook), "", "## Options", ""]
     parts += [*option_table(hook, arguments), ""]
     return "\n".join(parts)
@@ -128,6 +130,14 @@ def treatment(hook: type[TrainingHook]) -> list[str]:
         "name it as a treatment.",
         "",
     ]
+
+
+def picture(hook: type[TrainingHook]) -> list[str]:
+    """Return the picture of a hook with its caption; nothing without docs/pictures/hooks/<hook>.png."""
+    if not (PICTURES / f"{hook.name}.png").exists():
+        return []
+    text = caption(hook.name)
+    return [f"![{text or hook.name}](../pictures/hooks/{hook.name}.png)", "", *([f"*{text}*", ""] if text else [])]
 
 
 def facts(hook: type[TrainingHook]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import re
 import pytest
 from loopscope.hooks import HookPoint, MetricInfo, TrainingHook, hook_options
 
-from docs import generate
+from docs import generate, hook_pictures
 from tests.docs.markdown import tables
 
 SHIPPED = pytest.mark.parametrize("hook", generate.shipped_hooks(), ids=lambda hook: hook.name)
@@ -88,6 +88,23 @@ def test_hook_missing_from_index_raises() -> None:
 
 def test_bars_in_formulas_do_not_break_tables() -> None:
     assert "| `undescribed/bare` | a \\| b |" in generate.hook_page(Undescribed)
+
+
+def test_page_shows_the_picture_with_caption(tmp_path, monkeypatch) -> None:
+    """A page has no picture without the file, and the docstring of the program as the caption."""
+    monkeypatch.setattr(generate, "PICTURES", tmp_path)
+    monkeypatch.setattr(hook_pictures, "PROGRAMS", tmp_path)
+    assert generate.picture(Undescribed) == []
+    (tmp_path / "undescribed.png").touch()
+    assert generate.picture(Undescribed)[0] == "![undescribed](../pictures/hooks/undescribed.png)"
+    (tmp_path / "undescribed.py").write_text('"""Norms\nover steps."""')
+    assert "*Norms over steps.*" in generate.hook_page(Undescribed).splitlines()
+
+
+def test_every_picture_has_a_program() -> None:
+    drawn = {path.stem for path in hook_pictures.PICTURES.glob("*.png")}
+    assert {name for name in drawn if not hook_pictures.caption(name)} == set()
+    assert drawn <= {hook.name for hook in generate.shipped_hooks()}
 
 
 def test_write_adds_updates_and_removes_pages(tmp_path) -> None:
