@@ -15,7 +15,9 @@ from .gradients import (
 from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
 from .outputs import OutputLogits, TokenLoss
 from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
-from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates
+from .updates import (
+    AdamDynamics, ParameterDelta, ParameterNorms, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates,
+)
 
 __all__ = [
     "Activations", "AdamDynamics", "Attention", "BatchDynamics", "ClipOptions", "Consecutive", "Counterfactual",
@@ -26,4 +28,9 @@ __all__ = [
     "Phases", "RangePenaltyReport", "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo",
     "TiedGradientClipping", "TokenGradient", "TokenLoss", "TrainingDiagnostics", "TrainingMetrics", "Variance",
     "WeightAverage", "WeightTracking", "WeightUpdateMonitor", "WeightUpdates", "WhatIf",
+    "ModelSmoothing", "Norms", "OutputProjectionClip", "ParameterDelta", "ParameterNorms", "PathLength", "Phases",
+    "RangePenaltyReport",
+    "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient",
+    "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage", "WeightTracking", "WeightUpdateMonitor",
+    "WeightUpdates", "WhatIf",
 ]

@@ -63,6 +63,7 @@ VARIANTS = {
     "output_projection_clip.logits": Variant(
         "output_projection_clip", {"window_size": 3, "scale_factor": 0.05, "scope": "logits"}, "tied"
     ),
+    "parameter_norms": Variant("parameter_norms", {"interval": 3}),
     "path_length": Variant("path_length", {"every": 2}),
     "range_penalty": Variant("range_penalty", {"weight": 0.1, "every_n_steps": 3}),
     "sharpness": Variant("sharpness", QUICK_SHARPNESS),

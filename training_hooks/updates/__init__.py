@@ -2,9 +2,13 @@
 
 from .adam_dynamics import AdamDynamics
 from .parameter_delta import ParameterDelta
+from .parameter_norms import ParameterNorms
 from .path_length import PathLength
 from .update_monitor import WeightUpdateMonitor
 from .weight_tracking import WeightTracking
 from .weight_updates import WeightUpdates
 
-__all__ = ["AdamDynamics", "ParameterDelta", "PathLength", "WeightTracking", "WeightUpdateMonitor", "WeightUpdates"]
+__all__ = [
+    "AdamDynamics", "ParameterDelta", "ParameterNorms", "PathLength", "WeightTracking", "WeightUpdateMonitor",
+    "WeightUpdates",
+]

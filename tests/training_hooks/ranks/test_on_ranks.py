@@ -91,6 +91,7 @@ CHOSEN = [
     Subject("model_smoothing", {"update_interval": 2}),
     Subject("moe_router", {"routers": "blocks.*.down", "top_k": 2, "names": "*"}),
     Subject("output_projection_clip", {"window_size": 2}, tied=True, refused=SHARDED, remedy="DistributedDataParallel"),
+    Subject("parameter_norms", {"interval": 1}),
     Subject("sharpness", FEW, **EXACT),
     Subject("sharpness", FEW | DIFFERENCES),
     Subject("subspace_gradient_info", {"window": 3, "top": 1}),
