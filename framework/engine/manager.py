@@ -315,7 +315,7 @@ class HookManager:
         def declared_taps(hook: TrainingHook) -> list[Tap]:
             taps = list(hook.taps(model)) if hooks.listeners.of(hook) else []  # no listeners: the hook was left out
             if invalid := [tap for tap in taps if not isinstance(tap, Tap)]:
-                kinds = "GradientTap(target, kind, function) or ForwardTap(target, function)"
+                kinds = "GradientTap(target, kind, function), ForwardTap or AttentionTap(target, function)"
                 raise TypeError(f"returned {invalid[0]!r}; taps are {kinds}")
             return taps
 

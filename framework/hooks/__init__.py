@@ -1,6 +1,7 @@
 """Base classes, contexts, metrics, taps and registries for hook authors."""
 
 from .alerts import ALERTS, Alert, Recovery
+from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .class_checks import KEYWORDS, hook_options
 from .commits import Clipping, StatePart, UndeclaredCommitError
@@ -18,7 +19,9 @@ from .registries import (
     ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, build_hooks, create_sinks, options_of,
     refuse_idle_options, without_duplicates,
 )
-from .taps import ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
+from .taps import (
+    AttentionTap, ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner,
+)
 
 __all__ = [
     "ALERTS",
@@ -31,6 +34,8 @@ __all__ = [
     "SET_AT",
     "STEP_POINTS",
     "Alert",
+    "AttentionCall",
+    "AttentionTap",
     "Clipping",
     "ConfiguredHook",
     "DebugInterventionHook",
@@ -40,6 +45,7 @@ __all__ = [
     "ForwardCall",
     "ForwardResult",
     "ForwardTap",
+    "FusedCall",
     "GradientTap",
     "HookPoint",
     "HookRegistry",
@@ -62,6 +68,7 @@ __all__ = [
     "Remembering",
     "RunDataContext",
     "RunInfo",
+    "ScoreBlock",
     "Series",
     "SinkRegistry",
     "StatePart",
@@ -70,6 +77,7 @@ __all__ = [
     "TapOwner",
     "TrainingHook",
     "UndeclaredCommitError",
+    "WrittenCall",
     "always_on",
     "build_hooks",
     "bulk_hooks",

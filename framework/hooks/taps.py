@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from .attention_calls import AttentionCall
+
 OnGradient = Callable[[Tensor], Tensor | None]
 """A function of a tensor, which returns ``None`` or a replacement."""
 
@@ -78,7 +80,25 @@ class ForwardTap:
     function: Callable[[ForwardCall], None]
 
 
-Tap = GradientTap | ForwardTap | QuantizationTap
+@dataclass(frozen=True)
+class AttentionTap:
+    """A function that reads the attention calls of a module in the forward passes of the training step.
+
+    It is called without gradient tracking, before each attention that the module computes by ``nn.MultiheadAttention``,
+    ``scaled_dot_product_attention``, or a softmax over (batch, heads, queries, keys). A call in another module inside
+    of the target, which is tapped as well, belongs to that module. A recomputation of activation checkpointing is not a
+    call.
+
+    Args:
+        target: the name of a module of the model.
+        function: takes an :class:`AttentionCall`. It must not change its tensors, which are those of the training.
+    """
+
+    target: str
+    function: Callable[[AttentionCall], None]
+
+
+Tap = GradientTap | ForwardTap | AttentionTap | QuantizationTap
 """A tap of any kind."""
 
 

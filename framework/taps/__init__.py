@@ -1,5 +1,6 @@
 """Taps of a run: their attachment to the model, the checks of their calls, and their removal."""
 
+from .attention_reader import AttentionReader
 from .tap_set import TapSet
 
-__all__ = ["TapSet"]
+__all__ = ["AttentionReader", "TapSet"]

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..errors import UsageError, unknown
-from ..hooks import ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
+from ..hooks import AttentionTap, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
 from ..state import InternalFunction
+from .attention_tap import attention_callback, attention_read
 from .callbacks import FORWARD_TENSORS, ForwardCallbacks, input_callbacks, output_callbacks
 from .checked_function import checked_function
 from .compiled_modules import uncompiled_forward, uncompiled_hook
@@ -64,6 +65,10 @@ class AttachedTap:
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
             callback = forward_callback(owner, tap, self.is_active, passes, audit=audit)
             self._registrations = [partial(_after_forward, module, callback)]
+        elif isinstance(tap, AttentionTap):
+            module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
+            on_call = attention_callback(owner, tap, passes, audit=audit)
+            self._registrations = [partial(attention_read, module, on_call, self.is_active)]
         else:
             on_tensor = checked_function(owner, tap, self.is_active, passes, audit=audit)
             self._registrations = self._on_tensors(tap, model, on_tensor, compiled=compiled)

@@ -33,22 +33,40 @@ def forward_callback(
         all_tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
         if any(map(is_symbolic, all_tensors)):
             return
-        # Sparse and nested tensors have no address.
-        tensors = [tensor for tensor in all_tensors if tensor.layout is torch.strided and not tensor.is_nested]
-        versions = list(map(version_of, tensors))
-        copies = [tensor.detach().clone() for tensor in tensors] if audit else []
-        try:
-            with torch.no_grad(), passes:  # the function may run a pass of the model itself
-                detached = tree_map_only(Tensor, Tensor.detach, (args, kwargs, output))
-                owner.call(tap.target, partial(tap.function, ForwardCall(*detached)))
-        finally:
-            is_same = versions == list(map(version_of, tensors))
-            for copy, tensor in zip(copies, tensors, strict=False):
-                is_same = is_same and torch.equal(in_bytes(copy), in_bytes(tensor))
-            if not is_same:
-                raise StateMutationError(
-                    f"The tap of hook {owner.hook!r} on {tap.target or 'the model'!r} changed an input or output that "
-                    "it may only read; change a clone of the tensor instead."
-                )
+        detached = tree_map_only(Tensor, Tensor.detach, (args, kwargs, output))
+        function = partial(tap.function, ForwardCall(*detached))
+        call_unchanged(owner, tap.target, function, all_tensors, "an input or output", passes, audit=audit)
 
     return after
+
+
+def call_unchanged(
+    owner: TapOwner,
+    target: str,
+    function: Callable[[], None],
+    tensors: list[Tensor],
+    subject: str,
+    passes: RunningPasses,
+    *,
+    audit: bool,
+) -> None:
+    """Call the function of a tap, with no tap active inside of it.
+
+    It raises :class:`StateMutationError` if the function changed one of the ``tensors``, which ``subject`` describes.
+    """
+    # Sparse and nested tensors have no address.
+    tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+    versions = list(map(version_of, tensors))
+    copies = [tensor.detach().clone() for tensor in tensors] if audit else []
+    try:
+        with torch.no_grad(), passes:  # the function may run a pass of the model itself
+            owner.call(target, function)
+    finally:
+        is_same = versions == list(map(version_of, tensors))
+        for copy, tensor in zip(copies, tensors, strict=False):
+            is_same = is_same and torch.equal(in_bytes(copy), in_bytes(tensor))
+        if not is_same:
+            raise StateMutationError(
+                f"The tap of hook {owner.hook!r} on {target or 'the model'!r} changed {subject} that it may only read; "
+                "change a clone of the tensor instead."
+            )

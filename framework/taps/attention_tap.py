@@ -1,0 +1,83 @@
+"""The callbacks of an attention tap, with a check that its function changes no tensor."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import nn
+
+from ..hooks import AttentionCall, AttentionTap, TapOwner
+from ..state import InternalFunction
+from .attention_reader import AttentionReader
+from .checked_function import is_symbolic
+from .forward_calls import call_unchanged
+from .passes import RunningPasses
+from .training_use import is_training_use
+
+
+class _RunningModules(threading.local):
+    """The tapped modules that are running in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+
+_RUNNING = _RunningModules()
+
+
+def attention_callback(
+    owner: TapOwner, tap: AttentionTap, passes: RunningPasses, *, audit: bool
+) -> Callable[[AttentionCall], None]:
+    """Return a function that calls the tap, with no tap active inside of it.
+
+    It raises :class:`StateMutationError` if the tap changed a tensor. ``audit`` compares every byte.
+    """
+
+    def on_call(call: AttentionCall) -> None:
+        if any(map(is_symbolic, call.tensors)):
+            return
+        function = partial(tap.function, call)
+        call_unchanged(owner, tap.target, function, call.tensors, "a tensor of an attention call", passes, audit=audit)
+
+    return on_call
+
+
+@contextmanager
+def attention_read(
+    module: nn.Module, on_call: Callable[[AttentionCall], None], is_active: Callable[[], bool]
+) -> Iterator[None]:
+    """Read the attention calls of a module in the body, in passes of the training step."""
+    readers: list[AttentionReader | None] = []  # one for each running use of the module
+
+    def is_innermost() -> bool:
+        return _RUNNING.modules[-1:] == [module] and is_active()
+
+    # A forward hook that returns a value other than None replaces the output.
+    def enter(module: nn.Module, inputs: object) -> None:
+        reader = AttentionReader(on_call, is_innermost) if is_active() and is_training_use() else None
+        readers.append(reader)
+        if reader is not None:
+            _RUNNING.modules.append(module)
+            reader.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, inputs: object, output: object) -> None:
+        if readers and (reader := readers.pop()) is not None:
+            reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            _RUNNING.modules.pop()
+
+    hook = InternalFunction(leave)
+    handles = [
+        module.register_forward_pre_hook(InternalFunction(enter)),
+        module.register_forward_hook(hook, always_call=True),
+    ]
+    # Private: torch only looks up whether the key is in this table, whose values are True (torch 2.9 to 2.15). The
+    # value here marks the entry as internal, so that digests omit it as they omit the hook.
+    module._forward_hooks_always_called[handles[1].id] = hook  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while readers:  # torch calls no forward hook after an interruption
+            leave(module, (), None)
