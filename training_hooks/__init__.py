@@ -2,7 +2,7 @@
 
 from .activations import Activations, FirstNonfinite
 from .averaging import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
-from .circuits import Attention, Fourier, TokenGradient
+from .circuits import Attention, AttentionLogits, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
 from .curvature import Hessian, LrProbe, Sharpness
@@ -23,6 +23,9 @@ __all__ = [
     "Activations", "AdamDynamics", "Attention", "BatchDynamics", "ClipOptions", "Consecutive", "Counterfactual",
     "CounterfactualValidator", "EmbeddingProvenance", "FirstNonfinite", "Fourier", "GradClip", "GradientFlow",
     "GradientNoiseScale",
+    "Activations", "AdamDynamics", "Attention", "AttentionLogits", "BatchDynamics", "ClipOptions", "Consecutive",
+    "Counterfactual",
+    "CounterfactualValidator", "EmbeddingProvenance", "Fourier", "GradClip", "GradientFlow", "GradientNoiseScale",
     "GradientOverflow", "GradientProjection", "Hessian", "LossSpikes", "LrProbe", "MetisSplit", "ModelSmoother",
     "ModelSmoothing", "MoeRouter", "Norms", "OutputLogits", "OutputProjectionClip", "ParameterDelta", "PathLength",
     "Phases", "RangePenaltyReport", "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo",

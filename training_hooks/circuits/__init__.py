@@ -1,7 +1,8 @@
 """Hooks for learned structure: Fourier frequencies, attention heads, token gradients."""
 
 from .attention import Attention
+from .attention_logits import AttentionLogits
 from .fourier import Fourier
 from .token_gradient import TokenGradient
 
-__all__ = ["Attention", "Fourier", "TokenGradient"]
+__all__ = ["Attention", "AttentionLogits", "Fourier", "TokenGradient"]

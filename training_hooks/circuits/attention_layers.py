@@ -28,6 +28,8 @@ SEPARATE = (
     ("self.query_proj", "self.key_proj", "self.value_proj"),
     ("attention.query", "attention.key", "attention.value"),
 )
+LATENT = (("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj"), ("wq_b", "wkv_b"), ("wq", "wkv_b"))
+"""Names of the projections to the heads of multi-head latent attention (MLA, DeepSeek)."""
 OUTPUT = (
     "out_proj", "o_proj", "out", "proj", "c_proj", "o", "wo", "w_o", "to_out", "to_out.0", "out_lin", "dense",
     "output.dense",
@@ -193,3 +195,11 @@ def _layer_of(module: nn.Module, choices: list[tuple[str, ...]]) -> AttentionLay
         if linear.keys() >= set(names):
             return AttentionLayer(module, tuple(linear[name] for name in names), names[0] in GROUPED)
     return None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is an ``nn.MultiheadAttention``, or has linear layers with usual names of projections."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    linear = {name.lower() for name, part in module.named_modules(remove_duplicate=False) if is_projection(part)}
+    return any(linear >= {*names} for names in (*SEPARATE, *PAIRED, *((name,) for name in FUSED), *LATENT))
