@@ -94,6 +94,8 @@ def clipping_of(tensors: list[Tensor], max_norm: float) -> Clipping:
     """Return the joint norm of tensors and the factor that limits it; both are zero-dimensional."""
     # factor = min(1, max_norm / (‖g‖₂ + 1e-6)), as in torch.nn.utils.clip_grad_norm_
     norm = joint_norm(tensors)
+    if all(tensor.dtype is not torch.float64 for tensor in tensors):
+        norm = norm.float()  # like the norm of torch, so that the factors have equal bits
     return Clipping(norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 

@@ -3,6 +3,10 @@
 from .identity import BriefIdentities, TensorIdentities, attached
 from .memory import addresses, bytes_at
 from .properties import TensorProperties, pointer_and_bits
+from .reductions import (
+    cosine_of, flat_products, inner_products, may_overflow, norms_of, power_of_two, row_norms, scale_of, total_of,
+    widest,
+)
 from .shards import (
     completed, dtensor_class, fully_sharded_modules, groups_of, is_partial, is_sharded, laid_out_like, local_shards,
     over_shards, resharded_afterwards, unsharded,
@@ -16,8 +20,10 @@ from .vectors import (
 __all__ = [
     "COMPRESSED", "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "TensorProperties", "Vector",
     "accumulate", "addresses", "attached", "axpy", "byte_tensors", "bytes_at", "completed", "copied", "cosine",
-    "dot", "dtensor_class", "fully_sharded_modules", "gradients", "groups_of", "in_bytes", "inner_tensors",
-    "is_cut_off", "is_partial", "is_sharded", "is_uninitialised", "joint_norm", "laid_out_like", "live_gradients",
-    "local_shards", "max_abs", "minus", "norm", "norm_of_each", "norms", "over_shards", "overwrite",
-    "pointer_and_bits", "resharded_afterwards", "scaled", "trainable", "unsharded", "widened",
+    "cosine_of", "dot", "dtensor_class", "flat_products", "fully_sharded_modules", "gradients", "groups_of",
+    "in_bytes", "inner_products", "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "is_uninitialised",
+    "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus", "norm",
+    "norm_of_each", "norms", "norms_of", "over_shards", "overwrite", "pointer_and_bits", "power_of_two",
+    "resharded_afterwards", "row_norms", "scale_of", "scaled", "total_of", "trainable", "unsharded", "widened",
+    "widest",
 ]

@@ -1,7 +1,8 @@
 """Vectors over dicts of parameters: dot products, norms, cosines and linear combinations.
 
-A missing name stands for zeros. All results are detached. Reductions are in float32 or wider; those of DTensors are
-over the device mesh, so that every rank gets the same number.
+A missing name stands for zeros. All results are detached. Reductions are in the widest dtype of the device, usually
+float64, and right for all magnitudes; those of DTensors are over the device mesh, so that every rank gets the same
+number.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .reductions import cosine_of, inner_products, joint_norm_of, norms_of
 from .shards import Groups, is_sharded, local_shards, over_shards, part_on_rank
 
 Vector = Mapping[str, Tensor]
@@ -19,7 +21,7 @@ WIDE = frozenset({torch.float32, torch.float64})
 @torch.no_grad()
 def dot(a: Vector, b: Vector) -> Tensor:
     """Return the inner product of two vectors, zero-dimensional."""
-    return _dot((a[name], b[name]) for name in a if name in b)
+    return _dot([(a[name], b[name]) for name in a if name in b])
 
 
 @torch.no_grad()
@@ -31,50 +33,34 @@ def norm(a: Vector) -> Tensor:
 def joint_norm(tensors: list[Tensor]) -> Tensor:
     """Return the Euclidean norm of tensors taken together, zero-dimensional.
 
-    Equals ``torch.nn.utils.get_total_norm`` bit for bit for plain float32 and float64 tensors. float16 and bfloat16 are
-    reduced in float32, since a float16 norm overflows at 65504.
+    Equals ``torch.nn.utils.get_total_norm`` for plain float32 and float64 tensors wherever that is accurate.
     """
     # torch._foreach_norm returns the norms of a DTensor's local shards, without communication.
     if any(map(is_sharded, tensors)):
-        return _dot(zip(tensors, tensors, strict=True)).sqrt()
-    if not tensors:
-        return torch.zeros(())
-    # ||(a, b, ...)|| = ||(||a||, ||b||, ...)||
-    total: Tensor = torch.linalg.vector_norm(_stacked(_norms(tensors)))
-    return total
+        return _dot(list(zip(tensors, tensors, strict=True))).sqrt()
+    return joint_norm_of([tensor.detach() for tensor in tensors])
 
 
 @torch.no_grad()
 def norm_of_each(vector: Vector) -> dict[str, Tensor]:
-    """Return the Euclidean norm of every tensor by its name, reduced in float32 or wider; zero-dimensional each."""
+    """Return the Euclidean norm of every tensor by its name, zero-dimensional each."""
     if any(map(is_sharded, vector.values())):
         return dict(zip(vector, norms(vector.values()).unbind(), strict=True))
-    return dict(zip(vector, _norms(list(vector.values())), strict=True))
+    return dict(zip(vector, norms_of(list(vector.values())).unbind(), strict=True))
 
 
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norms of tensors, shape (tensors,), in float32 or wider; shards need one all-reduce.
+    """Return the Euclidean norms of tensors, shape (tensors,); shards need one all-reduce.
 
     Tensors are processed one after the other, so that an iterator may create them lazily.
     """
     groups: Groups = {}
     all_norms = _stacked(
-        [_norms([part_on_rank(tensor, position, groups)])[0] for position, tensor in enumerate(tensors)]
+        [norms_of([part_on_rank(tensor, position, groups)])[0] for position, tensor in enumerate(tensors)]
     )
-    # ||t|| = sqrt(sum over shards s of ||s||**2), in float64, where the square of a float32 does not overflow
-    return over_shards(all_norms.double().square(), groups).sqrt().to(all_norms.dtype) if groups else all_norms
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the Euclidean norms of plain tensors, those of lower precision than float32 reduced in float32."""
-    if any(tensor.dtype not in WIDE for tensor in tensors):
-        tensors = [_wide(tensor) for tensor in tensors]
-    # torch has no public foreach functions; its optimizers and clip_grad_norm_ use these private ones.
-    try:
-        return list(torch._foreach_norm(tensors))
-    except NotImplementedError:  # sparse gradients, as of nn.Embedding(sparse=True): the norm of the summed values
-        return list(torch._foreach_norm([*map(_stored, tensors)]))
+    # ||t|| = sqrt(sum over shards s of ||s||**2)
+    return over_shards(all_norms.square(), groups).sqrt() if groups else all_norms
 
 
 @torch.no_grad()
@@ -89,14 +75,16 @@ def max_abs(a: Vector) -> Tensor:
 
 def cosine(a: Vector, b: Vector) -> Tensor:
     """Return the cosine between two vectors, a·b / (||a|| ||b||); NaN if one of them is zero."""
-    return dot(a, b) / (dot(a, a).sqrt() * dot(b, b).sqrt())
+    return cosine_of(dot(a, b), dot(a, a), dot(b, b))
 
 
 @torch.no_grad()
 def axpy(scale: float | Tensor, x: Vector, y: Vector) -> dict[str, Tensor]:
     """Return ``scale * x + y`` as new tensors."""
-    total = {name: scale * x[name] + value if name in x else value.clone() for name, value in y.items()}
-    return total | {name: scale * value for name, value in x.items() if name not in y}
+    # A zero-dimensional scale widens zero-dimensional tensors, and only these, so ``scaled`` restores the dtype.
+    terms = scaled(scale, x)
+    total = {name: terms[name] + value if name in x else value.clone() for name, value in y.items()}
+    return total | {name: value for name, value in terms.items() if name not in y}
 
 
 def minus(a: Vector, b: Vector) -> dict[str, Tensor]:
@@ -107,7 +95,7 @@ def minus(a: Vector, b: Vector) -> dict[str, Tensor]:
 @torch.no_grad()
 def scaled(scale: float | Tensor, x: Vector) -> dict[str, Tensor]:
     """Return ``scale * x`` as new tensors."""
-    return {name: scale * value for name, value in x.items()}
+    return {name: (scale * value).to(value.dtype) for name, value in x.items()}
 
 
 @torch.no_grad()
@@ -157,14 +145,13 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)
 
 
-def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def _dot(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    if not pairs:
+        return torch.zeros((), dtype=torch.float64)
     groups: Groups = {}
     # a·b = sum over tensors and shards of Re(sum of a * conj(b)); one product for each tensor on this rank
-    products = []
-    for position, (a, b) in enumerate(pairs):
-        part_a, part_b = part_on_rank(a, position, groups), part_on_rank(b, position, {}, a)
-        products.append((_wide(part_a) * _wide(part_b).conj()).real.sum())
-    return over_shards(_stacked(products), groups).sum()
+    parts = [(part_on_rank(a, place, groups), part_on_rank(b, place, {}, a)) for place, (a, b) in enumerate(pairs)]
+    return over_shards(inner_products(parts), groups).sum()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart, StepSchedule
 from loopscope.errors import UsageError, listed
 from loopscope.hooks import Alert, Metrics, ModelDataContext, RunInfo
-from loopscope.tensors import Vector, is_sharded, joint_norm, local_shards, norm, norms, trainable
+from loopscope.tensors import Vector, is_sharded, joint_norm, local_shards, norm, norms, total_of, trainable
 from torch import Tensor, nn
 
 from ..measures import stacked
@@ -57,7 +57,7 @@ def blend_buffers(live: Vector, buffers: Vector, alpha: float, *, write_back: bo
 
 
 def distance(a: Vector, b: Vector) -> Tensor:
-    """Return ‖a − b‖₂ of two vectors with the same names, reduced in float32 or wider; zero-dimensional.
+    """Return ‖a − b‖₂ of two vectors with the same names, zero-dimensional.
 
     Uses the memory of one block at a time; for DTensors, of one parameter.
     """
@@ -66,8 +66,7 @@ def distance(a: Vector, b: Vector) -> Tensor:
     for a_block, b_block in _blocks([a[name] for name in plain], [b[name] for name in plain]):
         wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in a_block]
         parts.append(joint_norm([tensor - other for tensor, other in zip(wide, b_block, strict=True)]))
-    total: Tensor = torch.linalg.vector_norm(stacked(parts))
-    return total
+    return total_of(stacked(parts))
 
 
 def _blocks(a: list[Tensor], b: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

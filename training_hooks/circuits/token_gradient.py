@@ -5,7 +5,7 @@ from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.option_words import hook_option_text
-from loopscope.tensors import unsharded
+from loopscope.tensors import row_norms, scale_of, unsharded
 from torch import Tensor
 
 from ..measures import gini, leading_share, participation_ratio
@@ -30,13 +30,15 @@ def agreement(rows: Tensor, norms: Tensor) -> dict[str, Tensor]:
     The mean cosine over all pairs of the m nonzero rows is (‖Σ u‖² − m) / (m(m − 1)), where u are the rows divided by
     their norms. It is NaN for fewer than two nonzero rows.
     """
-    # ‖Σu‖² = m + Σ_{i≠j} uᵢ·uⱼ; shared_fraction = V·‖mean of the rows‖²/Σ‖row‖², the mean of shape (width,)
-    directions = rows / torch.where(norms > 0, norms, 1)[:, None]
+    # ‖Σu‖² = m + Σ_{i≠j} uᵢ·uⱼ; shared_fraction = V·‖mean of the rows‖²/Σ‖row‖², the mean of shape (width,). Both are
+    # those of the rows divided by a power of two, so that no square leaves the range of float32.
+    scale = scale_of(rows).to(rows.dtype)
+    rows, norms = rows / scale, norms / scale
+    directions = rows / torch.where(norms > 0, norms, 1)[:, None].to(rows.dtype)
     count = (norms > 0).sum()
-    return {
-        "mean_cosine": (directions.sum(dim=0).square().sum() - count) / (count * (count - 1)),
-        "shared_fraction": rows.mean(dim=0).square().sum() * len(rows) / norms.square().sum(),
-    }
+    mean_cosine = (directions.sum(dim=0).double().square().sum() - count) / (count * (count - 1))
+    shared = rows.mean(dim=0).double().square().sum() * len(rows) / norms.square().sum()
+    return {"mean_cosine": mean_cosine.clamp(-1, 1), "shared_fraction": shared.clamp(max=1)}
 
 
 @HookRegistry.register
@@ -97,6 +99,6 @@ class TokenGradient(TrainingHook):
         if not ctx.accumulated_grads or name not in ctx.accumulated_grads:
             return {}
         rows = unsharded(ctx.accumulated_grads[name]).to_dense()
-        norms = rows.norm(dim=1)
+        norms = row_norms(rows)
         top = norms.topk(min(self._top_k, len(norms))).indices
         return {**concentration(norms, self._top_k), **agreement(rows, norms), "top_tokens": list(top)}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from loopscope.hooks import Remembered, Remembering
+from loopscope.tensors import total_of
 from torch import Tensor
 
 
@@ -95,7 +96,7 @@ class AdaGC:
     def __call__(self, gammas: Tensor, taken: Tensor, norms: Tensor) -> AdaGCStep:
         """Return the result for a step's gradient norms; if one is not finite, nothing is clipped or included."""
         norms = norms.double()
-        joint = torch.linalg.vector_norm(norms)
+        joint = total_of(norms)
         usable, warm, limits = joint.isfinite(), taken < self.warmup, self.lambda_rel * gammas
         # c = min(1, λ_abs/‖g‖) in the warm-up, then c_p = min(1, λ_rel·γ_p/‖g_p‖), shape (n,)
         in_common = torch.where(joint > self.lambda_abs, self.lambda_abs / joint, 1.0)

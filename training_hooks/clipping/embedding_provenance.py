@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import require
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
+from loopscope.tensors import cosine_of
 from torch import Tensor, nn
 
 from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, TiedGradients, all_sums, pair_of
@@ -138,4 +138,4 @@ def metrics_of(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[st
         "output_proj_grad_mean_abs": means[3],
         "output_to_embedding_ratio": norms[1] / norms[0],
     }
-    return values | {"cosine": sums[2] / torch.prod(norms)} if tied else values
+    return values | {"cosine": cosine_of(sums[2], sums[0], sums[1])} if tied else values

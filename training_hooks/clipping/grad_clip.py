@@ -10,7 +10,17 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext
-from loopscope.tensors import Vector, gradients, groups_of, joint_norm, local_shards, norm_of_each, norms, over_shards
+from loopscope.tensors import (
+    Vector,
+    gradients,
+    groups_of,
+    joint_norm,
+    local_shards,
+    norm_of_each,
+    norms,
+    over_shards,
+    total_of,
+)
 from torch import Tensor
 
 from ..measures import stacked
@@ -42,7 +52,7 @@ def clamp_statistics(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
             counts.append(torch.count_nonzero(local_shards([size])[0] > max_value))
             yield size.clamp_(max=max_value)
 
-    after = torch.linalg.vector_norm(norms(clamped()))
+    after = total_of(norms(clamped()))
     total = over_shards(stacked(counts), groups_of(vector.values())).sum()
     return total / sum(tensor.numel() for tensor in vector.values()), after
 
@@ -169,7 +179,8 @@ class GradClip(InterventionHook):
 
     def _by_parameter(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norms = stacked(norm_of_each(live).values())
-        factors = torch.clamp(self.max_norm / (norms + 1e-6), max=1.0)  # the formula of ``clip_grad_norm_``
+        # the formula of ``clip_grad_norm_``, in its dtype
+        factors = torch.clamp(self.max_norm / (norms.to(_factor_dtype(live)) + 1e-6), max=1.0)
         model_ctx.scale_gradients(dict(zip(live, factors.unbind(), strict=True)))
         return _scaled_each(norms, factors)
 
@@ -177,14 +188,14 @@ class GradClip(InterventionHook):
         norms = stacked(norm_of_each(live).values())
         total = norms.sum()
         # c = min(1, max_norm/Σ_p ‖g_p‖)
-        factor = torch.where(total < self.max_norm, 1.0, self.max_norm / total)
+        factor = torch.where(total < self.max_norm, 1.0, self.max_norm / total).to(_factor_dtype(live))
         model_ctx.scale_gradients(factor)
-        return _scaled(torch.linalg.vector_norm(norms), factor)
+        return _scaled(total_of(norms), factor)
 
     def _by_zclip(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norm = joint_norm(list(live.values()))
         step = self._zclip(self._history.to(norm.device), norm)
-        factor = step.factor.to(norm.dtype)
+        factor = step.factor.to(_factor_dtype(live))
         model_ctx.scale_gradients(factor)
         self._history = step.history
         self._calls += 1
@@ -196,7 +207,7 @@ class GradClip(InterventionHook):
     def _by_adagc(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norms, names, is_first = stacked(norm_of_each(live).values()), list(live), not self._gammas.names
         step = self._adagc(self._gammas.take(names, norms.device), self._gammas.taken, norms)
-        factors = step.factors.to(norms.dtype)
+        factors = step.factors.to(_factor_dtype(live))
         model_ctx.scale_gradients(dict(zip(names, factors.unbind(), strict=True)))
         self._gammas.put(names, step)
         metrics = _scaled_each(norms, factors)
@@ -250,6 +261,11 @@ def _refuse_options_of_other_rules(method: Rule, options: Mapping[str, float]) -
             )
 
 
+def _factor_dtype(live: Vector) -> torch.dtype:
+    """Return the dtype of factors for gradients: float64 if one of them is, otherwise float32."""
+    return torch.float64 if any(gradient.dtype is torch.float64 for gradient in live.values()) else torch.float32
+
+
 def _scaled(norm: Tensor, factor: Tensor) -> dict[str, Tensor]:
     """Return the metrics of gradients that are all scaled by one factor."""
     clipped = (factor < 1).to(norm.dtype)
@@ -260,8 +276,8 @@ def _scaled_each(norms: Tensor, factors: Tensor) -> dict[str, Tensor]:
     """Return the metrics of gradients with these norms, each scaled by its factor."""
     clipped = (factors < 1).to(norms.dtype)
     return {
-        "norm_before": torch.linalg.vector_norm(norms),
-        "norm_after": torch.linalg.vector_norm(norms * factors),
+        "norm_before": total_of(norms),
+        "norm_after": total_of(norms * factors),
         "coefficient": factors.min(),
         "clipped": clipped.max(),
         "clipped_fraction": clipped.mean(),

@@ -13,6 +13,7 @@ from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner
 from loopscope.option_words import hook_option_text
 from loopscope.taps import TapSet
+from loopscope.tensors import joint_norm
 from loopscope.training import Ranks
 from torch import Tensor, nn
 
@@ -117,7 +118,7 @@ class OutputProjectionClipper:
 
     def _scaled_logits(self, gradient: Tensor) -> Tensor:
         """Scale d loss/d logits of one backward pass; its norm is remembered."""
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        norm = joint_norm([gradient.detach()])
         factor = clip_factor(norm, self.threshold())
         self._logits.append((norm, factor))
         return gradient * factor.to(gradient.dtype)

@@ -11,7 +11,7 @@ from loopscope.errors import RunNotice, UnsuitableError, UsageError, warn
 from loopscope.hooks import GradientTap, RunInfo
 from loopscope.option_words import hook_option_text
 from loopscope.state import InternalFunction
-from loopscope.tensors import WIDE, fully_sharded_modules, is_sharded
+from loopscope.tensors import WIDE, flat_products, fully_sharded_modules, is_sharded
 from loopscope.training import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
@@ -253,17 +253,18 @@ Sums = Callable[[Tensor, Tensor], Tensor]
 
 @torch.no_grad()
 def squares(g_in: Tensor, g_out: Tensor) -> Tensor:
-    """Return Σ g_in² and Σ g_out², shape (2,), float32 or wider."""
+    """Return Σ g_in² and Σ g_out², shape (2,), float64."""
     first, second = _flat(g_in), _flat(g_out)
-    return torch.stack([first @ first, second @ second])
+    return flat_products([(first, first), (second, second)])
 
 
 @torch.no_grad()
 def all_sums(g_in: Tensor, g_out: Tensor) -> Tensor:
-    """Return Σ g_in², Σ g_out², Σ g_in g_out, Σ g_in, Σ g_out, Σ |g_in|, Σ |g_out|, shape (7,), float32 or wider."""
+    """Return Σ g_in², Σ g_out², Σ g_in g_out, Σ g_in, Σ g_out, Σ |g_in|, Σ |g_out|, shape (7,), float64."""
     first, second = _flat(g_in), _flat(g_out)
-    products = [first @ first, second @ second, first @ second]
-    return torch.stack([*products, first.sum(), second.sum(), _sum_of_sizes(first), _sum_of_sizes(second)])
+    products = flat_products([(first, first), (second, second), (first, second)])
+    sums = torch.stack([first.sum(), second.sum(), _sum_of_sizes(first), _sum_of_sizes(second)])
+    return torch.cat([products, sums.to(products.dtype)])
 
 
 def _sum_of_sizes(values: Tensor) -> Tensor:

@@ -8,7 +8,20 @@ from typing import Any
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.tensors import Vector, accumulate, copied, cosine, dot, laid_out_like, minus, norm, overwrite, trainable
+from loopscope.tensors import (
+    Vector,
+    accumulate,
+    copied,
+    cosine,
+    dot,
+    laid_out_like,
+    max_abs,
+    minus,
+    norm,
+    overwrite,
+    power_of_two,
+    trainable,
+)
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
@@ -23,8 +36,9 @@ def curvature_along(direction: Vector, product: Vector) -> Tensor:
 
 def preconditioned_curvature(direction: Vector, product: Vector, preconditioner: Vector) -> Tensor:
     """Return dᵀHd/dᵀPd, the Rayleigh quotient of P^(−1/2)·H·P^(−1/2) along P^(1/2)·d, from d, H d and a diagonal P."""
-    weighted = {name: value * preconditioner[name] for name, value in direction.items() if name in preconditioner}
-    return dot(direction, product) / dot(direction, weighted)
+    scale = power_of_two(max_abs(preconditioner))
+    weighted = {name: direction[name] * (value / scale) for name, value in preconditioner.items() if name in direction}
+    return dot(direction, product) / (dot(direction, weighted) * scale)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from loopscope.tensors import norms_of, scale_of, widest
 from torch import Tensor
 
 from ..measures import jackknife_variance
@@ -66,10 +67,14 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
     basis = start.new_zeros(size, start.numel())
     basis[0] = start / torch.linalg.vector_norm(start)
     diagonal, off_diagonal = start.new_zeros(size), start.new_zeros(max(size - 1, 0))
-    scale = start.new_zeros(())
+    largest, unit = start.new_zeros(()), start.new_ones(())
     for index in range(size):
         # β_j·q_{j+1} = A q_j − α_j·q_j − β_{j−1}·q_{j−1}, with α the diagonal and β the off-diagonal
         rest = product(basis[index])
+        if not index:
+            # A is divided by a power of two, so that its eigenvalues are near 1, and squares stay in the range.
+            unit = scale_of(rest)
+        rest = rest / unit
         diagonal[index] = torch.dot(rest, basis[index])
         if index + 1 == size:
             break
@@ -82,11 +87,12 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
         lengths = torch.linalg.vector_norm(candidates, dim=1)
         # A remainder of the size of rounding errors means an invariant subspace; torch.where does not wait for the
         # device.
-        scale = torch.maximum(scale, diagonal[index].abs() + lengths[0])
-        is_independent = lengths[0] > torch.finfo(start.dtype).eps * scale
+        largest = torch.maximum(largest, diagonal[index].abs() + lengths[0])
+        is_independent = lengths[0] > torch.finfo(start.dtype).eps * largest
         off_diagonal[index] = torch.where(is_independent, lengths[0], 0.0)
         basis[index + 1] = torch.where(is_independent, candidates[0] / lengths[0], candidates[1] / lengths[1])
-    return Tridiagonal(diagonal, off_diagonal, basis)
+    wide = widest(start.device)
+    return Tridiagonal(diagonal.to(wide) * unit, off_diagonal.to(wide) * unit, basis)
 
 
 def residuals(product: Product, values: Tensor, vectors: Tensor) -> Tensor:
@@ -96,8 +102,7 @@ def residuals(product: Product, values: Tensor, vectors: Tensor) -> Tensor:
     """
     wide = values.to(vectors.dtype)
     differences = [product(vector) - value * vector for value, vector in zip(wide, vectors, strict=True)]
-    lengths: Tensor = torch.linalg.vector_norm(torch.stack(differences), dim=1)
-    return lengths
+    return norms_of(differences)
 
 
 def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered
 from loopscope.data import Batch
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.tensors import trainable
+from loopscope.tensors import norm, norm_of_each, trainable
 from loopscope.training import eagerly
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
@@ -96,10 +96,8 @@ class StepHistory(DebugInterventionHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return loss and gradients."""
         live = {name: leaf.grad for name, leaf in trainable(ctx.model).items() if leaf.grad is not None}
-        # torch._foreach_norm is private, but one call saves a kernel launch per parameter.
-        norms = torch._foreach_norm([*live.values()]) if live else []
         losses = {"loss": ctx.loss} if ctx.loss is not None else {}
-        return {**losses, "gradient": dict(zip(live, norms, strict=True))}
+        return {**losses, "gradient": norm_of_each(live)}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the quantities that are available before the step."""
@@ -134,5 +132,5 @@ def _sizes(state: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Tens
         for entry, value in state.get(name, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
                 # √(mean x²) = ‖x‖/√n
-                sizes.setdefault(entry, {})[name] = torch.linalg.vector_norm(value) / max(1, value.numel()) ** 0.5
+                sizes.setdefault(entry, {})[name] = norm({name: value}) / max(1, value.numel()) ** 0.5
     return sizes

@@ -14,7 +14,7 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered
 from loopscope.data import Batch, part_of, rows
 from loopscope.errors import UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.tensors import overwrite, trainable
+from loopscope.tensors import norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 
@@ -181,8 +181,8 @@ class WhatIf(DebugInterventionHook):
         if kind == "copies":
             return float(copies(batch))
         if kind == "gradient":
-            gradient = model_ctx.compute_batch_gradients(batch).get(name)
-            return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient))
+            gradients = model_ctx.compute_batch_gradients(batch)
+            return float(norm({name: gradients[name]})) if name in gradients else 0.0
         with record_outputs(model_ctx.model) as outputs:
             model_ctx.compute_batch_loss(batch)
         return float(outputs.get(name, math.nan))

@@ -28,7 +28,8 @@ def autocorrelation(gram: Tensor, lag: int) -> Tensor:
     """
     # cos(g_t, g_(t−lag)) = G[t−lag, t] / √(G[t, t]·G[t−lag, t−lag]): the lag-th diagonal, shape (k − lag,)
     norms = gram.diagonal().sqrt()
-    return (gram.diagonal(lag) / (norms[lag:] * norms[:-lag])).mean()
+    # rounding may leave the range of a cosine, and that of the efficiency below
+    return (gram.diagonal(lag) / (norms[lag:] * norms[:-lag])).clamp(-1, 1).mean()
 
 
 def accumulation_efficiency(gram: Tensor, window: int) -> Tensor:
@@ -42,7 +43,7 @@ def accumulation_efficiency(gram: Tensor, window: int) -> Tensor:
     """
     newest = gram[-window:, -window:]  # its entries add up to ‖Σg‖², its diagonal holds ‖g‖²
     # Rounding can make the sum slightly negative if the gradients cancel.
-    return newest.sum().clamp(min=0).sqrt() / newest.diagonal().sqrt().sum()
+    return (newest.sum().clamp(min=0).sqrt() / newest.diagonal().sqrt().sum()).clamp(max=1)
 
 
 AUTOCORRELATION = """

@@ -7,7 +7,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, Train
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import ENDLESS, Metrics, RunInfo
 from loopscope.option_words import hook_option_text
-from loopscope.tensors import trainable
+from loopscope.tensors import cosine_of, trainable
 from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory, FlatVector
@@ -27,9 +27,9 @@ def agreement(layout: FlatLayout, gradient: Tensor, previous: Tensor, shared: Se
     squares, previous_squares = layout.dots(gradient, gradient), layout.dots(previous, previous)
     product, square, previous_square = products.sum(), squares.sum(), previous_squares.sum()
     change = torch.sub(gradient, previous, out=previous)
-    cosines = layout.by_name(products / (squares.sqrt() * previous_squares.sqrt()))
+    cosines = layout.by_name(cosine_of(products, squares, previous_squares))
     return {
-        "cosine": product / (square.sqrt() * previous_square.sqrt()),
+        "cosine": cosine_of(product, square, previous_square),
         "norm_ratio": square.sqrt() / previous_square.sqrt(),
         "relative_change": layout.norm(change) / previous_square.sqrt(),
         **{f"parameter_cosine/{name}": cosines[name] for name in shared},

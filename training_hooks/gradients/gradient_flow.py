@@ -78,10 +78,8 @@ def _blocks(container: nn.Module) -> list[str]:
 
 
 def square_norm(gradient: Tensor) -> Tensor:
-    """Return ‖g‖₂² as a zero-dimensional float64 tensor; in float32 the square of a vanishing norm would underflow."""
-    if is_sharded(gradient):
-        return joint_norm([gradient]).double().square()
-    return torch.square(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
+    """Return ‖g‖₂² as a zero-dimensional tensor."""
+    return joint_norm([gradient.detach()]).square()
 
 
 @HookRegistry.register

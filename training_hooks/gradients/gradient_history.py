@@ -4,7 +4,7 @@ import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import Remembered, Remembering
 from loopscope.option_words import hook_option_text
-from loopscope.tensors import gradients, trainable
+from loopscope.tensors import gradients, may_overflow, norms_of, power_of_two, trainable
 from torch import Tensor, nn
 
 from ..measures import FlatSpace, splitmix64
@@ -82,15 +82,28 @@ def row_products(new_rows: Tensor, rows: Tensor) -> Tensor:
     """Return the inner products of ``new_rows`` (m, n) with ``rows`` (k, n): shape (m, k), float64.
 
     Blocks of at least 8192 columns are multiplied in the dtype of the rows and added up in float64, which keeps the
-    error of float32 products to about 1e-7 of the largest.
+    error of float32 products to about 1e-7 of the largest. Rows whose products could leave the range of float32 are
+    divided by powers of two first.
     """
+    norms = [norms_of(matrix.unbind()) for matrix in (new_rows, rows)]
+    is_scaled = any(map(may_overflow, norms))
+    scales = [_scales(each, rows.dtype) if is_scaled else torch.ones_like(each)[:, None] for each in norms]
     # Σ_c A_c·B_cᵀ over blocks c of columns, shape (m, k)
     width = rows.shape[1]
     step = max(COLUMNS, width // 1024)
     total = rows.new_zeros(len(new_rows), len(rows), dtype=torch.float64)
     for start in range(0, width, step):
-        total += new_rows[:, start : start + step] @ rows[:, start : start + step].T
-    return total
+        first, second = new_rows[:, start : start + step], rows[:, start : start + step]
+        if is_scaled:
+            first, second = (block / scale.to(block) for block, scale in zip((first, second), scales, strict=True))
+        total += first @ second.T
+    return total * (scales[0] @ scales[1].T)
+
+
+def _scales(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return powers of two near the norms of rows, shape (rows, 1), in the dtype of the norms."""
+    # rows beyond the largest power of two of their dtype are still within its range after the division
+    return power_of_two(norms.clamp(max=torch.finfo(dtype).max / 4))[:, None]
 
 
 class GradientHistory(Remembering):

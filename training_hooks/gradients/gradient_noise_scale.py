@@ -44,19 +44,20 @@ def part_norms(gradients: Iterable[Vector], counts: Sequence[int]) -> tuple[Tens
 
     G_big is the mean of the parts' gradients, and |G_small|² the mean of their squared norms, both weighted by rows.
     With b_i of B rows in part i, E|G_small|² = |G|² + S·Σ(b_i/B)/b_i = |G|² + S·n/B, so B_small = B/n is exact even if
-    the n parts differ in size. Only the sum of the gradients is kept in memory.
+    the n parts differ in size. Only the mean of the gradients is kept in memory.
 
     Args:
         gradients: the mean gradient of each part.
         counts: the number of rows of each part.
     """
-    total: dict[str, Tensor] = {}
+    mean: dict[str, Tensor] = {}
     squares = []
     for gradient, count in zip(gradients, counts, strict=True):
-        total = accumulate(total, gradient, count)
-        squares.append(count * dot(gradient, gradient).double())
+        share = count / sum(counts)
+        mean = accumulate(mean, gradient, share)
+        squares.append(share * dot(gradient, gradient))
         del gradient  # so that its memory is free when the iterator computes the next one
-    return torch.stack(squares).sum() / sum(counts), dot(total, total).double() / sum(counts) ** 2
+    return torch.stack(squares).sum(), dot(mean, mean)
 
 
 def standard_errors(sums: Tensor, moments: Tensor, cubes: float) -> dict[str, Tensor]:

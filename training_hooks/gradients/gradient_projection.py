@@ -3,7 +3,7 @@
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.tensors import trainable
+from loopscope.tensors import cosine_of, trainable
 from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory
@@ -18,8 +18,9 @@ def descent_metrics(layout: FlatLayout, gradient: Tensor, remaining: Tensor) -> 
         remaining: d, shape (elements,).
     """
     # cos(−ḡ, d) = −ḡ·d/(‖ḡ‖‖d‖), and −ḡ·d/‖d‖ is the decrease of the loss per unit of distance.
-    product, distance = -layout.dot(gradient, remaining), layout.norm(remaining)
-    return {"gradient_cosine": product / (layout.norm(gradient) * distance), "gradient_projection": product / distance}
+    product, square = -layout.dot(gradient, remaining), layout.dot(remaining, remaining)
+    cosine = cosine_of(product, layout.dot(gradient, gradient), square)
+    return {"gradient_cosine": cosine, "gradient_projection": product / square.sqrt()}
 
 
 def progress_metrics(layout: FlatLayout, moved: Tensor, remaining: Tensor, route: Tensor) -> dict[str, Tensor]:

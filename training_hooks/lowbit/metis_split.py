@@ -143,4 +143,4 @@ def _norms(weight: Tensor, parts: Decomposition, residual: Tensor) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
     lost = Decomposition(*(part.to(wide) for part in parts)).product() + residual.to(wide) - weight.to(wide)
     norms = [joint_norm([matrix]) for matrix in (weight, residual, lost)]
-    return torch.stack([number.to(wide) for number in (*norms, weight.abs().max(), residual.abs().max())])
+    return torch.stack([number.to(norms[0]) for number in (*norms, weight.abs().max(), residual.abs().max())])

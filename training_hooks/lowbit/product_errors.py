@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from loopscope.lowbit.casts import Cast
+from loopscope.tensors import scale_of
 from torch import Tensor
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
@@ -77,12 +78,15 @@ def product_errors(layers: Sequence[Sequence[Tensor]], casts: Sequence[Cast]) ->
     for left, right, narrow_left, narrow_right in zip(
         matrices[::2], matrices[1::2], narrow[::2], narrow[1::2], strict=True
     ):
-        exact = (left @ right.T).double()
-        rounded = (narrow_left @ narrow_right.mT).double()  # (casts, rows, columns)
+        # Errors and cosines do not depend on the sizes of the operands, which powers of two bring near 1.
+        left_size, right_size = scale_of(left), scale_of(right)
+        exact = (left / left_size @ (right / right_size).T).double()
+        rounded = (narrow_left / left_size @ (narrow_right / right_size).mT).double()  # (casts, rows, columns)
         exact_norm, rounded_norms = exact.norm(), rounded.norm(dim=(1, 2))
         # ‖P̂ − P‖/‖P‖ and ⟨P̂, P⟩/(‖P̂‖‖P‖), shapes (casts,)
         errors = (rounded - exact).norm(dim=(1, 2)) / exact_norm
-        cosines = torch.where(rounded_norms > 0, (rounded * exact).sum((1, 2)) / (exact_norm * rounded_norms), 0.0)
+        cosines = (rounded * exact).sum((1, 2)) / (exact_norm * rounded_norms)
+        cosines = torch.where(rounded_norms > 0, cosines.clamp(-1, 1), 0.0)
         numbers = torch.stack([errors, cosines, torch.ones_like(errors)], 1)
         rows.append(torch.where((exact_norm > 0) & exact_norm.isfinite(), numbers, 0.0))
     return torch.stack(rows).view(len(layers), len(PRODUCTS), len(casts), 3).sum(0).transpose(0, 1)

@@ -8,7 +8,7 @@ from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, Tra
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import OFFSET, RangePenalty, penalised_matrices
-from loopscope.tensors import joint_norm, norms
+from loopscope.tensors import joint_norm, norms, total_of
 from torch import Tensor
 
 
@@ -20,7 +20,7 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     elements = sum(matrix.numel() for matrix in matrices)
     wide = (matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
     # mean (w + 1e-6)⁻² = ‖(w + 1e-6)⁻¹‖²/n over all n elements, from one norm per matrix
-    inverse_norm = torch.linalg.vector_norm(norms(matrix.add(OFFSET).reciprocal_() for matrix in wide))
+    inverse_norm = total_of(norms(matrix.add(OFFSET).reciprocal_() for matrix in wide))
     return joint_norm(list(matrices)).square() / elements, inverse_norm.square() / elements
 
 
@@ -33,7 +33,7 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
     # d/dw of λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) is (2λ/n)·(α₁·w − α₂·(w + 1e-6)⁻³), elementwise.
     slopes = (matrix.mul(penalty.large).sub_(matrix.add(OFFSET).pow_(-3), alpha=penalty.small) for matrix in wide)
     elements = sum(matrix.numel() for matrix in matrices)
-    return torch.mul(torch.linalg.vector_norm(norms(slopes)), 2 * penalty.weight / elements)
+    return torch.mul(total_of(norms(slopes)), 2 * penalty.weight / elements)
 
 
 @HookRegistry.register

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 from loopscope.hooks import Remembered, Remembering
-from loopscope.tensors import WIDE, Vector, groups_of, is_sharded, laid_out_like, local_shards, over_shards, unsharded
+from loopscope.tensors import (
+    WIDE,
+    Vector,
+    flat_products,
+    groups_of,
+    is_sharded,
+    laid_out_like,
+    local_shards,
+    over_shards,
+    unsharded,
+)
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
@@ -120,7 +130,7 @@ class FlatLayout:
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product of two vectors' elements, zero-dimensional, float64."""
-        return torch.dot(a, b).double() if self._fits_one_dot else self.dots(a, b).sum()
+        return flat_products([(a, b)])[0] if self._fits_one_dot else self.dots(a, b).sum()
 
     def norm(self, a: Tensor) -> Tensor:
         """Return the 2-norm of a vector's elements, zero-dimensional, float64."""
@@ -129,7 +139,7 @@ class FlatLayout:
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product for each parameter, shape (parameters,), float64."""
         pairs = zip(self._parts(a), self._parts(b), strict=True)
-        return over_shards(torch.stack([torch.dot(*pair) for pair in pairs]).double(), self._groups)
+        return over_shards(flat_products(list(pairs)), self._groups)
 
     def maxima(self, a: Tensor) -> Tensor:
         """Return the largest element of each parameter, zero for an empty one, shape (parameters,)."""

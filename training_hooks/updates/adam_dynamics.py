@@ -10,7 +10,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, OptimizerGroup, RunInfo
-from loopscope.tensors import live_gradients, trainable, unsharded
+from loopscope.tensors import cosine_of, inner_products, live_gradients, norms_of, trainable, unsharded
 from torch import Tensor
 
 from ..measures import refuse_missing_rates
@@ -40,12 +40,12 @@ def spread_indices(count: int, size: int) -> Tensor:
 
 def square_norm(tensor: Tensor) -> Tensor:
     """Return the squared norm of a tensor, zero-dimensional."""
-    return torch.square(torch.linalg.vector_norm(tensor))
+    return norms_of([tensor])[0].square()
 
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of two tensors, zero-dimensional."""
-    return (a * b).sum()
+    return inner_products([(a, b)])[0]
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,15 @@ def moment_metrics(sums: Sums, rates: Tensor) -> dict[str, Tensor]:
     first, second, update, gradient = (value.sqrt() for value in (sums.first, sums.second, sums.update, sums.gradient))
     decay, coupled = sums.decay.sqrt(), sums.coupled_decay.sqrt()
     levels = torch.tensor(list(PERCENTILES.values()), dtype=rates.dtype, device=rates.device)
-    # cos(Δθ, −g) = −Δθ·g/(‖Δθ‖‖g‖); decay_share = ‖ηλθ₋‖/(‖ηλθ₋‖ + ‖η·m̂/(√v̂+ε)‖)
+    update_gradient = cosine_of(-sums.update_gradient, sums.update, sums.gradient)
+    # decay_share = ‖ηλθ₋‖/(‖ηλθ₋‖ + ‖η·m̂/(√v̂+ε)‖)
     return {
         "first_moment_norm": first,
         "second_moment_norm": second,
         "moment_ratio": first / second,
         "update_norm": update,
-        "update_gradient_cosine": -sums.update_gradient / (update * gradient),
-        "moment_gradient_cosine": sums.moment_gradient / (first * gradient),
+        "update_gradient_cosine": update_gradient,
+        "moment_gradient_cosine": cosine_of(sums.moment_gradient, sums.first, sums.gradient),
         "below_eps_fraction": sums.below_eps / sums.elements,
         "decay_share": decay / (decay + sums.adaptive.sqrt()),
         "coupled_decay_share": coupled / (coupled + gradient),
@@ -199,10 +200,9 @@ def moment_metrics(sums: Sums, rates: Tensor) -> dict[str, Tensor]:
 def solution_metrics(sums: Sums) -> dict[str, Tensor]:
     """Return the metrics of update and gradient relative to d, the vector from the parameters to the reference."""
     # cos(Δθ, d), cos(−g, d), and Δθ·d/‖d‖², from the sums Δθ·d, g·d and ‖d‖²
-    distance = sums.distance.sqrt()
     return {
-        "update_solution_cosine": sums.update_distance / (sums.update.sqrt() * distance),
-        "gradient_solution_cosine": -sums.gradient_distance / (sums.gradient.sqrt() * distance),
+        "update_solution_cosine": cosine_of(sums.update_distance, sums.update, sums.distance),
+        "gradient_solution_cosine": cosine_of(-sums.gradient_distance, sums.gradient, sums.distance),
         "solution_gain": sums.update_distance / sums.distance,
     }
 

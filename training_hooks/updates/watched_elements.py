@@ -7,12 +7,13 @@ tensors in one call. A loop over the tensors would make one call, and on an acce
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
 import torch
-from loopscope.tensors import WIDE, is_sharded, laid_out_like, local_shards
+from loopscope.tensors import WIDE, is_sharded, laid_out_like, local_shards, norms_of, row_norms
 from torch import Tensor, nn
 
 from .element_samples import local_indices, sample_indices
@@ -97,11 +98,11 @@ class ElementBuffer:
 
     def keep(self, shards: Sequence[Tensor]) -> Tensor:
         """Copy the watched elements of the tensors, and return their norms."""
-        row_norms = []
+        lengths = []
         for members, rows in self._pieces:
             self._copy(members, shards)
-            row_norms.append(torch.linalg.vector_norm(self.rows[rows], dim=1, dtype=self._wide))
-        return self._combine_rows(torch.cat(row_norms), 2)
+            lengths.append(row_norms(self.rows[rows]))
+        return self._combine_rows(torch.cat(lengths), 2)
 
     def _copy(self, members: slice, shards: Sequence[Tensor]) -> None:
         if self._selects_all:
@@ -162,11 +163,11 @@ class ElementBuffer:
         return [torch.cat(changes), *torch.stack(counts).unbind(1)]
 
     def _change_norms(self, shards: Sequence[Tensor]) -> Tensor:
-        row_norms = []
+        lengths = []
         for members, rows in self._pieces:
             torch._foreach_sub_(self.views[members], self._select(members, shards))
-            row_norms.append(torch.linalg.vector_norm(self.rows[rows], dim=1))
-        return self._combine_rows(torch.cat(row_norms), 2)
+            lengths.append(row_norms(self.rows[rows]))
+        return self._combine_rows(torch.cat(lengths), 2)
 
     def _select(self, members: slice, shards: Sequence[Tensor]) -> list[Tensor]:
         if self._selects_all:
@@ -179,9 +180,9 @@ class ElementBuffer:
         if len(values) == len(self.names):
             return values
         if order == 2:
-            squares = values.double().square()
+            squares = values.square()
             # unsafe=True skips a check of the lengths that would wait for the device; they are correct by construction
-            return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True).sqrt().to(self._wide)
+            return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True).sqrt()
         return torch.stack(torch._foreach_norm(torch.split(values, self._row_counts), order))
 
 
@@ -362,10 +363,12 @@ def gradient_shards(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
-    """Return the norm (order 1, 2 or infinity) of each tensor in float32 or wider, shape (tensors,).
+    """Return the norm (order 1, 2 or infinity) of each tensor, shape (tensors,); in float32 or wider for orders ≠ 2.
 
     All tensors must be on one device.
     """
+    if order == 2:
+        return norms_of(tensors, partial(_reduce, order=2))
     dtype = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
     reduced = [_reduce(tensor, order) for tensor in tensors]
     return torch.stack(torch._foreach_norm(reduced, order, dtype=dtype))

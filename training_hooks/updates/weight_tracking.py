@@ -6,7 +6,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import require
 from loopscope.hooks import Metrics
-from loopscope.tensors import Vector, norm_of_each, trainable, unsharded
+from loopscope.tensors import Vector, norm_of_each, total_of, trainable, unsharded
 from torch import Tensor
 
 from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked
@@ -172,7 +172,7 @@ class WeightTracking(TrainingHook):
         norms = norm_of_each(weights) if weights else {}
         metrics = {f"norm/{name}": value for name, value in norms.items()}
         if norms:
-            metrics["total_norm"] = stacked(norms.values()).norm()
+            metrics["total_norm"] = total_of(stacked(norms.values()))
         if ctx.hook_point is HookPoint.SNAPSHOT:
             metrics |= self._spectral_metrics({name: value for name, value in weights.items() if value.ndim > 1})
         return metrics

@@ -157,7 +157,7 @@ def test_solution_direction_starts_at_epoch_start():
 def test_inner_products_match_flat_vectors():
     vectors = [{"a": torch.randn(3, 2), "b": torch.randn(4)} for _ in range(4)]
     flat = torch.stack([torch.cat([value.flatten() for value in vector.values()]) for vector in vectors])
-    torch.testing.assert_close(inner_products(vectors), flat @ flat.T)
+    torch.testing.assert_close(inner_products(vectors), (flat @ flat.T).double(), rtol=1e-5, atol=1e-5)
 
 
 def simulate(k: int, size: int, noise_energy: float, order_energy: float, trials: int) -> dict[str, Tensor]:

@@ -1,0 +1,202 @@
+"""Norms and inner products whose squares neither overflow nor underflow.
+
+The square of a float32 number leaves the range of float32 above 2⁶⁴ and below 2⁻⁶³. On the CPU a sum is first computed
+in float32, as torch's own functions do, and again in float64 if the result may be inaccurate. On other devices, where
+reading a result would wait for the device, sums are computed in float64, or scaled where there is no float64.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+ACCURATE = 2.0**-70
+"""Smallest magnitude of an accurate float32 sum of products: the underflow of 2³¹ products amounts to at most 2⁻⁹⁵."""
+CHUNK = 2**16
+"""Elements that the CPU converts to float64 at a time, so that they stay in its cache."""
+DEVICE_CHUNK = 2**24
+"""The same on other devices, where it limits the memory."""
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the widest dtype of a device: float64, or float32 on Apple's MPS."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widest_of(tensor: Tensor) -> Tensor:
+    """Return a tensor in the widest dtype of its device."""
+    return tensor.to(widest(tensor.device))
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the host can read numbers without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def may_overflow(norms: Tensor) -> bool:
+    """Return whether float32 products of vectors with these norms may be inaccurate; true if that cannot be read."""
+    if not is_readable(norms):
+        return True
+    return not all(norm == 0 or ACCURATE**0.5 <= norm <= ACCURATE**-0.5 for norm in norms.tolist())
+
+
+def inner_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return a·b of every pair of tensors of one shape, shape (pairs,), in the widest dtype of the first device.
+
+    Tensors may be sparse. Of complex ones it is the real part of a·b*, with b* the conjugate.
+    """
+    if not pairs:
+        return torch.zeros(0, dtype=torch.float64)
+    device = pairs[0][0].device
+    reals = [(_real(a, b), _real(b, a)) for a, b in pairs]
+    if not all(_is_plain(a) and _is_plain(b) for a, b in reals):
+        return torch.stack([_wide_product(a, b).to(device) for a, b in reals])
+    fast = torch.stack([(_at_least_float32(a) * _at_least_float32(b)).sum().double() for a, b in reals])
+    return _corrected(fast, ACCURATE, lambda place: _wide_product(*reals[place]))
+
+
+def flat_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the same as :func:`inner_products` for pairs of vectors of one dtype, with BLAS on the CPU."""
+    if not all(_is_plain(a) for a, _ in pairs):
+        return torch.stack([_wide_product(a, b) for a, b in pairs])
+    fast = torch.stack([torch.dot(a, b).double() for a, b in pairs])
+    return _corrected(fast, ACCURATE, lambda place: _wide_product(*pairs[place]))
+
+
+def norms_of(tensors: Sequence[Tensor], shorter: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return the Euclidean norm of each tensor, shape (tensors,), in the widest dtype of the first device.
+
+    On the CPU the numbers are those of :func:`torch.linalg.vector_norm` in float32 or wider, if these are accurate;
+    there they are computed from ``shorter``, if given: a function that maps a tensor to one of the same norm.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    stored = [_stored(tensor) for tensor in tensors]
+    if not all(map(_is_plain, stored)):
+        return torch.stack([_wide_norm(values).to(tensors[0].device) for values in stored])
+    fast = torch.stack([norm.double() for norm in _fast_norms(list(map(shorter, stored)) if shorter else stored)])
+    return _corrected(fast, ACCURATE**0.5, lambda place: _wide_norm(stored[place]))
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norm of each row of a matrix, shape (rows,), in the widest dtype of the device."""
+    if widest(rows.device) is not torch.float64:
+        scales = power_of_two(rows.float().abs().amax(dim=1))
+        lengths: Tensor = torch.linalg.vector_norm(rows.float() / scales[:, None], dim=1)
+        return lengths * scales
+    wide: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=1, dtype=torch.float64)
+    if not _is_plain(rows):
+        return wide(rows)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).double()
+    doubtful = ~((norms >= ACCURATE**0.5) & norms.isfinite())
+    if any(doubtful.tolist()):
+        norms[doubtful] = wide(rows[doubtful])
+    return norms
+
+
+def joint_norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of tensors taken together, zero-dimensional, in the widest dtype of the first device.
+
+    For float32 and float64 tensors it equals ``torch.nn.utils.get_total_norm`` wherever that is accurate.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    device = tensors[0].device
+    stored = [_stored(tensor) for tensor in tensors]
+    # ||(a, b, ...)|| = ||(||a||, ||b||, ...)||
+    fast = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in _fast_norms(stored)]))
+    if all(map(_is_plain, stored)):
+        return _corrected(fast.double()[None], ACCURATE**0.5, lambda _: total_of(norms_of(stored)))[0]
+    wide = total_of(norms_of(stored))
+    accurate = (fast >= ACCURATE**0.5) & fast.isfinite()
+    return torch.where(accurate, fast.to(wide.dtype), wide)
+
+
+def total_of(norms: Tensor) -> Tensor:
+    """Return √Σn² of norms n, shape (norms,); from the norms of tensors it is that of the tensors taken together."""
+    scale = power_of_two(norms.max()) if widest(norms.device) is torch.float32 else torch.ones_like(norms[0])
+    total: Tensor = torch.linalg.vector_norm(widest_of(norms / scale))
+    return total * scale
+
+
+def cosine_of(product: Tensor, square: Tensor, other_square: Tensor) -> Tensor:
+    """Return a·b / (‖a‖‖b‖) from a·b, ‖a‖² and ‖b‖², limited to [−1, 1], which rounding may leave; NaN for zeros."""
+    return (product / (square.sqrt() * other_square.sqrt())).clamp(-1, 1)
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """Return the power of two by which to divide numbers of at most this magnitude, so that they are within ±2.
+
+    The division is exact. The result is 1 for zeros, infinities and NaN.
+    """
+    usable = largest.isfinite() & (largest > 0)
+    # frexp gives m·2ᵉ with m in [0.5, 1), so x/2^(e−1) is in [1, 2); 2^e may be beyond the range
+    exponent = torch.where(usable, largest, 1.0).frexp().exponent
+    return torch.ldexp(torch.ones_like(largest), exponent - 1)
+
+
+def scale_of(tensor: Tensor) -> Tensor:
+    """Return the power of two by which to divide a tensor, so that its elements are within ±2; zero-dimensional."""
+    wide = _at_least_float32(tensor)
+    return power_of_two(wide.abs().amax()) if wide.numel() else wide.new_ones(())
+
+
+def _corrected(values: Tensor, accurate: float, again: Callable[[int], Tensor]) -> Tensor:
+    """Replace the values that are below ``accurate``, infinite or NaN by those that ``again`` computes."""
+    for place, value in enumerate(values.tolist()):
+        if not accurate <= abs(value) < math.inf:
+            values[place] = again(place)
+    return values
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return is_readable(tensor) and tensor.layout is torch.strided
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the stored elements, which are all but zeros of a sparse tensor, as real numbers."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def _real(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a factor as real numbers: a complex one as pairs, or as its real part if the other factor is real."""
+    if not tensor.is_complex():
+        return tensor
+    dense = tensor.to_dense().resolve_conj()
+    return torch.view_as_real(dense) if other.is_complex() else dense.real
+
+
+def _fast_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the Euclidean norm of each tensor as torch's clipping computes it, in float32 or wider."""
+    # torch has no public foreach functions; its optimizers and clip_grad_norm_ use these private ones.
+    return list(torch._foreach_norm([_at_least_float32(tensor) for tensor in tensors]))
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _wide_norm(tensor: Tensor) -> Tensor:
+    """Return the Euclidean norm in the widest dtype, of the numbers divided by a power of two where that is float32."""
+    if widest(tensor.device) is torch.float64:
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        return norm
+    scale = scale_of(tensor)
+    length: Tensor = torch.linalg.vector_norm(_at_least_float32(tensor) / scale)
+    return length * scale
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_sparse or b.is_sparse:
+        product: Tensor = (widest_of(a) * widest_of(b)).sum()
+        return product.to_dense() if product.is_sparse else product
+    if widest(a.device) is torch.float64:
+        size = CHUNK if a.device.type == "cpu" else DEVICE_CHUNK
+        parts = zip(torch.split(a.reshape(-1), size), torch.split(b.reshape(-1), size), strict=True)
+        return torch.stack([torch.dot(first.double(), second.double()) for first, second in parts]).sum()
+    scales = scale_of(a), scale_of(b)
+    return (a / scales[0] * (b / scales[1])).sum() * scales[0] * scales[1]
