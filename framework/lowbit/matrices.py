@@ -1,5 +1,6 @@
 """Matrices of a model that can be cast: their names, and their share of the computation."""
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +12,8 @@ from .products import SUFFIX, ParameterCasts, matrix_of, original_class
 
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj")
 """The projections of ``nn.MultiheadAttention``, which computes their products without calling layers."""
+ADDED = re.compile(r"pos(ition)?(al)?_?emb|(cls|class|mask|dist|register)_?(tok|emb)|(^|_)tokens?$")
+"""Names of parameters that are added to activations or concatenated with them."""
 SMALL_SHARE = 0.5  # a notice reports a smaller share of the multiplications
 
 
@@ -80,6 +83,11 @@ def _keys(module: nn.Module) -> list[str]:
     return [key for key, leaf in parameters.items() if leaf.ndim == 3 and min(leaf.shape) > 1]
 
 
+def _is_added(key: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a table that is added to activations, by its shape or name."""
+    return (parameter.ndim > 2 and len(parameter) == 1) or ADDED.search(key) is not None
+
+
 class CastNames(list[str]):
     """The names of the matrices that were cast, and their shares of the model.
 
@@ -91,7 +99,9 @@ class CastNames(list[str]):
     Attributes:
         matrix_share: the fraction of the elements of matrix parameters that are cast, by this call or before; 0 to 1.
         flop_share: the fraction of the work that is cast, forward and backward; 0 to 1.
-        left: the sizes of the matrices that the model multiplies by in full precision, by name.
+        left: the sizes of the matrices that the model multiplies by in full precision, by name. Tables that are added,
+            such as class tokens and position embeddings, are omitted: parameters with a first dimension of 1 of three
+            or more, or with a name such as ``cls_token`` or ``pos_embed``.
         tied: the embeddings that share a matrix with a layer that is cast by this call, by the layer's name.
     """
 
@@ -134,7 +144,7 @@ def cast_names(model: nn.Module, names: list[str]) -> CastNames:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 embeddings.setdefault(id(parameter), name)
             # Private: torch has no public base class of all convolutions.
-            elif not isinstance(module, nn.modules.conv._ConvNd):
+            elif not isinstance(module, nn.modules.conv._ConvNd) and not _is_added(key, parameter):
                 work += parameter.numel()
                 if id(parameter) not in cast_ids:
                     left[label.get(id(parameter), f"{name}.{key}".strip("."))] = parameter.numel()

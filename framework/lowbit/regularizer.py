@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, nearest
+from ..tensors import stacks_of_experts
 
 OFFSET = 1e-6
 """Added to a weight before its inverse square is computed; the penalty has its pole at −1e-6."""
@@ -50,12 +51,15 @@ class RangePenalty:
 
 
 def penalised_matrices(model: nn.Module, pattern: str = "*") -> dict[str, nn.Parameter]:
-    """Return the trained matrices (two dimensions, so no norm and no bias) with a matching name, by name.
+    """Return the trained matrices with a matching name, and the stacks of matrices of experts, by name.
 
     After a Metis split, they include the factors U and V as well as the residual. Raises :class:`UsageError` if the
     pattern matches no matrix of the model.
     """
-    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    stacks = stacks_of_experts(model)
+    matrices = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 or name in stacks
+    }
     chosen = {name: parameter for name, parameter in matrices.items() if fnmatchcase(name, pattern)}
     if not chosen:
         raise UsageError(

@@ -1,6 +1,7 @@
 """Tensors: vectors over parameters, shards on several ranks, bytes and identity."""
 
 from .identity import BriefIdentities, TensorIdentities, attached
+from .matrices import as_matrices, convolution_parameters, stacks_of_experts
 from .memory import addresses, bytes_at
 from .properties import TensorProperties, pointer_and_bits
 from .reductions import (
@@ -19,11 +20,12 @@ from .vectors import (
 
 __all__ = [
     "COMPRESSED", "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "TensorProperties", "Vector",
-    "accumulate", "addresses", "attached", "axpy", "byte_tensors", "bytes_at", "completed", "copied", "cosine",
+    "accumulate", "addresses", "as_matrices", "attached", "axpy", "byte_tensors", "bytes_at", "completed",
+    "convolution_parameters", "copied", "cosine",
     "cosine_of", "dot", "dtensor_class", "flat_products", "fully_sharded_modules", "gradients", "groups_of",
     "in_bytes", "inner_products", "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "is_uninitialised",
     "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus", "norm",
     "norm_of_each", "norms", "norms_of", "over_shards", "overwrite", "pointer_and_bits", "power_of_two",
-    "resharded_afterwards", "row_norms", "scale_of", "scaled", "total_of", "trainable", "unsharded", "widened",
-    "widest",
+    "resharded_afterwards", "row_norms", "scale_of", "scaled", "stacks_of_experts", "total_of", "trainable",
+    "unsharded", "widened", "widest",
 ]

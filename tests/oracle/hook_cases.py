@@ -75,7 +75,6 @@ VARIANTS = {
     "weight_average": Variant(
         "weight_average", {"decay": 0.9, "interval": 2, "swa_start": 0.5, "swa_interval": 2, "evaluate_every": 1}
     ),
-    "weight_tracking": Variant("weight_tracking", {"min_tail": 3}),
     "weight_updates": Variant("weight_updates", {"interval": 3, "sample_size": 16, "topk": 20}),
     "what_if": Variant("what_if", {"fresh": 3, "follow": 1, "step": 6}),
 }

@@ -8,7 +8,7 @@ from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, Tra
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import OFFSET, RangePenalty, penalised_matrices
-from loopscope.tensors import joint_norm, norms, total_of
+from loopscope.tensors import joint_norm, norms, stacks_of_experts, total_of
 from torch import Tensor
 
 
@@ -41,8 +41,8 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
 class RangePenaltyReport(TrainingHook):
     """Measure how close weights come to zero and to large values, and the share of a penalty on both in the loss.
 
-    The hook reports two means over all elements of the trained matrices: of w², which large weights dominate, and of
-    (w + 1e-6)⁻², which a few weights near zero dominate. The experiment ``lowbit_lm`` can add
+    The hook reports two means over all elements of the trained matrices, those of experts included: of w², which large
+    weights dominate, and of (w + 1e-6)⁻², which a few weights near zero dominate. The experiment ``lowbit_lm`` can add
     λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) to its loss (``--reg-lambda``). It then enables this hook with the same
     factors, and the hook also reports the penalty, its share and the loss without it.
 
@@ -94,7 +94,7 @@ class RangePenaltyReport(TrainingHook):
 
     def start(self, run: RunInfo) -> None:
         """Raise :class:`UnsuitableError` for a model without matrices to penalise."""
-        matrices = any(parameter.ndim == 2 for parameter in run.model.parameters())
+        matrices = any(parameter.ndim == 2 for parameter in run.model.parameters()) or stacks_of_experts(run.model)
         if not (matrices and penalised_matrices(run.model, self.pattern)):
             raise UnsuitableError(
                 f"Hook {self.name!r} needs trained matrices whose name matches {self.pattern!r}; the model has none."

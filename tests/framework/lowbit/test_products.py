@@ -410,3 +410,26 @@ def test_the_experts_of_a_real_mixtral_are_cast(way):
 def test_every_recipe_runs_on_every_kind():
     for recipe in RECIPES:
         mixture(recipe)(drawn(4, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "is_left"),
+    [
+        ("cls_token", (1, 1, 8), False),
+        ("pos_embed", (1, 5, 8), False),
+        ("position_embeddings", (5, 8), False),
+        ("register_tokens", (4, 8), False),
+        ("class_embedding", (1, 8), False),
+        ("relative_bias", (1, 4, 4), False),
+        ("projection", (8, 8), True),
+        ("token_mixing", (8, 8), True),
+        ("positive", (8, 8), True),
+    ],
+)
+def test_added_tables_are_no_matrices_left(key, shape, is_left):
+    """Parameters that are added to activations do not count as matrices in full precision."""
+    model = nn.ModuleDict({"layer": nn.Linear(8, 8)})
+    model.register_parameter(key, nn.Parameter(torch.zeros(shape)))
+    names = quantize_model(model, "fp8")
+    assert list(names.left) == ([key] if is_left else [])
+    assert names.flop_share == (0.5 if is_left else 1.0)

@@ -72,6 +72,26 @@ def test_norms_biases_and_frozen_weights_are_not_penalized():
     assert [*penalised_matrices(model, "a.*")] == ["a.weight"]
 
 
+class Experts(nn.Module):
+    """Matrices of experts in one parameter, beside tables and a convolution of as many dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 6, 3))
+        self.down_proj = nn.Parameter(torch.randn(4, 3, 6))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, 3))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 3))
+        self.mix = nn.Conv1d(3, 3, 2)
+
+
+def test_experts_are_penalised_but_tables_are_not():
+    assert [*penalised_matrices(Experts())] == ["gate_up_proj", "down_proj"]
+    assert [*penalised_matrices(Experts(), "down*")] == ["down_proj"]
+    parts = {f"{number}": matrix for number, matrix in enumerate(Experts().gate_up_proj)}
+    together = RangePenalty(weight=0.1)({"all": torch.stack([*parts.values()])})
+    assert together.item() == pytest.approx(RangePenalty(weight=0.1)(parts).item())
+
+
 def test_factors_are_penalised_once_they_are_trained():
     model = nn.Sequential(nn.Linear(8, 8))
     quantize_model(model, "fp4_metis")
