@@ -9,7 +9,7 @@ from loopscope.errors import StateMutationError
 from loopscope.isolation import Call, Isolation
 from loopscope.state import NODE_HOOKS, RandomStreams, TrainingState, node_hooks
 from torch import nn
-from torch.autograd import Function
+from torch.autograd import Function, function
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 CALL = Call("spy", "POST_STEP", 1)
@@ -179,11 +179,13 @@ def test_recorded_hooks_are_found_by_search():
     assert [*found.values()] == node_hooks.tables_of(node) == [handle.hooks_dict_ref()]
     assert node_hooks.is_recorded()
     assert "_register_hook" not in vars(Function)
+    assert vars(function)["hooks"] is torch.utils.hooks
 
 
 def test_hooks_are_found_without_a_record(monkeypatch):
     """A torch that registers hooks by another function is searched in the documented way."""
     monkeypatch.setattr(node_hooks, "_NAME", "_unknown")
+    monkeypatch.setattr(node_hooks, "_HOOKS", "_unknown_too")
     node_hooks.is_recorded.cache_clear()
     try:
         for mutation in (NEW_HOOKS["before a node"], NEW_HOOKS["after a node"]):
