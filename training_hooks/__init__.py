@@ -16,7 +16,8 @@ from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
 from .outputs import OutputLogits, TokenLoss
 from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import (
-    AdamDynamics, ParameterDelta, ParameterNorms, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates,
+    AdamDynamics, OptimizerHealth, ParameterDelta, ParameterNorms, PathLength, WeightTracking, WeightUpdateMonitor,
+    WeightUpdates,
 )
 
 __all__ = [
@@ -36,4 +37,8 @@ __all__ = [
     "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient",
     "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage", "WeightTracking", "WeightUpdateMonitor",
     "WeightUpdates", "WhatIf",
+    "ModelSmoothing", "Norms", "OptimizerHealth", "OutputProjectionClip", "ParameterDelta", "ParameterNorms",
+    "PathLength", "Phases", "RangePenaltyReport", "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo",
+    "TiedGradientClipping", "TokenGradient", "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage",
+    "WeightTracking", "WeightUpdateMonitor", "WeightUpdates", "WhatIf",
 ]

@@ -59,6 +59,7 @@ VARIANTS = {
     "model_smoothing": Variant("model_smoothing", {"update_interval": 3}),
     "moe_router": Variant("moe_router", {"interval": 3, "routers": "decoder", "top_k": 2}),
     "output_logits": Variant("output_logits", {"interval": 3}),
+    "optimizer_health": Variant("optimizer_health", {"interval": 3}),
     "output_projection_clip": Variant("output_projection_clip", {"window_size": 3, "scale_factor": 0.05}, "tied"),
     "output_projection_clip.logits": Variant(
         "output_projection_clip", {"window_size": 3, "scale_factor": 0.05, "scope": "logits"}, "tied"

@@ -98,6 +98,7 @@ FEW_PASSES = {
     "what_if": {"fresh": 3, "follow": 1},
 }
 """Options with which expensive hooks measure in fewer passes, and ``moe_router`` reads the heads of plain models."""
+    "optimizer_health": {"interval": 2},
     "parameter_norms": {"interval": 2},
     "sharpness": {"iterations": 3, "k": 1, "probes": 2, "density_probes": 1, "batches": 2, "critical_passes": 3},
     "what_if": {"fresh": 3, "follow": 1},

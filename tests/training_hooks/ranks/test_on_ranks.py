@@ -90,6 +90,7 @@ CHOSEN = [
     Subject("metis_split", recipe=SPLITS, refused=("DDP", *SHARDED), remedy="by one process", impossible=SPLIT),
     Subject("model_smoothing", {"update_interval": 2}),
     Subject("moe_router", {"routers": "blocks.*.down", "top_k": 2, "names": "*"}),
+    Subject("optimizer_health", {"interval": 1}),
     Subject("output_projection_clip", {"window_size": 2}, tied=True, refused=SHARDED, remedy="DistributedDataParallel"),
     Subject("parameter_norms", {"interval": 1}),
     Subject("sharpness", FEW, **EXACT),
