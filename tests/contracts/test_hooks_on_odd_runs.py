@@ -32,9 +32,13 @@ OPTIONS: dict[str, dict[str, Any]] = FEW_PASSES | {
 """Options with which hooks have work to do in a run of four steps, and no more than that."""
 CLOSURE = "Hook '{name}' changes the .*, but LBFGS computes gradients several times a step"
 ADAM = "Hook 'adam_dynamics' reads the moments of torch.optim.Adam or AdamW, but the optimizer"
+MOMENTS = (
+    "Hook 'optimizer_health' reads second moments, such as those of Adam, RMSprop and Adafactor, but the optimizer"
+)
 REFUSED = {(name, "closure"): CLOSURE for name in ("grad_clip", "metis_split", "output_projection_clip")} | {
     ("adam_dynamics", update): ADAM for update in UPDATES if update not in ("timm", "lambda")
 }
+REFUSED |= {("optimizer_health", update): MOMENTS for update in ("preconditioner", "closure", "average and plateau")}
 """The unsupported pairs of hook and update, with the start of the error that refuses the run."""
 
 
