@@ -2,7 +2,7 @@
 
 from .activations import Activations, FirstNonfinite
 from .averaging import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
-from .circuits import Attention, AttentionLogits, Fourier, TokenGradient
+from .circuits import Attention, AttentionLogits, Fourier, QKClip, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
 from .curvature import Hessian, LrProbe, Sharpness
@@ -33,6 +33,7 @@ __all__ = [
     "TiedGradientClipping", "TokenGradient", "TokenLoss", "TrainingDiagnostics", "TrainingMetrics", "Variance",
     "WeightAverage", "WeightTracking", "WeightUpdateMonitor", "WeightUpdates", "WhatIf",
     "ModelSmoothing", "Norms", "OutputProjectionClip", "ParameterDelta", "ParameterNorms", "PathLength", "Phases",
+    "ModelSmoothing", "Norms", "OutputProjectionClip", "ParameterDelta", "PathLength", "Phases", "QKClip",
     "RangePenaltyReport",
     "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient",
     "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage", "WeightTracking", "WeightUpdateMonitor",

@@ -38,6 +38,8 @@ class AttentionCall(ABC):
     """Shape (batch, key heads, keys, head_dim); consecutive query heads share a key head."""
     cap: float | Tensor | None = None
     """Bound c of soft-capped scores c·tanh(s/c); ``None``: the scores have no cap."""
+    projections: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Weights of the linear layers that the module has used before this call, each with the layer's output."""
 
     @property
     @abstractmethod

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class AttentionReader(TorchFunctionMode):
         if not self._is_active():
             return func(*args, **kwargs)
         if (call := self._read(func, args, kwargs)) is not None:
-            self._on_call(call)
+            self._on_call(replace(call, projections=self._traces.projections))
         result = func(*args, **kwargs)
         self._traces.follow(func, args, kwargs, result)
         return result

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..hooks import WrittenCall
@@ -75,6 +75,12 @@ class ScoreTraces:
         self._maxima: MutableMapping[Tensor, bool] = (
             WeakTensorKeyDictionary()
         )  # tensors with the maximum of each row of scores
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # by weight: a linear layer's weight and output
+
+    @property
+    def projections(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The weights of the linear layers so far, each with the layer's output."""
+        return tuple((weight, output.detach()) for weight, output in self._outputs.values())
 
     def call_of(self, scores: Tensor) -> WrittenCall:
         """Return the attention call of a softmax over scores of shape (batch, heads, queries, keys and sinks)."""
@@ -97,6 +103,8 @@ class ScoreTraces:
     def follow(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """Update the traces after a call of a function of torch."""
         name = getattr(function, "__name__", "").strip("_")
+        if isinstance(result, Tensor):
+            self._project(name, args, kwargs, result)
         if name in PRODUCTS:
             if isinstance(result, Tensor) and result.ndim in (3, 4):
                 self._start(name, args, kwargs, result)
@@ -109,6 +117,21 @@ class ScoreTraces:
             self._join(args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0), result)
         elif isinstance(result, Tensor):
             self._transform(name, args, result)
+
+    def _project(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Tensor) -> None:
+        """Keep the output of a linear layer; a layer may reshape it, and add its bias separately."""
+        if name in ("linear", "matmul"):
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        elif name == "addmm":
+            weight = args[2] if len(args) > 2 else None
+        elif name in ("add", "iadd", "view", "reshape") and args and isinstance(args[0], Tensor):
+            same_rows = result.shape[-1:] == args[0].shape[-1:]
+            weights = [weight for weight, output in self._outputs.values() if output is args[0] and same_rows]
+            weight = next(iter(weights), None)
+        else:
+            return
+        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            self._outputs[id(weight)] = weight, result
 
     def _start(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Tensor) -> None:
         if name == "einsum":

@@ -10,7 +10,7 @@ from .reductions import (
 )
 from .shards import (
     completed, dtensor_class, fully_sharded_modules, groups_of, is_partial, is_sharded, laid_out_like, local_shards,
-    over_shards, resharded_afterwards, unsharded,
+    over_shards, replicated_like, resharded_afterwards, unsharded,
 )
 from .storage import COMPRESSED, PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_uninitialised
 from .vectors import (
@@ -26,6 +26,7 @@ __all__ = [
     "in_bytes", "inner_products", "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "is_uninitialised",
     "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus", "norm",
     "norm_of_each", "norms", "norms_of", "over_shards", "overwrite", "pointer_and_bits", "power_of_two",
+    "replicated_like",
     "resharded_afterwards", "row_norms", "scale_of", "scaled", "stacks_of_experts", "total_of", "trainable",
     "unsharded", "widened", "widest",
 ]

@@ -59,12 +59,17 @@ def laid_out_like(tensor: Any, owner: Any) -> Any:
     """Return a DTensor, or a tensor that is equal on all ranks, in the layout of its parameter ``owner``."""
     if not is_sharded(owner):
         return tensor
-    mesh = owner.device_mesh
-    if not is_sharded(tensor):
-        module: Any = sys.modules["torch.distributed.tensor"]
-        # run_check would communicate to make the ranks equal; the caller promises that they are.
-        tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    return tensor.redistribute(mesh, owner.placements)
+    return replicated_like(tensor, owner).redistribute(owner.device_mesh, owner.placements)
+
+
+def replicated_like(tensor: Any, owner: Any) -> Any:
+    """Return a tensor that is equal on all ranks as a DTensor if ``owner`` is one, without sharding it."""
+    if not is_sharded(owner) or is_sharded(tensor):
+        return tensor
+    module: Any = sys.modules["torch.distributed.tensor"]
+    placements = [module.Replicate()] * owner.device_mesh.ndim
+    # run_check would communicate to make the ranks equal; the caller promises that they are.
+    return module.DTensor.from_local(tensor, owner.device_mesh, placements, run_check=False)
 
 
 def completed(tensor: Any) -> Tensor:
