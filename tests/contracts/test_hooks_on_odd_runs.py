@@ -15,7 +15,7 @@ from loopscope.tensors import copied, overwrite
 from loopscope.training import TrainingTask, advance_scheduler, takes_closure
 from torch import Tensor
 
-from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, WatchingManager, fires
+from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, THRESHOLDS, WatchingManager, fires
 from tests.support import LOOPS, ActingHook, Run, at, differences
 from tests.support.cases import FEW_PASSES, pairwise, slow_unless, turn
 from tests.support.odd_batches import parts
@@ -23,7 +23,7 @@ from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, trai
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 AXES = (tuple(PLACES), tuple(UPDATES), BATCHES)
-OPTIONS: dict[str, dict[str, Any]] = FEW_PASSES | {
+OPTIONS: dict[str, dict[str, Any]] = FEW_PASSES | THRESHOLDS | {
     "attention": {"entry": "x", "every": 1},
     "consecutive": {"interval": 2},
     "loss_spikes": {"window": 2, "threshold": 1e9},

@@ -65,6 +65,8 @@ ALONE = {"refused": (*REPLICATED, *SHARDED, *SPLIT), "remedy": "one process"}
 CHOSEN = [
     *(Subject(name, **ALONE) for name in ("batch_rows", "step_history", "what_if")),
     Subject("attention", {"every": 1}, refused=SPLIT, remedy="in a run without tensor parallelism"),
+    Subject("attention_logits", {"interval": 1}, refused=SPLIT, remedy="train without tensor parallelism"),
+    Subject("qk_clip", {"threshold": 0.01}, refused=SPLIT, remedy="train without tensor parallelism"),
     Subject("batch_dynamics", {"history": 4, "every": 5}),
     Subject("embedding_provenance", refused=(*SHARDED, *SPLIT), remedy="DistributedDataParallel|out of its plan"),
     Subject("embedding_provenance", tied=True, refused=SHARDED, remedy="DistributedDataParallel"),
