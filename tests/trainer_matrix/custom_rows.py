@@ -82,7 +82,7 @@ def only_attached(attach: Attach) -> None:
             optimizer.step()
 
 
-@row("PyTorch, loop of epochs", "evaluation, not isolated", requires="attach(isolate_evaluation=)")
+@row("PyTorch, loop of epochs", "evaluation, not isolated")
 def not_isolated(attach: Attach) -> None:
     """Both trainings evaluate, and the evaluation moves the random numbers of both."""
     model = classifier()
@@ -187,7 +187,7 @@ def fabric(attach: Attach, accumulate: int = 1, clip: float = 0.0, evaluates: bo
                 scope.evaluate(validated(prepared))
 
 
-@row("Lightning Fabric", "bfloat16", "lightning", requires="Scope.gradients_ready")
+@row("Lightning Fabric", "bfloat16", "lightning")
 def fabric_in_bfloat16(attach: Attach) -> None:
     """Fabric requires fabric.backward for a precision, so the scope is called after it."""
     from lightning.fabric import Fabric
@@ -232,7 +232,7 @@ def drawing_evaluation(attach: Attach) -> None:
                 validated(model)()
 
 
-@row("Lightning Fabric", "model and optimizer as returned by setup", "lightning", may_refuse=True)
+@row("Lightning Fabric", "model and optimizer as returned by setup", "lightning")
 def wrapped_by_fabric(attach: Attach) -> None:
     """The wrappers are given to attach, in place of the original objects."""
     from lightning.fabric import Fabric
@@ -268,7 +268,7 @@ def other_data(attach: Attach, workers: int = 0, stream: bool = False) -> None:
                 optimizer.zero_grad()
 
 
-@row("PyTorch, loop of epochs", "streamed data given as loader=", may_refuse=True)
+@row("PyTorch, loop of epochs", "streamed data given as loader=")
 def streamed_loader(attach: Attach) -> None:
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -306,7 +306,7 @@ def dropped_batches(attach: Attach) -> None:
                 optimizer.zero_grad()
 
 
-@row("PyTorch, loop of epochs", "accumulation that changes", requires="Scope.backward(last=)")
+@row("PyTorch, loop of epochs", "accumulation that changes")
 def changing_accumulation(attach: Attach) -> None:
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -320,7 +320,7 @@ def changing_accumulation(attach: Attach) -> None:
                     optimizer.zero_grad()
 
 
-@row("PyTorch, loop of epochs", "backward pass with create_graph", requires="Scope.backward(create_graph=)")
+@row("PyTorch, loop of epochs", "backward pass with create_graph")
 def differentiable_backward(attach: Attach) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -67,7 +67,7 @@ def resumed_trainer(attach: Attach) -> None:
         trainer.train(resume_from_checkpoint=checkpoint)
 
 
-@row("Hugging Face Trainer", "evaluation, not isolated, and best weights", *HF, requires="attach(isolate_evaluation=)")
+@row("Hugging Face Trainer", "evaluation, not isolated, and best weights", *HF)
 def best_weights(attach: Attach) -> None:
     """Both trainings evaluate, which moves the random numbers of both."""
     from transformers import Trainer, TrainingArguments

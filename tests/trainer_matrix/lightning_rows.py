@@ -90,7 +90,6 @@ def without_loss(attach: Attach) -> None:
     "Lightning Trainer, manual optimisation",
     "lightning",
     variants={"one optimizer": {"several": False}, "two optimizers": {"several": True}},
-    may_refuse=True,
 )
 def manual(attach: Attach, several: bool) -> None:
     import lightning.pytorch
@@ -118,7 +117,7 @@ def manual(attach: Attach, several: bool) -> None:
     fit(attach, lightning.pytorch.Trainer(**QUIET), Manual())
 
 
-@row("Lightning Trainer, manual optimisation", "GAN", "lightning", may_refuse=True)
+@row("Lightning Trainer, manual optimisation", "GAN", "lightning")
 def manual_gan(attach: Attach) -> None:
     import lightning.pytorch
 

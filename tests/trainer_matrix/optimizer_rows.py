@@ -102,7 +102,7 @@ for _name, (_package, _module, _kind, _options) in OTHERS.items():
     row("Optimizer", _name, _package)(of_library(_module, _kind, **_options))
 
 
-@row("Optimizer", "LBFGS with a closure", requires="Scope.closure")
+@row("Optimizer", "LBFGS with a closure")
 def lbfgs(attach: Attach) -> None:
     model = classifier()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -118,7 +118,7 @@ def lbfgs(attach: Attach) -> None:
             optimizer.step(scope.closure(closure))
 
 
-@row("Optimizer", "Muon and AdamW on one model", may_refuse=True)
+@row("Optimizer", "Muon and AdamW on one model")
 def two_optimizers(attach: Attach) -> None:
     model = LanguageModel()
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "blocks" in name]

@@ -1,13 +1,11 @@
 """The outcome of a row: the comparison of its bare training with the one that has hooks, each in a fresh process."""
 
-import inspect
 import json
 import multiprocessing
 import os
 import socket
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +29,7 @@ MOST_NAMES = 3
 class Outcome:
     """The result of a row, of one of these kinds.
 
-    ``equal``, ``refused``, ``differs``, ``fails``, ``hook fails``, ``not installed`` and ``not served``.
+    ``equal``, ``refused``, ``differs``, ``fails``, ``hook fails`` and ``not installed``.
     """
 
     row: Row
@@ -45,8 +43,7 @@ class Outcome:
         """Whether the result is one that the row may have."""
         if self.row.control:
             return self.kind == "differs"
-        refused = {"refused"} if self.row.may_refuse else set()
-        return self.kind in {"equal", "not installed", "not served"} | refused
+        return self.kind in {"equal", "not installed"}
 
     @property
     def sentence(self) -> str:
@@ -60,8 +57,6 @@ def outcome(row: Row) -> Outcome:
     """Train a row bare and with hooks, and compare the digests of every step on every rank."""
     if row.absent:
         return Outcome(row, "not installed", ", ".join(row.absent))
-    if row.requires and not is_served(row.requires):
-        return Outcome(row, "not served", f"this version has no {row.requires}")
     with TemporaryDirectory() as folder:
         bare = trainings(row, Path(folder, "bare"), hooks=False)
         if errors := [result["error"] for result in bare if result["error"]]:
@@ -72,19 +67,6 @@ def outcome(row: Row) -> Outcome:
             return compared(row, bare, hooked)
         rest = compared(row, bare, trainings(row, Path(folder, "skip"), hooks=True, on_hook_error="skip"))
         return replace(rest, kind="hook fails", text=f"{failures[0]} Without it: {rest.sentence}")
-
-
-def is_served(part: str) -> bool:
-    """Return whether loopscope has a part of its interface: ``Scope.closure``, or the argument of ``attach(also=)``."""
-    import loopscope  # not at the top: the processes of bare trainings import this module
-
-    path, _, argument = part.partition("(")
-    owner, _, method = path.partition(".")
-    target = import_module("loopscope.integrations").Scope if owner == "Scope" else loopscope.attach
-    if method and not hasattr(target, method):
-        return False
-    function = getattr(target, method) if method else target
-    return not argument or argument.removesuffix("=)") in inspect.signature(function).parameters
 
 
 def trainings(row: Row, folder: Path, *, hooks: bool, **options: str) -> list[dict[str, Any]]:

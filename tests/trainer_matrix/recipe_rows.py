@@ -201,7 +201,7 @@ class ClosureSAM(torch.optim.SGD):
         return loss
 
 
-@row("Sharpness-aware minimisation (SAM)", "closure", requires="Scope.closure")
+@row("Sharpness-aware minimisation (SAM)", "closure")
 def closure_sam(attach: Attach) -> None:
     model = classifier()
     optimizer = ClosureSAM(model.parameters(), 0.1)
@@ -246,7 +246,7 @@ def gan(attach: Attach) -> None:
             first.step()
 
 
-@row("GAN", "two scopes with loss= and also=", requires="attach(also=)")
+@row("GAN", "two scopes with loss= and also=")
 def gan_with_also(attach: Attach) -> None:
     generator, discriminator, first, second = gan_parts()
 
@@ -396,7 +396,7 @@ def private_gradients(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Paramet
         yield weight, (clipped + 0.1 * torch.randn_like(weight)) / len(norms)
 
 
-@row("DP-SGD with torch.func", "", requires="Scope.gradients_ready")
+@row("DP-SGD with torch.func", "")
 def private(attach: Attach) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -409,7 +409,7 @@ def private(attach: Attach) -> None:
             optimizer.zero_grad()
 
 
-@row("Gradients from torch.autograd.grad", "", requires="Scope.gradients_ready")
+@row("Gradients from torch.autograd.grad", "")
 def manual_gradients(attach: Attach) -> None:
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -423,7 +423,7 @@ def manual_gradients(attach: Attach) -> None:
             optimizer.step()
 
 
-@row("Several backward passes in one step", "", requires="Scope.gradients_ready")
+@row("Several backward passes in one step", "")
 def several_backwards(attach: Attach) -> None:
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

@@ -29,17 +29,13 @@ class Attach(Protocol):
 class Row:
     """A training of a few steps.
 
-    ``requires`` is a part of loopscope's interface, such as ``Scope.closure``, without which the row is not tried. A
-    row with ``may_refuse`` may also be refused before its first step. ``ranks`` is the number of processes. A
-    ``control`` must differ, which shows that differences are found.
+    ``ranks`` is the number of processes. A ``control`` must differ, which shows that differences are found.
     """
 
     group: str
     variant: str
     train: Callable[[Attach], None]
     packages: tuple[str, ...] = ()
-    requires: str = ""
-    may_refuse: bool = False
     ranks: int = 1
     control: bool = False
 

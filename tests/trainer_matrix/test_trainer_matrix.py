@@ -1,4 +1,4 @@
-"""Every row of the matrix has the same bytes with hooks and without, or another result that the row allows."""
+"""Every row of the matrix has the same bytes with hooks and without."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.docs.markdown import ROOT
 from tests.trainer_matrix.__main__ import PAGE, line
 from tests.trainer_matrix.attaching import AttachNothing
 from tests.trainer_matrix.digests import Digests, Recorder, digest
-from tests.trainer_matrix.outcome import Outcome, compared, first_difference, is_served, outcome
+from tests.trainer_matrix.outcome import Outcome, compared, first_difference, outcome
 from tests.trainer_matrix.row import VARIANTS, Row
 from tests.trainer_matrix.table import ROWS
 
@@ -22,7 +22,7 @@ from tests.trainer_matrix.table import ROWS
 @pytest.mark.process
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("group", dict.fromkeys(row.group for row in ROWS.values()))
-def test_trainings_have_equal_bytes_or_are_refused(group: str) -> None:
+def test_trainings_have_equal_bytes(group: str) -> None:
     """Every trainer and loop of the matrix has the same bytes with hooks and without."""
     # A separate process, because the fork server of other tests has imported loopscope.
     command = [sys.executable, "-m", "tests.trainer_matrix", "--only", f"{group}:"]
@@ -114,30 +114,12 @@ def test_outcomes_have_a_sentence(hooked: dict, sentence: str) -> None:
     assert compared(Row("a", "b", print), [result()], [hooked]).sentence == sentence
 
 
-def test_refused_row_must_allow_it() -> None:
-    """A control is accepted only if it differs."""
-    accepted = [Outcome(Row("a", "", print, may_refuse=allowed), "refused").is_accepted for allowed in (True, False)]
-    assert accepted == [True, False]
-    assert not Outcome(Row("a", "", print, control=True), "equal").is_accepted
-    assert (
-        Outcome(Row("a", "", print, control=True), "differs", "at step 1").sentence == "differs, as it must: at step 1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("part", "served"),
-    [
-        ("Scope.backward", True),
-        ("Scope.backward(last=)", True),
-        ("attach(loss=)", True),
-        ("Scope.forward", False),
-        ("Scope.forward(last=)", False),
-        ("Scope.backward(first=)", False),
-        ("attach(nothing=)", False),
-    ],
-)
-def test_capabilities_are_looked_up(part: str, served: bool) -> None:
-    assert is_served(part) is served
+def test_control_must_differ() -> None:
+    """A control is accepted only if it differs, and any other row only if it is equal."""
+    kinds, control, other = ("equal", "differs", "refused"), Row("a", "", print, control=True), Row("a", "", print)
+    assert [Outcome(control, kind).is_accepted for kind in kinds] == [False, True, False]
+    assert [Outcome(other, kind).is_accepted for kind in kinds] == [True, False, False]
+    assert Outcome(control, "differs", "at step 1").sentence == "differs, as it must: at step 1"
 
 
 def test_missing_packages_are_reported() -> None:
