@@ -229,7 +229,11 @@ class Isolation:
         return is_full
 
     def _check_quickly(self, call: Call) -> None:
-        self._tripwire.check_quickly(call)
+        try:
+            self._tripwire.check_quickly(call)
+        except StateMutationError:
+            self._unfinished_calls = []  # the end of the visit would blame these for the same change
+            raise
         if self._tripwire.rewritten:
             self._rewriting_calls.add(call[:2])
         self._unfinished_calls.append(call)

@@ -23,6 +23,7 @@ from .attributes import (
 from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS, is_recorded, newer_on_nodes
 from .objects import Transient
+from .parameter_groups import trained_by
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .random_streams import StreamState
 from .sharding import ShardingState
@@ -286,8 +287,8 @@ def _trained(state: StateObjects) -> list[Tensor]:
     """Return the parameters of the model, and those that only the optimizer has."""
     parameters: list[Tensor] = [*state.modules.parameters()]
     ids = {*map(id, parameters)}
-    of_optimizer = [item for group in state.optimizer.param_groups for item in group["params"]]
-    return parameters + [item for item in of_optimizer if isinstance(item, Tensor) and id(item) not in ids]
+    of_optimizer = [item for item in trained_by(state.optimizer) if isinstance(item, Tensor)]
+    return parameters + [item for item in of_optimizer if id(item) not in ids]
 
 
 class NodeHooks(Part):

@@ -1,8 +1,9 @@
 """Parameter groups of optimizers, which ranks may split by device mesh, and the lists of schedulers by group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -33,6 +34,33 @@ def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
                 setattr(item, name, [values[group[SPLIT_FROM]] for group in groups])
 
 
+# The next four also read optimizers that a misbehaving hook has broken: the hook's change is reported, and the end of the
+# run, which reads the state again, must not raise an error of its own.
+
+
+def moments_of(optimizer: Any) -> Mapping[Any, Any]:
+    """Return the state of an optimizer by parameter; empty if a hook has replaced it by something else."""
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def groups_of(optimizer: Any) -> Sequence[Any]:
+    """Return the parameter groups of an optimizer; empty if a hook has replaced them by something else."""
+    groups = getattr(optimizer, "param_groups", None)
+    return groups if isinstance(groups, (list, tuple)) else ()
+
+
+def parameters_of(group: Any) -> Iterable[Any]:
+    """Return the parameters of a group; none if it is no group, or its parameters are no list."""
+    items = group.get("params") if isinstance(group, Mapping) else None
+    return items if isinstance(items, Iterable) and not isinstance(items, (Tensor, str)) else ()
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [item for group in groups_of(optimizer) for item in parameters_of(group)]
+
+
 def is_torch_optimizer(optimizer: Any) -> bool:
     """Return whether an optimizer is a ``torch.optim.Optimizer``; otherwise it wraps others, or has no such state."""
     return isinstance(optimizer, Optimizer)
@@ -40,7 +68,7 @@ def is_torch_optimizer(optimizer: Any) -> bool:
 
 def original_groups(optimizer: Any) -> list[int]:
     """Return, for each group of an optimizer, the index of its original group before ranks split it."""
-    groups = optimizer.param_groups if is_torch_optimizer(optimizer) else []
+    groups = groups_of(optimizer) if is_torch_optimizer(optimizer) else []
     return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
 
 

@@ -26,6 +26,7 @@ from .accelerators import refuse_unprotected
 from .deferred_calls import DeferredCalls
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
+from .parameter_groups import moments_of, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
 from .protectable import named_tensors, refuse_unprotectable
 from .random_streams import StreamState, from_plain, plain
@@ -287,9 +288,7 @@ class OtherTensors(Part):
     def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Tensor]:
         """Return the parameters that only the optimizer has."""
         model_ids = {*map(id, state.modules.parameters())}
-        parameters = [
-            item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in model_ids
-        ]
+        parameters = [item for item in trained_by(state.optimizer) if id(item) not in model_ids]
         return {str(index): tensor for index, tensor in enumerate(parameters)}
 
     @torch.no_grad()
@@ -371,7 +370,7 @@ class TrainingState(StateObjects):
         for name, module in self.modules.named_modules():
             yield from named_tensors(f"modules/{name}.", vars(module))
         for optimizer in optimizers_of(self):
-            for moments in optimizer.state.values():
+            for moments in moments_of(optimizer).values():
                 yield from named_tensors("optimizer state ", moments if isinstance(moments, dict) else {})
 
     def roots(self, parts: Sequence[Part] = ()) -> tuple[Any, ...]:
@@ -397,9 +396,9 @@ class TrainingState(StateObjects):
             names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             names |= _container_names(f"modules/{name}.", vars(module))
         for optimizer in optimizers_of(self):
-            for parameter, moments in optimizer.state.items():
+            for parameter, moments in (states := moments_of(optimizer)).items():
                 names[id(moments)] = f"optimizer/{names.get(id(parameter), 'unknown').removeprefix('parameters/')}"
-            names[id(optimizer.state)] = "optimizer state"
+            names[id(states)] = "optimizer state"
         for label, owner in (("optimizer", self.optimizer), ("scheduler", self.scheduler), ("loop", self.loop)):
             if (space := getattr(owner, "__dict__", None)) is not None:
                 names = _container_names(f"{label}.", space) | names | {id(owner): label, id(space): label}

@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 from .attributes import HOOK_TABLES, MODULE_ATTRIBUTES, is_hook_table, without_hooks
 from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
 from .objects import ATOMS, attributes_of
-from .parameter_groups import SPLIT_FROM, is_torch_optimizer, original_groups, regrouped
+from .parameter_groups import (
+    SPLIT_FROM,
+    groups_of,
+    is_torch_optimizer,
+    moments_of,
+    original_groups,
+    parameters_of,
+    regrouped,
+    trained_by,
+)
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .random_streams import StreamState
 from .structure import Structure
@@ -44,8 +53,8 @@ def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
 def _names_of(state: StateObjects) -> list[str]:
     """Return the names of the optimizer's parameters, in the order in which its state dict numbers them."""
     names = {id(parameter): name for name, parameter in state.modules.named_parameters()}
-    parameters = [item for group in state.optimizer.param_groups for item in group["params"]]
-    return [names.get(id(item), f"of the optimizer alone {index}") for index, item in enumerate(parameters)]
+    parameters = enumerate(trained_by(state.optimizer))
+    return [names.get(id(item), f"of the optimizer alone {index}") for index, item in parameters]
 
 
 def _optimizer_state(state: StateObjects) -> dict[str, Any]:
@@ -128,10 +137,11 @@ def _extra_structure(state: StateObjects) -> Structure:
     others: list[Any] = [attributes_of(optimizer) or {}]
     excluded: list[Any] = [optimizer, state.scheduler]
     if is_torch_optimizer(optimizer):
-        excluded += [optimizer.state, optimizer.param_groups]  # the part "optimizer" watches these
-        moments = [item for item in optimizer.state.values() if isinstance(item, dict)]
+        # The part "optimizer" watches these; a misbehaving hook may have deleted them.
+        excluded += [getattr(optimizer, name, None) for name in ("state", "param_groups")]
+        moments = [item for item in moments_of(optimizer).values() if isinstance(item, dict)]
         others += [value for item in moments for value in item.values() if _is_object(value)]
-        others += [item for item in optimizer.state.values() if not isinstance(item, dict)]
+        others += [item for item in moments_of(optimizer).values() if not isinstance(item, dict)]
     # A scheduler's lists of numbers are new objects after each step; the part "scheduler" compares them by value.
     others += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
     return reachable_from_modules([*state.modules.modules()], others, excluded)
@@ -154,8 +164,7 @@ def _is_number(value: Any) -> bool:
 
 def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
     # torch's fused kernels do not compare sizes of moments and parameters: they write past the end of small moments.
-    tensors = [item for group in state.optimizer.param_groups for item in group["params"]]
-    parameters = dict(zip(_names_of(state), tensors, strict=True))
+    parameters = dict(zip(_names_of(state), trained_by(state.optimizer), strict=True))
     fused = [name for group in stored["param_groups"] if group.get("fused") for name in group["params"]]
     for parameter in fused:
         for name, value in stored["state"].get(parameter, {}).items():
@@ -176,27 +185,28 @@ class OptimizerPart(Part):
         """Yield the state of every parameter, then the options of every group."""
         if not is_torch_optimizer(state.optimizer):
             return
-        names: dict[Tensor, str] = {parameter: name for name, parameter in state.modules.named_parameters()}
+        names = {id(parameter): name for name, parameter in state.modules.named_parameters()}
         forms = plain_forms(state)
-        for parameter, moments in state.optimizer.state.items():
-            yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", _with_forms_of_objects(moments, forms))
-        for index, group in enumerate(state.optimizer.param_groups):
-            yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
-            for key, option in group.items():
+        for parameter, moments in moments_of(state.optimizer).items():
+            name = names.get(id(parameter), "unknown")
+            yield from nested(f"optimizer/{name}", _with_forms_of_objects(moments, forms))
+        for index, group in enumerate(groups_of(state.optimizer)):
+            yield f"optimizer/group {index}/params", [names.get(id(item), "unknown") for item in parameters_of(group)]
+            for key, option in group.items() if isinstance(group, dict) else ():
                 if key != "params":
                     yield from nested(f"optimizer/group {index}/{key}", option)
 
     def persistent(self, state: StateObjects) -> Iterable[Any]:
         """Return the optimizer and its lists of parameters."""
-        return (state.optimizer, *[group["params"] for group in state.optimizer.param_groups])
+        return (state.optimizer, *map(parameters_of, groups_of(state.optimizer)))
 
     def excluded(self, state: StateObjects) -> Iterable[Any]:
         """Return the groups, whose options a scheduler changes at every step."""
-        return state.optimizer.param_groups
+        return groups_of(state.optimizer)
 
     def keep(self, state: StateObjects, owners: list[Tensor]) -> tuple[dict[str, Any], ...]:
         """Return the groups."""
-        return (*state.optimizer.param_groups,)
+        return (*groups_of(state.optimizer),)
 
     def temporary(self, kept: tuple[dict[str, Any], ...]) -> Iterable[Any]:
         """Return the groups."""
@@ -205,14 +215,15 @@ class OptimizerPart(Part):
     def watch(self, state: StateObjects) -> Watched:
         """Compare the tables of the state, the groups with their options, and the lists of parameters."""
         optimizers = optimizers_of(state)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        tables = [table for optimizer in optimizers for table in (optimizer.state, *optimizer.state.values())]
+        groups = [group for optimizer in optimizers for group in groups_of(optimizer) if isinstance(group, dict)]
+        states = [moments_of(optimizer) for optimizer in optimizers]
+        tables = [table for moments in states for table in (moments, *moments.values())]
         return Watched(
             [table for table in tables if isinstance(table, dict)],
             named_attributes=[(vars(optimizer), ("state", "param_groups")) for optimizer in optimizers],
-            containers=[optimizer.param_groups for optimizer in optimizers],
+            containers=[groups for optimizer in optimizers if isinstance(groups := groups_of(optimizer), list)],
             spaces=groups,
-            read_values=partial(chain.from_iterable, [group["params"] for group in groups]) if groups else None,
+            read_values=partial(chain.from_iterable, [*map(parameters_of, groups)]) if groups else None,
             label="the optimizer's hyper-parameters or groups",
         )
 

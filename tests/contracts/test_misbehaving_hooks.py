@@ -88,7 +88,7 @@ def train_with(mutator: MisbehavingHook, case: Case, **options) -> Run:
     if isinstance(mutator, RecordingSink):
         options["sinks"] = [mutator]
     elif isinstance(mutator, TrainingHook):
-        options["hooks"] = [mutator]
+        options.setdefault("hooks", [mutator])
     with restored_process_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the manager warns about skipped hooks
         try:
@@ -332,3 +332,24 @@ def test_late_raw_write_is_caught_at_doubled_calls(name):
     mutator = only_at(LateObserver, HookPoint.POST_STEP)([name], 5)
     run = train_with(mutator, CASE, audit=False, raises=StateMutationError, steps=9)
     assert "'misbehaving' at POST_STEP of step 8 may only read, but changed the training state: " in str(run.error)
+
+
+class Reader(TrainingHook):
+    """An observer that reads the learning rate."""
+
+    name = "reader"
+    hook_points = frozenset({HookPoint.POST_STEP})
+
+    def compute(self, ctx):
+        return {"lr": ctx.lr}
+
+    def describe_metrics(self):
+        return []
+
+
+@pytest.mark.parametrize("name", ["clear_the_optimizer_state", "append_an_empty_parameter_group"])
+def test_late_change_is_not_blamed_on_others_alone(name):
+    """Late calls share a check: an error names the hook alone, or all hooks that may have made the change."""
+    mutator = only_at(LateObserver, HookPoint.POST_STEP)([name], 6)
+    run = train_with(mutator, CASE, hooks=[Reader(), mutator], audit=False, raises=StateMutationError, steps=9)
+    assert_caught(run, where="at POST_STEP of step 6")

@@ -362,6 +362,66 @@ def replace_the_parameter_groups(scene):
 
 
 @mutation(DETECTED_BY_TRIPWIRE)
+def append_an_empty_parameter_group(scene):
+    scene.optimizer.param_groups.append({})
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def append_none_to_the_parameter_groups(scene):
+    scene.optimizer.param_groups.append(None)
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def insert_none_before_the_parameter_groups(scene):
+    scene.optimizer.param_groups.insert(0, None)
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def remove_the_parameters_of_a_group(scene):
+    del scene.optimizer.param_groups[0]["params"]
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def replace_the_parameters_of_a_group_by_none(scene):
+    scene.optimizer.param_groups[0]["params"] = None
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def replace_the_parameters_of_a_group_by_a_tensor(scene):
+    scene.optimizer.param_groups[0]["params"] = scene.parameter
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def fill_the_parameters_of_a_group_with_lists(scene):
+    scene.optimizer.param_groups[-1]["params"].append([1.0])
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def clear_the_parameter_groups(scene):
+    scene.optimizer.param_groups.clear()
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def replace_the_parameter_groups_by_none(scene):
+    scene.optimizer.param_groups = None
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def delete_the_parameter_groups(scene):
+    del scene.optimizer.param_groups
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def replace_the_optimizer_state_by_none(scene):
+    scene.optimizer.state = None
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def delete_the_optimizer_state(scene):
+    del scene.optimizer.state
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
 def clear_the_optimizer_state(scene):
     scene.optimizer.state.clear()
 
