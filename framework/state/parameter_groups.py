@@ -34,8 +34,8 @@ def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
                 setattr(item, name, [values[group[SPLIT_FROM]] for group in groups])
 
 
-# The next four also read optimizers that a misbehaving hook has broken: the hook's change is reported, and the end of the
-# run, which reads the state again, must not raise an error of its own.
+# The next four also read optimizers that a misbehaving hook has broken: the hook's change is reported, and the end of
+# the run, which reads the state again, must not raise another error.
 
 
 def moments_of(optimizer: Any) -> Mapping[Any, Any]:

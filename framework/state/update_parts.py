@@ -221,7 +221,7 @@ class OptimizerPart(Part):
         return Watched(
             [table for table in tables if isinstance(table, dict)],
             named_attributes=[(vars(optimizer), ("state", "param_groups")) for optimizer in optimizers],
-            containers=[groups for optimizer in optimizers if isinstance(groups := groups_of(optimizer), list)],
+            containers=[item for item in map(groups_of, optimizers) if isinstance(item, list)],
             spaces=groups,
             read_values=partial(chain.from_iterable, [*map(parameters_of, groups)]) if groups else None,
             label="the optimizer's hyper-parameters or groups",
