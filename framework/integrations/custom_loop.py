@@ -139,7 +139,8 @@ class CustomLoop(Transient):
     def begin_at(self, epoch: int, step: int, index: int) -> None:
         """Continue the numbers of a training without hooks, whose next step is the ``index``-th of its epoch."""
         self._attached.begin_at(epoch, step)
-        self._first_index = index
+        if not self._attached.place:  # a loaded state has the position
+            self._first_index = index
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
         self._attached.start(batch, steps, self.close)
@@ -147,6 +148,19 @@ class CustomLoop(Transient):
         # The state may have been saved within the loop body after the last step of an epoch.
         is_last = self._index == self._attached.plan.steps
         self._is_data_exhausted = self._is_data_exhausted or (self._is_in_epoch and is_last)
+
+    def start_without_steps(self) -> None:
+        """Start a resumed run whose training has no step left, so that its record is completed all the same."""
+        if self._attached.place and not self._attached.is_started:
+            self._start(None, None)
+
+    @property
+    def _has_no_step_left(self) -> bool:
+        """Whether the run has not started, and its loaded state was saved after the last step of an epoch."""
+        if self._attached.is_started or not self._attached.place:
+            return False
+        is_in_epoch, is_data_exhausted, index = self._attached.place["loop"]
+        return not is_in_epoch or is_data_exhausted or index == self._attached.place["plan"]["steps"]
 
     def end_of_data(self, steps: int | None) -> None:
         """Note the end of an epoch's data; the epoch ends at the start of the next one, or at ``epoch_end``."""
@@ -324,6 +338,8 @@ class CustomLoop(Transient):
         for handle in self._handles:
             handle.remove()
         try:
+            if status == "completed" and self._has_no_step_left:
+                self.start_without_steps()
             if status == "completed" and not self._attached.is_started:
                 notice(
                     "The scope ends without a step, so nothing is recorded: iterate over scope.batches(loader), and "

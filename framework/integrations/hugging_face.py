@@ -183,6 +183,7 @@ class TrainerEvents(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **parts: Any) -> None:
         """End the last epoch at the last log of the training, before the Trainer may load the best weights."""
         if "train_runtime" in (logs or {}):
+            self._active_loop.start_without_steps()
             self._active_loop.end_epoch({})
             if self.attached.is_started:
                 self.attached.end_training()

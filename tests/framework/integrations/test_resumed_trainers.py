@@ -72,6 +72,36 @@ def test_resumed_steps_have_the_numbers_of_trainer(tmp_path: Path, settings: str
         assert positions(tmp_path / "run").items() <= positions(tmp_path / "all").items()
 
 
+@pytest.mark.parametrize("steps", [3, pytest.param(7, marks=pytest.mark.slow)])
+def test_resumed_hooks_have_the_positions_of_uninterrupted_ones(tmp_path: Path, steps: int) -> None:
+    """The state of the hooks is in the checkpoint; the epoch after the resumed one starts at its first batch again."""
+    options = {"save_strategy": "steps", "save_steps": steps}
+    made = trainer(tmp_path, **options)
+    scope = attached(made, [position_spy()])
+    made.train()
+    expected = positions(scope.folder)
+    made = trainer(tmp_path, **options)
+    scope = attached(made, [position_spy()])
+    made.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    assert positions(scope.folder) == expected
+
+
+def test_training_without_a_step_left_completes_its_record(tmp_path: Path) -> None:
+    """A run that was killed after its last checkpoint has a summary and equal rows once it is resumed."""
+    options = {"save_strategy": "steps", "save_steps": 7}
+    made = trainer(tmp_path, **options)
+    scope = attached(made, [position_spy()])
+    made.train()
+    (record,) = (path for path in scope.folder.glob("*.jsonl") if path.name != "alerts.jsonl")
+    expected = record.read_bytes()
+    (scope.folder / "summary.json").unlink()
+    made = trainer(tmp_path, **options)
+    attached(made, [position_spy()])
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-14"))
+    assert json.loads((scope.folder / "summary.json").read_text())["status"] == "completed"
+    assert record.read_bytes() == expected
+
+
 def test_checkpoint_of_other_hooks_continues_the_record(tmp_path: Path) -> None:
     """The new hook starts at the step after the checkpoint, in the record of the first run."""
     options = {"save_strategy": "steps", "save_steps": 3}
