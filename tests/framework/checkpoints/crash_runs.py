@@ -77,8 +77,8 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _half_of_bytes(function: Callable[..., Any], file: Any, data: Any) -> None:
-    function(file, data[: len(data) // 2])
+def _half_of_bytes(function: Callable[..., Any], file: Any, data: Any, /, **options: Any) -> None:
+    function(file, data[: len(data) // 2], **options)
     if hasattr(file, "flush"):
         file.flush()
 
@@ -91,7 +91,7 @@ def _half_of_a_folder(function: Callable[..., Any], path: Path, **options: Any) 
 HALVES = {"write": _half_of_bytes, "_write": _half_of_bytes, "rmtree": _half_of_a_folder}
 
 
-def _watch(place: str, counts: dict[str, int], kill: Kill | None) -> None:
+def watch(place: str, counts: dict[str, int], kill: Kill | None) -> None:
     """Count the calls of a place, and kill the process at the call that ``kill`` selects."""
     module, _, path = PLACES[place].target.partition(":")
     *owners, name = path.split(".")
@@ -169,7 +169,7 @@ def _child(words: Sequence[str], log: Path, kill: Kill | None, counted: Path) ->
             os.dup2(file.fileno(), stream)
     counts: dict[str, int] = {}
     for place in PLACES:
-        _watch(place, counts, kill)
+        watch(place, counts, kill)
     Checkpointing.take = patiently(Checkpointing.take)
     status = main(words)
     counted.write_text(json.dumps(counts))
