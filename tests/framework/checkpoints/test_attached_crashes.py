@@ -11,7 +11,7 @@ import pytest
 from tests.framework.checkpoints.attached_crash_runs import LOOPS, AttachedCase, outcome_of, run, start
 from tests.framework.checkpoints.crash_runs import PLACES, Kill
 
-pytestmark = [pytest.mark.guarantee("resumed-runs-are-identical"), pytest.mark.process]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory):
     return of
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 def test_killed_loop_matches_uninterrupted_loop(case_of, tmp_path: Path) -> None:
     """A custom loop is killed within a row and before its checkpoint gets its name."""
     case = case_of("custom loop")
@@ -36,6 +37,7 @@ def test_killed_loop_matches_uninterrupted_loop(case_of, tmp_path: Path) -> None
     assert outcome_of(tmp_path / "run").differing_entries(case.expected) == []
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.slow
 @pytest.mark.trainer
 @pytest.mark.parametrize("loop", LOOPS)
@@ -53,6 +55,7 @@ def test_loop_killed_anywhere_matches_uninterrupted_loop(loop: str, case_of, tmp
     print(f"{loop}: {deaths} kills at {len(reached)} places, all equal")  # noqa: T201 - for the record
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.slow
 @pytest.mark.trainer
 @pytest.mark.parametrize("loop", LOOPS)

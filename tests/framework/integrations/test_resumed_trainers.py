@@ -72,6 +72,7 @@ def test_resumed_steps_have_the_numbers_of_trainer(tmp_path: Path, settings: str
         assert positions(tmp_path / "run").items() <= positions(tmp_path / "all").items()
 
 
+@pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("steps", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_resumed_hooks_have_the_positions_of_uninterrupted_ones(tmp_path: Path, steps: int) -> None:
     """The state of the hooks is in the checkpoint; the epoch after the resumed one starts at its first batch again."""
