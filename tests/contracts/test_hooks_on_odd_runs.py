@@ -23,12 +23,16 @@ from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, trai
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 AXES = (tuple(PLACES), tuple(UPDATES), BATCHES)
-OPTIONS: dict[str, dict[str, Any]] = FEW_PASSES | THRESHOLDS | {
-    "attention": {"entry": "x", "every": 1},
-    "consecutive": {"interval": 2},
-    "loss_spikes": {"window": 2, "threshold": 1e9},
-    "variance": {"window": 2, "every": 2},
-}
+OPTIONS: dict[str, dict[str, Any]] = (
+    FEW_PASSES
+    | THRESHOLDS
+    | {
+        "attention": {"entry": "x", "every": 1},
+        "consecutive": {"interval": 2},
+        "loss_spikes": {"window": 2, "threshold": 1e9},
+        "variance": {"window": 2, "every": 2},
+    }
+)
 """Options with which hooks have work to do in a run of four steps, and no more than that."""
 CLOSURE = "Hook '{name}' changes the .*, but LBFGS computes gradients several times a step"
 ADAM = "Hook 'adam_dynamics' reads the moments of torch.optim.Adam or AdamW, but the optimizer"

@@ -175,8 +175,9 @@ class QueryKeyLayer:
         # (q_nope, q_rope)·(k_nope, k_rope), where all heads share k_rope: γ^½ for q_nope and k_nope, γ for q_rope.
         plain, rotary = (getattr(self.module, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
         query, key = self.projections
-        is_known = isinstance(plain, int) and isinstance(rotary, int) and plain + rotary == width
-        if not is_known or sizes[query] != heads * width or sizes[key] % heads or sizes[key] // heads <= plain:
+        if not (isinstance(plain, int) and isinstance(rotary, int) and plain + rotary == width):
+            return
+        if sizes[query] != heads * width or sizes[key] % heads or sizes[key] // heads <= plain:
             return
         of_query = torch.arange(sizes[query]).view(heads, width)
         of_key = torch.arange(sizes[key]).view(heads, -1)[:, :plain]
@@ -204,7 +205,7 @@ class QueryKeyLayer:
             yield f"{prefix}{projection}.bias", 0, 0
 
     def _multihead_parameters(self, projection: str) -> Iterator[tuple[str, int, int]]:
-        parameters, width = self.module._parameters, self.module.embed_dim
+        parameters, width = self.module._parameters, int(self.module.embed_dim)  # type: ignore[arg-type]
         first = width if projection == "k" else 0
         if projection == "in":
             yield "in_proj_weight", 0, 0
@@ -237,7 +238,8 @@ def multiplied(parameter: Tensor, dim: int, vector: Tensor) -> Tensor:
     shape = [-1 if place == dim else 1 for place in range(parameter.ndim)]
     factor = replicated_like(vector.view(shape).to(parameter.device, wide), parameter)
     with torch.no_grad():
-        return (parameter.detach().to(wide) * factor).to(parameter.dtype)
+        product: Tensor = parameter.detach().to(wide) * factor
+        return product.to(parameter.dtype)
 
 
 def fused_query_rows(total: int, heads: int, width: int, shared: int, *, grouped: bool) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,7 @@ class OptimizerHealth(InterventionHook):
 
     name = "optimizer_health"
     hook_points = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+    in_health = True
     intervention_points = frozenset({HookPoint.POST_STEP})
     mutates = False
     metrics = """
@@ -282,4 +283,5 @@ def _gradient_on_rank(parameter: nn.Parameter) -> Tensor:
 
 
 def _square_norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)).square()
+    wide = torch.promote_types(tensor.dtype, torch.float64)
+    return torch.square(torch.linalg.vector_norm(tensor, dtype=wide))

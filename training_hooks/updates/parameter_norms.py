@@ -76,6 +76,8 @@ class ParameterNorms(TrainingHook):
 
     name = "parameter_norms"
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+    in_health = True
+    needs_step_series = True
     metrics = """
         total_grad_norm | ‖g‖₂, g the gradient of all parameters of a step before clipping | [0, ∞]
             | Usually falls early and then varies little. Sudden peaks: unusual batches, or a learning rate that is too
@@ -158,8 +160,9 @@ class ParameterNorms(TrainingHook):
             return {}
         if ctx.hook_point is HookPoint.PRE_UPDATE:
             return self._joint_norms(ctx)
-        metrics = self._parameter_metrics(ctx) if self._copy_step == ctx.step else {}
-        if self._norm_step == ctx.step and self._copy_step != ctx.step:  # a step without PRE_UPDATE
+        copy = self._copy if self._copy_step == ctx.step else None
+        metrics: dict[str, Any] = {} if copy is None else self._parameter_metrics(ctx, copy)
+        if self._norm_step == ctx.step and copy is None:  # a step without PRE_UPDATE
             metrics = {"total_grad_norm": self._norm}
         self._copy, self._families = None, {}
         return metrics
@@ -168,7 +171,9 @@ class ParameterNorms(TrainingHook):
         return self.point_schedules[HookPoint.POST_STEP].is_due(step)
 
     def _measure_gradients(self, ctx: RunDataContext) -> None:
-        self._norm_step, self._norm, self._families = ctx.step, joint_norm(live_gradients(ctx.model.parameters())), {}
+        # The loop has computed the norm for all hooks, unless it does not know the loss.
+        norm = joint_norm(live_gradients(ctx.model.parameters())) if ctx.grad_norm is None else ctx.grad_norm.clone()
+        self._norm_step, self._norm, self._families = ctx.step, norm, {}
         vector = gradients(ctx.model) if self._is_reported(ctx.step) else {}
         if vector:
             norms = norm_of_each(vector)
@@ -178,26 +183,27 @@ class ParameterNorms(TrainingHook):
     def _joint_norms(self, ctx: RunDataContext) -> Metrics:
         """Return the joint norms and count clipped steps; on a reported step, keep the weights as well."""
         after = joint_norm(live_gradients(ctx.model.parameters()))
-        metrics = {"total_clipped_grad_norm": after}
+        metrics: dict[str, Tensor] = {"total_clipped_grad_norm": after}
         if self._norm_step == ctx.step:
             metrics = {"total_grad_norm": self._norm, **metrics}
             self._clipped = self._clipped.to(after.device) + (after < CLIPPED_BELOW * self._norm)
             self._steps += 1
         if self._is_reported(ctx.step):
             self._copy_step, self._copy = ctx.step, WeightCopy.of(ctx.model)
-            for family, vector in {
+            vectors: dict[str, Vector] = {
                 "clipped_grad_norm": gradients(ctx.model),
                 "weight_norm": trainable(ctx.model),
-            }.items():
+            }
+            for family, vector in vectors.items():
                 if vector:
                     norms = norm_of_each(vector)
                     self._families[family] = list(norms), stacked(norms.values())
         return metrics
 
-    def _parameter_metrics(self, ctx: RunDataContext) -> dict[str, float]:
+    def _parameter_metrics(self, ctx: RunDataContext, copy: WeightCopy) -> dict[str, float]:
         """Return the totals and the chosen members of each family; transfers everything to the host at once."""
-        parameters = {name: value for name, value in trainable(ctx.model).items() if name in self._copy}
-        self._families["update_norm"] = list(parameters), self._copy.change_norms(parameters)
+        parameters = {name: value for name, value in trainable(ctx.model).items() if name in copy}
+        self._families["update_norm"] = list(parameters), copy.change_norms(parameters)
         names = [members for members, _ in self._families.values()]
         device = self._clipped.device
         columns = [values.to(device).double() for _, values in self._families.values()]

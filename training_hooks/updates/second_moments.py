@@ -104,7 +104,8 @@ def _factored(state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
         columns = unsharded(state["exp_avg_sq_col"]).unsqueeze(-2)
     else:
         return None
-    if torch.broadcast_shapes(rows.shape, columns.shape) != parameter.shape:
+    shape = torch.broadcast_shapes(rows.shape, columns.shape)  # type: ignore[no-untyped-call]
+    if shape != parameter.shape:
         return None
     rows, columns = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (rows, columns))
     # The mean first, since the product of two small numbers may underflow.

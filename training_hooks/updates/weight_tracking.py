@@ -22,7 +22,8 @@ def edge_excess(values: Tensor, rows: int, columns: int) -> Tensor:
     edge = q**0.5 + p**0.5
     scale = edge * (q**-0.5 + p**-0.5) ** (1 / 3)
     relative = values[..., 0].square() / values.square().sum(-1) * (rows * columns)
-    return (relative - edge**2) / scale
+    statistic: Tensor = (relative - edge**2) / scale
+    return statistic
 
 
 def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:

@@ -73,7 +73,7 @@ def test_norms_biases_and_frozen_weights_are_not_penalized():
 
 
 class Experts(nn.Module):
-    """Matrices of experts in one parameter, beside tables and a convolution of as many dimensions."""
+    """Matrices of experts in one parameter, with tables and a convolution of as many dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

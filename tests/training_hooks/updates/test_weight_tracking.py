@@ -159,7 +159,7 @@ def test_edge_excess_follows_its_formula():
 
 @pytest.mark.parametrize("shape", [(4, 6, 5), (2, 9, 9), (3, 2, 7)], ids=str)
 def test_experts_are_measured_one_by_one(shape):
-    """A parameter with a matrix per expert equals the experts in parameters of their own."""
+    """A parameter with a matrix per expert equals the experts in separate parameters."""
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     metrics = measured(model_with(experts=stack))
     alone = measured(nn.ParameterDict({f"e{number}": nn.Parameter(matrix) for number, matrix in enumerate(stack)}))
