@@ -16,8 +16,8 @@ from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
 from .outputs import OutputLogits, TokenLoss
 from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import (
-    AdamDynamics, OptimizerHealth, ParameterDelta, ParameterNorms, PathLength, WeightTracking, WeightUpdateMonitor,
-    WeightUpdates,
+    AdamDynamics, MatrixUpdates, OptimizerHealth, ParameterDelta, ParameterNorms, PathLength, WeightTracking,
+    WeightUpdateMonitor, WeightUpdates,
 )
 
 __all__ = [
@@ -70,4 +70,11 @@ __all__ = [
     "WeightUpdateMonitor",
     "WeightUpdates",
     "WhatIf",
+    "AdamDynamics", "Attention", "BatchDynamics", "ClipOptions", "Consecutive", "Counterfactual",
+    "CounterfactualValidator", "EmbeddingProvenance", "Fourier", "GradClip", "GradientFlow", "GradientNoiseScale",
+    "GradientOverflow", "GradientProjection", "Hessian", "LossSpikes", "LrProbe", "MatrixUpdates", "MetisSplit",
+    "ModelSmoother", "ModelSmoothing", "Norms", "OptimizerHealth", "OutputProjectionClip", "ParameterDelta",
+    "ParameterNorms", "PathLength", "Phases", "RangePenaltyReport", "Sharpness", "SmoothingConfig", "StepHistory",
+    "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient", "TrainingDiagnostics", "TrainingMetrics",
+    "Variance", "WeightAverage", "WeightTracking", "WeightUpdateMonitor", "WeightUpdates", "WhatIf",
 ]

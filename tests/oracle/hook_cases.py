@@ -55,6 +55,7 @@ VARIANTS = {
     "hessian.finite": Variant("hessian", {"every_n_steps": 7, "burst_length": 2, "method": "finite_difference"}),
     "loss_spikes": Variant("loss_spikes", {"window": 4, "threshold": 2.0}),
     "lr_probe": Variant("lr_probe", {"steps": 6, "smoothing": 0.5}),
+    "matrix_updates": Variant("matrix_updates", {"interval": 3}),
     "metis_split": Variant("metis_split", {}, "low_bit"),
     "model_smoothing": Variant("model_smoothing", {"update_interval": 3}),
     "moe_router": Variant("moe_router", {"interval": 3, "routers": "decoder", "top_k": 2}),

@@ -94,6 +94,7 @@ FEW_PASSES = {
     "hessian": {"burst_length": 2},
     "lr_probe": {"steps": 6, "smoothing": 0.5},
     "moe_router": {"routers": "*[4r]", "top_k": 2},
+    "matrix_updates": {"interval": 2},
     "optimizer_health": {"interval": 2},
     "parameter_norms": {"interval": 2},
     "sharpness": {"iterations": 3, "k": 1, "probes": 2, "density_probes": 1, "batches": 2, "critical_passes": 3},

@@ -89,6 +89,7 @@ CHOSEN = [
     Subject("hessian", {"burst_length": 4, **DIFFERENCES}),
     Subject("loss_spikes", {"window": 2}),
     Subject("lr_probe", {"steps": 6, "smoothing": 0.5}),
+    Subject("matrix_updates", {"interval": 1}),
     Subject("metis_split", recipe=SPLITS, refused=("DDP", *SHARDED), remedy="by one process", impossible=SPLIT),
     Subject("model_smoothing", {"update_interval": 2}),
     Subject("moe_router", {"routers": "blocks.*.down", "top_k": 2, "names": "*"}),
