@@ -63,7 +63,8 @@ def weight_matrices(model: nn.Module) -> dict[str, WeightMatrix]:
 
 def _matrices_of(name: str, module: nn.Module, key: str) -> Iterator[WeightMatrix]:
     shape = module._parameters[key].shape  # type: ignore[union-attr]
-    is_torch = type(module).__module__.partition(".")[0] == "torch"
+    kind = _original_class(module)
+    is_torch = kind.__module__.partition(".")[0] == "torch"
     if len(shape) < 2 or (not is_torch and any(part in key for part in NOT_MULTIPLIED)):
         return
     # Private: torch has no public base classes of all convolutions.
@@ -72,12 +73,18 @@ def _matrices_of(name: str, module: nn.Module, key: str) -> Iterator[WeightMatri
             yield WeightMatrix(name, is_transposed=isinstance(module, nn.modules.conv._ConvTransposeNd))
     elif len(shape) == 2 and min(shape) > 1:
         # By name, since transformers may not be installed.
-        yield WeightMatrix(name, is_transposed=type(module).__name__ == "Conv1D")
+        yield WeightMatrix(name, is_transposed=kind.__name__ == "Conv1D")
     elif len(shape) == 3 and min(shape) > 1 and not is_torch:
         # The flag of experts in transformers whose matrices are stored as (in, out)
         is_transposed = bool(getattr(module, "is_transposed", False))
         for expert in range(shape[0]):
             yield WeightMatrix(name, expert, is_transposed)
+
+
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, without those that FSDP2 and loopscope derive from it at runtime."""
+    derived = ("torch.distributed.", "loopscope.lowbit.")
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith(derived))
 
 
 def spread(matrices: Mapping[str, WeightMatrix], count: int) -> list[str]:
