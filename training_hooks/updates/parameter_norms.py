@@ -171,34 +171,36 @@ class ParameterNorms(TrainingHook):
         return self.point_schedules[HookPoint.POST_STEP].is_due(step)
 
     def _measure_gradients(self, ctx: RunDataContext) -> None:
-        # The loop has computed the norm for all hooks, unless it does not know the loss.
-        norm = joint_norm(live_gradients(ctx.model.parameters())) if ctx.grad_norm is None else ctx.grad_norm.clone()
-        self._norm_step, self._norm, self._families = ctx.step, norm, {}
-        vector = gradients(ctx.model) if self._is_reported(ctx.step) else {}
-        if vector:
-            norms = norm_of_each(vector)
-            self._families["grad_norm"] = list(norms), stacked(norms.values())
+        self._families = {}
+        self._norm_step, self._norm = ctx.step, self._gradient_norm(ctx, "grad_norm")
+        if "grad_norm" in self._families:
+            vector = gradients(ctx.model)
             self._families["zero_fraction"] = list(vector), zero_fractions(vector)
 
     def _joint_norms(self, ctx: RunDataContext) -> Metrics:
         """Return the joint norms and count clipped steps; on a reported step, keep the weights as well."""
-        after = joint_norm(live_gradients(ctx.model.parameters()))
+        after = self._gradient_norm(ctx, "clipped_grad_norm")
         metrics: dict[str, Tensor] = {"total_clipped_grad_norm": after}
         if self._norm_step == ctx.step:
             metrics = {"total_grad_norm": self._norm, **metrics}
             self._clipped = self._clipped.to(after.device) + (after < CLIPPED_BELOW * self._norm)
             self._steps += 1
         if self._is_reported(ctx.step):
-            self._copy_step, self._copy = ctx.step, WeightCopy.of(ctx.model)
-            vectors: dict[str, Vector] = {
-                "clipped_grad_norm": gradients(ctx.model),
-                "weight_norm": trainable(ctx.model),
-            }
-            for family, vector in vectors.items():
-                if vector:
-                    norms = norm_of_each(vector)
-                    self._families[family] = list(norms), stacked(norms.values())
+            copy = WeightCopy.of(ctx.model)
+            self._copy_step, self._copy = ctx.step, copy
+            parameters = trainable(ctx.model)
+            self._families["weight_norm"] = list(parameters), copy.norms(parameters)
         return metrics
+
+    def _gradient_norm(self, ctx: RunDataContext, family: str) -> Tensor:
+        """Return the joint norm of the gradients; on a reported step, keep the norm of each as a family as well."""
+        vector = gradients(ctx.model) if self._is_reported(ctx.step) else {}
+        if vector:
+            norms = norm_of_each(vector)
+            self._families[family] = list(norms), stacked(norms.values())
+        if ctx.hook_point is HookPoint.POST_BACKWARD and ctx.grad_norm is not None:
+            return ctx.grad_norm.clone()  # computed by the loop, for all hooks
+        return joint_norm(live_gradients(ctx.model.parameters()))
 
     def _parameter_metrics(self, ctx: RunDataContext, copy: WeightCopy) -> dict[str, float]:
         """Return the totals and the chosen members of each family; transfers everything to the host at once."""

@@ -1,6 +1,7 @@
 """Second moments of the gradient in the states of optimizers, as the optimizers divide by them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,9 +44,19 @@ def square_of_epsilon(group: OptimizerGroup, dtype: torch.dtype) -> float:
     return float(epsilon) ** 2 if isinstance(epsilon, (int, float, Tensor)) else 0.0
 
 
+@dataclass(frozen=True)
+class SecondMoment:
+    """The second moment v of a parameter after a step, and its bias correction."""
+
+    stored: Tensor
+    """v in float32 or wider; of a sharded parameter this rank's shard."""
+    correction: float | Tensor = 1.0
+    """c with v̂ = v/c, the value by which the optimizer divides."""
+
+
 @torch.no_grad()
-def second_moment(state: Mapping[str, Any], group: OptimizerGroup, parameter: Tensor) -> Tensor | None:
-    """Return v̂ of a parameter after a step: the second moment with the optimizer's bias correction.
+def second_moment(state: Mapping[str, Any], group: OptimizerGroup, parameter: Tensor) -> SecondMoment | None:
+    """Return the second moment of a parameter after a step.
 
     Supports the states of Adam and its relatives (``exp_avg_sq``; with amsgrad the running maximum
     ``max_exp_avg_sq``), RMSprop and Adadelta (``square_avg``, centred or not), and factored moments of Adafactor in
@@ -57,31 +68,28 @@ def second_moment(state: Mapping[str, Any], group: OptimizerGroup, parameter: Te
         parameter: the parameter, which may be sharded.
 
     Returns:
-        v̂ in float32 or wider, of a sharded parameter this rank's shard; ``None`` for an optimizer without such a state,
-        or with moments of a rotated gradient.
+        The moment; ``None`` for an optimizer without such a state, or with moments of a rotated gradient.
     """
     if ROTATED & state.keys():
         return None
-    moment = _factored(state, parameter)
-    if moment is None:
-        key = "max_exp_avg_sq" if group.options.get("amsgrad") and "max_exp_avg_sq" in state else "exp_avg_sq"
-        moment = state.get(key, state.get("square_avg", state.get("variance")))
-        if not _fits(moment, parameter):
-            return None
-        moment = _local(moment, parameter)
-        if group.options.get("centered") and "grad_avg" in state:
-            return moment - _local(state["grad_avg"], parameter).square()
-        is_corrected = group.options.get("bias_correction", group.options.get("correct_bias", True))
-        if key in state and group.betas is not None and len(group.betas) > 1 and is_corrected:
-            if (step := step_of(state, group)) is None:
-                return None
-            # v̂ = v / (1 − β₂ᵗ)
-            moment = (
-                moment / (1 - group.betas[1] ** float(step))
-                if not isinstance(step, Tensor)
-                else moment / (1 - group.betas[1] ** step.double()).to(moment)
-            )
-    return moment
+    if (factored := _factored(state, parameter)) is not None:
+        return SecondMoment(factored)
+    key = "max_exp_avg_sq" if group.options.get("amsgrad") and "max_exp_avg_sq" in state else "exp_avg_sq"
+    moment = state.get(key, state.get("square_avg", state.get("variance")))
+    if not _fits(moment, parameter):
+        return None
+    moment = _local(moment, parameter)
+    if group.options.get("centered") and "grad_avg" in state:
+        return SecondMoment(moment - _local(state["grad_avg"], parameter).square())
+    is_corrected = group.options.get("bias_correction", group.options.get("correct_bias", True))
+    if key not in state or group.betas is None or len(group.betas) < 2 or not is_corrected:
+        return SecondMoment(moment)
+    if (step := step_of(state, group)) is None:
+        return None
+    # v̂ = v / (1 − β₂ᵗ); the number of a step on the CPU is read at no cost, one on a device stays there
+    if isinstance(step, Tensor) and step.device.type != "cpu":
+        return SecondMoment(moment, (1 - group.betas[1] ** step.double()).to(moment))
+    return SecondMoment(moment, 1 - group.betas[1] ** float(step))
 
 
 def _fits(moment: Any, parameter: Tensor) -> bool:

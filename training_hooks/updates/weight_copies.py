@@ -1,6 +1,7 @@
 """Copies of the parameters from before an update, which hooks that measure the same step share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,6 +25,9 @@ class WeightCopy:
             name: shard.detach().to(torch.promote_types(shard.dtype, torch.float32), copy=True)
             for name, shard in shards
         }
+        # The latest results, for another hook that asks for the same
+        self._change_norms: tuple[Any, Tensor] | None = None
+        self._norms: tuple[list[str], Tensor] | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightCopy":
@@ -49,16 +53,30 @@ class WeightCopy:
             before = self._copies[name]
             yield shard.detach().to(before.dtype) - before
 
-    @torch.no_grad()
     def change_norms(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Return ‖θ − θ₋‖₂ of each parameter, shape (parameters,), float64."""
-        values = norms(self.changes(parameters)).double()
-        # ‖x‖ = √(Σ_r ‖x_r‖²) over the ranks r with shards; squares of float32 numbers fit into float64
-        groups = groups_of(parameters.values())
-        return over_shards(values.square(), groups).sqrt() if groups else values
+        """Return ‖θ − θ₋‖₂ of each parameter, shape (parameters,), float64, the same tensors for the same weights."""
+        versions = _versions(parameters)
+        if self._change_norms is None or self._change_norms[0] != versions:
+            self._change_norms = versions, _norms_over_ranks(self.changes(parameters), parameters)
+        return self._change_norms[1]
+
+    def norms(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return ‖θ₋‖₂ of each parameter, shape (parameters,), float64."""
+        if self._norms is None or self._norms[0] != list(parameters):
+            self._norms = list(parameters), _norms_over_ranks((self._copies[name] for name in parameters), parameters)
+        return self._norms[1]
 
 
-def _versions(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[int, int], ...]:
+@torch.no_grad()
+def _norms_over_ranks(parts: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the norms of tensors of which each rank has the part that it has of a parameter, float64."""
+    values = norms(parts).double()
+    # ‖x‖ = √(Σ_r ‖x_r‖²) over the ranks r with shards; squares of float32 numbers fit into float64
+    groups = groups_of(parameters.values())
+    return over_shards(values.square(), groups).sqrt() if groups else values
+
+
+def _versions(parameters: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((id(value), value._version) for value in parameters.values())
 
 
