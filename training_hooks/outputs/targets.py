@@ -17,6 +17,8 @@ NAMES = ("labels", "label", "targets", "target")
 NAMES_IN_BATCH = (*NAMES, "y")
 CAUSAL_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
 """Losses of transformers that compare the logits of a token with the next label."""
+CAUSAL_MODELS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of models of transformers with such a loss, where the model does not name its loss."""
 
 
 class BatchCursor:
@@ -105,12 +107,11 @@ def _tensor(value: Any) -> Any:
 
 def shifts_labels(module: nn.Module, model: nn.Module) -> bool:
     """Return whether a model of transformers compares the logits of a token with the label of the next token."""
-    owner: Any = module if hasattr(module, "loss_type") else model
-    if not hasattr(owner, "loss_type") or getattr(getattr(owner, "config", None), "is_encoder_decoder", False):
+    owner: Any = module if hasattr(module, "config") else model
+    if not hasattr(owner, "config") or getattr(owner.config, "is_encoder_decoder", False):
         return False
-    if owner.loss_type is None:
-        return type(owner).__name__.endswith("LMHeadModel")
-    return owner.loss_type in CAUSAL_LOSSES
+    loss_type = getattr(owner, "loss_type", None)
+    return loss_type in CAUSAL_LOSSES if loss_type else type(owner).__name__.endswith(CAUSAL_MODELS)
 
 
 def align(logits: Tensor, labels: Any, *, shift: bool, ignore_index: int) -> tuple[Tensor, Tensor] | None:

@@ -166,7 +166,8 @@ class TokenLoss(TrainingHook):
         unexplained | loss of the step − mean | (−∞, ∞)
             | 0 up to rounding: the training minimises the mean above. Otherwise there are further terms (z-loss,
             balance loss, label smoothing, class weights), micro-batches with different numbers of tokens have equal
-            weights, or the labels are others than those found.
+            weights, the sum is divided by another number (Hugging Face's Trainer: by all labels, including the first
+            of each row, which no token predicts), or the labels are others than those found.
         position/<parameter> | mean of ℓ over the tokens with a position in 0, 1, 2-3, 4-7, …, 16384- | [0, ∞)
             | Falls with the position if the model uses the context; flat: it does not. Rising at the end: positions
             beyond those trained before.
