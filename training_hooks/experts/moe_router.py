@@ -53,7 +53,9 @@ class MoeRouter(TrainingHook):
     Assumes that every token that passes a router counts: padding tokens too, which the auxiliary loss of transformers
     omits if the model gets an attention mask. In one step with few tokens, experts differ by chance: if k·N assignments
     fall on E experts at random, the coefficient of variation is about √((E − 1)/(k·N)), and E·(1 − 1/E)^(k·N) experts
-    are dead. The hook does not see tokens that a layer drops after its router; ``capacity_factor`` computes them.
+    are dead. The hook does not see tokens that a layer drops after its router; ``capacity_factor`` computes them. Every
+    rank has the outputs of the routers for its rows: expert parallelism that renumbers the experts in these outputs is
+    not supported.
 
     Args:
         interval: steps between two measurements.

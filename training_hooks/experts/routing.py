@@ -104,7 +104,7 @@ def count_routing(routing: Routing, scores: Scores = "softmax", capacity_factor:
     """
     logits, experts = routing.logits, routing.experts
     counts, dropped = _loads(routing)
-    tokens, assignments = len(logits), counts.new_tensor(routing.chosen.numel())
+    tokens, assignments = len(logits), counts.new_full((), routing.chosen.numel())
     if capacity_factor and routing.dispatched is None:
         capacity = torch.ceil(capacity_factor * assignments / experts)
         dropped = dropped + (counts - capacity).clamp(min=0).sum()
@@ -113,7 +113,7 @@ def count_routing(routing: Routing, scores: Scores = "softmax", capacity_factor:
     shares = log_scores.softmax(-1)
     log_z = logits.logsumexp(-1).double()
     are_logits = torch.logical_not(routing.are_probabilities).double() * tokens
-    rest = torch.stack([log_z.square().sum(), log_z.new_tensor(tokens), assignments, dropped, are_logits])
+    rest = torch.stack([log_z.square().sum(), log_z.new_full((), tokens), assignments, dropped, are_logits])
     return torch.cat([counts, shares.sum(0, dtype=torch.float64), rest])
 
 

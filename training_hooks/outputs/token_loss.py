@@ -49,8 +49,8 @@ def position_names() -> list[str]:
 
 def position_bins(positions: Tensor) -> Tensor:
     """Return the number of the bin of each position: 0 for 0, and 1 + ⌊log₂ position⌋."""
-    starts = torch.tensor([0, *(2**number for number in range(POSITION_BINS - 1))], device=positions.device)
-    return torch.bucketize(positions, starts, right=True) - 1
+    starts = 2 ** torch.arange(POSITION_BINS - 1, device=positions.device)
+    return torch.bucketize(positions, starts, right=True)
 
 
 def frequency_tenths(counts: Tensor) -> Tensor:
