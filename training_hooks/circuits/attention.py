@@ -20,8 +20,8 @@ from loopscope.training import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..measures import drawn_loader, effective_rank, leading_share, notice
-from .attention_layers import AttentionLayer, HeadWeights, find_attention
+from ..measures import FamilyFile, SeriesBudget, drawn_loader, effective_rank, leading_share, notice
+from .attention_layers import AttentionLayer, HeadWeights, check_head_names, find_attention
 from .attention_scores import LayerCall, RowStatistics, record_attention, sampling_error
 
 PIECE = 16  # samples per forward pass, because the logits of a language model need much memory
@@ -123,13 +123,15 @@ def copying_score(output: Tensor, value: Tensor) -> Tensor:
 
 ROWS = """
     entropy/<parameter> | mean over samples and queries of −Σ p ln p, p the attention of one head (named layer.head)
-        over its keys; rows without visible keys are excluded | [0, ln keys] nats | 0: the head attends to one key; ln
-        of the visible keys: it averages over all. A collapse towards 0 precedes instability (Zhai et al. 2023).
+        over its keys, renormalised without sinks, which are no keys; rows without visible keys are excluded
+        | [0, ln keys] nats | 0: the head attends to one key; ln of the visible keys: it averages over all. A collapse
+        towards 0 precedes instability (Zhai et al. 2023).
     normalised_entropy/<parameter> | mean over rows with n ≥ 2 visible keys of (−Σ p ln p)/ln n | [0, 1]
         | The same, comparable between lengths and under a causal mask. NaN: no row has two visible keys.
     max_logit/<parameter> | max over samples, queries and visible keys of the score before the softmax, with scale and
-        biases | (−∞, ∞) | Unbounded growth saturates the softmax, and makes training in low precision fail (Dehghani et
-        al. 2023). More samples can only raise a maximum, so compare it at equal `rows`.
+        biases, before a layer subtracts the maximum of a row | (−∞, ∞) | Unbounded growth saturates the softmax, and
+        makes training in low precision fail (Dehghani et al. 2023). More samples can only raise a maximum, so compare
+        it at equal `rows`. NaN: the layer subtracts each row's maximum in a way that the hook cannot read.
     entropy_error/<parameter> | √(K/(K−1)·Σ(sₖ − mean·cₖ)²)/Σc over K samples, s and c a sample's sum and number of rows
         (Cochran 1977, section 6.4) | [0, ∞) nats
         | The standard error of entropy over samples, s/√K for samples of equal length: of 100 draws of 64 samples, 95
@@ -198,6 +200,10 @@ class Attention(TrainingHook):
             names.
         entry: the item or field of a batch that is the model's input, if items have names; empty: ``input_ids``.
         spectrum: number of singular values to report per circuit.
+        names: globs, separated by commas, of heads (layer.head) that are always reported.
+        top: number of heads with the largest values that each family of metrics reports in addition.
+        bottom: number of heads with the smallest values that each family reports in addition.
+        write_all: write the values of all heads to a file in the run's folder.
     """
 
     name = "attention"
@@ -209,17 +215,34 @@ class Attention(TrainingHook):
     _calls = Remembered[Mapping[str, LayerCall]](dict, saved=False)
     _read_at = Remembered[int | None](None, saved=False)
     _skipped = Remembered(set[str], saved=False)
+    _file = Remembered(FamilyFile, merged=True)
     metrics = (
         ROWS + CIRCUIT.format(kind="qk", product="W_QᵀW_K") + CIRCUIT.format(kind="ov", product="W_O W_V") + COPYING
     )
 
     def __init__(
-        self, *, rows: int = 64, every: int = 2, projections: str = "", entry: str = "", spectrum: int = 4
+        self,
+        *,
+        rows: int = 64,
+        every: int = 2,
+        projections: str = "",
+        entry: str = "",
+        spectrum: int = 4,
+        names: str = "",
+        top: int = 10,
+        bottom: int = 5,
+        write_all: bool = False,
     ) -> None:
         for option, value in (("rows", rows), ("every", every), ("spectrum", spectrum)):
             require(value >= 1, f"attention.{option} is {value}; it must be at least 1.")
         self._rows, self._every, self._spectrum = rows, every, spectrum
         self._projections, self._entry = projections, entry
+        self._budget, self._write_all = SeriesBudget(self.name, names, top, bottom), write_all
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Return the name of the file of ``write_all``."""
+        return [FamilyFile.name(cls.name, strategy)]
 
     def start(self, run: RunInfo) -> None:
         """Find the layers and draw the samples.
@@ -235,6 +258,9 @@ class Attention(TrainingHook):
                 "them; measure the saved weights in a run without tensor parallelism."
             )
         self._draw(run.model, run.task.loader, run.ranks)
+        check_head_names(self._budget, self._layers)
+        if self._write_all:
+            self._file.start(self.name, run)
         if self._rows < 2:
             notice(f"attention.rows is {self._rows}; attention/entropy_error needs at least 2.")
 
@@ -247,7 +273,35 @@ class Attention(TrainingHook):
         if self._read_at != ctx.step:
             self._read(ctx)
             metrics |= _row_metrics(self._calls)
-        return metrics | (self._circuits() if ctx.hook_point is HookPoint.SNAPSHOT else {})
+        return self._chosen(metrics | (self._circuits() if ctx.hook_point is HookPoint.SNAPSHOT else {}), ctx.step)
+
+    def _chosen(self, metrics: Mapping[str, Any], step: int) -> Metrics:
+        """Return the metrics without the heads that the budget leaves out, after one transfer of all heads' values.
+
+        A spectrum is ranked by its largest singular value. If all heads are reported, the values stay on their device.
+        """
+        families: dict[str, dict[str, Any]] = {}
+        for key, value in metrics.items():
+            family, separator, head = key.partition("/")
+            if separator:
+                families.setdefault(family, {})[head] = value
+        heads = max(map(len, families.values()), default=0)
+        if heads <= max(self._budget.top, self._budget.bottom) and not self._write_all:
+            return metrics
+        lists = {family: {head: _as_list(value) for head, value in part.items()} for family, part in families.items()}
+        flat = [number for part in lists.values() for numbers in part.values() for number in numbers]
+        on_host = iter(_join_heads([number.reshape(1) for number in flat]).tolist() if flat else [])
+        host = {
+            family: {head: [next(on_host) for _ in numbers] for head, numbers in part.items()}
+            for family, part in lists.items()
+        }
+        if self._write_all:
+            self._file.append(step, {family: _flattened(part) for family, part in host.items()})
+        chosen = {key: value for key, value in metrics.items() if "/" not in key}
+        for family, part in host.items():
+            names = self._budget.choose({head: numbers[0] for head, numbers in part.items()})
+            chosen |= {f"{family}/{head}": families[family][head] for head in names}
+        return chosen
 
     def _draw(self, model: nn.Module, loader: Loader, ranks: Ranks) -> None:
         # The samples depend on the loader's data only, so they are not part of the hook's state.
@@ -294,6 +348,19 @@ class Attention(TrainingHook):
             self._skipped |= names
             layers = ", ".join(new_names)
             warn(f"Hook 'attention' cannot measure some layers and skips them: {layers} ({reason}).", stacklevel=2)
+
+
+def _as_list(value: Any) -> list[Tensor]:
+    return value if isinstance(value, list) else [value]
+
+
+def _flattened(part: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the numbers of each head by name; those of a list have their place in brackets."""
+    return {
+        name if len(numbers) == 1 else f"{name}[{place}]": number
+        for name, numbers in part.items()
+        for place, number in enumerate(numbers)
+    }
 
 
 def _move_to_host(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:

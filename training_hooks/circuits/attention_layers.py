@@ -1,5 +1,6 @@
 """The attention layers of a model, and the weights of their projections by head."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,10 @@ from loopscope.option_words import hook_option_text
 from loopscope.tensors import unsharded
 from torch import Tensor, nn
 
+from ..measures import SeriesBudget
+
+MOST_HEADS = 256
+"""Number of heads per layer for which patterns of heads are checked before a pass shows how many there are."""
 FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn", "query_key_value")
 """Names of a fused projection to queries, keys and values."""
 GROUPED = ("query_key_value",)
@@ -195,6 +200,13 @@ def _layer_of(module: nn.Module, choices: list[tuple[str, ...]]) -> AttentionLay
         if linear.keys() >= set(names):
             return AttentionLayer(module, tuple(linear[name] for name in names), names[0] in GROUPED)
     return None
+
+
+def check_head_names(budget: SeriesBudget, layers: Iterable[str]) -> None:
+    """Raise :class:`UsageError` for a pattern that matches neither a layer nor a head (layer.head)."""
+    if budget.patterns:
+        names = [*layers]
+        budget.check_names([*names, *(f"{name}.{head}" for name in names for head in range(MOST_HEADS))])
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..measures import FamilyFile, SeriesBudget, notice
-from .attention_layers import is_attention
+from .attention_layers import check_head_names, is_attention
 from .attention_scores import row_statistics
 
 Table = NDArray[np.float64]
@@ -190,6 +190,7 @@ class AttentionLogits(TrainingHook):
                 "of them; train without tensor parallelism to measure them."
             )
         self._modules = attention_modules(run.model, self.name, self.layers)
+        check_head_names(self._budget, self._modules)
         if self.write_all:
             self._file.start(self.name, run)
 

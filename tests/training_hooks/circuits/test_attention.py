@@ -1,5 +1,6 @@
 """The attention hook: its search for layers, its metrics compared with explicit circuits, and its errors."""
 
+import json
 import math
 import warnings
 from dataclasses import replace
@@ -469,3 +470,70 @@ def test_run_without_named_input_is_refused(kind, words):
     run = train(Case("transformer"), [Attention()], loader=loader, compute_loss=None, raises=UnsuitableError)
     assert words in str(run.error)
     assert run.digests == []
+
+
+class Many(nn.Module):
+    """A model with eight layers, 24 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Fused() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@torch.no_grad()
+def many(**options) -> dict:
+    context = epoch_end(Many().eval(), hook_point=HookPoint.SNAPSHOT)
+    return Attention(**options).compute(replace(context, loader=one_batch()))
+
+
+def families(metrics: dict) -> dict[str, dict]:
+    """Return the metrics of heads by family."""
+    found: dict[str, dict] = {}
+    for key, value in metrics.items():
+        family, separator, head = key.partition("/")
+        if separator:
+            found.setdefault(family, {})[head] = value
+    return found
+
+
+def test_every_family_obeys_the_budget():
+    """The default reports 15 of 24 heads of each family, those with the largest and smallest values."""
+    every, chosen = families(many(top=24)), families(many())
+    assert {len(part) for part in every.values()} == {24}
+    assert chosen.keys() == every.keys()
+    for family, part in chosen.items():
+        number = lambda head, family=family: float(np.ravel(every[family][head])[0])
+        ranked = sorted(every[family], key=number)
+        assert {*part} == {*ranked[:5], *ranked[-10:]}, family
+        assert all(np.array_equal(part[head], every[family][head]) for head in part)
+
+
+def test_named_heads_are_reported_in_addition():
+    part = families(many(names="layers.3.*, layers.1.0", top=1, bottom=1))["entropy"]
+    assert {"layers.3.0", "layers.3.1", "layers.3.2", "layers.1.0"} <= part.keys()
+    assert len(part) <= 6
+
+
+def test_unknown_heads_are_refused():
+    with pytest.raises(UsageError, match=r"attention\.names has the pattern 'nine\.\*', which matches none of"):
+        train(Case("transformer"), [Attention(names="nine.*")])
+
+
+def test_all_heads_are_written_to_a_file(tmp_path):
+    hook = Attention(write_all=True)
+    hook._file._path = tmp_path / "only.attention.jsonl"
+    context = epoch_end(Many().eval(), hook_point=HookPoint.SNAPSHOT)
+    with torch.no_grad():
+        metrics = hook.compute(replace(context, loader=one_batch(), step=7))
+    written = json.loads((tmp_path / "only.attention.jsonl").read_text())
+    assert written["step"] == 7
+    assert len(written["entropy"]) == 24
+    assert len(written["qk_spectrum"]) == 4 * 24
+    assert written["max_logit"]["layers.7.0"] == pytest.approx(families(many(top=24))["max_logit"]["layers.7.0"].item())
+    assert len(families(metrics)["entropy"]) == 15

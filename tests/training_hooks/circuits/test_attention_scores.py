@@ -1,5 +1,8 @@
 """Recorded attention calls of all styles compared with a softmax in float64 written as loops."""
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,17 @@ from loopscope.training_hooks.circuits.attention_scores import (
 )
 from torch import nn
 
-from tests.training_hooks.circuits.attention_models import HEADS, WIDTH, Around, Fused, Grouped, WrittenOut, brute_rows
+from tests.training_hooks.circuits.attention_models import (
+    HEADS,
+    WIDTH,
+    Around,
+    Fused,
+    Grouped,
+    WrittenOut,
+    brute_rows,
+    by_head,
+    joined,
+)
 
 BATCH, TOKENS = 4, 5
 CAUSAL = np.tril(np.ones((TOKENS, TOKENS), dtype=bool))
@@ -71,6 +84,42 @@ def test_masks_and_biases_are_recorded():
         model = Fused(mask=mask)
         query, key, _ = linear(tokens(), model.qkv.weight, model.qkv.bias).chunk(3, dim=-1)
         assert_rows(recorded_call(model), brute_rows(query, key, visible, HEADS, bias))
+
+
+class Shifted(WrittenOut):
+    """Handwritten attention that subtracts something from each row, or appends sinks, before its softmax."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (by_head(part(x), HEADS) for part in (self.query, self.key, self.value))
+        scores = self.change(query @ key.mT / math.sqrt(WIDTH // HEADS))
+        return self.dense(joined(nn.functional.softmax(scores, dim=-1)[..., :TOKENS] @ value))
+
+
+def with_sinks(scores: torch.Tensor) -> torch.Tensor:
+    scores = torch.cat([scores, torch.linspace(-3, 9, HEADS).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    return scores - scores.max(dim=-1, keepdim=True).values
+
+
+CHANGES = {
+    "maximum": lambda scores: scores - scores.max(dim=-1, keepdim=True)[0],
+    "in place": lambda scores: scores.sub_(scores.amax(dim=-1, keepdim=True)),
+    "detached": lambda scores: scores - scores.detach().amax(dim=-1).unsqueeze(-1),
+    "of all": lambda scores: scores - scores.amax(dim=(-2, -1), keepdim=True),
+    "sinks": with_sinks,
+}
+"""What a layer may do to a row of scores."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_shifted_scores_are_recorded_unshifted(change):
+    """A layer may subtract each row's maximum, which its softmax ignores; a sink is not a key."""
+    model = Shifted(CHANGES[change])
+    query, key = linear(tokens(), model.query.weight), linear(tokens(), model.key.weight)
+    assert_rows(recorded_call(model), brute_rows(query, key, ALL, HEADS))
 
 
 @pytest.mark.parametrize("causal", [False, True])
