@@ -173,11 +173,11 @@ class QueryKeyLayer:
 
     def _of_latent(self, heads: int, width: int, sizes: Mapping[str, int]) -> Iterator[list[Scaling]]:
         # (q_nope, q_rope)·(k_nope, k_rope), where all heads share k_rope: γ^½ for q_nope and k_nope, γ for q_rope.
-        plain, rotary = (getattr(self.module, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
+        plain = getattr(self.module, "qk_nope_head_dim", None)
         query, key = self.projections
-        if not (isinstance(plain, int) and isinstance(rotary, int) and plain + rotary == width):
+        if not isinstance(plain, int) or not 0 < plain <= width or sizes[query] != heads * width:
             return
-        if sizes[query] != heads * width or sizes[key] % heads or sizes[key] // heads <= plain:
+        if sizes[key] % heads or sizes[key] // heads <= plain:
             return
         of_query = torch.arange(sizes[query]).view(heads, width)
         of_key = torch.arange(sizes[key]).view(heads, -1)[:, :plain]
@@ -205,7 +205,8 @@ class QueryKeyLayer:
             yield f"{prefix}{projection}.bias", 0, 0
 
     def _multihead_parameters(self, projection: str) -> Iterator[tuple[str, int, int]]:
-        parameters, width = self.module._parameters, int(self.module.embed_dim)  # type: ignore[arg-type]
+        assert isinstance(self.module, nn.MultiheadAttention)
+        parameters, width = self.module._parameters, self.module.embed_dim
         first = width if projection == "k" else 0
         if projection == "in":
             yield "in_proj_weight", 0, 0

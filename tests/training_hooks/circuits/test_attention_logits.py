@@ -184,6 +184,7 @@ def test_low_precision_is_measured_as_computed(kind, autocast):
 
 def test_zero_scores_have_full_entropy():
     """Keys of zero give logits of 0 and the entropy ln n, and where scores equal shifted ones."""
+    """Keys of zero give logits of 0 and the entropy ln n, also where scores look like shifted ones."""
     layer = WrittenOut()
     nn.init.zeros_(layer.key.weight)
     metrics = measured(Net(layer), [samples()])
