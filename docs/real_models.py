@@ -163,6 +163,7 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "metis_split": {},
     "model_smoothing": {"update_interval": EPOCHS * ROWS // BATCH},
     "output_projection_clip": {},
+    "qk_clip": {"threshold": 0.01},
 }
 SPLIT = replace(find_recipe("fp4_metis"), metis=MetisOptions(rank=2, forward_warmup_steps=1))
 """The recipe of the models for ``metis_split``."""
@@ -180,7 +181,8 @@ def treated(name: str, hook: str, folder: Path) -> Trained | UnsuitableError:
 REASONS = {
     r"trains epochs": "needs an experiment's loop",
     r"reference solution": "needs a reference solution",
-    r"Hook 'attention'": "no attention",
+    r"Hook '(attention|attention_logits|qk_clip)' finds no attention": "no attention",
+    r"QK-norm": "normalises queries and keys",
     r"needs a token embedding|needs an embedding and its output projection; the model has none": "no embedding",
     r"have a matrix each": "embedding not tied",
     r"needs low-bit layers that can be split": "its Conv1D cannot be split",

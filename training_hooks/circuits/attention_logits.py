@@ -28,8 +28,8 @@ Table = NDArray[np.float64]
 def attention_modules(model: nn.Module, hook: str, patterns: str = "") -> list[str]:
     """Return the names of the modules that may compute attention.
 
-    By default these are every ``nn.MultiheadAttention``, every module with the usual projections, and every module
-    whose class is called attention. ``patterns`` are globs of module names, separated by commas, instead.
+    By default these are every ``nn.MultiheadAttention`` that is trained, every module with the usual projections, and
+    every module whose class is called attention. ``patterns`` are globs of module names, separated by commas, instead.
 
     Raises:
         UnsuitableError: the model has no such module.
@@ -44,7 +44,8 @@ def attention_modules(model: nn.Module, hook: str, patterns: str = "") -> list[s
         )
     if globs:
         return [name for name in modules if any(fnmatchcase(name, pattern) for pattern in globs)]
-    names = [name for name, module in modules.items() if is_attention(module) or _is_called_attention(module)]
+    found = {name: module for name, module in modules.items() if is_attention(module) or _is_called_attention(module)}
+    names = [name for name, module in found.items() if not _may_use_fast_path(module)]
     if names:
         return names
     raise UnsuitableError(
@@ -52,6 +53,15 @@ def attention_modules(model: nn.Module, hook: str, patterns: str = "") -> list[s
         "linear layers named like q_proj and k_proj or qkv, and no class called attention; name the modules that "
         f"compute it with {hook_option_text(hook, layers='NAME')}."
     )
+
+
+def _may_use_fast_path(module: nn.Module) -> bool:
+    """Return whether a layer is a frozen ``nn.MultiheadAttention``.
+
+    In eval mode PyTorch computes frozen layers, and encoder layers around them, by a fused function, but not if they
+    have module hooks; so a tap would change the bits of the training.
+    """
+    return isinstance(module, nn.MultiheadAttention) and not any(p.requires_grad for p in module.parameters())
 
 
 def _is_called_attention(module: nn.Module) -> bool:
@@ -130,7 +140,8 @@ class AttentionLogits(TrainingHook):
 
     Assumes that a padding token's row is a row like others, since the model computes it. Attention in other functions
     (flex attention, flash attention called directly, nested tensors) is not read; if a module computes none that can be
-    read, a notice names it. Under tensor parallelism a rank has only some heads, so the hook is unsuitable.
+    read, a notice names it. Frozen ``nn.MultiheadAttention`` is left out, since a tap would replace its fast path.
+    Under tensor parallelism a rank has only some heads, so the hook is unsuitable.
 
     Args:
         interval: steps between two measurements.

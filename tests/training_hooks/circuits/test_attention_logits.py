@@ -248,6 +248,14 @@ def test_modules_are_found_by_names_or_class():
         attention_modules(model, "attention_logits", "x*")
 
 
+@pytest.mark.guarantee("observers-change-nothing")
+def test_frozen_encoder_keeps_its_fast_path():
+    """A frozen encoder layer in eval mode has no tap, which would change how PyTorch computes it."""
+    frozen = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True).eval().requires_grad_(False)
+    model = nn.Sequential(frozen, nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True))
+    assert attention_modules(model, "attention_logits") == ["1.self_attn"]
+
+
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
 def test_model_without_attention_is_refused(model):
     with pytest.raises(UsageError, match=r"Hook 'attention_logits' finds no attention in \w+: no nn\.Multihead"):
