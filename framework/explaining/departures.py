@@ -1,11 +1,11 @@
 """Detection of the first step with an unusual quantity, by a rank test over all recorded quantities.
 
-Each quantity of a step is compared with its previous ``WINDOW`` values: z is its distance from their median, in units
-of their robust standard deviation (1.4826 times the median distance from the median, at least ``SMALLEST_SPREAD``). z
-divided by the largest earlier z of the quantity measures its departure. A step is ranked among the earlier steps by its
-largest departure over all quantities; that of an earlier step is computed in the same way, without the step itself. The
-ranks account for the number of dependent quantities (Westfall and Young, 1993), and Bonferroni's factor for the number
-of tested steps.
+Each quantity of a step is compared with its previous ``WINDOW`` values without their linear trend: z is its distance
+from their median, in units of their robust standard deviation (1.4826 times the median distance from the median, at
+least ``SMALLEST_SPREAD``). z divided by the largest earlier z of the quantity measures its departure. A step is ranked
+among the earlier steps by its largest departure over all quantities; that of an earlier step is computed in the same
+way, without the step itself. The ranks account for the number of dependent quantities (Westfall and Young, 1993), and
+Bonferroni's factor for the number of tested steps.
 """
 
 import math
@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 
 from ..report import FoundRun, departure_text
+from .trend import without_trend
 
 WINDOW = 32
+SMALLEST_WINDOW = 16
+"""The least number of previous values, in a history that is too short for ``WINDOW``."""
 SMALLEST_SPREAD = 0.05
 """Lower bound of the spread, on the scale of :func:`_scaled`: 5 % for a quantity that is compared by logarithms."""
 SMALLEST_LIMIT = 3.0
@@ -29,6 +32,8 @@ HISTORY = 200
 """Largest number of earlier steps that a departure is ranked among."""
 MOST_TESTED_STEPS = 8
 """Largest number of tested steps, the last of which is the step in question; fewer if the history is short."""
+FEWEST_RANKED = round(1 / LEVEL)
+"""The least number of steps after the window, the tested one included, with which a rank can reach the level."""
 RECORDED_ONE_STEP_LATER = ("update", "state")
 """Quantities of a step that ``step_history`` records at the following step."""
 ORDER = ("lr", "copies", "output", "loss", "gradient", "state", "update", "effect")
@@ -80,21 +85,21 @@ def read_history(run: FoundRun, hook: str) -> dict[str, dict[int, float]]:
     return history
 
 
-def scores(values: np.ndarray, *, both: np.ndarray) -> np.ndarray:
-    """Return z of each value with ``WINDOW`` earlier values.
+def scores(values: np.ndarray, *, both: np.ndarray, window: int = WINDOW) -> np.ndarray:
+    """Return z of each value with ``window`` earlier values.
 
-    Maps shape (quantities, steps) to (quantities, steps − WINDOW). ``both``, of shape (quantities,), marks two-sided
+    Maps shape (quantities, steps) to (quantities, steps − window). ``both``, of shape (quantities,), marks two-sided
     quantities. A value that is not finite has an infinite z, and windows ignore it.
     """
-    windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=1)[:, :-1]
+    windows = without_trend(np.lib.stride_tricks.sliding_window_view(values, window, axis=1)[:, :-1])
     with np.errstate(invalid="ignore"):
         finite = np.where(np.isfinite(windows), windows, np.nan)
         empty = np.isnan(finite).all(-1)
         finite[empty] = 0.0
         middle = np.nanmedian(finite, -1)
         spread = 1.4826 * np.nanmedian(np.abs(finite - middle[..., None]), -1)
-        current = values[:, WINDOW:]
-        # z = (x − median) / max(1.4826·median|x − median|, SMALLEST_SPREAD), shape (quantities, steps − WINDOW)
+        current = values[:, window:]
+        # z = (x − median) / max(1.4826·median|x − median|, SMALLEST_SPREAD), shape (quantities, steps − window)
         z = (current - middle) / np.maximum(spread, SMALLEST_SPREAD)
     z = np.where(both[:, None], np.abs(z), z)
     return np.where(empty, 0.0, np.where(np.isnan(current), 0.0, np.where(np.isfinite(current), z, np.inf)))
@@ -104,7 +109,9 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
     """Return the departures in the last steps up to ``step``, in order; without any, the reason in words."""
     steps = _consecutive_steps(history.get("loss", {}), step)
     names = [name for name in history if _order(name) is not None]
-    ranked = len(steps) - WINDOW
+    # as many steps to rank among as the level needs for one tested step
+    window = min(WINDOW, max(SMALLEST_WINDOW, len(steps) - FEWEST_RANKED))
+    ranked = len(steps) - window
     tested_steps = min(MOST_TESTED_STEPS, int(LEVEL * (ranked + 1)))
     # The smallest possible p of n tested steps, n/(earlier steps + 1), must not exceed the level.
     while tested_steps > 0 and tested_steps > LEVEL * (ranked - tested_steps + 1):
@@ -112,12 +119,12 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
     if tested_steps < 1:
         return [], (
             f"Step {step:,} has only {max(0, len(steps) - 1):,} recorded steps before it; the test needs at least "
-            f"{WINDOW + round(1 / LEVEL)}."
+            f"{SMALLEST_WINDOW + FEWEST_RANKED - 1}."
         )
     values = np.array([_scaled(history[name], steps, name) for name in names])
     both = np.array([name.startswith(TWO_SIDED) for name in names])
     parts = [slice(first, first + 256) for first in range(0, len(values), 256)]  # whose windows fit into memory
-    z = np.concatenate([scores(values[part], both=both[part]) for part in parts])
+    z = np.concatenate([scores(values[part], both=both[part], window=window) for part in parts])
     # null: the largest departure of each earlier step, z over the largest z of the other earlier steps, shape (steps,)
     earlier = z[:, :-tested_steps]
     top = np.sort(np.where(np.isfinite(earlier), earlier, 1e9), axis=1)[:, -2:]

@@ -13,7 +13,7 @@ from ..report import inspect_run
 from ..runs import EXPLANATION, REWINDS, DivergedError, Stretch
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
-from .verdict import Harm, harms, verdict
+from .verdict import Harm, Verdict, harms, is_damaged_before, verdict
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {
@@ -112,12 +112,16 @@ def _explain(
     found_departures, reason = departures(history, step)
     if not found_departures:
         return Explanation(step, None, f"Inconclusive: found nothing to explain. {reason}", left_out=left_out)
+    first: Explanation | None = None
     for where in found_departures[:MOST_TRIED]:
-        step_explanation = _judge(train_again, label, where, history, describe_row, last)
-        explanation = replace(step_explanation, step=step, left_out=left_out)
+        explanation = replace(
+            _judge(train_again, label, where, history, describe_row, last), step=step, left_out=left_out
+        )
         if explanation.cause is not None:
-            break
-    return explanation
+            return explanation
+        first = first or explanation
+    assert first is not None  # there is at least one departure
+    return first
 
 
 def _judge(
@@ -128,8 +132,16 @@ def _judge(
     folder = train_again(stretch, BRANCHES_HOOK, _options(history, where))
     branch_values = read_branches(inspect_run(folder).points, where.step)
     rows = measured_rows(branch_values["rows"], describe_row, branch_values["standing_out"])
-    found_harms = harms(branch_values, *_run_values(history, where), WATCHED.get(where.quantity, "").format(where.name))
-    result = verdict(branch_values, found_harms, [*dict.fromkeys(row.name for row in rows if row.stands_out)])
+    at_step, usual = _run_values(history, where)
+    found_harms = harms(branch_values, at_step, usual, WATCHED.get(where.quantity, "").format(where.name))
+    if is_damaged_before(branch_values, usual):
+        result = Verdict(
+            None,
+            f"Inconclusive: before step {where.step:,} the losses of fresh batches are already unusual (median "
+            f"{np.median(branch_values['loss']['fresh']):.3g}), so the cause is in an earlier step.",
+        )
+    else:
+        result = verdict(branch_values, found_harms, [*dict.fromkeys(row.name for row in rows if row.stands_out)])
     branches = [_branch(name, branch_values, found_harms) for name in branch_values["effect"]]
     return Explanation(where.step, result.cause, result.sentence, where, rows, branches)
 

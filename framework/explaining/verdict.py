@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .trend import without_trend
+
 LEVEL = 0.05
 """Largest p-value, a rank among usual values or fresh batches, at which a value is unusually high."""
 DECISIVE_SHARE = 0.5
@@ -16,6 +18,8 @@ HARMFUL_SPREADS = 3.0
 """A value this many spreads above the usual median is harmful."""
 MAX_SPREADS = 1e9
 """Upper bound of the number of spreads, also for infinite harm."""
+RECENT = 32
+"""Number of earlier steps that a step is compared with, without their linear trend."""
 HARMFUL_RATIO = 1.5
 """The watched quantity must be this many times its largest earlier value, and its largest value on fresh batches."""
 UPDATE_BRANCHES = {
@@ -89,6 +93,17 @@ def is_beyond(value: float, usual: Sequence[float]) -> bool:
     return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + HARMFUL_SPREADS * spread
 
 
+def recent(values: Sequence[float]) -> list[float]:
+    """Return the newest values without their trend, as they would be around the level of the next step."""
+    return [float(value) for value in without_trend(np.array(values[-RECENT:], dtype=np.float64))]
+
+
+def is_damaged_before(branch_values: Mapping[str, Any], usual: Mapping[str, Sequence[float]]) -> bool:
+    """Return whether the losses of fresh batches are already unusual at the state before the step."""
+    fresh = branch_values["loss"].get("fresh", [])
+    return bool(fresh) and is_beyond(float(np.median(fresh)), recent(usual["loss"]))
+
+
 def harms(
     branch_values: Mapping[str, Any],
     own: Mapping[str, float],
@@ -100,7 +115,7 @@ def harms(
     Args:
         branch_values: the values that the hook ``what_if`` recorded, by metric and branch.
         own: the step's loss, effect and size in the run.
-        usual: the values of the earlier steps; their effect is that on the next batch only.
+        usual: the values of the earlier steps, of which the newest count; their effect is that on the next batch only.
         watched: the description of the watched quantity.
     """
     own = {**own, "effect": branch_values["effect"].get("run", np.median(branch_values["effect"]["as_it_was"]))}
@@ -109,7 +124,7 @@ def harms(
     result = []
     for metric in [name for name in words if name in own and name in branch_values]:
         run = np.inf if np.isnan(own[metric]) else float(own[metric])
-        earlier, fresh = usual[metric], branch_values[metric].get("fresh", [])
+        earlier, fresh = recent(usual[metric]), branch_values[metric].get("fresh", [])
         middle, spread = median_and_spread(earlier)
         if metric == "size":  # weak evidence alone, so it has a stricter condition
             is_bad = run > HARMFUL_RATIO * max([*earlier, *fresh])

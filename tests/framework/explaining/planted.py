@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-Plant = Literal["none", "corrupted_row", "repeated_row", "rate", "second_moment", "overflow", "bit"]
+Plant = Literal["none", "corrupted_row", "repeated_row", "rate", "second_moment", "overflow", "bit", "overwritten"]
 PLANTS = get_args(Plant)
 CAUSES: Mapping[str, str | None] = {
     "none": None,
@@ -26,9 +26,10 @@ CAUSES: Mapping[str, str | None] = {
     "second_moment": "optimizer state",
     "overflow": "precision",
     "bit": "fault",
+    "overwritten": None,
 }
 ROWS, INPUTS, HIDDEN, CLASSES = 2048, 12, 32, 5
-LAYER, FLIPPED = "2", "4.weight"
+LAYER, FLIPPED, OVERWRITTEN = "2", "4.weight", "3.weight"
 COPIES = 50
 
 
@@ -85,7 +86,7 @@ class PlantedLoader(TensorLoader):
 
 
 class PlantedAdamW(AdamW):
-    """AdamW that resets its second moments, or flips a bit of a weight, in one step."""
+    """AdamW that resets its second moments, flips a bit of a weight, or overwrites a layer, in one step."""
 
     config: PlantedConfig
 
@@ -100,6 +101,8 @@ class PlantedAdamW(AdamW):
             place = self.config.seed * 37 % parameters[4].numel()
             bits = parameters[4].data.view(torch.int32).flatten()
             bits[place] ^= 1 << (30 if self.config.seed % 2 else 29)
+        if self.config.plant == "overwritten" and count == self.config.plant_step:
+            parameters[2].data.normal_(generator=torch.Generator().manual_seed(self.config.seed))
         return result
 
 
@@ -188,9 +191,12 @@ def explanation_of(folder: Path, step: int, **options: Any) -> Explanation:
     return explain(train_again, folder / "planted/plain", step, describe_row=runner.describe_row)
 
 
-def explained_plant(folder: Path, plant: str, seed: int) -> tuple[int, Explanation]:
-    """Explain the step after the planted one in a short run; the planted step depends on the seed."""
-    step = 150 + seed * 29 % 90
+def explained_plant(folder: Path, plant: str, seed: int, *, early: bool = False) -> tuple[int, Explanation]:
+    """Explain the step after the planted one in a short run; the planted step depends on the seed.
+
+    It is between 150 and 239, or ``early``, while the loss still falls, between 41 and 130.
+    """
+    step = (41 if early else 150) + seed * 29 % 90
     options = {"plant": plant, "plant_step": step, "seed": seed, "steps": step + 12, "dropout": 0.1 * (seed % 2)}
     return step, explanation_of(folder, step + 1, **options)
 

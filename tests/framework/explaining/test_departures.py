@@ -16,6 +16,7 @@ from loopscope.explaining.departures import (
     departures,
     scores,
 )
+from loopscope.explaining.trend import without_trend
 
 LENGTH = HISTORY + WINDOW + MOST_TESTED_STEPS
 
@@ -34,6 +35,16 @@ def noise(seed: int, quantities: int = 30, heavy: bool = False) -> dict[str, dic
     return {name: {step: float(x) for step, x in enumerate(row, 1)} for name, row in zip(names, values, strict=True)}
 
 
+def level_without_trend(values: list[float]) -> list[float]:
+    """Remove the slope between the medians of the outer thirds, by the definition."""
+    third = len(values) // 3
+    ends = [[x for x in part if math.isfinite(x)] for part in (values[:third], values[-third:])]
+    if any(2 * len(part) <= third for part in ends):
+        return values
+    slope = (median(ends[1]) - median(ends[0])) / (len(values) - third)
+    return [value + slope * (len(values) - place) for place, value in enumerate(values)]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -45,7 +56,8 @@ def test_scores_are_distances_from_the_median_in_spreads(values, both):
     found = scores(np.array([values]), both=np.array([both]))[0]
     assert len(found) == len(values) - WINDOW
     for place, z in enumerate(found, WINDOW):
-        before = [value for value in values[place - WINDOW : place] if math.isfinite(value)]
+        levels = level_without_trend(values[place - WINDOW : place])
+        before = [value for value in levels if math.isfinite(value)]
         now = values[place]
         if not before or math.isnan(now):
             expected = 0.0
@@ -116,8 +128,36 @@ def test_lone_effect_yields_to_next_departure():
 
 def test_short_history_is_reported():
     """The reason gives the number of recorded steps and the number needed."""
-    history = {name: {step: series[step] for step in range(1, 45)} for name, series in noise(5).items()}
-    found, why = first_departure(history, 44)
+    history = {name: {step: series[step] for step in range(1, 36)} for name, series in noise(5).items()}
+    found, why = first_departure(history, 35)
     assert found is None
-    assert why == "Step 44 has only 43 recorded steps before it; the test needs at least 52."
+    assert why == "Step 35 has only 34 recorded steps before it; the test needs at least 35."
     assert first_departure(history, 99)[1].startswith("Step 99 has only 0 recorded steps before it")
+
+
+@pytest.mark.parametrize("step", [41, 50, 75, 120])
+@pytest.mark.parametrize("name", ["loss", "gradient/layer.7"])
+def test_jumps_are_found_while_levels_fall(name, step):
+    """A steep fall hides a jump to an earlier level from the median, but not from the trend."""
+    history = noise(8)
+    for series in history.values():
+        for at in series:
+            series[at] *= 30 * math.exp(-at / 25)
+    history[name][step] *= 8
+    found, reason = first_departure(history, step)
+    assert found is not None, reason
+    assert (found.step, f"{found.quantity}/{found.name}".rstrip("/")) == (step, name)
+
+
+@pytest.mark.parametrize("slope", [-2.0, 0.0, 0.5])
+def test_trend_is_removed_around_next_value(slope):
+    values = slope * np.arange(32.0)
+    np.testing.assert_allclose(without_trend(values), slope * 32)
+    values[[3, 30]] = np.nan, np.inf
+    np.testing.assert_allclose(without_trend(values)[[0, 31]], slope * 32, rtol=0.05)
+
+
+def test_short_or_broken_series_keep_their_values():
+    assert list(without_trend(np.arange(8.0))) == list(range(8))
+    broken = np.where(np.arange(30) > 20, np.inf, np.arange(30.0))
+    np.testing.assert_array_equal(without_trend(broken), broken)

@@ -9,13 +9,15 @@ from contextlib import redirect_stdout
 import pytest
 from loopscope import sinks, training_hooks
 from loopscope.cli import main
-from loopscope.explaining import Explanation
+from loopscope.explaining import Explanation, explain, explanation
+from loopscope.explaining.departures import Departure
 
 from tests.framework.explaining.planted import (
     CAUSES,
     COPIES,
     FLIPPED,
     LAYER,
+    OVERWRITTEN,
     PLANTS,
     Planted,
     PlantedConfig,
@@ -53,6 +55,7 @@ def names_planted_cause(found: Explanation, plant: str, step: int, seed: int) ->
         "repeated_row": out == {rows[0]} and sum(row.stands_out for row in found.rows) == COPIES - 1,
         "overflow": where is not None and (where.quantity, where.name) == ("output", LAYER),
         "bit": FLIPPED in found.verdict,
+        "overwritten": where is not None and (where.quantity, where.name) == ("update", OVERWRITTEN),
         "rate": where is not None and where.quantity == "lr",
         "second_moment": where is not None and where.quantity == "state" and "exp_avg_sq" in where.name,
     }
@@ -82,6 +85,31 @@ def test_most_planted_causes_are_identified(plant, tmp_path):
         named += plant == "none" or names_planted_cause(found, plant, step, seed)
     assert causes[CAUSES[plant]] >= (0.95 if plant == "none" else 0.9) * RUNS, causes
     assert named >= 0.9 * RUNS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS)
+def test_early_causes_are_right_or_unknown(plant, tmp_path):
+    """In 20 runs whose loss still falls, at most one verdict names a cause that was not planted."""
+    causes = Counter(
+        explained_plant(tmp_path / str(seed), plant, seed, early=True)[1].cause for seed in range(RUNS // 2)
+    )
+    assert sum(count for cause, count in causes.items() if cause not in (None, CAUSES[plant])) <= 1, causes
+
+
+@pytest.mark.parametrize(
+    ("causes", "step"), [((None, None, None), 4), ((None, "data", None), 5), (("fault", "data"), 4)]
+)
+def test_first_departure_is_reported_without_cause(causes, step, monkeypatch, tmp_path):
+    """If no departure has a cause, the first one is explained, not the last one that was tried."""
+    found = [Departure(4 + place, "loss", "", 9.0, 1.0, 0.01, 2, []) for place in range(len(causes))]
+    judged = {where.step: Explanation(where.step, cause, "", where) for where, cause in zip(found, causes, strict=True)}
+    monkeypatch.setattr(explanation, "departures", lambda history, step: (found, ""))
+    monkeypatch.setattr(explanation, "read_history", lambda run, hook: {})
+    monkeypatch.setattr(explanation, "inspect_run", lambda folder: None)
+    monkeypatch.setattr(explanation, "_judge", lambda again, label, where, *others: judged[where.step])
+    explained = explain(lambda *arguments: tmp_path, tmp_path, 9)
+    assert (explained.step, explained.where.step) == (9, step)
 
 
 def printed_by(*words: str) -> str:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from loopscope.explaining.verdict import harms, is_beyond, verdict
+from loopscope.explaining.verdict import harms, is_beyond, is_damaged_before, verdict
 
 GENERATOR = np.random.default_rng(0)
 USUAL = {"loss": [*GENERATOR.normal(1, 0.1, 200)], "effect": [*GENERATOR.normal(0, 0.01, 200)], "size": [1.0] * 200}
@@ -65,3 +65,35 @@ def test_outlier_needs_rank_and_distance():
     assert not is_beyond(40.0, usual)  # by rank alone
     assert not is_beyond(150.0, usual[:10])  # too few to tell
     assert is_beyond(math.nan, usual)
+
+
+FALLING = {
+    "exponential": lambda steps: 1.94 + 1.96 * np.exp(-steps / 60),
+    "linear": lambda steps: 3.9 - 0.0098 * steps,
+    "power": lambda steps: 1.94 + 10 / (1 + steps),
+    "flat": lambda steps: np.full(len(steps), 1.94),
+}
+
+
+@pytest.mark.parametrize("count", [40, 90, 200])
+@pytest.mark.parametrize("kind", FALLING)
+def test_spike_counts_while_loss_falls(kind, count):
+    """A loss 8 spreads above fresh batches is harmful, although earlier steps had higher losses."""
+    generator = np.random.default_rng(1)
+    level = FALLING[kind](np.arange(count + 1.0))
+    before = list(level[:-1] + 0.06 * generator.standard_normal(count))
+    fresh = list(level[-1] + 0.06 * generator.standard_normal(39))
+    run = level[-1] + 0.5
+    values = {
+        "loss": {"as_it_was": [run] * 5, "fresh": fresh, "without_rows": [level[-1]], "half_rate": [run]},
+        "effect": {"run": 0.0, "as_it_was": [0.0] * 5, "fresh": FRESH},
+        "low_precision": 0,
+        "element": {},
+    }
+    usual = {"loss": before, "effect": USUAL["effect"]}
+    bad = harms(values, {"loss": run, "effect": 0.0}, usual)
+    assert verdict(values, bad, ["row 1"]).cause == "data"
+    assert not is_damaged_before(values, usual)
+    assert not harms(values, {"loss": level[-1], "effect": 0.0}, usual)
+    damaged = {**values, "loss": {"fresh": [item + 1 for item in fresh]}}
+    assert is_damaged_before(damaged, usual)
