@@ -16,7 +16,7 @@ from loopscope.option_words import hook_option_text
 from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
 
-from ..measures import stacked
+from ..measures import FamilyFile, SeriesBudget, reported_series, stacked
 
 SMALLEST_STACK = 2
 HYSTERESIS = 2.0  # a condition ends when the gain is back within its threshold by this factor
@@ -111,6 +111,10 @@ class GradientFlow(TrainingHook):
             makes one chain in the order of the model. ``*`` stops at dots. By default the hook searches for stacks.
         vanishing_gain: a gain of at most this is vanishing: ten such blocks leave 1e-10 of the gradient.
         amplifying_gain: a gain of at least this is amplifying.
+        names: globs, separated by commas, of blocks that are always reported; ``*`` selects all.
+        top: number of blocks with the largest values that each family reports in addition; at least 1.
+        bottom: number of blocks with the smallest values that each family reports in addition; at least 1.
+        write_all: write the values of all blocks to a file in the run's folder.
     """
 
     name = "gradient_flow"
@@ -118,12 +122,14 @@ class GradientFlow(TrainingHook):
     _squares = Remembered(dict[str, Tensor], saved=False)
     _vanishing = Remembered(list[str])  # blocks in a reported condition that has not ended
     _amplifying = Remembered(list[str])
+    _file = Remembered(FamilyFile)
     metrics = """
-        norm/<parameter> | ‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss | [0, ∞)
+        norm/<parameter> | ‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss; of a model
+            with more than top + bottom blocks, of those where it is largest or smallest, and of names | [0, ∞)
             | The size of the gradient that reaches the block. Compare between blocks and steps of equal batches only.
-        gain/<parameter> | ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before it
-            | [0, ∞] | The factor by which the block multiplies the gradient. Far from 1 in one block: look at its
-            normalisation layers and the scale of its weights. NaN: both gradients are zero.
+        gain/<parameter> | ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before it;
+            of blocks chosen in the same way | [0, ∞] | The factor by which the block multiplies the gradient. Far from
+            1 in one block: look at its normalisation layers and the scale of its weights. NaN: both gradients are zero.
         total_gain/<parameter> | ‖∂L/∂h_1‖₂ / ‖∂L/∂h_n‖₂, h_1 and h_n the outputs of the first and the last block of the
             chain that had a gradient | [0, ∞] | The product of the gains, if all blocks had a gradient. Far below 1:
             the first blocks hardly learn. Far above 1: they dominate the norm that clipping uses.
@@ -137,16 +143,33 @@ class GradientFlow(TrainingHook):
     """
 
     def __init__(
-        self, *, interval: int = 100, pattern: str = "", vanishing_gain: float = 0.1, amplifying_gain: float = 10.0
+        self,
+        *,
+        interval: int = 100,
+        pattern: str = "",
+        vanishing_gain: float = 0.1,
+        amplifying_gain: float = 10.0,
+        names: str = "",
+        top: int = 10,
+        bottom: int = 10,
+        write_all: bool = False,
     ) -> None:
         require(interval >= 1, f"gradient_flow.interval is {interval}; it must be at least 1 step.")
         low, high = vanishing_gain, amplifying_gain
         require(0 < low < 1, f"gradient_flow.vanishing_gain is {low}; it must be between 0 and 1.")
         require(1 < high < math.inf, f"gradient_flow.amplifying_gain is {high}; it must be a number above 1.")
+        for option, value in {"top": top, "bottom": bottom}.items():  # alerts need the extreme gains
+            require(value >= 1, f"gradient_flow.{option} is {value}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self._budget, self._write_all = SeriesBudget(self.name, names, top, bottom), write_all
         self._pattern = pattern
         self._vanishing_gain, self._amplifying_gain = low, high
         self._chains: Chains = {}
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Return the name of the file of ``write_all``."""
+        return [FamilyFile.name(cls.name, strategy)]
 
     def start(self, run: RunInfo) -> None:
         """Find the blocks of the model.
@@ -164,6 +187,9 @@ class GradientFlow(TrainingHook):
         split_blocks = [
             block for block, leaves in parameters.items() if run.ranks.shares_layers and any(map(is_sharded, leaves))
         ]
+        self._budget.check_names([*dict.fromkeys(self._blocks())])
+        if self._write_all:
+            self._file.start(self.name, run)
         if split_blocks:
             raise UnsuitableError(
                 f"Hook 'gradient_flow' needs the complete output of every block on every rank, but tensor parallelism "
@@ -204,32 +230,33 @@ class GradientFlow(TrainingHook):
         scale = 1.0 if ctx.loss_scale is None else ctx.loss_scale
         norms = {block: square.sqrt() / scale for block, square in squares.items()}
         metrics: dict[str, Tensor] = {}
-        gains: dict[str, Tensor] = {}
+        families: dict[str, dict[str, Tensor]] = {"norm": {}, "gain": {}}
+        gains = families["gain"]
         for name, blocks in self._chains.items():
             reached = [block for block in blocks if block in norms]
-            metrics |= {f"norm/{block}": norms[block] for block in reached}
+            families["norm"] |= {block: norms[block] for block in reached}
             pairs = [pair for pair in pairwise(blocks) if norms.keys() >= set(pair)]
             # gain = ‖∂L/∂h_i‖/‖∂L/∂h_{i+1}‖ of block i + 1; neighbours of a block without a gradient form no pair.
             gains |= {block: norms[previous] / norms[block] for previous, block in pairs}
             if len(reached) > 1:
                 metrics[f"total_gain/{name}"] = norms[reached[0]] / norms[reached[-1]]
-        if not gains:
-            return metrics
-        all_gains = stacked(gains.values())
-        return {
-            **metrics,
-            **{f"gain/{block}": gain for block, gain in gains.items()},
-            "smallest_gain": all_gains.min(),
-            "largest_gain": all_gains.max(),
-            "vanishing_count": (all_gains <= self._vanishing_gain).sum(),
-            "amplifying_count": (all_gains >= self._amplifying_gain).sum(),
-        }
+        if gains:
+            all_gains = stacked(gains.values())
+            metrics |= {
+                "smallest_gain": all_gains.min(),
+                "largest_gain": all_gains.max(),
+                "vanishing_count": (all_gains <= self._vanishing_gain).sum(),
+                "amplifying_count": (all_gains >= self._amplifying_gain).sum(),
+            }
+        file = self._file if self._write_all else None
+        return reported_series(families, self._budget, metrics, step=ctx.step, file=file)
 
     def check(self, values: Mapping[str, Any], step: int) -> Iterator[Alert]:
         """Yield an alert when blocks start to vanish or to amplify the gradient, and a recovery when a condition ends.
 
         A block leaves a condition once its gain is within the threshold by a factor of 2, so gains that fluctuate
-        around the threshold cause no repeated alerts. Steps with infinite or NaN norms are ignored.
+        around the threshold cause no repeated alerts. Steps with infinite or NaN norms are ignored. A block without a
+        reported gain has one between the reported extremes, so it leaves the condition if all reported blocks do.
         """
         gains = {name.removeprefix("gain/"): value for name, value in values.items() if name.startswith("gain/")}
         norms = [value for name, value in values.items() if name.startswith("norm/")]
@@ -239,14 +266,23 @@ class GradientFlow(TrainingHook):
         ascending = sorted(gains.items(), key=itemgetter(1))
         vanishing = {block: gain for block, gain in ascending if gain <= low}
         amplifying = {block: gain for block, gain in reversed(ascending) if gain >= high}
-        reported, recovered = self._vanishing, {block for block, gain in gains.items() if gain > low * HYSTERESIS}
-        self._vanishing = sorted({*vanishing} | ({*reported} - recovered))
+        reported = self._vanishing
+        lingering = self._lingering(reported, {block: low * HYSTERESIS >= gain for block, gain in gains.items()})
+        self._vanishing = sorted({*vanishing} | lingering)
         fault = f"vanishes (gain ≤ {low:g})"
         yield from _changes(reported, self._vanishing, vanishing, fault, metric="smallest_gain", step=step, limit=low)
-        reported, recovered = self._amplifying, {block for block, gain in gains.items() if gain < high / HYSTERESIS}
-        self._amplifying = sorted({*amplifying} | ({*reported} - recovered))
+        reported = self._amplifying
+        lingering = self._lingering(reported, {block: gain >= high / HYSTERESIS for block, gain in gains.items()})
+        self._amplifying = sorted({*amplifying} | lingering)
         fault = f"is amplified (gain ≥ {high:g})"
         yield from _changes(reported, self._amplifying, amplifying, fault, metric="largest_gain", step=step, limit=high)
+
+    def _lingering(self, reported: Iterable[str], affected: Mapping[str, bool]) -> set[str]:
+        """Return the reported blocks that have not recovered; ``affected`` tells it of the blocks with a known gain."""
+        # Without a budget, a block without a gain had none in this step, and keeps its condition.
+        is_chosen = len(affected) >= self._budget.top + self._budget.bottom
+        unknown = any(affected.values()) or not is_chosen
+        return {block for block in reported if affected.get(block, unknown)}
 
 
 def _changes(

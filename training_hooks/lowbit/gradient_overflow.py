@@ -15,7 +15,7 @@ from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from loopscope.tensors import unsharded
 from torch import Tensor, nn
 
-from ..measures import notice
+from ..measures import FamilyFile, SeriesBudget, notice
 from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, trained_tensors, with_computed_weights
 from .overflow_ledger import (
     Alarm,
@@ -26,6 +26,7 @@ from .overflow_ledger import (
     describe_readings,
     readings_by_role,
     readings_of_all_roles,
+    readings_of_layers,
 )
 from .product_errors import LAYERS, PRODUCTS, gradient_operands
 
@@ -87,6 +88,8 @@ class GradientOverflow(TrainingHook):
         rules: scaling rules of the hypothetical casts, separated by commas.
         of: subjects of the hypothetical casts, separated by commas: output_gradients, gradients, weights, activations.
         top_k: number of layers to report by name in each role, those with the worst overflow and noise.
+        names: globs, separated by commas, of layers that are always reported by name; ``*`` selects all.
+        write_all: write the overflow and noise of all layers to a file in the run's folder.
         overflow_threshold: warn about a layer and role if more than this share of its elements overflows.
         noise_threshold: warn about gradients with a gradient_to_noise_ratio below this; training degrades below √3.
     """
@@ -100,6 +103,8 @@ class GradientOverflow(TrainingHook):
     rules: str = "tensor,nvfp4,mx_floor"
     of: str = OUTPUT
     top_k: int = 3
+    names: str = ""
+    write_all: bool = False
     overflow_threshold: float = 0.1
     noise_threshold: float = math.sqrt(3)
 
@@ -110,6 +115,7 @@ class GradientOverflow(TrainingHook):
             require(in_range, f"gradient_overflow.{option} is {value}; it must be a number of at least {least}.")
         share = self.overflow_threshold
         require(0 < share <= 1, f"gradient_overflow.overflow_threshold is {share}; it must be a share in (0, 1].")
+        self._budget = SeriesBudget(self.name, self.names, top=0, bottom=0)  # the worst layers are those of each role
         self._formats_given = bool(self.formats.strip())
         formats = _parse_names("formats", self.formats.strip() or "e2m1", "format", FormatRegistry.names())
         rules = _parse_names("rules", self.rules, "scaling rule", RuleRegistry.names())
@@ -123,6 +129,7 @@ class GradientOverflow(TrainingHook):
 
     def reset(self) -> None:
         """Clear all counts and reported warnings."""
+        self._file = FamilyFile()
         self._counts = self._makes_casts = False
         self._step = 0
         self._casts.reset()
@@ -131,6 +138,11 @@ class GradientOverflow(TrainingHook):
         self._layers: dict[str, tuple[nn.Module, bool]] = {}
         self._ledgers = {subject: CountSums() for subject in (QUANTIZERS, *self._casts.subjects)}
         self._alarms = {subject: Alarm(self.overflow_threshold, self.noise_threshold) for subject in self._ledgers}
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Return the name of the file of ``write_all``."""
+        return [FamilyFile.name(cls.name, strategy)]
 
     def start(self, run: RunInfo) -> None:
         """Decide between counts and hypothetical casts; raises :class:`UnsuitableError` if neither has a subject."""
@@ -151,6 +163,9 @@ class GradientOverflow(TrainingHook):
                 f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(wanted)}; the model has neither"
                 + (f", but layers {reason}: {listed(computed, 3)}." if computed else ".")
             )
+        self._budget.check_names([*dict.fromkeys(name for sums in count_sums.values() for name in sums.layers)])
+        if self.write_all:
+            self._file.start(self.name, run)
         for subject, sums_of_counts in count_sums.items():
             sums_of_counts.load_state_dict(self._ledgers[subject].state_dict())
         self._ledgers = count_sums
@@ -242,13 +257,7 @@ class GradientOverflow(TrainingHook):
             return {}
         due = [QUANTIZERS] if self._counts else []
         if self._casts_at(ctx.step):
-            for subject in self._casts.subjects:
-                if subject == OUTPUT:
-                    self._cast_pending_gradients()
-                    self._casts.compare_products()
-                elif subject != "activations":  # their taps have counted them already
-                    tensors = trained_tensors(ctx.model, subject).items()
-                    self._casts.count_losses(subject, tensors, self._ledgers[subject])
+            self._finish_casts(ctx.model)
             due += self._casts.subjects
         extra = {subject: self._casts.extra_numbers(subject) for subject in due if subject != QUANTIZERS}
         count_sums = {subject: self._ledgers[subject] for subject in due}
@@ -257,13 +266,25 @@ class GradientOverflow(TrainingHook):
         for subject, step_count in step_counts.items():
             if step_count.active_roles():
                 metrics |= self._metrics_of(subject, step_count, ctx.step)
+        if self.write_all and metrics:
+            self._file.append(ctx.step, readings_of_layers(step_counts.values()))
         return metrics
+
+    def _finish_casts(self, model: nn.Module) -> None:
+        """Make the hypothetical casts that no tap has made."""
+        for subject in self._casts.subjects:
+            if subject == OUTPUT:
+                self._cast_pending_gradients()
+                self._casts.compare_products()
+            elif subject != "activations":  # their taps have counted them already
+                tensors = trained_tensors(model, subject).items()
+                self._casts.count_losses(subject, tensors, self._ledgers[subject])
 
     def _metrics_of(self, subject: str, step_count: StepCounts, step: int) -> dict[str, Any]:
         if subject == QUANTIZERS or self._formats_given:  # the default format gives no warnings
             self._alarms[subject].update(step_count, step)
         more = readings_of_all_roles(step_count) if subject == QUANTIZERS else self._casts.values(subject, step_count)
-        return more | readings_by_role(step_count, self.top_k)
+        return more | readings_by_role(step_count, self.top_k, self._budget.patterns)
 
     def check(self, values: Mapping[str, Any], step: int) -> list[Alert]:
         """Return the alerts of all steps up to ``step``."""
@@ -282,6 +303,7 @@ class GradientOverflow(TrainingHook):
             "ledgers": {subject: sums_of_counts.state_dict() for subject, sums_of_counts in self._ledgers.items()},
             "alarms": {subject: alarm.state_dict() for subject, alarm in self._alarms.items()},
             **self._casts.state_dict(),
+            "file": self._file.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -291,6 +313,8 @@ class GradientOverflow(TrainingHook):
                 sums_of_counts.load_state_dict(state["ledgers"][subject])
                 self._alarms[subject].load_state_dict(state["alarms"][subject])
         self._casts.load_state_dict(state)
+        if "file" in state:  # checkpoints of earlier versions have none
+            self._file.load_state_dict(state["file"])
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the readings; ``<parameter>`` stands for a role, or for <layer>/<role>."""

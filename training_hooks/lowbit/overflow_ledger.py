@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
@@ -113,11 +114,11 @@ def describe_readings() -> list[MetricInfo]:
     """Describe the readings of all roles, by role, over the whole run, and of the worst layers."""
     since = "over all counted steps so far"
     worst = metric_table(f"""
-        topk_element_overflow_rate/<parameter> | of the top_k layers of each role where it is largest and above 0:
-            {READINGS["element_overflow_rate"].formula} | (0, 1]
+        topk_element_overflow_rate/<parameter> | of the top_k layers of each role where it is largest and above 0, and
+            of the layers in names: {READINGS["element_overflow_rate"].formula} | [0, 1]
             | The layers that overflow most. The names, <layer>/<role>, may change from step to step.
-        topk_gradient_to_noise_ratio/<parameter> | of the top_k layers of each role of gradients where it is smallest:
-            {READINGS["gradient_to_noise_ratio"].formula} | [0, ∞)
+        topk_gradient_to_noise_ratio/<parameter> | of the top_k layers of each role of gradients where it is smallest,
+            and of the layers in names: {READINGS["gradient_to_noise_ratio"].formula} | [0, ∞)
             | The layers whose gradients have the most quantisation noise.
     """)
     return [
@@ -318,20 +319,39 @@ def readings_of_all_roles(step_count: StepCounts) -> Values:
     }
 
 
-def readings_by_role(step_count: StepCounts, top_k: int) -> Values:
-    """Return the readings of the active roles, and of their worst layers."""
+def readings_by_role(step_count: StepCounts, top_k: int, patterns: Sequence[str] = ()) -> Values:
+    """Return the readings of the active roles, and of their worst layers and those that match a pattern."""
     step, run = step_count.over((0,))
     metrics: Values = {}
     for index in step_count.active_roles():
         role = step_count.roles[index]
         metrics |= {f"{name}_of/{role}": as_number(name, values[index]) for name, values in step.items()}
         metrics |= {f"cumulative_{name}_of/{role}": as_number(name, run[name][index]) for name in CUMULATIVE_BY_ROLE}
-        overflowing = [pair for pair in step_count.worst(OVERFLOW, index, largest=True)[:top_k] if pair[1] > 0]
-        metrics |= {f"topk_{OVERFLOW}/{layer}/{role}": value for layer, value in overflowing}
+        overflowing = step_count.worst(OVERFLOW, index, largest=True)
+        chosen = [pair for pair in overflowing[:top_k] if pair[1] > 0] + _named(overflowing, patterns)
+        metrics |= {f"topk_{OVERFLOW}/{layer}/{role}": value for layer, value in chosen}
         if is_gradient_role(role):
-            noisy = step_count.worst(NOISE, index, largest=False)[:top_k]
-            metrics |= {f"topk_{NOISE}/{layer}/{role}": value for layer, value in noisy}
+            noisy = step_count.worst(NOISE, index, largest=False)
+            metrics |= {
+                f"topk_{NOISE}/{layer}/{role}": value for layer, value in noisy[:top_k] + _named(noisy, patterns)
+            }
     return metrics
+
+
+def _named(pairs: Sequence[tuple[str, float]], patterns: Sequence[str]) -> list[tuple[str, float]]:
+    return [pair for pair in pairs if any(fnmatchcase(pair[0], pattern) for pattern in patterns)]
+
+
+def readings_of_layers(step_counts: Iterable[StepCounts]) -> dict[str, dict[str, float]]:
+    """Return the readings that have worst layers, of all layers in the active roles, as ``layer/role``."""
+    families: dict[str, dict[str, float]] = {OVERFLOW: {}, NOISE: {}}
+    for step_count in step_counts:
+        for index in step_count.active_roles():
+            role = step_count.roles[index]
+            for name in (OVERFLOW, NOISE) if is_gradient_role(role) else (OVERFLOW,):
+                pairs = step_count.worst(name, index, largest=True)
+                families[name] |= {f"{layer}/{role}": value for layer, value in pairs}
+    return families
 
 
 class Alarm(Remembering):

@@ -6,6 +6,7 @@ from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, sharded
 from .jackknife import jackknife_variance
 from .missing_rates import refuse_missing_rates
 from .series_budget import FamilyFile, SeriesBudget
+from .series_families import Families, on_host, reported_series
 from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
     stable_rank,
@@ -13,8 +14,8 @@ from .spectra import (
 from .splitmix import splitmix64
 
 __all__ = [
-    "Alerts", "FamilyFile", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "SeriesBudget", "drawn_loader",
-    "effective_rank",
-    "entropy_of_shares", "gini", "jackknife_variance", "leading_share", "notice", "participation_ratio",
-    "refuse_missing_rates", "sharded_like", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
+    "Alerts", "Families", "FamilyFile", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "SeriesBudget",
+    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "jackknife_variance", "leading_share", "notice",
+    "on_host", "participation_ratio", "refuse_missing_rates", "reported_series", "sharded_like", "singular_values",
+    "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

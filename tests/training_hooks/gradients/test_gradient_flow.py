@@ -1,4 +1,6 @@
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,7 +141,7 @@ def test_non_finite_gradients_are_reported():
         model.head.bias.fill_(torch.inf)
     metrics = run(model, hook)
     assert not math.isfinite(metrics["norm/blocks.0"])
-    assert hook.state_dict() == {"vanishing": [], "amplifying": []}
+    assert hook.state_dict() == {"vanishing": [], "amplifying": [], "file": {"size": 0}}
     assert run(build_mlp(), hook) == finite_metrics
 
 
@@ -282,9 +284,37 @@ def test_reported_conditions_survive_checkpoint():
     resumed.load_state_dict(through_a_file(hook.state_dict()))
     assert check_gains(resumed, 101, a=0.01, b=100.0) == []
     assert not list(resumed.check({"norm/a": math.nan, "gain/a": math.nan, "gain/b": 1.0}, 201))
-    assert resumed.state_dict() == hook.state_dict() == {"vanishing": ["a"], "amplifying": ["b"]}
+    assert resumed.state_dict() == hook.state_dict() == {"vanishing": ["a"], "amplifying": ["b"], "file": {"size": 0}}
     resumed.reset()
     assert len(check_gains(resumed, 301, a=0.01, b=100.0)) == 2
+
+
+def test_deep_model_reports_extreme_blocks(tmp_path):
+    """The extremes of each family are reported, and the smallest gain, the counts and the file are those of all."""
+    hook = GradientFlow(top=2, bottom=1, names="3", write_all=True)
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(8)])
+    task, _, manager, _ = prepared(model, hook)
+    hook.start(replace(run_info(task, manager, "step"), output_dir=tmp_path))
+    for index, tap in enumerate(hook.taps(model)):
+        tap.function(torch.tensor([2.0 ** -(index**2)], dtype=torch.float64))
+    metrics = hook.compute(epoch_end(model))
+    assert [name for name in metrics if "/" in name] == [
+        "total_gain/model", "norm/0", "norm/1", "norm/3", "norm/7", "gain/1", "gain/3", "gain/6", "gain/7",
+    ]  # fmt: skip
+    assert (metrics["smallest_gain"], metrics["largest_gain"], metrics["amplifying_count"]) == (2.0, 2.0**13, 5)
+    (path,) = tmp_path.glob("*.gradient_flow.jsonl")
+    assert json.loads(path.read_text())["gain"] == {str(block): 2.0 ** (2 * block - 1) for block in range(1, 8)}
+
+
+def test_block_within_reported_extremes_keeps_condition():
+    """A block whose gain is not reported recovers once all reported blocks have recovered, not before."""
+    hook = GradientFlow(top=1, bottom=1)
+    assert len(check_gains(hook, 1, a=0.05, b=1.0)) == 1
+    assert check_gains(hook, 101, c=0.15, b=1.0) == []
+    assert hook.state_dict()["vanishing"] == ["a"]
+    assert check_gains(hook, 201, b=1.0) == []  # without a budget in force, a is a block without a gradient
+    assert hook.state_dict()["vanishing"] == ["a"]
+    assert [is_over for is_over, _ in check_gains(hook, 301, c=0.5, b=1.0)] == [True]
 
 
 # Errors and costs

@@ -1,9 +1,12 @@
 """The norms hook against brute force in float64, on gradients collected step by step."""
 
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, RunDataContext
 from loopscope.tensors import gradients, norm_of_each
 from loopscope.training_hooks.gradients import Norms
@@ -85,6 +88,32 @@ def test_frozen_parameters_are_omitted():
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
     assert "weight_norm/bias" not in Norms().compute(epoch_end(model))
+
+
+def test_large_model_reports_twenty_series_per_family(tmp_path):
+    """The extremes of each family and the named parameters are reported, and the file has all of them."""
+    model = nn.ModuleDict({f"layer{index}": nn.Linear(1, index + 1, bias=False) for index in range(40)})
+    for layer in model.values():
+        nn.init.constant_(layer.weight, 1.0)
+    gradients = {name: -value.detach() * len(value) for name, value in model.named_parameters()}
+    hook = Norms(names="layer20.*", write_all=True)
+    hook.start(SimpleNamespace(model=model, output_dir=tmp_path, strategy="only"))
+    measured = hook.compute(epoch_end(model, accumulated_grads=gradients))
+    for family in ("weight_norm", "grad_norm"):
+        reported = [name for name in measured if name.startswith(f"{family}/")]
+        assert reported == [f"{family}/layer{index}.weight" for index in [*range(10), 20, *range(30, 40)]]
+    assert measured["weight_norm/layer38.weight"] == pytest.approx(math.sqrt(39))
+    line = json.loads((tmp_path / "only.norms.jsonl").read_text())
+    assert line["grad_norm"] == pytest.approx({f"layer{n}.weight": (n + 1) ** 1.5 for n in range(40)})
+    assert measured["total_weight_norm"] == pytest.approx(math.sqrt(sum(range(1, 41))))
+
+
+def test_budget_of_norms_is_checked(tmp_path):
+    hook = Norms(names="layr*")
+    with pytest.raises(UsageError, match=r"norms.names has the pattern 'layr\*', which matches none of the 2 names"):
+        hook.start(SimpleNamespace(model=nn.Linear(2, 1), output_dir=tmp_path, strategy="only"))
+    with pytest.raises(UsageError, match=r"norms.top is -1; it must be at least 0"):
+        Norms(top=-1)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,8 +1,10 @@
 """gradient_overflow against brute force in real training, for quantised layers and for hypothetical casts."""
 
+import json
 import math
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
+from loopscope.loops import step_loop
 from loopscope.lowbit import ROLES, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry, ScalingRule
 from loopscope.training_hooks.lowbit import GradientOverflow, hypothetical_casts
@@ -19,7 +22,7 @@ from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, op
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import SpyHook, at, differences
+from tests.support import SpyHook, at, differences, run_info
 from tests.support.transfers import TransferCount
 from tests.training_hooks.lowbit.low_bit_runs import LAYERS, Lost, LowBitRun, Recorder, cross_entropy, network
 
@@ -118,6 +121,21 @@ def test_counting_with_stochastic_rounding_matches_bare_run(recipe):
     bare = LowBitRun(network(stochastic)).train()
     assert differences(counted.final, bare.final) == []
     assert counted.values(3)["cumulative_total_overflow_elements"] > 0
+
+
+def test_named_layers_are_reported_and_file_has_all(tmp_path):
+    """The names select further layers of each role, and the file has every layer."""
+    hook = GradientOverflow(top_k=0, names="2", write_all=True)
+    run = LowBitRun(network("nvfp4"), [hook])
+    run.manager.start(replace(run_info(run.task, run.manager, "step"), output_dir=tmp_path))
+    step_loop(run.task, run.manager)
+    worst = {name: value for name, value in run.values(3).items() if name.startswith("topk_")}
+    assert {name.split("/")[1] for name in worst} == {"2"}
+    assert len([name for name in worst if name.startswith("topk_element")]) == len(ROLES)
+    lines = [json.loads(line) for line in next(tmp_path.glob("*.gradient_overflow.jsonl")).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert {name: lines[2][name.split("/")[0].removeprefix("topk_")][name.partition("/")[2]] for name in worst} == worst
+    assert {name.split("/")[0] for name in lines[0]["element_overflow_rate"]} == {*LAYERS}
 
 
 def test_steps_between_intervals_are_not_counted():
