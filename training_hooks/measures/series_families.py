@@ -37,7 +37,7 @@ def reported_series(
 ) -> dict[str, Tensor | float]:
     """Return the totals, and the members within the budget as ``family/member``; append all members to a file.
 
-    If all families fit the budget and there is no file, the result has the given tensors. Otherwise it has numbers, so
+    Without a file, and if all families fit the budget, the result has the given tensors. Otherwise it has numbers, so
     that one transfer to the host serves the choice, the file and the report.
 
     Args:
