@@ -36,7 +36,7 @@ from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
 from .epoch_plan import EpochPlan
 from .loop_settings import loop_settings, name_without_seed, seed_of
-from .model_wrappers import bypass_replica, check_optimizer, find_ranks, unchanged_replica
+from .model_wrappers import bypass_replica, check_optimizer, find_ranks, install_output_capturing, unchanged_replica
 from .other_modules import given_modules, modules_of_loss
 
 Result = TypeVar("Result")
@@ -207,6 +207,7 @@ class AttachedLoop:
             self._ranks.call_on_all(self._create_folder)
             self._folder_choice.share(self._ranks)
             self._contexts.enter_context(self._console)
+            install_output_capturing(self.manager.task.model)
             self._include_modules_of_loss(first)
             self.run = self._create_run(first)
             self._start_run(first)

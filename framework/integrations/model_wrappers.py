@@ -14,6 +14,8 @@ from ..errors import UsageError, listed, notice, require
 from ..training import Ranks
 from .attach_options import Loss
 
+RECORDED_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
+
 
 def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
     """Return the innermost model, its DistributedDataParallel wrapper if any, and whether torch.compile wraps it."""
@@ -44,6 +46,18 @@ def unwrap_fabric(model: Any, optimizer: Any) -> tuple[Any, Any]:
         if isinstance(optimizer, wrappers._FabricOptimizer):
             optimizer = optimizer.optimizer
     return model, optimizer
+
+
+def install_output_capturing(model: nn.Module) -> None:
+    """Install the module hooks with which models of transformers record outputs that their configuration asks for.
+
+    Such a model installs them in its first pass. If that were a pass of a measurement, they would be a change by it.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    for module in model.modules() if hasattr(capturing, "maybe_install_capturing_hooks") else ():
+        config = getattr(module, "config", None)
+        if hasattr(module, "_can_record_outputs") and any(getattr(config, name, None) for name in RECORDED_OUTPUTS):
+            capturing.maybe_install_capturing_hooks(module)  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -21,8 +21,12 @@ NAMES = {
     "Llama": ("model.layers", "self_attn", "model.embed_tokens", "lm_head"),
     "OLMo-2": ("model.layers", "self_attn", "model.embed_tokens", "lm_head"),
     "GPT-NeoX": ("gpt_neox.layers", "attention", "gpt_neox.embed_in", "lm_head"),
+    "Mixtral": ("model.layers", "self_attn", "model.embed_tokens", "lm_head"),
+    "Llama, Muon": ("model.layers", "self_attn", "model.embed_tokens", "lm_head"),
     "BERT": ("bert.encoder.layer", "attention", "bert.embeddings.word_embeddings", "cls.predictions.decoder"),
     "ResNet": ("resnet.encoder.stages", "", "", ""),
+    "ViT": ("vit.layers", "attention", "", ""),
+    "DiT": ("dit.transformer_blocks", "attn1", "", ""),
 }
 """The layers of a model, the attention in each, the token embedding and the output projection."""
 TIED = ("GPT-2", "BERT")
