@@ -1,12 +1,24 @@
 """Norms of the weights, and the spectrum of each weight matrix: its ranks, and its largest singular value."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
-from loopscope.hooks import Metrics
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.tensors import Vector, as_matrices, norm_of_each, total_of, trainable, unsharded
 from torch import Tensor
 
-from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked
+from ..measures import (
+    FamilyFile,
+    SeriesBudget,
+    effective_rank,
+    reported_series,
+    singular_values,
+    smaller_gram,
+    stable_rank,
+    stacked,
+)
 
 
 def edge_excess(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -41,6 +53,7 @@ def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class WeightTracking(TrainingHook):
     """Measure the norms of the weights and the spectrum of each matrix: its ranks, and how far it is from random.
 
@@ -52,6 +65,12 @@ class WeightTracking(TrainingHook):
     Assumes that the first dimension of a convolution is the output (a transposed convolution, whose first dimension is
     the input, is unfolded as (in, out·k·k)). Several matrices in one two-dimensional parameter, as in a fused
     query-key-value projection, count as one.
+
+    Args:
+        names: globs, separated by commas, of parameters and experts that are always reported; ``*`` selects all.
+        top: number of parameters with the largest values that each family reports in addition.
+        bottom: number of parameters with the smallest values that each family reports in addition.
+        write_all: write the values of all parameters to a file in the run's folder.
     """
 
     name = "weight_tracking"
@@ -59,7 +78,8 @@ class WeightTracking(TrainingHook):
     metrics = """
         total_norm | ‖θ‖₂ over all trainable parameters | [0, ∞)
             | Weight decay reduces it; in grokking it peaks while the data are memorised and falls afterwards.
-        norm/<parameter> | ‖W‖_F of one parameter | [0, ∞) | Shows which layers grow or decay.
+        norm/<parameter> | ‖W‖_F of one parameter; here and below of a model with more than top + bottom of them, of
+            those where the value is largest or smallest, and of names | [0, ∞) | Shows which layers grow or decay.
         spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
             | The largest factor by which the matrix stretches a vector. NaN here and below: an element is not finite.
         effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)
@@ -82,21 +102,47 @@ class WeightTracking(TrainingHook):
             | Falls as a few directions come to dominate the model as a whole.
     """
 
+    names: str = ""
+    top: int = 10
+    bottom: int = 10
+    write_all: bool = False
+
+    _file = Remembered(FamilyFile)
+
+    def __post_init__(self) -> None:
+        self._budget = SeriesBudget(self.name, self.names, self.top, self.bottom)
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Return the name of the file of ``write_all``."""
+        return [FamilyFile.name(cls.name, strategy)]
+
+    def start(self, run: RunInfo) -> None:
+        """Check the patterns of names, and choose the file."""
+        shapes = {name: torch.empty(value.shape, device="meta") for name, value in run.model.named_parameters()}
+        matrices = {name: value for name, value in shapes.items() if value.ndim > 1 and value.numel()}
+        self._budget.check_names([*dict.fromkeys([*shapes, *as_matrices(run.model, matrices)])])
+        if self.write_all:
+            self._file.start(self.name, run)
+
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the norms, and at SNAPSHOT the metrics of the spectra as well."""
         weights = trainable(ctx.model)
-        norms = norm_of_each(weights) if weights else {}
-        metrics = {f"norm/{name}": value for name, value in norms.items()}
-        if norms:
-            metrics["total_norm"] = total_of(stacked(norms.values()))
+        families = {"norm": norm_of_each(weights) if weights else {}}
+        totals = {"total_norm": total_of(stacked(families["norm"].values()))} if weights else {}
         if ctx.hook_point is HookPoint.SNAPSHOT:
             whole = {name: unsharded(value) for name, value in weights.items() if value.ndim > 1 and value.numel()}
-            metrics |= spectral_metrics(as_matrices(ctx.model, whole))
-        return metrics
+            spectra = spectral_families(as_matrices(ctx.model, whole))
+            families |= spectra
+            for averaged in ("spectral_norm", "effective_rank", "stable_rank"):
+                if spectra[averaged]:
+                    totals[f"mean_{averaged}"] = stacked(spectra[averaged].values()).nanmean()
+        file = self._file if self.write_all else None
+        return reported_series(families, self._budget, totals, step=ctx.step, file=file)
 
 
-def spectral_metrics(matrices: Vector) -> dict[str, Tensor]:
-    """Return the metrics of the spectra of matrices by name, and their means."""
+def spectral_families(matrices: Vector) -> dict[str, dict[str, Tensor]]:
+    """Return the metrics of the spectra of matrices, each by name."""
     columns: dict[str, dict[str, Tensor]] = {
         column: {} for column in ("spectral_norm", "effective_rank", "stable_rank", "edge_excess")
     }
@@ -106,8 +152,4 @@ def spectral_metrics(matrices: Vector) -> dict[str, Tensor]:
             measured = (values[0], effective_rank(values), stable_rank(values), edge_excess(values, rows, width))
             for column, value in zip(columns.values(), measured, strict=True):
                 column[name] = value
-    metrics = {f"{column}/{name}": value for column, values in columns.items() for name, value in values.items()}
-    for averaged in ("spectral_norm", "effective_rank", "stable_rank"):
-        if columns[averaged]:
-            metrics[f"mean_{averaged}"] = stacked(columns[averaged].values()).nanmean()
-    return metrics
+    return columns

@@ -1,10 +1,13 @@
 """The weight tracking hook against planted spectra and NumPy's decomposition in float64."""
 
+import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
 from loopscope.tensors import norm_of_each
 from loopscope.training_hooks.updates import WeightTracking
@@ -124,6 +127,24 @@ def test_reports_follow_epochs_and_snapshots(model):
     matrices = [name for name, weight in run.task.model.named_parameters() if weight.ndim > 1]
     assert {f"weight_tracking/effective_rank/{name}" for name in matrices} <= reported[HookPoint.SNAPSHOT]
     assert reported[HookPoint.POST_EPOCH] < reported[HookPoint.SNAPSHOT]
+
+
+def test_large_model_reports_twenty_series_per_family(tmp_path):
+    """The means and the file are those of all matrices, and named matrices are reported in addition."""
+    model = model_with(**{f"w{index:02}": (index + 1) * torch.eye(3) for index in range(30)})
+    hook = WeightTracking(names="w15", write_all=True)
+    hook.start(SimpleNamespace(model=model, output_dir=tmp_path, strategy="only"))
+    with torch.no_grad():
+        metrics = hook.compute(epoch_end(model, hook_point=HookPoint.SNAPSHOT))
+    chosen = [f"spectral_norm/w{index:02}" for index in [*range(10), 15, *range(20, 30)]]
+    assert [name for name in metrics if name.startswith("spectral_norm/")] == chosen
+    assert metrics["mean_spectral_norm"] == pytest.approx(15.5)
+    for family in ("norm", "effective_rank", "stable_rank", "edge_excess"):
+        assert 20 <= len([name for name in metrics if name.startswith(f"{family}/")]) <= 21
+    line = json.loads((tmp_path / "only.weight_tracking.jsonl").read_text())
+    assert line["spectral_norm"] == pytest.approx({f"w{index:02}": index + 1.0 for index in range(30)})
+    with pytest.raises(UsageError, match=r"weight_tracking.names has the pattern 'v\*', which matches none of the 30"):
+        WeightTracking(names="v*").start(SimpleNamespace(model=model, output_dir=tmp_path, strategy="only"))
 
 
 def test_frozen_parameters_are_omitted():
