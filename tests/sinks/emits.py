@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series
+from loopscope.sinks.client_sink import ClientSink
 from loopscope.training import TrainingTask
 from torch import nn
 from torch.optim import SGD
@@ -20,6 +21,12 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 STEPS = st.lists(st.integers(1, 10**6), min_size=1, max_size=4, unique=True).map(sorted)
+
+
+def disable_clients(monkeypatch: Any) -> None:
+    """Disable the clients of all services, which take seconds to start, for tests of every sink."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(ClientSink, "check_enabled", lambda *service: False)
 
 
 def run_info(folder: Path, strategy: str = "only", described: list[str] = (), **fields: Any) -> RunInfo:  # type: ignore[assignment]

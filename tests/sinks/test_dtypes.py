@@ -9,7 +9,7 @@ from loopscope.engine import HookManager
 from loopscope.hooks import HookPoint, SinkRegistry
 from loopscope.sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 
-from tests.sinks.emits import exact, run_info
+from tests.sinks.emits import disable_clients, exact, run_info
 from tests.support import Case, SpyHook, at, build
 
 GIVEN = {
@@ -54,7 +54,7 @@ def test_files_keep_numbers_and_their_types(sink_class, read, point, tmp_path):
 @pytest.mark.parametrize("sink_class", list(SinkRegistry), ids=lambda sink: sink.name)
 @pytest.mark.parametrize("point", [HookPoint.PRE_EPOCH, HookPoint.POST_STEP])
 def test_no_sink_fails_over_a_dtype(sink_class, point, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+    disable_clients(monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fired(sink_class, tmp_path, point)

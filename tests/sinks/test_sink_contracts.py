@@ -12,10 +12,9 @@ from loopscope.hooks import Alert, HookPoint, MetricSink, Series, SinkRegistry
 from loopscope.hooks.class_checks import check_sink_class
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.registry import Registry
-from loopscope.sinks.client_sink import ClientSink
 from loopscope.state import without_on_demand
 
-from tests.sinks.emits import run_info
+from tests.sinks.emits import disable_clients, run_info
 from tests.sinks.event_files import lines
 from tests.support import Case, RecordingSink, SpyHook, build, differences
 
@@ -30,8 +29,7 @@ def no_clients(monkeypatch, sink_class):
         sink_class.check_installed()
     except UsageError as error:
         pytest.skip(str(error))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(ClientSink, "check_enabled", lambda *service: False)
+    disable_clients(monkeypatch)
 
 
 def files(folder):

@@ -12,9 +12,9 @@ from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint, SinkRegistry, StepSchedule
 from loopscope.integrations.attach_options import AttachArguments, AttachOptions
 from loopscope.sinks import CSVSink
-from loopscope.sinks.client_sink import ClientSink
 
 from tests.framework.integrations.custom_loops import Loop, Parts, alone, assert_equal, train
+from tests.sinks.emits import disable_clients
 from tests.support import SpyHook, at
 
 
@@ -49,8 +49,7 @@ def test_sinks_are_created_by_name(tmp_path):
 def test_services_are_selected_by_name(tmp_path, monkeypatch, sink):
     """A sink with an option needs none; clients are not started here."""
     SinkRegistry.get(sink).check_installed()
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(ClientSink, "check_enabled", lambda *service: False)
+    disable_clients(monkeypatch)
     parts = Parts(Loop())
     with parts.attach(tmp_path, ["norms"], sinks=["jsonl", sink]) as scope:
         assert_equal(train(parts, scope), alone(Loop()))
