@@ -23,6 +23,7 @@ INTRODUCTION = """\
 was given |
 | `alerts.jsonl` | the [alerts](sinks.md#alerts), if `STRATEGY.jsonl` is written |
 | `STRATEGY.csv` | the metrics as a table, with `--hook-csv` |
+| `STRATEGY.HOOK.jsonl` | all members of a hook's families, with its option `write_all`: a line per measured step |
 | `tensorboard/events.out.tfevents.STRATEGY` | the metrics for TensorBoard, with `--hook-tensorboard` |
 | `checkpoints/step_NNNNNNNNN/state.pt`, `checkpoints/step_NNNNNNNNN/manifest.json` | requested \
 [checkpoints](checkpoints.md), and one if a signal or a hook ended the run |
