@@ -23,7 +23,6 @@ INTRODUCTION = """\
 was given |
 | `alerts.jsonl` | the [alerts](sinks.md#alerts), if `STRATEGY.jsonl` is written |
 | `STRATEGY.csv` | the metrics as a table, with `--hook-csv` |
-| `STRATEGY.HOOK.jsonl` | all members of a hook's families, with its option `write_all`: a line per measured step |
 | `tensorboard/events.out.tfevents.STRATEGY` | the metrics for TensorBoard, with `--hook-tensorboard` |
 | `checkpoints/step_NNNNNNNNN/state.pt`, `checkpoints/step_NNNNNNNNN/manifest.json` | requested \
 [checkpoints](checkpoints.md), and one if a signal or a hook ended the run |
@@ -31,8 +30,9 @@ was given |
 While a process writes the run, the folder also contains its lock `run.lock`. A custom sampler adds
 [`rows.jsonl`](rewind.md#the-rows-behind-a-step); several processes write `rank_0.pt` and so on instead of `state.pt`;
 [rewinding](rewind.md) adds folders with the same content in `rewinds/`. `--hook-wandb` adds a folder `wandb/` with the
-files of W&B and `client.log`, as do `--hook-mlflow` and `--hook-trackio`. The folder of an attached run contains the
-same files, except weights and checkpoints, which the script writes.
+files of W&B and `client.log`, as do `--hook-mlflow` and `--hook-trackio`. A hook's option `write_all` adds
+`STRATEGY.HOOK.jsonl` with all members of its families, a line per measured step. The folder of an attached run contains
+the same files, except weights and checkpoints, which the script writes.
 
 Each JSON file has a [JSON Schema](https://json-schema.org) in `docs/schemas`, from which the tables below are made.
 Non-finite numbers are the bare words `NaN`, `Infinity` and `-Infinity`, which Python's `json` reads. In files with the

@@ -243,18 +243,20 @@ def treated(name: str, hook: str, folder: Path) -> Trained | UnsuitableError:
 
 
 REASONS = {
-    r"trains epochs": "needs an experiment's loop",
+    r"trains (additional )?epochs": "needs an experiment's loop",
     r"reference solution": "needs a reference solution",
     r"Hook 'attention' finds no entry": "no tokens",
-    r"Hook '(attention|attention_logits|qk_clip)' finds no attention": "no attention",
-    r"Hook 'attention'": "no attention",
-    r"QK-norm": "normalises queries and keys",
+    r"Hook 'attention'|finds no attention": "no attention",
+    r"needs a mixture of experts": "no experts",
+    r"QK-norm": "normalised queries and keys",
     r"compares train_acc with val_acc": "needs accuracies",
     r"needs a token embedding|needs an embedding and its output projection; the model has none": "no embedding",
     r"have a matrix each": "embedding not tied",
     r"needs low-bit layers that can be split": "its Conv1D cannot be split",
 }
 """The short reasons in the table, by a pattern of the hook's own error."""
+SILENT = {"output_logits": "no logits", "token_loss": "no logits"}
+"""The reasons of hooks that stay on without reporting anything, and issue a notice."""
 INTRO = """# Hooks on real models
 
 The table shows the hooks of [`loopscope.attach`](custom-loop.md) that support models of `transformers`, and the
@@ -275,6 +277,7 @@ Notes on the numbers:
   GPT-NeoX) and the norms of queries and keys (OLMo-2). Entropies and scores include both.
 - `gradient_flow`: the blocks of a ResNet are its stages; its layers are `pattern` `resnet.encoder.stages.*.layers.*`.
 - `gradient_overflow`, `range_penalty` and `metis_split` support matrices: of a ResNet the classifier, no convolution.
+- `fourier` and `token_gradient` take the embedding of the classes in DiT, which has no tokens.
 - `fourier`: spectra of the embedding and of an untied output projection; the spectra of neurons, and the losses, need
   batches that are tuples of token pairs and targets.
 - `gradient_noise_scale` and `sharpness` assume that the loss is a mean over rows. If rows have different numbers of
@@ -302,7 +305,10 @@ def page(reasons: Mapping[str, Mapping[str, str]]) -> str:
     rows = [
         (
             f"[`{hook.name}`](hooks/{hook.name}.md)",
-            *(reason(model_reasons.get(hook.name, "no metrics")) for model_reasons in reasons.values()),
+            *(
+                reason(model_reasons.get(hook.name, SILENT.get(hook.name, "no metrics")))
+                for model_reasons in reasons.values()
+            ),
         )
         for hook in shipped_hooks()
     ]
