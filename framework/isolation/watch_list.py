@@ -107,17 +107,16 @@ class WatchList:
         return (*map(len, self._spaces), *attributes, *chain.from_iterable(self._attribute_views))
 
     def read_spaces(self) -> tuple[Any, ...]:
-        """Return the values of the watched dicts, their types, the sizes of the dicts, and the contents of containers.
+        """Return the sizes of the watched dicts, their values with their types, and the contents of containers.
 
-        By their types ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons. Equal types are the same tuple as
-        before, so that two results are compared quickly.
+        By their types ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons.
         """
         values = (*chain.from_iterable(self._space_views),)
         kinds = (*map(type, values),)
         if kinds != self._space_kinds:
             self._space_kinds, self._space_containers = kinds, self._find_containers(kinds)
         contents = [contents_of(values[place]) for place in self._space_containers]
-        return values, self._space_kinds, [*map(len, self._space_views)], contents
+        return (*map(len, self._space_views), *values, *kinds, *contents)
 
     def _find_containers(self, kinds: tuple[type, ...]) -> list[int]:
         """Return the positions, among the values of all dicts, of those whose contents are compared.
@@ -136,18 +135,15 @@ class WatchList:
         return zip(self._value_spaces, self._space_parts, strict=True)
 
     def place_in_spaces(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-        """Name the first value that differs between two results of :meth:`read_spaces`; empty if none does."""
-        sizes = _first_difference(previous[2], now[2])
-        if sizes < len(self._space_parts):
-            return self._space_parts[sizes].label
+        """Name the first value that differs between two results of :meth:`read_spaces`."""
+        index, count = _first_difference(previous, now), len(self._value_spaces)
+        if index < count:
+            return self._space_parts[index].label
         # The sizes are equal, so that the position of a value, type or content gives its dict.
         owners = [(part, key) for space, part in self._spaces_with_parts for key in space]
-        places = [*range(len(owners)), *range(len(owners)), *self._space_containers]
-        flat = [(*values, *kinds, *contents) for values, kinds, _, contents in (previous, now)]
-        index = _first_difference(*flat)
-        if index == len(places):
-            return ""
-        part, key = owners[places[index]]
+        index -= count
+        place = index % len(owners) if index < 2 * len(owners) else self._space_containers[index - 2 * len(owners)]
+        part, key = owners[place]
         return f"{part.label} ({short_name(key)})"
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
@@ -259,7 +255,7 @@ def _changed_key(previous: dict[Any, Any], now: dict[Any, Any]) -> Any:
     )
 
 
-def _first_difference(previous: Sequence[Any], now: Sequence[Any]) -> int:
+def _first_difference(previous: tuple[Any, ...], now: tuple[Any, ...]) -> int:
     pairs = enumerate(zip(previous, now, strict=False))
     return next((i for i, (old, new) in pairs if not same_value(old, new)), min(len(previous), len(now)))
 

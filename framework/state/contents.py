@@ -7,21 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .objects import ATOMS, kind_of
+from .objects import kind_of
 
 CONTAINERS = (dict, list, tuple, set, deque)
-_PLAIN_SEQUENCES = frozenset({list, tuple})
 MAX_DEPTH = 8
 """Depth of nested containers that are read."""
 
 
 def contents_of(value: Any, depth: int = 0) -> Any:
     """Return plain tuples that are equal while a container holds equal values, or a tensor has the same version."""
-    if type(value) in _PLAIN_SEQUENCES:  # the most frequent case: betas, the learning rates of a scheduler
-        numbers = (*value,)
-        kinds = (*map(type, numbers),)
-        if ATOMS.issuperset(kinds):
-            return numbers, kinds
     if isinstance(value, Tensor):
         return _version(value)
     items = (*value, *value.values()) if isinstance(value, dict) else (*value,)
