@@ -31,7 +31,7 @@ class Driver:
 
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
-        self._hooks = manager.hooks
+        self._hooks, self._taps = manager.hooks, manager.taps
         self._recorder = GradientRecorder(task, manager.hooks)
         self._saves_streams = manager.hooks.listeners.any_has("needs_step_replay")
         self._checked_first_batch = False
@@ -67,16 +67,20 @@ class Driver:
         loop = self.loop
         if loop.has_unreported_evaluation:
             self.manager.report_evaluation()
-        if not self._checked_first_batch:
+        is_first = not self._checked_first_batch
+        if is_first:
             self._checked_first_batch = True
             self.manager.hooks.check_first_batch(batch)
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
-        if self.can_cancel_steps and self._hooks.listeners.at[PRE_STEP]:
+        has_listeners = self._hooks.listeners.at[PRE_STEP]
+        if has_listeners and self.can_cancel_steps:
             self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.dispatch.mark_steps()
-        self.manager.fire(PRE_STEP)
-        self.manager.update_taps()
+        if has_listeners or is_first:  # the first call also starts a manager that was not started
+            self.manager.fire(PRE_STEP)
+        if not self._taps.is_idle:
+            self._taps.arrange()
         if self._saves_streams:
             self.manager.save_step_streams()
         scaler = self.task.scaler
@@ -105,7 +109,8 @@ class Driver:
         loop.loss = loss
         if self._recorder.is_needed:
             self._recorder.record(loop, skipped=skipped)
-        self.manager.fire(POST_BACKWARD)
+        if self._hooks.listeners.at[POST_BACKWARD] or not self._taps.is_idle:  # taps may need a separate pass
+            self.manager.fire(POST_BACKWARD)
 
     def before_update(self) -> None:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
@@ -115,7 +120,11 @@ class Driver:
 
     def record_learning_rate(self) -> None:
         """Record the learning rate of the step, which a scheduler may change afterwards."""
-        learning_rate = learning_rate_of(self.task.optimizer.param_groups[0])
+        group = self.task.optimizer.param_groups[0]
+        if type(group.get("lr")) is float:
+            self.loop.step_lr = group["lr"]
+            return
+        learning_rate = learning_rate_of(group)
         # Cloned, since schedulers write to a tensor in place.
         self.loop.step_lr = learning_rate.clone() if isinstance(learning_rate, Tensor) else learning_rate
 

@@ -95,7 +95,7 @@ class HookManager:
         self.pre_epoch_copy = StateCopy(guardian_device)
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         self.profiler = Profiler(enabled=profile)
-        self._taps = TapSet(task.model, audit=audit, compiled=task.compiled)
+        self.taps = TapSet(task.model, audit=audit, compiled=task.compiled)
         failures = HookFailures(on_error, {hook.name for hook in named} if required is None else set(required))
         for sentence in left_out.values():
             warn(f"Left out: {sentence}", RunNotice, stacklevel=2)
@@ -105,7 +105,7 @@ class HookManager:
             state,
             self.isolation,
             loop=loop,
-            taps=self._taps,
+            taps=self.taps,
             failures=failures,
             profiler=self.profiler,
             offload=StateOffload() if offload_state else None,
@@ -114,9 +114,8 @@ class HookManager:
         self._numbers = RowNumbers(global_batches(task.loader))
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call, self._rows_of)
         failures.points_of_reports = self.dispatch.points_of
-        self.untapped_pass = self._taps.untapped_pass
+        self.untapped_pass = self.taps.untapped_pass
         """Context manager without taps, for the extra loss evaluations of a step by optimizers with a closure."""
-        self.update_taps = self._taps.arrange
         self._hook_calls = HookCalls(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
         self.save_step_streams = self._hook_calls.save_step_streams
         self._reference_weights = reference_weights
@@ -180,9 +179,9 @@ class HookManager:
         self.profiler.samples.update(sample_counts)  # a resumed run has already counted the passes of its start
         self._attach_taps()
         self.hooks.synchronise_failures()
-        if self._taps.hooks_with_separate_pass and (missing := run.lacks.get("needs_loss")):
+        if self.taps.hooks_with_separate_pass and (missing := run.lacks.get("needs_loss")):
             error = UsageError(f"A hook taps a compiled model, which needs a separate pass; {missing}.")
-            self.hooks.leave_out(self._taps.hooks_with_separate_pass, "start", error)
+            self.hooks.leave_out(self.taps.hooks_with_separate_pass, "start", error)
         names = ", ".join(hook.name for hook in self.hooks) or "none"
         self.log(logging.INFO, "Started %s/%s with the hooks %s.", run.experiment, run.strategy, names)
 
@@ -204,7 +203,7 @@ class HookManager:
         """Call the hooks that are due at ``point``; the first call starts a manager that was not started."""
         if not self._started:
             self._start_unnamed()
-        if point is POST_BACKWARD and self._taps.needs_separate_pass:
+        if point is POST_BACKWARD and self.taps.needs_separate_pass:
             self._run_pass_for_taps()
         if self.hooks.listeners.at[point]:
             self._hook_calls.call_due_hooks(point)
@@ -252,7 +251,7 @@ class HookManager:
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Open a visit for the body, which reads the run between two steps through :attr:`isolation`."""
-        with self.isolation.visit(), self._taps.disabled():
+        with self.isolation.visit(), self.taps.disabled():
             yield
 
     def end(self, status: str) -> None:
@@ -260,7 +259,7 @@ class HookManager:
         if self._ended:
             return
         self._ended = True
-        self._taps.remove()
+        self.taps.remove()
         if status == "completed" and self._started:
             self.report_evaluation()
         # The stack closes the sinks last, after the hooks, and also if a hook or the flush raises.
@@ -332,7 +331,7 @@ class HookManager:
         """
         for hook in self.hooks:
             try:
-                self._taps.attach(self._owner(hook), taps[hook.name] or ())
+                self.taps.attach(self._owner(hook), taps[hook.name] or ())
             except Exception as error:
                 self.hooks.leave_out([hook.name], "taps", error)
                 return False
@@ -362,6 +361,6 @@ class HookManager:
         call = Call("taps", "POST_BACKWARD", self.state.loop.step, "The")
         with self.isolation.visit():
             try:
-                self.isolation.observe(call, partial(self._taps.run_separate_pass, run_once))
+                self.isolation.observe(call, partial(self.taps.run_separate_pass, run_once))
             except Exception as error:
-                self.hooks.leave_out(self._taps.hooks_with_separate_pass, "the pass for its taps", error)
+                self.hooks.leave_out(self.taps.hooks_with_separate_pass, "the pass for its taps", error)

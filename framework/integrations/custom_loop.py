@@ -1,7 +1,6 @@
 """Translation of a custom loop's calls into steps and epochs: which step is open, its progress, the end of an epoch."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,9 +55,6 @@ class Closure:
         return self._loop.evaluate_closure(self._function)
 
 
-NO_UNSCALING = nullcontext(False)
-
-
 class CustomLoop(Transient):
     """Translates the calls of a loop, with ``accumulate`` micro-batches per step, into the transitions of a driver.
 
@@ -102,7 +98,8 @@ class CustomLoop(Transient):
         attached = self._attached
         if not attached.is_started:
             self._start(batch, steps)
-        self._end_partial_step()
+        if self._stepped:
+            self._end_partial_step()
         if self._is_complete:
             self._warn_once(
                 "skipped",
@@ -112,7 +109,8 @@ class CustomLoop(Transient):
             self._end_step(skipped=True)
         if self._is_data_exhausted:
             self.end_epoch({})
-        self.run_deferred_work()
+        if self._has_deferred_work:
+            self.run_deferred_work()
         if not self._is_in_epoch:
             self._is_in_epoch, self._index, self._first_index = True, self._first_index, 0
             attached.plan.begin_epoch(self._driver.loop.epoch, self._driver.loop.step - self._index, steps)
@@ -194,8 +192,8 @@ class CustomLoop(Transient):
     def _batch(self) -> Batch:
         return self._parts if self._accumulate > 1 else self._parts[0]
 
-    def backward(self, loss: Any, *, last: bool, **options: Any) -> None:
-        """Run backward; after the last micro-batch of a step its gradients are complete.
+    def backward(self, loss: Any, options: dict[str, Any], *, last: bool) -> None:
+        """Run backward with the ``options`` of torch; after a step's last micro-batch its gradients are complete.
 
         Raises:
             UsageError: for an invalid loss, or a call without a batch or before the previous optimizer.step().
@@ -205,7 +203,8 @@ class CustomLoop(Transient):
         if self._evaluations:  # within a closure, whose first evaluation is recorded when it returns
             self._run_backward(loss, options)
             return
-        self._require_open_step("scope.backward(loss)")
+        if self._is_complete or not self._parts:
+            self._require_open_step("scope.backward(loss)")
         self._run_backward(loss, options)
         if self._accelerator is None:
             self.record_loss(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
@@ -270,8 +269,13 @@ class CustomLoop(Transient):
         self._gradients_complete()
         return loss
 
-    def _begin_closure_step(self, optimizer: Optimizer) -> None:
-        """Start the update of an optimizer that evaluates the closure of :meth:`closure`."""
+    def _begin_closure_step(self, optimizer: Optimizer, given: list[Any]) -> None:
+        """Start the update of an optimizer that evaluates the closure of :meth:`closure`, one of its arguments."""
+        if not any(isinstance(item, Closure) for item in given):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step, where "
+                "hooks cannot follow: give it as optimizer.step(scope.closure(closure))."
+            )
         self._require_open_step("optimizer.step(scope.closure(fn))")
         if not self._has_closures:
             self._has_closures = True
@@ -363,11 +367,11 @@ class CustomLoop(Transient):
         if not self._has_checked_step:
             self._has_checked_step = True
             self._check_first_gradients()
-        unscaled = (
-            NO_UNSCALING
-            if self._scaler is None
-            else unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
-        )
+        if self._scaler is None:
+            with self._hook_calls:
+                self._driver.after_backward(loss)
+            return
+        unscaled = unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
         with self._hook_calls, unscaled as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
@@ -393,11 +397,7 @@ class CustomLoop(Transient):
     def _before_update(
         self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        # GradScaler sets `grad_scale` and `found_inf` on an optimizer that unscales by itself, such as a fused one, and
-        # calls it also for a step that it must skip.
-        attributes = {} if self._scaler is None else vars(optimizer)
-        is_skipped = attributes.get("found_inf") is not None and bool(attributes["found_inf"])
-        if self._hook_calls.is_on or self._attached.is_closed or is_skipped:
+        if self._hook_calls.is_on or self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
             return
         if self._is_in_backward:
             self._stepped_in_backward = True
@@ -407,17 +407,10 @@ class CustomLoop(Transient):
                 "gradients after it: measurements of gradients are missing, and PRE_UPDATE does not fire.",
             )
             return
-        given = (
-            [value for value in (*inputs[1:], *options.values()) if value is not None] if inputs[1:] or options else []
-        )
-        if any(isinstance(value, Closure) for value in given):
-            self._begin_closure_step(optimizer)
+        has_arguments = len(inputs) > 1 or options
+        if has_arguments and (given := [item for item in (*inputs[1:], *options.values()) if item is not None]):
+            self._begin_closure_step(optimizer, given)
             return
-        if given:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step, where "
-                "hooks cannot follow: give it as optimizer.step(scope.closure(closure))."
-            )
         if self._losses and not self._is_complete:
             self._warn_once(
                 "short",
@@ -434,10 +427,15 @@ class CustomLoop(Transient):
             self._begin_bare_step()
         self._is_updating = self._is_complete or self._is_bare
         if self._is_updating:
-            is_scaled, task = attributes.get("grad_scale") is not None, self._driver.task
-            unscaled = (
-                unscaled_gradients(task, scales_back=self._attached.keeps_gradients) if is_scaled else NO_UNSCALING
-            )
+            self._begin_update(optimizer)
+
+    def _begin_update(self, optimizer: Optimizer) -> None:
+        """Report the start of an update, with unscaled gradients."""
+        if self._scaler is None or vars(optimizer).get("grad_scale") is None:
+            with self._hook_calls:
+                self._driver.before_update()
+        else:
+            unscaled = unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
             with self._hook_calls, unscaled:
                 self._driver.before_update()
 
@@ -445,9 +443,11 @@ class CustomLoop(Transient):
         if self._is_updating and not self._hook_calls.is_on:
             if self._is_in_closure_step:
                 self._driver.record_learning_rate()
-            self._stepped.add(index)
-            if len(self._stepped) == len(self._optimizers):
-                self._end_step(skipped=False)
+            if len(self._optimizers) > 1:
+                self._stepped.add(index)
+                if len(self._stepped) < len(self._optimizers):
+                    return
+            self._end_step(skipped=False)
 
     def _end_partial_step(self) -> None:
         """End a step that only some of the optimizers have made, when the next step starts."""
@@ -461,7 +461,7 @@ class CustomLoop(Transient):
         self._is_open = self._is_complete = self._is_updating = False
         self._is_in_closure_step = self._stepped_in_backward = False
         self._evaluations = 0
-        self._stepped = set()
+        self._stepped.clear()
         self._index += 1
         self._has_deferred_work = True
 
@@ -494,6 +494,16 @@ class CustomLoop(Transient):
         if kind not in self._warned:
             self._warned.add(kind)
             warn(sentence, RunNotice, stacklevel=4)
+
+
+def _is_skipped(optimizer: Optimizer) -> bool:
+    """Return whether a scaler has called an optimizer for a step that must be skipped.
+
+    GradScaler sets ``grad_scale`` and ``found_inf`` on an optimizer that unscales by itself, such as a fused one, and
+    calls it also for these steps.
+    """
+    found = vars(optimizer).get("found_inf")
+    return found is not None and bool(found)
 
 
 def _check_loss(loss: Any) -> None:

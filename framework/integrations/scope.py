@@ -114,10 +114,13 @@ class Scope(AttachedScope):
         Raises:
             UsageError: for an invalid loss, or a call out of order.
         """
-        self._require_open()
-        given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        changed = {name: value for name, value in given.items() if value is not None and value is not False}
-        self._loop.backward(loss, last=last, **changed)
+        if self._attached.is_closed:
+            self._require_open()
+        options: dict[str, Any] = {}
+        if retain_graph or create_graph or inputs is not None:
+            given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+            options = {name: value for name, value in given.items() if value is not None and value is not False}
+        self._loop.backward(loss, options, last=last)
 
     def gradients_ready(self, loss: Tensor | float | None = None) -> None:
         """Report that all gradients of the step are complete, in place of :meth:`backward`.

@@ -13,6 +13,8 @@ def learning_rate_of(group: Mapping[str, Any]) -> float | Tensor:
     A tensor, which schedulers write to in place, is returned as it is, or as a zero-dimensional view.
     """
     rate = group.get("lr")
+    if type(rate) is float:
+        return rate
     if isinstance(rate, Tensor) and rate.numel() == 1:
         return rate.reshape(()) if rate.ndim else rate
     return number_or(rate, math.nan)

@@ -149,10 +149,9 @@ class TrainingTask:
 
     def micro_batches(self, batch: Batch) -> Sequence[tuple[Batch, float]]:
         """Return the micro-batches of a batch, each with the weight of its loss in the loss of the step."""
-        if isinstance(batch, SeparateBatches):
-            return [(part, rows(part) / rows(batch)) for part in batch]
         if isinstance(batch, MicroBatches):
-            return [(part, 1.0) for part in batch]
+            separate = isinstance(batch, SeparateBatches)
+            return [(part, rows(part) / rows(batch) if separate else 1.0) for part in batch]
         weight = self.ranks.weight(rows(batch)) if self.ranks.uneven else 1.0
         if self.accumulation_steps == 1:
             return ((batch, weight),)

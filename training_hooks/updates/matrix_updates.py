@@ -67,7 +67,7 @@ def cosine_of(first: Tensor, second: Tensor) -> Tensor:
 class MatrixUpdates(InterventionHook):
     """Measure the spectrum of the update of weight matrices, relative to the matrix and to its shape.
 
-    ΔW = W − W₋ is the measured change of a matrix in one step, of whatever optimizer (Muon, Shampoo, SOAP, Adam),
+    ΔW = W − W₋ is the measured change of a matrix in one step, of any optimizer (Muon, Shampoo, SOAP, Adam),
     including weight decay; W₋ is the matrix before the step and σ₁ ≥ σ₂ ≥ … are singular values. For width-independent
     training both σ₁(W)/√(out/in) and σ₁(ΔW)/√(out/in) should be of order 1 times a constant of the learning rate, in
     every layer (Yang, Simon and Bernstein, arXiv 2310.17813, condition 1). Muon makes all singular values of its update

@@ -207,7 +207,7 @@ class Experts(nn.Module):
 
 
 def test_matrices_have_the_orientation_of_their_layers():
-    """Transposed: Conv1D, transposed convolutions, and experts that say so."""
+    """Transposed: Conv1D, transposed convolutions, and experts that declare it."""
     model = nn.ModuleDict(
         {
             "linear": nn.Linear(5, 3),
