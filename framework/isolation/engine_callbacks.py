@@ -13,7 +13,7 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 # -1 outside of backward passes. Private: torch has no public function for it (torch 2.9 to 2.15).
-_current_pass: Callable[[], int] = torch._C._current_graph_task_id
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
 
@@ -48,7 +48,7 @@ _inner_pass: list[_InnerPass] = []
 
 def with_callbacks(function: Callable[[], Result]) -> Result:
     """Return the result of a function after the engine has called the callbacks that the function queued."""
-    if _current_pass() == -1:
+    if current_pass() == -1:
         return function()
     if not _inner_pass:  # created at first use, since it creates tensors and the handle of a hook
         _inner_pass.append(_InnerPass())

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
 from ..state import MODE_COUNTERS, NODE_HOOKS, StreamState, TrainingState, entered_modes, leave_modes
-from .engine_callbacks import with_callbacks
+from .engine_callbacks import current_pass, with_callbacks
 from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
 
@@ -152,7 +152,7 @@ class Isolation:
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            return with_callbacks(function)
+            return function() if current_pass() == -1 else with_callbacks(function)
         except BaseException:
             _restore_cheaply(self._tripwire, self._modes)
             raise

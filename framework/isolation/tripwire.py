@@ -258,8 +258,8 @@ class Tripwire:
         changes: list[str] = []
         if not same_values(previous[0], now[0]):
             changes.append(watch.attribute(previous[0], now[0], self._state.names()))
-        if not same_values(previous[1], now[1]):
-            changes.append(watch.place_in_spaces(previous[1], now[1]))
+        if place := watch.place_in_spaces(previous[1], now[1]):
+            changes.append(place)
         readings = zip(watch.getter_parts, self._readings(previous[2]), self._readings(now[2]), strict=True)
         values = zip(watch.value_parts, previous[3:], now[3:], strict=False)
         for part, old, new in chain(readings, values):

@@ -1,7 +1,7 @@
 """Flat lists of everything that a sweep of the tripwire reads, and the comparison of two sweeps."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import call, itemgetter
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..tensors import addresses, is_sharded, pointer_and_bits
 _NOT_CONTAINERS = (*ATOMS, Tensor)
 _MISSING = object()
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_PLAIN_SEQUENCES = frozenset({list, tuple})
 
 
 class WatchList:
@@ -66,6 +67,7 @@ class WatchList:
         self._space_views = _value_views(self._value_spaces)
         self._space_kinds: tuple[type, ...] = ()
         self._space_containers: list[int] = []
+        self._get_sequences: Callable[[Any], tuple[Any, ...]] | None = None
         self._keyed_parts = [part for part in watched_parts if part.key]
         self._key_getters = [getter for part in self._keyed_parts for getter in part.key]
         self._key_values = (*map(call, self._key_getters),)
@@ -107,16 +109,28 @@ class WatchList:
         return (*map(len, self._spaces), *attributes, *chain.from_iterable(self._attribute_views))
 
     def read_spaces(self) -> tuple[Any, ...]:
-        """Return the sizes of the watched dicts, their values with their types, and the contents of containers.
+        """Return the values of the watched dicts, their types, the sizes of the dicts, and the contents of containers.
 
-        By their types ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons.
+        By their types ``tensor(1.0)`` and ``True`` differ from 1.0 in comparisons. Equal types are the same tuple as
+        before, so that two results are compared quickly.
         """
         values = (*chain.from_iterable(self._space_views),)
         kinds = (*map(type, values),)
         if kinds != self._space_kinds:
             self._space_kinds, self._space_containers = kinds, self._find_containers(kinds)
+            are_plain = _PLAIN_SEQUENCES.issuperset([kinds[place] for place in self._space_containers])
+            places = self._space_containers if are_plain and len(self._space_containers) > 1 else ()
+            self._get_sequences = itemgetter(*places) if places else None
+        sizes = [*map(len, self._space_views)]
+        if self._get_sequences is not None:
+            # Nearly always all containers are lists and tuples of numbers, such as the betas, and then a few C calls
+            # give what contents_of() returns for each of them.
+            items = (*map(tuple, self._get_sequences(values)),)
+            inner_kinds = (*map(type, chain.from_iterable(items)),)
+            if ATOMS.issuperset(inner_kinds):
+                return values, self._space_kinds, sizes, items, inner_kinds
         contents = [contents_of(values[place]) for place in self._space_containers]
-        return (*map(len, self._space_views), *values, *kinds, *contents)
+        return values, self._space_kinds, sizes, contents, None
 
     def _find_containers(self, kinds: tuple[type, ...]) -> list[int]:
         """Return the positions, among the values of all dicts, of those whose contents are compared.
@@ -135,15 +149,18 @@ class WatchList:
         return zip(self._value_spaces, self._space_parts, strict=True)
 
     def place_in_spaces(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-        """Name the first value that differs between two results of :meth:`read_spaces`."""
-        index, count = _first_difference(previous, now), len(self._value_spaces)
-        if index < count:
-            return self._space_parts[index].label
+        """Name the first value that differs between two results of :meth:`read_spaces`; empty if none does."""
+        sizes = _first_difference(previous[2], now[2])
+        if sizes < len(self._space_parts):
+            return self._space_parts[sizes].label
         # The sizes are equal, so that the position of a value, type or content gives its dict.
         owners = [(part, key) for space, part in self._spaces_with_parts for key in space]
-        index -= count
-        place = index % len(owners) if index < 2 * len(owners) else self._space_containers[index - 2 * len(owners)]
-        part, key = owners[place]
+        places = [*range(len(owners)), *range(len(owners)), *self._space_containers]
+        flat = [(*values, *kinds, *_contents_of_each(*contents)) for values, kinds, _, *contents in (previous, now)]
+        index = _first_difference(*flat)
+        if index == len(places):
+            return ""
+        part, key = owners[places[index]]
         return f"{part.label} ({short_name(key)})"
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
@@ -240,6 +257,14 @@ def step_tensors(values: Iterable[Any]) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
+def _contents_of_each(contents: Sequence[Any], kinds: Sequence[type] | None) -> Sequence[Any]:
+    """Return the contents of every container as contents_of() does; ``kinds`` are the types of all items, if flat."""
+    if kinds is None:
+        return contents
+    rest = iter(kinds)
+    return [(items, (*islice(rest, len(items)),)) for items in contents]
+
+
 def _keys_by_container(containers: list[Any]) -> dict[int, tuple[Any, ...]]:
     """Return the keys of dicts and the indices of other containers, to name items that are missing later."""
     return {
@@ -255,7 +280,7 @@ def _changed_key(previous: dict[Any, Any], now: dict[Any, Any]) -> Any:
     )
 
 
-def _first_difference(previous: tuple[Any, ...], now: tuple[Any, ...]) -> int:
+def _first_difference(previous: Sequence[Any], now: Sequence[Any]) -> int:
     pairs = enumerate(zip(previous, now, strict=False))
     return next((i for i, (old, new) in pairs if not same_value(old, new)), min(len(previous), len(now)))
 

@@ -94,15 +94,20 @@ class MemoryAccess(DocumentedAccess):
         self._at_python = id(_PYTHON) + in_python.offset
         self._at_gaussian = id(_RANDOM_STATE) + in_numpy.offset
         self._at_torch = torch.default_generator._cdata + in_torch.offset  # type: ignore[attr-defined]
+        self._bit_generator: Any = None
+        """NumPy's generator at the last read, whose state never moves."""
+        self._at_numpy = 0
 
     def read(self, bit_generator: Any) -> GlobalStates:
         """Return the states of all three generators; ``bit_generator`` is NumPy's."""
+        if bit_generator is not self._bit_generator:
+            self._bit_generator, self._at_numpy = bit_generator, bit_generator.ctypes.state_address
         return GlobalStates(
             bytes_at(self._at_torch, self._in_torch.size),
             bytes_at(self._at_python, TWISTER),
             _PYTHON.gauss_next,
             bit_generator,
-            bytes_at(bit_generator.ctypes.state_address, TWISTER),
+            bytes_at(self._at_numpy, TWISTER),
             bytes_at(self._at_gaussian, self._gaussian_size),
         )
 
