@@ -179,7 +179,8 @@ class LightningLoop(Transient):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Batch, batch_idx: int) -> None:
         """Start a step with its first micro-batch, or continue it with the next one."""
-        if not self._is_on:
+        # Private: set by StochasticWeightAveraging for the pass that computes BatchNorm's statistics, without steps.
+        if not self._is_on or getattr(trainer.fit_loop, "_skip_backward", False):
             return
         if not self._attached.is_started:
             self._start(batch)

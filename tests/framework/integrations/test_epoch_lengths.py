@@ -9,7 +9,7 @@ from typing import Any
 import loopscope
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import ENDLESS
 from loopscope.integrations.epoch_plan import EpochPlan
@@ -97,6 +97,18 @@ def test_hooks_of_whole_batches_are_refused(tmp_path: Path) -> None:
         fit(tmp_path, ["hessian"], callbacks=[GradientAccumulationScheduler({0: 1, 1: 5})])
     with pytest.raises(UsageError, match="accumulate_grad_batches has become 5"):
         fit(tmp_path / "b", ["hessian"], callbacks=[Changing(1, 5)])
+
+
+def test_pass_for_statistics_has_no_steps(tmp_path: Path) -> None:
+    """StochasticWeightAveraging ends with a pass over the data for BatchNorm's statistics, which hooks do not see."""
+
+    def averaged(path: Path, *hooks: str) -> Any:
+        return fit(path, hooks, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)], max_epochs=3)
+
+    bare, *_ = averaged(tmp_path / "bare")
+    rows, scope, _ = averaged(tmp_path, "batch_rows", "norms")
+    assert rows == bare
+    assert json.loads((scope.folder / "summary.json").read_text())["steps"] == 15
 
 
 @pytest.mark.parametrize("given", ["list", "iterator"])
