@@ -1,6 +1,6 @@
 """Calls of the user's loss and evaluation by hooks: without a graph where none is needed, and with checked results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -56,9 +56,11 @@ def loss_with_graph(compute_loss: Callable[[nn.Module, Any], Tensor], model: nn.
         LoopscopeError: the loss has no graph, or the function calls ``backward()`` itself: its inner gradients would be
             added to those of the loss.
     """
-    versions = _gradient_versions(model)
+    # The same parameters before and after: in its forward pass FSDP2 replaces shards by complete parameters.
+    parameters = [*model.parameters()]
+    versions = _gradient_versions(parameters)
     loss = compute_loss(model, batch)
-    if _gradient_versions(model) != versions:
+    if _gradient_versions(parameters) != versions:
         raise LoopscopeError(
             "The loss function changed the gradients of the model, as backward() does; return the loss and leave "
             "backward() to the loop, and compute inner derivatives by torch.autograd.grad(..., create_graph=True)."
@@ -72,7 +74,7 @@ def loss_with_graph(compute_loss: Callable[[nn.Module, Any], Tensor], model: nn.
     return loss
 
 
-def _gradient_versions(model: nn.Module) -> list[tuple[int, int]]:
-    gradients = [parameter.grad for parameter in model.parameters()]
+def _gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    gradients = [parameter.grad for parameter in parameters]
     # Private: torch increments _version at every change in place, which costs no copy and no comparison.
     return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
