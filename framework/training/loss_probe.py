@@ -98,7 +98,7 @@ def central_difference(
 
     The parameters are moved in place and restored from a copy, so that their bytes are the same afterwards.
     """
-    length = norm(vector)
+    length, vector = norm(vector), _dense(vector)
     start = copied({name: parameters[name] for name in vector})
     gradients_at_sides = []
     try:
@@ -106,11 +106,16 @@ def central_difference(
         for offset in (epsilon, -epsilon):
             step = torch.where(length > 0, offset / length, 0.0)
             overwrite(parameters, axpy(step, vector, start))
-            gradients_at_sides.append(gradient())
+            gradients_at_sides.append(_dense(gradient()))
     finally:
         overwrite(parameters, start)
     product = scaled(length / (2 * epsilon), minus(gradients_at_sides[0], gradients_at_sides[1]))
     return {name: product.get(name, torch.zeros_like(leaf)) for name, leaf in parameters.items()}
+
+
+def _dense(vector: Vector) -> Vector:
+    """Return a vector with sparse tensors, such as the gradients of ``nn.Embedding(sparse=True)``, as dense ones."""
+    return {name: value.to_dense() if value.is_sparse else value for name, value in vector.items()}
 
 
 class LossProbe:
