@@ -106,8 +106,8 @@ def explain(
 def _explain(
     train_again: TrainAgain, label: str, step: int, describe_row: Describe, left_out: Sequence[str], last: int
 ) -> Explanation:
-    first = max(1, step - HISTORY - WINDOW - MOST_TESTED_STEPS)
-    watched = train_again(Stretch(first, min(step + 1, last), label=f"{label}/history"), HISTORY_HOOK, {})
+    begin = max(1, step - HISTORY - WINDOW - MOST_TESTED_STEPS)
+    watched = train_again(Stretch(begin, min(step + 1, last), label=f"{label}/history"), HISTORY_HOOK, {})
     history = read_history(inspect_run(watched), HISTORY_HOOK)
     found_departures, reason = departures(history, step)
     if not found_departures:

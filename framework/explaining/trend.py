@@ -21,7 +21,8 @@ def without_trend(values: Numbers) -> Numbers:
     with np.errstate(invalid="ignore"):
         slope = (_median(finite[..., -third:]) - _median(finite[..., :third])) / (count - third)
     slope = np.nan_to_num(slope, nan=0.0)
-    return values + slope[..., None] * (count - np.arange(count))
+    continued: Numbers = values + slope[..., None] * (count - np.arange(count))
+    return continued
 
 
 def _median(values: Numbers) -> Numbers:

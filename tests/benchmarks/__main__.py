@@ -32,6 +32,7 @@ from tests.benchmarks.others.cost import side_by_side
 from tests.benchmarks.others.extras import as_they_do_them, watch
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
 from tests.benchmarks.ranks_cost import agreements_and_copies
+from tests.benchmarks.real_size_cost import real_size
 from tests.benchmarks.report import environment, misses, page, renewed, table
 from tests.benchmarks.rewind_cost import rewinds
 from tests.benchmarks.row_cost import bytes_of_rows, known_data, recorded_rows
@@ -66,6 +67,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]]
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
     "ranks": ("Distributed training", (agreements_and_copies, resuming_together)),
+    "sizes": ("A GPT of 14.8 million parameters", (real_size,)),
     "gpu": ("On a GPU", (on_a_gpu,)),
     "each": ("Each hook", (each_hook,)),
 }

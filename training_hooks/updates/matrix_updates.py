@@ -59,7 +59,8 @@ def cosine_of(first: Tensor, second: Tensor) -> Tensor:
     NaN if one of them is zero.
     """
     first, second = first.double(), second.double()
-    return (first * second).sum() / (torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
+    cosine: Tensor = (first * second).sum() / (torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
+    return cosine
 
 
 @HookRegistry.register

@@ -42,7 +42,7 @@ def ratio_sums(gradient: Tensor, moment: SecondMoment, floor: float) -> tuple[Te
     buffer = torch.empty_like(stored[:PIECE])
     squares, counts = [gradient.new_zeros((), dtype=torch.float64)], [gradient.new_zeros((), dtype=torch.int64)]
     # In pieces that stay in a processor's cache: half the time of whole tensors, and no memory of their size.
-    for values, elements in zip(stored.split(PIECE), gradient.split(PIECE), strict=True):
+    for values, elements in zip(torch.split(stored, PIECE), torch.split(gradient, PIECE), strict=True):
         root = torch.div(values, moment.correction, out=buffer[: len(values)])
         if floor:
             counts.append(torch.count_nonzero(root < floor))
