@@ -23,7 +23,7 @@ from ..errors import (
     with_lines,
 )
 from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, StatePart, TrainingHook
-from ..isolation import Call, Isolation
+from ..isolation import Call, Isolation, is_shipped
 from ..state import TrainingState, visited
 from ..taps import TapSet
 from ..training import Profiler, Ranks
@@ -97,7 +97,8 @@ class HookSet:
         self.profiler.caller = hook.name
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
-        run_hook = partial(self._run_in_gate, Call(hook.name, where, step), function, intervention)
+        call = Call(hook.name, where, step, "Hook", is_shipped(type(hook)))
+        run_hook = partial(self._run_in_gate, call, function, intervention)
         if self.profiler.enabled:
             state_of = partial(self._run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
             run_hook = partial(self.profiler.call, hook.name, run_hook, state_of)
@@ -145,13 +146,13 @@ class HookSet:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
         step = self._state.loop.step
         with self.isolation.visit():
-            return self._call_safely(
-                hook, where, step, partial(self._run_in_gate, Call(hook.name, where, step), function)
-            )
+            call = Call(hook.name, where, step, "Hook", is_shipped(type(hook)))
+            return self._call_safely(hook, where, step, partial(self._run_in_gate, call, function))
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
         """Call the function of a tap during a pass of the run: checked for mutations, but never rolled back."""
-        call = Call(hook.name, f"tap on {target!r}", self._state.loop.step)
+        where, step = f"tap on {target!r}", self._state.loop.step
+        call = Call(hook.name, where, step, "Hook", is_shipped(type(hook)))
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
 
@@ -349,8 +350,7 @@ class HookSet:
         due = [item for item in self.listeners.at[point] if item.is_always_due or item.is_due(epoch, step)]
         for hook in dict.fromkeys(listener.hook for listener in due):
             # The gate's checks cost more than most states, and the hooks of this package only read theirs.
-            is_shipped = type(hook).__module__.startswith("loopscope.")
-            state = hook.state_dict() if is_shipped else self._query(hook, "state_dict", hook.state_dict)
+            state = hook.state_dict() if is_shipped(type(hook)) else self._query(hook, "state_dict", hook.state_dict)
             states |= {} if state is None else {hook.name: state}
         return states
 
@@ -378,19 +378,21 @@ class HookSet:
     def metric_infos(self) -> dict[str, MetricInfo]:
         """Return the descriptions of all metrics by full name."""
         infos: dict[str, MetricInfo] = {}
-        for hook in list(self._hooks):
-            hook_infos = self._query(hook, "describe_metrics", partial(hook_validation.metric_infos, hook))
-            infos |= {f"{hook.name}/{info.name}": info for info in hook_infos or ()}
+        with self.isolation.visit():  # one for all hooks, whose calls share a bytes check
+            for hook in list(self._hooks):
+                hook_infos = self._query(hook, "describe_metrics", partial(hook_validation.metric_infos, hook))
+                infos |= {f"{hook.name}/{info.name}": info for info in hook_infos or ()}
         return infos
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every hook by name, without hooks that have raised."""
         states: dict[str, Any] = {}
-        for hook in list(self._hooks):
-            # A hook that raised may have stopped in the middle of an update of its state.
-            if all(error["hook"] != hook.name for error in self.failures.errors):
-                state = self._query(hook, "state_dict", hook.state_dict)
-                states |= {} if state is None else {hook.name: state}
+        with self.isolation.visit():
+            for hook in list(self._hooks):
+                # A hook that raised may have stopped in the middle of an update of its state.
+                if all(error["hook"] != hook.name for error in self.failures.errors):
+                    state = self._query(hook, "state_dict", hook.state_dict)
+                    states |= {} if state is None else {hook.name: state}
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ..hooks import (
     SinkRegistry,
     TrainingHook,
 )
-from ..isolation import Call, Isolation
+from ..isolation import Call, Isolation, is_shipped
 from .log import log
 from .urgent_flags import UrgentFlags
 
@@ -480,7 +480,8 @@ class MetricDispatch:
         for sink in list(self._sinks):
             try:
                 # "an emit" also seeds the random stream of the call.
-                self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), partial(action, sink))
+                call = Call(sink.name, "an emit", step, "Sink", is_shipped(type(sink)))
+                self._isolation.observe(call, partial(action, sink))
             except raised_errors:
                 raise
             except BaseException as error:  # includes SystemExit, which would end the run as if it had completed

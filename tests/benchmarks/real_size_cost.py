@@ -11,12 +11,13 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import loopscope
 import torch
-from loopscope.hooks import HookRegistry, hook_groups, options_of
+from loopscope.hooks import HookRegistry, hook_groups
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -120,7 +121,7 @@ def intervals(group: str, interval: int) -> dict[str, dict[str, Any]]:
     """Return options that set the interval of every hook of a group that has one."""
     options: dict[str, dict[str, Any]] = {}
     for name in hook_groups()[group]:
-        accepted = options_of(HookRegistry.get(name))
+        accepted = signature(HookRegistry.get(name)).parameters
         for option in ("interval", "every", "every_n_steps", "update_every"):
             if option in accepted:
                 options[name] = {option: interval}
