@@ -17,7 +17,7 @@ def made() -> TrainingState:
 
 
 def write(state: TrainingState) -> None:
-    """Write behind torch's back: no version counter and no address changes."""
+    """Write without torch noticing: no version counter and no address changes."""
     next(state.modules.parameters()).data.view(-1)[0] += 1.0
 
 
