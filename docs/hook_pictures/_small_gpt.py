@@ -13,7 +13,10 @@ from torch.nn import functional
 from docs.hook_pictures import DOCS
 
 BATCH, LENGTH, WIDTH, LAYERS, WARM_UP = 8, 64, 64, 3, 20
-LEARNING_RATE = 3e-3
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95))
 
 
 class GPT(nn.Module):
@@ -48,12 +51,20 @@ def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(row[:, :-1], row[:, 1:]) for row in rows]
 
 
+def spoil(step: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Replace batch 75 by random bytes."""
+    if step != 75:
+        return batch
+    drawn = torch.randint(256, (2, *batch[0].shape), generator=torch.Generator().manual_seed(1))
+    return drawn[0], drawn[1]
+
+
 def train(
     hook: str,
     options: Mapping[str, Any],
     *,
     steps: int,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = lambda model: [adamw(model.parameters())],
     change: Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]] = lambda step, batch: batch,
     max_norm: float = 1.0,
 ) -> pd.DataFrame:
@@ -63,24 +74,27 @@ def train(
         hook: name of the hook.
         options: options of the hook.
         steps: number of steps.
-        optimizer: makes the optimizer; by default AdamW.
+        optimizers: makes the optimizers; by default AdamW.
         change: replaces the batch of a step, which is counted from 1.
         max_norm: limit of the joint gradient norm.
     """
     torch.manual_seed(0)
     model = GPT()
-    chosen = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)) if optimizer is None else optimizer(model)
+    chosen = optimizers(model)
+    base_rates = [group["lr"] for item in chosen for group in item.param_groups]
     data: Iterable[tuple[Tensor, Tensor]] = [change(step, batch) for step, batch in enumerate(batches(steps), start=1)]
     with TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"hook_options": {hook: dict(options)}, "out": f"{folder}/run", "display": "none"}
         with loopscope.attach(model, chosen, hooks=[hook], **settings) as scope:
             for step, (inputs, targets) in enumerate(scope.batches(data), start=1):
-                for group in chosen.param_groups:
-                    group["lr"] = LEARNING_RATE * min(step / WARM_UP, (steps - step) / (steps - WARM_UP))
+                groups = [group for item in chosen for group in item.param_groups]
+                for group, rate in zip(groups, base_rates, strict=True):
+                    group["lr"] = rate * min(step / WARM_UP, (steps - step) / (steps - WARM_UP))
                 scope.backward(functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()))
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-                chosen.step()
-                chosen.zero_grad()
+                for item in chosen:
+                    item.step()
+                model.zero_grad()
         frame = loopscope.read_run(f"{folder}/run").frame()
     own = frame[[name for name in frame if name.startswith(f"{hook}/")]]
     return own.rename(columns=lambda name: name.removeprefix(f"{hook}/"))

@@ -2,22 +2,12 @@
 GPT with AdamW. Batch 75 consists of random bytes: its gradient exceeds the limit and is clipped. The update ratios
 follow the learning rate (warm-up over 20 steps, then linear decay)."""
 
-import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from docs.hook_pictures._small_gpt import train
+from docs.hook_pictures._small_gpt import spoil, train
 
 SHOWN = ("tokens.weight", "blocks.0.linear1.weight", "blocks.2.linear2.weight", "head.weight")
-
-
-def spoil(step: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Replace batch 75 by random bytes."""
-    if step != 75:
-        return batch
-    drawn = torch.randint(256, (2, *batch[0].shape), generator=torch.Generator().manual_seed(1))
-    return drawn[0], drawn[1]
 
 
 def draw() -> Figure:

@@ -80,9 +80,7 @@ def test_ratio_does_not_depend_on_the_scale(scale, tmp_path):
     """Squares of float32 gradients near the ends of the range of the moments are not lost."""
     gradients = [torch.tensor([1.0, 2.0, 4.0]) * scale, torch.tensor([3.0, -1.0, 2.0]) * scale]
     metrics = reported(tmp_path, Adam, gradients, dtype=torch.float32, lr=1e-3, betas=(0.9, BETA), eps=0.0)
-    unscaled = reported(
-        tmp_path / "unscaled", Adam, [g / scale for g in gradients], lr=1e-3, betas=(0.9, BETA), eps=0.0
-    )
+    unscaled = reported(tmp_path, Adam, [g / scale for g in gradients], lr=1e-3, betas=(0.9, BETA), eps=0.0)
     assert metrics[-1]["gradient_rms/weight"] == pytest.approx(unscaled[-1]["gradient_rms/weight"], rel=1e-5)
 
 
@@ -228,11 +226,13 @@ class Rescaled(Adam):
     """Averages squares of gradients that are 1,000 times smaller."""
 
     def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad, full = parameter.grad / 1000, parameter.grad
-                super().step(closure)
-                parameter.grad = full
+        parameters = self.param_groups[0]["params"]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = parameter.grad / 1000
+        super().step(closure)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 @pytest.mark.parametrize(
