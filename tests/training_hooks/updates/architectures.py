@@ -158,3 +158,19 @@ class Training:
                 }
                 yield "end"
                 self.optimizer.zero_grad()
+
+
+def trainer_metrics(folder: Path, hook: str, options: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """Train two steps by Hugging Face's Trainer; return the hook's metrics as a data frame, and the Trainer's log."""
+    import transformers
+
+    data = [{key: value[0] for key, value in batch.items()} for batch in batches("llama", 4, torch.float32)]
+    settings = {"max_grad_norm": 0.1, "logging_steps": 1, "per_device_train_batch_size": 2, "num_train_epochs": 1}
+    arguments = transformers.TrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True, **settings)
+    trainer = transformers.Trainer(build("llama"), arguments, train_dataset=data)
+    choices = {"hooks": [hook], "hook_options": {hook: dict(options)}, "out": folder / "run", "display": "none"}
+    loopscope.attach(trainer, **choices)
+    trainer.train()
+    frame = loopscope.read_run(folder / "run").frame()
+    own = frame[[name for name in frame if name.startswith(f"{hook}/")]]
+    return own.rename(columns=lambda name: name.removeprefix(f"{hook}/")), trainer.state.log_history

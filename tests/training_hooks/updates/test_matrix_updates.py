@@ -18,7 +18,7 @@ from tests.support import Case, run_info
 from tests.support import build as build_run
 from tests.support.ranks import on_ranks
 from tests.training_hooks.ranks.shared_runs import trained
-from tests.training_hooks.updates.architectures import ARCHITECTURES, Training, build
+from tests.training_hooks.updates.architectures import ARCHITECTURES, Training, build, trainer_metrics
 
 ALL = {"interval": 1, "names": "*"}
 COUNTS = {"vit": 14, "llama": 15, "mixtral": 23, "resnet": 7, "lstm": 5}
@@ -104,6 +104,18 @@ def test_micro_batches_and_checkpointing_match_brute_force(checkpointing, tmp_pa
     settings = {"accumulate": 2, "checkpointing": checkpointing, "steps": 2}
     make = partial(SGD, lr=0.1, momentum=0.9)
     check(Training(tmp_path, "llama", "matrix_updates", make, options=ALL, **settings))
+
+
+@pytest.mark.trainer
+def test_momentum_in_a_trainer_starts_as_the_gradient(tmp_path):
+    """After the first step of AdamW the momentum is a multiple of the gradient, and no element moves more than η."""
+    frame, _ = trainer_metrics(tmp_path, "matrix_updates", ALL)
+    first = frame.loc[1]
+    cosines = first[[name for name in frame if name.startswith("momentum_gradient_cosine/")]]
+    assert len(cosines) == COUNTS["llama"]
+    assert cosines.tolist() == pytest.approx([1.0] * len(cosines), rel=1e-5)
+    norms = first[[name for name in frame if name.startswith("update_norm/")]]
+    assert 0 < norms.max() < 5e-5 * 16 * 1.01
 
 
 def test_bfloat16_weights_match_brute_force(tmp_path):

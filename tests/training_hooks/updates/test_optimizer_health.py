@@ -17,7 +17,7 @@ from torch.optim import Adadelta, Adafactor, Adam, AdamW, NAdam, RAdam, RMSprop
 from tests.support import Case, train
 from tests.support.ranks import on_ranks
 from tests.training_hooks.ranks.shared_runs import trained
-from tests.training_hooks.updates.architectures import ARCHITECTURES, Training
+from tests.training_hooks.updates.architectures import ARCHITECTURES, Training, trainer_metrics
 
 ALL = {"interval": 1, "names": "*"}
 BETA = 0.95
@@ -188,6 +188,19 @@ def test_adafactor_of_transformers_matches_brute_force(tmp_path):
 def test_micro_batches_and_checkpointing_match_brute_force(checkpointing, tmp_path):
     settings = {"accumulate": 2, "checkpointing": checkpointing, "dtype": torch.float64}
     check(Training(tmp_path, "llama", "optimizer_health", OPTIMIZERS["adamw"], options=ALL, **settings), "adamw")
+
+
+@pytest.mark.trainer
+def test_first_step_in_a_trainer_has_ratio_one(tmp_path):
+    """At step 1 v̂ = g², so that the ratio is 1 for every element above ε, and the update of each is the rate."""
+    frame, _ = trainer_metrics(tmp_path, "optimizer_health", ALL)
+    first = frame.loc[1]
+    ratios = first[[name for name in frame if name.startswith("gradient_rms/")]]
+    below = first[[name for name in frame if name.startswith("below_eps/")]]
+    assert len(ratios) == len(below) == 21
+    assert all(1 - share <= ratio**2 * (1 + 1e-5) for ratio, share in zip(ratios, below, strict=True))
+    assert ratios.max() == pytest.approx(1, rel=1e-4)
+    assert first["update_per_lr_max"] == pytest.approx(1, rel=0.01)
 
 
 def test_bfloat16_states_match_brute_force(tmp_path):
