@@ -97,6 +97,7 @@ class FusedCall(AttentionCall):
             numbers is added to the scores.
         causal: query i sees keys 0 to i only.
         window: query i sees keys from i − window + 1 on only.
+        rows: shape (batch, queries), ``False`` for queries that are not computed, such as those of padding.
     """
 
     query: Tensor
@@ -106,6 +107,7 @@ class FusedCall(AttentionCall):
     mask: Tensor | None = None
     causal: bool = False
     window: int | None = None
+    rows: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -114,8 +116,8 @@ class FusedCall(AttentionCall):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Queries, keys, and the mask if there is one."""
-        return [tensor for tensor in (self.query, self.key, self.mask) if tensor is not None]
+        """Queries, keys, and the masks if there are any."""
+        return [tensor for tensor in (self.query, self.key, self.mask, self.rows) if tensor is not None]
 
     def block(self, samples: slice, queries: slice) -> ScoreBlock:
         """Return the scores of some samples and queries."""
@@ -132,6 +134,9 @@ class FusedCall(AttentionCall):
                 scores = scores + _wide(part)
                 by_mask = part <= HIDDEN
                 hidden = by_mask if hidden is None else hidden | by_mask
+        if self.rows is not None:
+            left_out = ~self.rows[samples, None, queries, None]
+            hidden = left_out if hidden is None else hidden | left_out
         return _hide(samples, scores, products, hidden)
 
     def _hidden_by_place(self, queries: slice, like: Tensor) -> Tensor | None:

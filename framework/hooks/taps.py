@@ -85,9 +85,9 @@ class AttentionTap:
     """A function that reads the attention calls of a module in the forward passes of the training step.
 
     It is called without gradient tracking, before each attention that the module computes by ``nn.MultiheadAttention``,
-    ``scaled_dot_product_attention``, or a softmax over (batch, heads, queries, keys). A call in another module inside
-    of the target, which is tapped as well, belongs to that module. A recomputation of activation checkpointing is not a
-    call.
+    ``scaled_dot_product_attention``, a softmax over (batch, heads, queries, keys), or the flash attention of a model of
+    Hugging Face. A call in another module inside of the target, which is tapped as well, belongs to that module. A
+    recomputation of activation checkpointing is not a call.
 
     Args:
         target: the name of a module of the model.

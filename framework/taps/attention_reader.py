@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..hooks import AttentionCall, FusedCall
+from .flash_attention import flash_attention_read
 from .score_traces import ScoreTraces, as_computed
 
 
@@ -97,9 +99,9 @@ SOFTMAXES = {functional.softmax, torch.softmax, Tensor.softmax, torch.special.so
 class AttentionReader(TorchFunctionMode):
     """Passes the attention calls inside its context to a function, without changing their results.
 
-    It reads ``nn.MultiheadAttention``, ``scaled_dot_product_attention``, and softmaxes over the last of four
-    dimensions, (batch, heads, queries, keys). PyTorch disables the fused fast path of its encoder layers while a
-    function mode is active.
+    It reads ``nn.MultiheadAttention``, ``scaled_dot_product_attention``, softmaxes over the last of four dimensions,
+    (batch, heads, queries, keys), and the flash attention of models of Hugging Face. PyTorch disables the fused fast
+    path of its encoder layers while a function mode is active.
 
     Args:
         on_call: the function, called before the attention is computed.
@@ -111,6 +113,21 @@ class AttentionReader(TorchFunctionMode):
         self._on_call = on_call
         self._is_active = is_active
         self._traces = ScoreTraces()
+        self._flash = ExitStack()
+
+    def __enter__(self) -> Any:
+        """Read calls from now on."""
+        self._flash.enter_context(flash_attention_read(self._read_flash))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """Read no more calls."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._flash.close()
+
+    def _read_flash(self, call: FusedCall) -> None:
+        if self._is_active():
+            self._on_call(replace(call, projections=self._traces.projections))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -134,9 +134,10 @@ class AttentionLogits(TrainingHook):
     2302.05442; Wortsman et al. 2023, arXiv 2309.14322), as does the collapse of the entropy (Zhai et al. 2023, arXiv
     2303.06296); `qk_clip` limits them.
 
-    The attention of ``nn.MultiheadAttention``, ``scaled_dot_product_attention`` and a softmax over (batch, heads,
-    queries, keys) is read, in every module with usual projections (``q_proj``, ``c_attn``, ``qkv``, ...) or whose class
-    is called attention. Heads may share keys (GQA), or have compressed ones (MLA).
+    The attention of ``nn.MultiheadAttention``, ``scaled_dot_product_attention``, a softmax over (batch, heads, queries,
+    keys), and the flash attention of Hugging Face's models is read, in every module with usual projections
+    (``q_proj``, ``c_attn``, ``qkv``, ...) or whose class is called attention. Heads may share keys (GQA), or have
+    compressed ones (MLA).
 
     Assumes that a padding token's row is a row like others, since the model computes it. Attention in other functions
     (flex attention, flash attention called directly, nested tensors) is not read; if a module computes none that can be
