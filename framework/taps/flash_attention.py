@@ -82,9 +82,9 @@ def _read_and_call(
     *args: Any,
     **options: Any,
 ) -> Any:
-    call = read_flash(module, query, key, value, attention_mask, **options)
-    for on_call in [*_READERS.functions] if call is not None else []:
-        on_call(call)
+    if (call := read_flash(module, query, key, value, attention_mask, **options)) is not None:
+        for on_call in [*_READERS.functions]:
+            on_call(call)
     return function(module, query, key, value, attention_mask, *args, **options)
 
 

@@ -93,7 +93,7 @@ def row_statistics(call: AttentionCall) -> RowStatistics:
         keys = (~scores.isneginf()).sum(dim=-1)
         # entropy: −Σ p ln p over the keys, shape (samples, heads, queries); share: the same over ln(visible keys)
         entropy = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1).where(keys > 0, 0)
-        share = (entropy / keys.to(entropy.dtype).log()).where(keys > 1, 0)
+        share = (entropy / keys.to(entropy.dtype).log()).clamp(max=1).where(keys > 1, 0)  # without rounding above 1
         parts = [entropy, (keys > 0).to(entropy.dtype), share, (keys > 1).to(entropy.dtype)]
         part = table[:, block.samples]
         part[:4] += torch.stack([value.sum(dim=2) for value in parts])
