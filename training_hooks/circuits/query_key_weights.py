@@ -263,12 +263,17 @@ def _agrees(output: Tensor, scaling: Scaling, call: AttentionCall) -> bool:
     heads = tensor.shape[1]
     if heads % len(scaling.rows):
         return False
-    actual = tensor[..., slice(*scaling.places)].float().norm(dim=-1).transpose(1, 2).reshape(-1, heads)
-    rows = scaling.rows.to(output.device)
-    expected = output.flatten(0, -2)[:, rows].float().norm(dim=-1)
-    expected = expected.repeat_interleave(heads // len(rows), dim=1)
+    actual = _relative_norms(tensor[..., slice(*scaling.places)]).transpose(1, 2).reshape(-1, heads)
+    expected = _relative_norms(output.flatten(0, -2)[:, scaling.rows.to(output.device)])
+    expected = expected.repeat_interleave(heads // len(scaling.rows), dim=1)
     if actual.shape != expected.shape:
         return False
     known = expected > 1e-3 * expected.max()
     ratios = (actual / expected)[known]
     return bool(((ratios - ratios.mean()).abs() <= TOLERANCE * ratios.mean()).all()) if len(ratios) else True
+
+
+def _relative_norms(tensor: Tensor) -> Tensor:
+    """Return the norms over the last dimension, divided by the largest magnitude, so that no square overflows."""
+    tensor = tensor.float()
+    return torch.linalg.vector_norm(tensor / tensor.abs().amax().clamp(min=torch.finfo().tiny), dim=-1)

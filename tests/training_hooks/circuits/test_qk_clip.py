@@ -99,6 +99,15 @@ def test_every_score_is_multiplied_by_its_factor(name):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("size", [2.0**-80, 2.0**60])
+def test_layers_of_any_size_are_recognised(size):
+    """Queries whose squares leave the range of float32."""
+    model = Fused()
+    (layer,) = QKClip()._found_layers(model).values()
+    (call,) = calls_of(model, model, lambda model: model(samples() * size))
+    assert [(part.subject, part.power) for part in layer.scalings(call, "qk_clip")] == [("query", 0.5), ("key", 0.5)]
+
+
 def test_shared_keys_stay_unchanged():
     model = Net(Grouped()).double()
     before, *_ = scaled_products(model, lambda model: model(samples().double()))
