@@ -169,7 +169,7 @@ def test_regression_is_not_measured():
     assert len([item for item in seen if "output_logits" in str(item.message)]) == 1
 
 
-def test_calls_that_do_not_fit_the_batch_are_not_measured():
+def test_calls_beyond_the_batch_are_not_measured():
     """The model is called twice with the same rows, so the second call has no rows left."""
     model, _, batch = case("lstm")
     with pytest.warns(RunNotice, match="no known targets"):
