@@ -4,6 +4,7 @@ import math
 import os
 import sqlite3
 import sys
+from contextlib import closing
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -87,7 +88,7 @@ def resumed(tmp_path_factory):
 
 
 def table(folder, query):
-    with sqlite3.connect(folder / "store.db") as database:
+    with closing(sqlite3.connect(folder / "store.db")) as database:  # Python 3.13 warns about an open connection
         return database.execute(query).fetchall()
 
 

@@ -1,8 +1,8 @@
 """The Trackio sink with the real client and a local store, and several clients in one run."""
 
+import json
 import math
 import os
-import sqlite3
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +12,10 @@ from loopscope.sinks import JSONLSink, TrackioSink, WandbSink, client_sink, read
 
 from tests.sinks.emits import run_info
 from tests.sinks.test_sink_contracts import run_with
+from tests.sinks.trackio_files import rows_of, table
 from tests.support import differences
 
 pytest.importorskip("trackio")
-orjson = pytest.importorskip("orjson")
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.errors.RunNotice")
 
 SERIES = {"h/s": Series([1, 2, 4], [0.5, math.nan, 2.5])}
@@ -47,17 +47,6 @@ def fed(sink):
     sink.emit(SERIES, 0, HookPoint.POST_STEP, step=4)
     sink.emit(VALUES, 0, HookPoint.POST_EPOCH, step=4)
     return sink
-
-
-def table(store, query, project="demo"):
-    with sqlite3.connect(store / f"{project}.db") as database:
-        return database.execute(query).fetchall()
-
-
-def rows_of(store, project="demo"):
-    """Return steps and values of all rows, in order."""
-    rows = table(store, "SELECT run_name, step, metrics FROM metrics ORDER BY id", project)
-    return [(name, step, orjson.loads(metrics)) for name, step, metrics in rows]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +84,7 @@ def test_trackio_rows_arrive_once_after_resume(resumed):
 def test_trackio_run_has_options_and_alert(resumed):
     """The group is the experiment, and an alert reports the failure."""
     ((config,),) = table(resumed.store, "SELECT config FROM configs")
-    options = orjson.loads(config)
+    options = json.loads(config)
     assert (options["lr"], options["private"], options["strategy"], options["_Group"]) == (0.25, 1, "only", "exp")
     assert table(resumed.store, "SELECT title, level FROM alerts") == [("The run failed.", "error")]
 

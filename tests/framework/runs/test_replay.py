@@ -15,6 +15,7 @@ from loopscope.sinks.jsonl import recorded_run
 
 from tests.framework.runs.small_experiment import contents, session
 from tests.sinks.event_files import accumulated, scalars
+from tests.sinks.trackio_files import rows_of
 from tests.sinks.wandb_files import config_of, history, log_of, only
 
 assert experiments.__all__
@@ -79,6 +80,21 @@ def test_wandb_replay_contains_rows_and_config(recorded, monkeypatch, capfd):
     assert (config_of(log)["treatments"], only(log, "exit").exit_code) == ({"grad_clip": ["gradients"]}, 0)
 
 
+@pytest.mark.process
+def test_trackio_replay_contains_every_row(recorded, monkeypatch, tmp_path, capfd):
+    """The rows are those of the record, in the named project."""
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["replay", str(recorded / "clipped"), "--to", "trackio", "--project", "again"]) == 0
+    assert "trackio show --project again" in capfd.readouterr().out
+    lines = [json.loads(line) for line in (recorded / "clipped/clipped.jsonl").read_text().splitlines()]
+    norm = {line["step"]: line["norms/total_grad_norm"] for line in lines if "norms/total_grad_norm" in line}
+    rows = rows_of(tmp_path / "store", "again")
+    found = {step: row["norms/total_grad_norm"] for _, step, row in rows if "norms/total_grad_norm" in row}
+    assert found == pytest.approx(norm)
+
+
 def test_truncated_last_line_is_not_replayed(finished, recorded):
     """All complete lines before it are sent."""
     record = recorded / "plain/plain.jsonl"
@@ -126,12 +142,15 @@ def test_a_replay_that_fails_leaves_no_half_folder(recorded):
         (["a", "--to", "csv"], "Known: mlflow, tensorboard, trackio, wandb"),
         (["a", "--too", "wandb"], "Unknown option '--too'. Did you mean '--to'?"),
         (["a", "--to", "tensorboard", "--project", "p"], "--project does not apply to --to tensorboard"),
+        (["a", "--to", "mlflow", "--project", "p"], "--project does not apply to --to mlflow"),
+        (["a", "--to", "trackio", "--experiment", "e"], "--experiment does not apply to --to trackio"),
         (["nowhere", "--to", "tensorboard"], "nowhere does not exist"),
         (["a-file", "--to", "wandb"], "a-file is not a folder"),
         (["empty", "--to", "wandb"], "empty is not the folder of a run"),
         (["broken", "--to", "wandb"], "it is JSON, but not an object"),
         (["bare", "--to", "wandb"], "has no s.jsonl"),
         (["bare", "--to", "wandb", "--project", "a/b"], "is not a valid W&B project"),
+        (["bare", "--to", "mlflow", "--experiment", " "], "is not a valid MLflow experiment"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(words, sentence, tmp_path, monkeypatch, capfd):
