@@ -23,6 +23,18 @@ def rademacher(size: int, count: int, generator: torch.Generator, like: Tensor) 
     return signs.to(device=like.device, dtype=like.dtype) * 2 - 1
 
 
+SAME = 0.99
+"""Smallest |cosine| of two Ritz vectors from independent starts that are one eigenvector."""
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """Nodes and weights of a Lanczos run, shapes (m,); the weights add up to 1."""
+
+    nodes: Tensor
+    weights: Tensor
+
+
 @dataclass(frozen=True)
 class Tridiagonal:
     """The operator in an orthonormal basis of m vectors, in which it is tridiagonal.
@@ -47,13 +59,13 @@ class Tridiagonal:
         chosen = vectors[:, -count:].flip(1)
         return values[-count:].flip(0), chosen.T.to(self.basis.dtype) @ self.basis
 
-    def quadrature(self) -> tuple[Tensor, Tensor]:
-        """Return nodes and weights, shapes (m,), with qᵀf(A)q ≈ Σ w·f(node), q the first basis vector.
+    def quadrature(self) -> "Quadrature":
+        """Return nodes and weights with qᵀf(A)q ≈ Σ w·f(node), q the first basis vector.
 
         Exact if f is a polynomial of degree up to 2m − 1 (Golub and Meurant 2010).
         """
         values, vectors = self.ritz()
-        return values, vectors[0].square()
+        return Quadrature(values, vectors[0].square())
 
 
 def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
@@ -105,12 +117,67 @@ def residuals(product: Product, values: Tensor, vectors: Tensor) -> Tensor:
     return norms_of(differences)
 
 
+@dataclass(frozen=True)
+class KnownPairs:
+    """Eigenpairs on which Lanczos runs from independent starts agree.
+
+    ``values`` has shape (k,), ``vectors`` shape (k, n). ``places`` are the indices of their Ritz values in each run.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    places: list[list[int]]
+
+    @classmethod
+    def of(cls, runs: Sequence[Tridiagonal]) -> "KnownPairs":
+        """Compare the Ritz vectors of two or more runs; reads them on the host.
+
+        Vectors of an eigenvalue with several eigenvectors differ between runs, so that it is not known.
+        """
+        pairs = [run.ritz() for run in runs]
+        vectors = [(ritz[1].T.to(run.basis.dtype) @ run.basis) for ritz, run in zip(pairs, runs, strict=True)]
+        if len(runs) < 2:
+            return cls(pairs[0][0][:0], vectors[0][:0], [[] for _ in runs])
+        matches = [(vectors[0] @ other.T).abs().max(dim=1) for other in vectors[1:]]
+        agree = torch.stack([match.values for match in matches]).amin(0) > SAME
+        first = agree.nonzero().flatten().tolist()
+        others = [match.indices[agree].tolist() for match in matches]
+        return cls(pairs[0][0][agree], vectors[0][agree], [first, *others])
+
+    def deflated_trace(self, samples: Tensor, probes: Tensor) -> Tensor:
+        """Return samples zᵀAz of the trace with the known eigenvalues counted exactly, shape (probes,).
+
+        zᵀAz − Σλ(u·z)² + Σλ has the same mean, and scatters only by the remaining eigenvalues (Hutch++, Meyer et al.,
+        arXiv 2010.09649). ``probes`` are the z, shape (probes, n), with elements of ±1.
+        """
+        shares = (probes @ self.vectors.T).double().square() - 1
+        return samples - shares @ self.values
+
+    def deflated(self, runs: Sequence[Tridiagonal]) -> list[Quadrature]:
+        """Return the quadratures with the known eigenvalues counted exactly.
+
+        A known node gets the weight 1/n instead of (u·q)². The others share the remaining weight in proportion.
+        """
+        quadratures = []
+        for run, places in zip(runs, self.places, strict=True):
+            quadrature, size = run.quadrature(), run.basis.shape[1]
+            weights = quadrature.weights.clone()
+            weights[places] = 0
+            rest = weights.sum()
+            if places and len(places) < size and rest > 0:
+                weights *= (1 - len(places) / size) / rest
+                weights[places] = 1 / size
+                quadrature = Quadrature(quadrature.nodes, weights)
+            quadratures.append(quadrature)
+        return quadratures
+
+
 def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean of n ≥ 2 samples and its standard error s/√n, with divisor n − 1 in s²."""
     return samples.mean(), samples.std(correction=1) / math.sqrt(samples.numel())
 
 
-def jackknife_error(estimate: Callable[[Sequence[Tridiagonal]], Tensor], runs: Sequence[Tridiagonal]) -> Tensor:
+def jackknife_error(estimate: Callable[[Sequence[Quadrature]], Tensor], runs: Sequence[Quadrature]) -> Tensor:
     """Return the standard errors of an estimate from K ≥ 2 runs, in its shape, by the jackknife over runs."""
     return jackknife_variance(torch.stack([estimate([*runs[:i], *runs[i + 1 :]]) for i in range(len(runs))])).sqrt()
 
@@ -123,10 +190,10 @@ class Density:
     weights: Tensor
 
     @classmethod
-    def of(cls, runs: Sequence[Tridiagonal]) -> "Density":
+    def of(cls, quadratures: Sequence[Quadrature]) -> "Density":
         """Average the quadratures of Lanczos runs from random starts (Ubaru, Chen and Saad 2017)."""
-        nodes, weights = zip(*(run.quadrature() for run in runs), strict=True)
-        return cls(torch.cat(nodes), torch.cat(weights) / len(runs))
+        nodes = torch.cat([quadrature.nodes for quadrature in quadratures])
+        return cls(nodes, torch.cat([quadrature.weights for quadrature in quadratures]) / len(quadratures))
 
     def moment(self, power: int) -> Tensor:
         """Return Σ w·node^power, an estimate of tr(A^power)/n."""

@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from ..measures import drawn_loader, notice
-from .lanczos import Density, Product, Tridiagonal, jackknife_error, lanczos, mean_and_error, rademacher, residuals
+from .lanczos import (
+    Density,
+    KnownPairs,
+    Product,
+    Quadrature,
+    Tridiagonal,
+    jackknife_error,
+    lanczos,
+    mean_and_error,
+    rademacher,
+    residuals,
+)
 from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, Part, gradient_metrics, update_metrics
 from .product_method import CHOICES, EXACT_PRODUCTS, Choice, Chosen, choose_method
 from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
@@ -54,20 +65,30 @@ def rows_metrics(
     return {"sharpness_bias_by_rows": bias, "sharpness_spread_by_rows": spread} if bias else {}
 
 
-def density_metrics(runs: Sequence[Tridiagonal], points: int) -> dict[str, MetricValue]:
-    """Return moments and density of a spectrum from Lanczos runs of probes, with errors for two or more probes."""
-    grid, size = Density.of(runs).grid(points), runs[0].basis.shape[1]
+def density_metrics(
+    runs: Sequence[Tridiagonal], points: int, known: KnownPairs | None = None
+) -> dict[str, MetricValue]:
+    """Return moments and density of a spectrum from Lanczos runs of probes, with errors for two or more probes.
 
-    def estimate(some: Sequence[Tridiagonal]) -> Tensor:
+    ``known`` are the eigenpairs that the runs have in common.
+    """
+    quadratures = (known or KnownPairs.of(runs)).deflated(runs)
+    grid, size = Density.of(quadratures).grid(points), runs[0].basis.shape[1]
+
+    def estimate(some: Sequence[Quadrature]) -> Tensor:
         density = Density.of(some)
         # √(tr(A²)/n), (Σ|λ|)²/Σλ², and the share of negative eigenvalues in tr(A²)
         square, mean_size = density.moment(2), (density.weights * density.nodes.abs()).sum()
-        moments = [square.sqrt(), size * mean_size.square() / square, density.negative_energy()]
+        directions = (size * mean_size.square() / square).clamp(1, size)  # weights below 1/n would leave the range
+        moments = [square.sqrt(), directions, density.negative_energy()]
         return torch.cat([torch.stack(moments), density.smoothed(grid)])
 
     names = ("eigenvalue_rms", "effective_directions", "negative_energy")
     metrics: dict[str, MetricValue] = {"density_grid": list(grid)}
-    for suffix, values in (("", estimate(runs)), *((("_error", jackknife_error(estimate, runs)),) if runs[1:] else ())):
+    estimates = {"": estimate(quadratures)}
+    if len(runs) > 1:
+        estimates["_error"] = jackknife_error(estimate, quadratures)
+    for suffix, values in estimates.items():
         metrics |= {f"{name}{suffix}": value for name, value in zip(names, values[:3], strict=True)}
         metrics[f"density{suffix}"] = list(values[3:])
     return metrics
@@ -92,15 +113,15 @@ MOMENTS = """
         values. Missing for fewer than two batches.
     sharpness_spread_by_rows | standard deviation over the same groups (divisor groups − 1), by r | [0, ∞)
         | The variation of sharpness with the choice of r rows; with all rows it is smaller than the last value.
-    trace | mean over probes z of zᵀHz, z random ±1 (Hutchinson) | (−∞, ∞)
+    trace | mean over probes z, random ±1, of zᵀHz − Σλ(u·z)² + Σλ over the eigenpairs λ, u on which the density probes
+        agree (|cos| of their Ritz vectors above 0.99); without such pairs, the mean of zᵀHz (Hutchinson) | (−∞, ∞)
         | An estimate of the sum of all eigenvalues, with the error trace_error.
-    trace_error | s/√probes, s the standard deviation of zᵀHz over the probes (divisor probes − 1) | [0, ∞)
-        | The standard error of trace. If many eigenvalues share the curvature, trace ± t·trace_error contains the true
-        value in 95 of 100 draws, with Student's t for probes − 1 degrees of freedom (2.57 for 6); if one eigenvalue
-        has all of it, in about 84. Missing for one probe.
+    trace_error | s/√probes, s the standard deviation of these numbers over the probes (divisor probes − 1) | [0, ∞)
+        | The standard error of trace: trace ± t·trace_error, with Student's t for probes − 1 degrees of freedom (2.57
+        for 6), is a 95 % interval, whose measured coverage is below. Missing for one probe.
     eigenvalue_rms | √(tr(H²)/n), n the number of parameters, by quadrature | [0, ∞)
         | The root mean square of all eigenvalues; far below sharpness: the curvature is in a few directions.
-    effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature | [1, n]
+    effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature, at least 1 | [1, n]
         | The effective number of directions with curvature: m if m eigenvalues are equal in size and the others zero.
     negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1] | 0: the loss is convex here; falls in training.
     eigenvalue_rms_error | {jackknife}, e = eigenvalue_rms | [0, ∞) | {error}
@@ -304,9 +325,12 @@ class Sharpness(InterventionHook):
         runs = [lanczos(product, probe, depth) for probe, depth in zip(probes, depths, strict=True)]
         # Lanczos starts from q = z/√n for z of ±1, so zᵀAz = n·qᵀAq = n·α₁.
         samples = size * torch.stack([run.diagonal[0] for run in runs])
+        full_runs = runs[: max(1, self.density_probes)]
+        known = KnownPairs.of(full_runs)
+        samples = known.deflated_trace(samples, probes)
         metrics = top_metrics(product, runs[0], self.k) | {"trace": samples.mean()}
         if len(runs) > 1:
             metrics["trace_error"] = mean_and_error(samples)[1]
         if self.density_probes:
-            metrics |= density_metrics(runs[: self.density_probes], self.density_points)
+            metrics |= density_metrics(full_runs, self.density_points, known)
         return metrics
