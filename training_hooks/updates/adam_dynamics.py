@@ -17,7 +17,14 @@ from ..measures import refuse_missing_rates
 
 Reading = tuple["Sums", Tensor]
 PIECE = 2**17  # elements that are processed together, so that they stay in a processor's cache
-OPTIONS = {"betas": None, "eps": None, "decoupled_weight_decay": False, "amsgrad": False, "maximize": False}
+OPTIONS = {
+    "betas": None,
+    "eps": None,
+    "decoupled_weight_decay": False,
+    "amsgrad": False,
+    "maximize": False,
+    "fused": None,
+}
 """Options that a step of Adam depends on, besides learning rate and weight decay; other options of a group may not be
 plain values, and so are not kept."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -56,6 +63,8 @@ class Update:
     """m̂, the first moment with bias correction."""
     root: Tensor
     """√v̂, the root of the second moment with bias correction."""
+    denominator: Tensor
+    """√v̂+ε, rounded like the optimizer's."""
     adaptive: Tensor
     """−η·m̂/(√v̂+ε)."""
     decay: Tensor | None
@@ -101,14 +110,23 @@ def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tens
     squares = "max_exp_avg_sq" if group.options["amsgrad"] else "exp_avg_sq"
     moment = flatten_together([state["exp_avg"] for state in states]).div_(first)
     root = flatten_together([state[squares] for state in states]).sqrt_().div_(second.sqrt_())
+    denominator = root + group.options["eps"]
+    if not group.options.get("fused") and any(state[squares].element_size() < 4 for state in states):
+        denominator = flatten_together([_rounded_denominator(state, squares, group) for state in states])
     # θ₋ = (θ + η·m̂/(√v̂+ε)) / (1 − ηλ) with decoupled decay (arXiv 1711.05101), θ + η·m̂/(√v̂+ε) without
-    adaptive = torch.div(moment, root + group.options["eps"]).mul_(-group.lr)
+    adaptive = torch.div(moment, denominator).mul_(-group.lr)
     before.sub_(adaptive)
     shrinkage = group.lr * group.weight_decay
     if not (group.options["decoupled_weight_decay"] and shrinkage):
-        return Update(moment, root, adaptive, None, before)
+        return Update(moment, root, denominator, adaptive, None, before)
     before.div_(1 - shrinkage)
-    return Update(moment, root, adaptive, -shrinkage * before, before)
+    return Update(moment, root, denominator, adaptive, -shrinkage * before, before)
+
+
+def _rounded_denominator(state: Mapping[str, Tensor], squares: str, group: OptimizerGroup) -> Tensor:
+    """Return √v̂ + ε as torch computes it in the dtype of v, where a small ε rounds to 0 in float16."""
+    correction = (1 - float(group.options["betas"][1]) ** unsharded(state["step"]).double()).sqrt()
+    return (state[squares].sqrt() / correction).add_(group.options["eps"])
 
 
 @dataclass(frozen=True)
@@ -156,7 +174,8 @@ def compute_sums(update: Update, gradient: Tensor, group: OptimizerGroup, refere
         coupled_decay=coupled * square_norm(update.before) if coupled else zero,
         update_gradient=inner_product(total, gradient),
         moment_gradient=inner_product(update.moment, gradient),
-        below_eps=torch.count_nonzero(update.root < group.options["eps"]),
+        # ε is the rest of the denominator, as the optimizer rounds it
+        below_eps=torch.count_nonzero(2 * update.root < update.denominator),
         elements=zero + gradient.numel(),
         distance=zero if remaining is None else square_norm(remaining),
         update_distance=zero if remaining is None else inner_product(total, remaining),
@@ -207,17 +226,18 @@ def solution_metrics(sums: Sums) -> dict[str, Tensor]:
     }
 
 
-def effective_rates(root: Tensor, group: OptimizerGroup, share: float) -> Tensor:
+def effective_rates(denominator: Tensor, group: OptimizerGroup, share: float) -> Tensor:
     """Return η/(√v̂ + ε) of an evenly spread ``share`` of the elements, at least one; shape (samples,).
 
     Args:
-        root: √v̂, shape (elements,).
+        denominator: √v̂ + ε, shape (elements,).
         group: the settings of the parameter group.
         share: share of the elements to take; 1 or more takes all.
     """
     if share < 1:
-        root = root[spread_indices(len(root), math.ceil(share * len(root))).to(root.device)]
-    return group.lr / (root + float(group.options["eps"]))
+        count = len(denominator)
+        denominator = denominator[spread_indices(count, math.ceil(share * count)).to(denominator.device)]
+    return group.lr / denominator
 
 
 def split_into_pieces(parameters: Mapping[str, Tensor]) -> list[list[str]]:
@@ -253,7 +273,7 @@ MOMENTS = """
         | The share of weight decay in the input of the moments. Omitted without coupled decay.
 """
 RATE = """
-    {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞) | The effective learning rate of an element of m̂.
+    {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞] | The effective learning rate of an element of m̂.
         p90/p10 is the spread of the preconditioner; SGD with momentum has 1.
 """
 SOLUTION = """
@@ -279,8 +299,9 @@ class AdamDynamics(InterventionHook):
 
     Assumes torch.optim.Adam, AdamW or a subclass with the same update rule, in any implementation (foreach, fused,
     amsgrad), and that no committing hook has changed parameters since the step. Δθ is the update that Adam computes;
-    parameters in bfloat16 or float16 lose a part of it to rounding. Takes the memory of ten copies of the largest
-    parameter, or of 131,072 elements.
+    parameters in bfloat16 or float16 lose a part of it to rounding. For moments in these dtypes √v̂ + ε is rounded as
+    in torch, except with ``fused``: in float16 an ε of 1e-8 is 0, and Δθ is NaN where v̂ and m̂ are 0. Takes the memory
+    of ten copies of the largest parameter, or of 131,072 elements.
 
     Args:
         every_n_steps: steps between two reports.
@@ -368,7 +389,7 @@ class AdamDynamics(InterventionHook):
             update = adam_update(moved, [states[name] for name in names], group)
             target = None if reference is None else flatten_together([reference[name] for name in names])
             sums = compute_sums(update, flatten_together(live_gradients(moved)), group, target)
-            readings.append((sums, effective_rates(update.root, group, share)))
+            readings.append((sums, effective_rates(update.denominator, group, share)))
         return readings
 
     def _metrics(self, readings: Sequence[Reading], *, solution: bool) -> dict[str, Tensor]:

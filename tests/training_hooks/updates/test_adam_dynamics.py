@@ -253,7 +253,7 @@ def test_sample_represents_very_large_tensor():
     count = 17_000_000
     root = torch.linspace(0, 1, count).square_()
     group = OptimizerGroup(("w",), lr=1.0, weight_decay=0.0, betas=(0.9, 0.999), options={"eps": 0.5})
-    rates = effective_rates(root, group, 16384 / count)
+    rates = effective_rates(root + group.options["eps"], group, 16384 / count)
     assert len(rates) == 16384
     assert torch.quantile(rates, 0.3).item() == pytest.approx(1 / (0.7**2 + 0.5), rel=1e-3)
 
@@ -292,3 +292,29 @@ def test_settings_of_current_step_survive_saving():
 def test_empty_sample_is_refused():
     with pytest.raises(UsageError, match=r"adam_dynamics\.sample is 0"):
         AdamDynamics(sample=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "is_finite"),
+    [
+        (torch.float16, {}, False),
+        (torch.float16, {"foreach": True}, False),
+        (torch.float16, {"eps": 1e-3}, True),
+        (torch.float16, {"fused": True}, True),
+        (torch.bfloat16, {}, True),
+        (torch.float32, {}, True),
+    ],
+    ids=str,
+)
+def test_epsilon_is_rounded_like_the_optimizers(dtype, options, is_finite):
+    """In float16 an epsilon of 1e-8 is 0, and an element without a gradient becomes NaN, as the update reports."""
+    parameter = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.AdamW([parameter], lr=0.5, weight_decay=0.0, **options)
+    parameter.grad = torch.tensor([0.0, 1.0, -1.0, 2.0], dtype=dtype)
+    optimizer.step()
+    model = nn.ParameterDict({"w": parameter})
+    (group,) = optimizer_groups(model, optimizer)
+    update = adam_update([parameter], [optimizer.state[parameter]], group)
+    assert parameter.isfinite().all().item() is is_finite
+    assert update.total.isfinite().all().item() is is_finite
+    torch.testing.assert_close(update.total[1:], parameter.detach()[1:].float() - 1, rtol=1e-2, atol=1e-2)
