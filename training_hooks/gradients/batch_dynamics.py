@@ -5,7 +5,7 @@ from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 
-from ..measures import effective_rank, leading_share
+from ..measures import effective_rank, is_overflowed, leading_share
 from .gradient_history import GradientHistory, check_dimensions, check_memory, spectrum
 
 LAGS = (1, 2, 5, 10, 20, 50)
@@ -127,7 +127,8 @@ class BatchDynamics(TrainingHook):
         """Keep this step's gradient; return the metrics of the burst so far at the steps that report."""
         if ctx.step != self._step + 1:
             self._history.reset()
-        self._history.append(ctx.model)
+        if not is_overflowed(ctx):  # a step that the loss scaler skips is left out
+            self._history.append(ctx.model)
         self._step = ctx.step
         ends_burst = not self.step_schedule.is_due(ctx.step + 1)
         count = self._history.count

@@ -10,7 +10,7 @@ from loopscope.option_words import hook_option_text
 from loopscope.tensors import cosine_of, trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory, FlatVector
+from ..measures import FlatLayout, FlatMemory, FlatVector, is_overflowed
 
 
 def agreement(layout: FlatLayout, gradient: Tensor, previous: Tensor, shared: Sequence[str]) -> dict[str, Tensor]:
@@ -120,7 +120,13 @@ class Consecutive(TrainingHook):
         return {} if previous is None else agreement(layout, mean.data, previous.data, shared)
 
     def _gather(self, ctx: RunDataContext) -> Metrics:
-        """Add a step's gradient to the sum in the step loop; compare the mean at the end of an interval."""
+        """Add a step's gradient to the sum in the step loop; compare the mean at the end of an interval.
+
+        An interval with a step that the loss scaler skips has no mean.
+        """
+        if is_overflowed(ctx):
+            self._summed = 0
+            return {}
         layout = self._memory.layout(ctx.model) if self._summed else self._layout(ctx)
         vectors, gradients = self._memory.vectors, layout.gradients()
         if not self._summed:

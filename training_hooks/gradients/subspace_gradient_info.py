@@ -11,7 +11,7 @@ from loopscope.option_words import hook_option_text
 from loopscope.tensors import trainable
 from torch import Tensor
 
-from ..measures import FlatSpace, participation_ratio
+from ..measures import FlatSpace, is_overflowed, participation_ratio
 from .gradient_history import GradientHistory, check_dimensions, check_memory, spectrum
 
 
@@ -142,6 +142,8 @@ class SubspaceGradientInfo(TrainingHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Append the gradient and return the spectrum, and the share once there are ``top`` earlier gradients."""
+        if is_overflowed(ctx):  # the loss scaler skips the step
+            return {}
         self._history.append(ctx.model)
         gram, resolution = self._history.gram(), self._history.resolution
         metrics: dict[str, Any] = {}

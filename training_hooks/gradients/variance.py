@@ -12,7 +12,7 @@ from loopscope.option_words import hook_option_text
 from loopscope.tensors import trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory
+from ..measures import FlatLayout, FlatMemory, is_overflowed
 
 
 @dataclass
@@ -105,7 +105,8 @@ class Variance(TrainingHook):
     them cost nothing; otherwise the window slides by ``every`` steps.
 
     Assumes that the gradients of a window are draws around one mean although the parameters move in the meantime;
-    ``successive_ratio`` measures how well that holds. A parameter without a gradient in a step counts as zero. Keeps
+    ``successive_ratio`` measures how well that holds. Steps that a loss scaler skips are left out; a burst with one has
+    no report. A parameter without a gradient in a step counts as zero. Keeps
     three gradients in float32 or wider (mean, newest, work space), and ``window/every − 1`` more if windows slide.
 
     Args:
@@ -168,6 +169,9 @@ class Variance(TrainingHook):
         """Add a step's gradient; return the metrics of the window that it completes, if any."""
         if ctx.step != self._last_step + 1:
             self.reset()
+        if is_overflowed(ctx):
+            self._last_step = ctx.step
+            return {}
         layout = self._extend(ctx)
         self._last_step = ctx.step
         if self._chunks[-1].count < self._length:

@@ -7,6 +7,7 @@ from .jackknife import jackknife_variance
 from .missing_rates import refuse_missing_rates
 from .series_budget import FamilyFile, SeriesBudget
 from .series_families import Families, on_host, reported_series
+from .skipped_steps import is_overflowed
 from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
     stable_rank,
@@ -15,7 +16,7 @@ from .splitmix import splitmix64
 
 __all__ = [
     "Alerts", "Families", "FamilyFile", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "SeriesBudget",
-    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "jackknife_variance", "leading_share", "notice",
-    "on_host", "participation_ratio", "refuse_missing_rates", "reported_series", "sharded_like", "singular_values",
-    "smaller_gram", "splitmix64", "stable_rank", "stacked",
+    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "is_overflowed", "jackknife_variance",
+    "leading_share", "notice", "on_host", "participation_ratio", "refuse_missing_rates", "reported_series",
+    "sharded_like", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

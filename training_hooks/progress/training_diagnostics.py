@@ -1,6 +1,6 @@
 """Stability of training: volatility and autocorrelation of the loss, gradient norm variation, update ratio."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,8 @@ AUTOCORRELATION = """
         all losses are equal.
 """
 GRADIENTS_AND_UPDATES = """
-    grad_norm_mean | mean of ‖g‖₂ over the window, g all gradients of a step before any clipping | [0, ∞)
+    grad_norm_mean | mean of ‖g‖₂ over the window, g all gradients of a step before any clipping, without the steps that
+        a loss scaler skips | [0, ∞)
         | Compare with the clipping threshold: far above it, nearly every step is clipped.
     grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)]
         | The coefficient of variation. Above about 1: a few steps have most of the gradient. NaN: no gradient.
@@ -133,9 +134,13 @@ class TrainingDiagnostics(TrainingHook):
         if ctx.hook_point is HookPoint.POST_STEP:
             return self._measure_update(trainable(ctx.model))
         if ctx.step_losses is not None and ctx.step_grad_norms is not None:
-            new = torch.stack([ctx.step_losses, ctx.step_grad_norms])
+            norms = ctx.step_grad_norms
+            if ctx.skipped_steps:  # a loss scaler skips steps with an infinite norm, which then have none
+                norms = torch.where(norms.isfinite(), norms, torch.nan)
+            new = torch.stack([ctx.step_losses, norms])
             self._steps = torch.cat([self._steps.to(new.device), new], dim=1)[:, -self.window :]
-        return self._summarise()
+        # With skipped steps NaN stands for such a step.
+        return self._summarise(torch.nanmean if ctx.skipped_steps else torch.mean)
 
     def _measure_update(self, after: Vector) -> Metrics:
         if not self._before:
@@ -145,14 +150,15 @@ class TrainingDiagnostics(TrainingHook):
         self._ratios = [*self._ratios, ratio][-self._most_ratios :]
         return {"update_ratio": ratio}
 
-    def _summarise(self) -> Metrics:
+    def _summarise(self, mean_of: Callable[[Tensor], Tensor]) -> Metrics:
         metrics: dict[str, Any] = {}
         losses, norms = self._steps
         if len(losses) > 1:
             metrics["window_steps"] = len(losses)
             metrics["loss_volatility"] = spread(losses)
-            metrics["grad_norm_mean"] = norms.mean()
-            metrics["grad_norm_variation"] = spread(norms) / norms.mean()
+            metrics["grad_norm_mean"] = mean_of(norms)
+            shifted = norms - norms.nan_to_num(0.0).amax()  # exact zeros for equal norms
+            metrics["grad_norm_variation"] = mean_of((shifted - mean_of(shifted)).square()).sqrt() / mean_of(norms)
         if len(losses) > 2:
             metrics["loss_change_volatility"] = spread(losses.diff())
         for lag in range(1, min(self.lags, len(losses) // VALUES_PER_LAG) + 1):
