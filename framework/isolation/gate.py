@@ -131,8 +131,11 @@ class Isolation:
         self._tripwire.take_baseline()
         self._audit.take_baseline()
 
-    def check(self, call: Call) -> None:
-        """Raise :class:`StateMutationError` if the state visibly differs from the baseline."""
+    def check(self, call: Call, *, shares_bytes: bool = False) -> None:
+        """Raise :class:`StateMutationError` if the state visibly differs from the baseline.
+
+        A call that ``shares_bytes`` leaves the comparison of bytes to :meth:`check_rest`.
+        """
         self._check_quickly(call)
         self._extend_quick_checks()
         if self._tripwire.rewritten:  # also by tensors that moved to other memory
@@ -140,7 +143,7 @@ class Isolation:
         if self._audit.enabled:
             self._restore_streams_for_audit()
             self._audit.check(call)
-        elif call.is_shipped:
+        elif shares_bytes:
             self._calls_sharing_bytes.append(call)
         else:
             self._tripwire.check_bytes(call)
@@ -181,7 +184,7 @@ class Isolation:
             if (*map(operator.call, MODE_COUNTERS),) != self._modes:
                 leave_modes(self._modes)
             if is_full:
-                self.check(call)
+                self.check(call, shares_bytes=call.is_shipped)
             else:
                 self._check_quickly(call)
             if grad_mode is not self._grad_mode:  # a nested call: the outer one continues without gradients

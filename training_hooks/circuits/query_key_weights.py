@@ -276,4 +276,5 @@ def _agrees(output: Tensor, scaling: Scaling, call: AttentionCall) -> bool:
 def _relative_norms(tensor: Tensor) -> Tensor:
     """Return the norms over the last dimension, divided by the largest magnitude, so that no square overflows."""
     tensor = tensor.float()
-    return torch.linalg.vector_norm(tensor / tensor.abs().amax().clamp(min=torch.finfo().tiny), dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(tensor / tensor.abs().amax().clamp(min=torch.finfo().tiny), dim=-1)
+    return norms

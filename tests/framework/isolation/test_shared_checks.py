@@ -83,3 +83,16 @@ def test_audit_compares_every_own_call(comparisons):
     with pytest.raises(StateMutationError, match="Hook 'second'"):
         observe_all(Isolation(state, audit=True), state, OWN, "second")
     assert comparisons == []
+
+
+def test_commits_of_own_interventions_are_no_writes(comparisons):
+    """An intervention is compared alone, before its commit is applied."""
+    state = made()
+    isolation = Isolation(state)
+    with isolation.visit():
+        isolation.observe(OWN[0], nothing)
+        isolation.intervene(OWN[1], nothing, mutates=False)
+        write(state)
+        isolation.note_commit()
+        isolation.observe(OWN[2], nothing)
+    assert [text.count("Hook '") for text in comparisons] == [1, 1, 1]
