@@ -32,7 +32,15 @@ from ..isolation import (
     borrowed_modes,
     borrowed_weights,
 )
-from ..state import StreamState, TrainingState, betas_of, learning_rate_of, number_or, optimizers_of
+from ..state import (
+    StreamState,
+    TrainingState,
+    betas_of,
+    learning_rate_of,
+    number_or,
+    optimizers_of,
+    rounds_stochastically,
+)
 from ..tensors import Vector, resharded_afterwards
 from ..training import LossProbe, TrainingTask, without_graph
 from .commits import CommitRecord
@@ -321,6 +329,8 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerG
     pairs = [(index, group) for index, item in enumerate(optimizers) for group in item.param_groups]
     for index, group in pairs:
         options = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in group.items() if key != "params"}
+        if rounds_stochastically(optimizers[index], group):
+            options["stochastic_rounding"] = True
         view = OptimizerGroup(
             names=tuple(names[parameter] for parameter in group["params"] if parameter in names),
             lr=float(learning_rate_of(group)),

@@ -4,7 +4,7 @@ from .contents import contents_of, has_contents
 from .digest import described
 from .digest import digest as digest_of
 from .flags import MODE_COUNTERS, deterministic, entered_modes, explain_nondeterminism, leave_modes, settings
-from .group_options import betas_of, learning_rate_of, number_or
+from .group_options import betas_of, learning_rate_of, number_or, rounds_stochastically
 from .model_parts import InternalFunction, InternalHook, hook_contents
 from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS
@@ -18,10 +18,45 @@ from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of, reachable_from_modules
 
 __all__ = [
-    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "InternalFunction", "InternalHook", "LoopState",
-    "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched",
-    "betas_of", "contents_of", "copy_of_batch", "described", "described_tensor", "deterministic", "differing",
-    "digest_of", "entered_modes", "explain_nondeterminism", "has_contents", "hook_contents", "learning_rate_of",
-    "leave_modes", "nested", "number_or", "optimizers_of", "reachable_from_modules", "seed_everything", "settings",
-    "short_name", "split_groups", "tensors_of", "visited", "without_on_demand",
+    "ATOMS",
+    "EXTRAS",
+    "MODE_COUNTERS",
+    "NODE_HOOKS",
+    "InternalFunction",
+    "InternalHook",
+    "LoopState",
+    "ModuleOrGroup",
+    "Part",
+    "RandomStreams",
+    "StreamState",
+    "Structure",
+    "TrainingState",
+    "Transient",
+    "Watched",
+    "betas_of",
+    "contents_of",
+    "copy_of_batch",
+    "described",
+    "described_tensor",
+    "deterministic",
+    "differing",
+    "digest_of",
+    "entered_modes",
+    "explain_nondeterminism",
+    "has_contents",
+    "hook_contents",
+    "learning_rate_of",
+    "leave_modes",
+    "nested",
+    "number_or",
+    "optimizers_of",
+    "reachable_from_modules",
+    "rounds_stochastically",
+    "seed_everything",
+    "settings",
+    "short_name",
+    "split_groups",
+    "tensors_of",
+    "visited",
+    "without_on_demand",
 ]

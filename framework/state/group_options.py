@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 def learning_rate_of(group: Mapping[str, Any]) -> float | Tensor:
@@ -18,6 +19,15 @@ def learning_rate_of(group: Mapping[str, Any]) -> float | Tensor:
     if isinstance(rate, Tensor) and rate.numel() == 1:
         return rate.reshape(()) if rate.ndim else rate
     return number_or(rate, math.nan)
+
+
+def rounds_stochastically(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer rounds weights stochastically, by an attribute or option with such a name that is on.
+
+    Examples are ``bf16_stochastic_round`` of torchao and ``stochastic_rounding`` of other packages.
+    """
+    named = (*vars(optimizer).items(), *group.items())
+    return any("stochastic" in name and value is True for name, value in named)
 
 
 def number_or(value: Any, default: float) -> float:

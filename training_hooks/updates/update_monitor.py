@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from loopscope.errors import UsageError, require
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import learning_rate_of, number_or
+from loopscope.state import learning_rate_of, number_or, rounds_stochastically
 from loopscope.tensors import groups_of, over_shards, trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -119,6 +119,8 @@ class WeightUpdateMonitor(Remembering):
     _checked = Remembered[Named](dict, saved=False)
     _rates = Remembered[dict[str, tuple[float, float]]](dict)
     """The learning rates of the step; a scheduler may change them before :meth:`updates`."""
+    _stochastic = Remembered(set[str], saved=False)
+    """Parameters whose weights the optimizer rounds stochastically, so that the lost part of a step is chance."""
     _missed = Remembered(list[str])
     """Parameters with a gradient that is zero in all sampled elements."""
 
@@ -142,6 +144,15 @@ class WeightUpdateMonitor(Remembering):
     def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
         """Measure the gradients by parameter name, and keep the weights; call it before the step."""
         parameters = trainable(model)
+        self.expect_stochastic_rounding(
+            {
+                name
+                for group in optimizer.param_groups
+                if rounds_stochastically(optimizer, group)
+                for name, value in parameters.items()
+                if any(value is other for other in group["params"])
+            }
+        )
         rates = {
             id(value): step_rate(float(learning_rate_of(group)), number_or(group.get("weight_decay"), 0.0), group)
             for group in optimizer.param_groups
@@ -157,6 +168,14 @@ class WeightUpdateMonitor(Remembering):
         step that ``torch.amp.GradScaler`` skipped: the step would count as one that moved nothing.
         """
         return self.updates(model)
+
+    def expect_stochastic_rounding(self, names: Iterable[str]) -> None:
+        """Set the parameters whose weights the optimizer rounds stochastically in the next step.
+
+        On average they move as they should, so no part of their updates counts as rounded away, and no parameter with
+        a gradient as frozen.
+        """
+        self._stochastic = set(names)
 
     @torch.no_grad()
     def gradients(self, parameters: Named, rates: Rates, *, extremes: bool) -> dict[str, GradientDiagnostics]:
@@ -225,6 +244,9 @@ class WeightUpdateMonitor(Remembering):
         # r = ‖Δw‖₂/(‖w‖₂ + ε), w the weights before the step
         ratio = update_norm / (weight_norm + EPSILON)
         is_still = ratio <= self.frozen_update_ratio_threshold
+        if name in self._stochastic:
+            is_still = is_still and not driven
+            driven = stuck = decayed = undecayed = 0.0
         losses = {"gradient": stuck > 0 and (is_still or stuck == driven), "decay": undecayed > 0 and is_still}
         lost = tuple(term for term, is_lost in losses.items() if is_lost)
         earlier_checks = self._frozen.pop(name, 0)

@@ -96,7 +96,8 @@ class WeightUpdates(TrainingHook):
         rounded_away_fraction | elements of parameters below float32 that have a gradient and are, after a step at a
             rate above 0, where decoupled weight decay alone takes them / those that have a gradient | [0, 1]
             | The share of gradient updates that rounding removes. Near 1: the precision of the weights is too low; keep
-            float32 weights, or round stochastically.
+            float32 weights, or round stochastically. Missing if the optimizer rounds stochastically, since weights then
+            move as they should on average.
         decay_rounded_away_fraction | elements θ ≠ 0 of parameters below float32 with θ·(1 − lr·λ), rounded, = θ / those
             θ ≠ 0, over groups with decoupled decay λ and lr > 0 | [0, 1]
             | Near 1: weight decay alone has no effect, though gradients may move the weights. An optimizer that rounds
@@ -168,6 +169,12 @@ class WeightUpdates(TrainingHook):
                 for group in ctx.optimizer_groups
                 for name in group.names
             }
+            self.monitor.expect_stochastic_rounding(
+                name
+                for group in ctx.optimizer_groups
+                if group.options.get("stochastic_rounding")
+                for name in group.names
+            )
             gradients = self.monitor.gradients(trainable(ctx.model), rates, extremes=False)
             return self._gradient_metrics(gradients, ctx) if gradients else {}
         updates = self.monitor.updates(ctx.model) if self._kept_at == ctx.step else {}

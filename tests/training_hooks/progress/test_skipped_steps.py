@@ -14,7 +14,6 @@ OPTIONS = {
     "batch_dynamics": {"history": 8, "every": 9},
     "subspace_gradient_info": {"window": 4, "top": 2, "every": 1},
     "training_diagnostics": {"window": 8, "lags": 1, "update_every": 2},
-    "consecutive": {"interval": 5},
 }
 
 

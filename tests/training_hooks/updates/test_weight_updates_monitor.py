@@ -403,3 +403,33 @@ def test_monitor_memory_is_bounded():
 def test_options_that_cannot_work_are_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
         WeightUpdateMonitor(**options)
+
+
+class Dithered(torch.optim.SGD):
+    """SGD on bfloat16 weights whose sums it rounds stochastically, named as in other packages."""
+
+    def __init__(self, parameters, option: str, **options) -> None:
+        super().__init__(parameters, **options)
+        (vars(self) if option != "group" else self.param_groups[0])["stochastic_rounding"] = True
+        if option == "torchao":
+            del self.stochastic_rounding
+            self.bf16_stochastic_round = True
+
+
+@pytest.mark.parametrize("option", ["attribute", "group", "torchao", "plain"])
+def test_stochastic_rounding_is_not_judged(option):
+    """No element counts as rounded away, and no parameter as frozen, if a step moves weights by chance."""
+    model = nn.Linear(8, 8, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    if option != "plain":
+        optimizer = Dithered(model.parameters(), option, lr=1e-6)
+    monitor = WeightUpdateMonitor(frozen_patience_steps=1)
+    model.weight.grad = torch.ones_like(model.weight)
+    monitor.check_gradients(model, optimizer)
+    optimizer.step()  # lost to rounding
+    (update,) = monitor.check_updates(model, optimizer).values()
+    stats = monitor.aggregate_update_stats({"weight": update})
+    assert update.is_rounded_away is (option == "plain")
+    assert not update.is_frozen
+    assert ("rounded_away_fraction" in stats) is (option == "plain")
