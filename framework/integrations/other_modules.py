@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..data import Batch
 from ..errors import require
 from ..isolation import borrowed_buffers, borrowed_modes
-from ..state import TrainingState, tensors_of
+from ..state import FullSharding, TrainingState, tensors_of
 from ..training import LossProbe, Profiler, TrainingTask
 from .attach_options import Loss
 from .model_wrappers import unwrap
@@ -64,9 +64,11 @@ def modules_of_loss(task: TrainingTask, state: TrainingState, batch: Batch, loss
         leaves = [weakref.ref(leaf) for leaf in leaves_of(LossProbe(task, state, Profiler()).loss_with_graph(batch))]
     of_found = {id(parameter) for module in found for parameter in module.parameters()}
     of_batch = {*map(id, tensors_of(batch))}
+    # FSDP2 computes with gathered parameters, which no module holds afterwards and whose storage is freed.
+    gathered = {id(item) for sharding in (state.sharding, *map(FullSharding, found)) for item in sharding.gathered()}
     # The graph is gone here, and with it the tensors that the loss creates to compute a derivative.
     living = [leaf for reference in leaves if (leaf := reference()) is not None]
-    loose = [leaf for leaf in living if id(leaf) not in known | of_found | of_batch]
+    loose = [leaf for leaf in living if id(leaf) not in known | of_found | of_batch | gathered]
     modules = [module for module in found if any(True for _ in (*module.parameters(), *module.buffers()))]
     return _with_names(modules, loss, state) | ({"tensors of the loss": LooseTensors(loose)} if loose else {})
 

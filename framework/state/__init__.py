@@ -12,51 +12,18 @@ from .objects import ATOMS, Transient
 from .parameter_groups import split_groups
 from .parts import LoopState, Part, Watched, copy_of_batch, nested, tensors_of, visited
 from .random_streams import RandomStreams, StreamState, seed_everything
+from .sharding import FullSharding
 from .short_names import described_tensor, short_name
 from .structure import Structure
 from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of, reachable_from_modules
 
 __all__ = [
-    "ATOMS",
-    "EXTRAS",
-    "MODE_COUNTERS",
-    "NODE_HOOKS",
-    "InternalFunction",
-    "InternalHook",
-    "LoopState",
-    "ModuleOrGroup",
-    "Part",
-    "RandomStreams",
-    "StreamState",
-    "Structure",
-    "TrainingState",
-    "Transient",
-    "Watched",
-    "betas_of",
-    "contents_of",
-    "copy_of_batch",
-    "described",
-    "described_tensor",
-    "deterministic",
-    "differing",
-    "digest_of",
-    "entered_modes",
-    "explain_nondeterminism",
-    "has_contents",
-    "hook_contents",
-    "learning_rate_of",
-    "leave_modes",
-    "nested",
-    "number_or",
-    "optimizers_of",
-    "reachable_from_modules",
-    "rounds_stochastically",
-    "seed_everything",
+    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "FullSharding", "InternalFunction", "InternalHook", "LoopState",
+    "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched",
+    "betas_of", "contents_of", "copy_of_batch", "described", "described_tensor", "deterministic", "differing",
+    "digest_of", "entered_modes", "explain_nondeterminism", "has_contents", "hook_contents", "learning_rate_of",
+    "leave_modes", "nested", "number_or", "optimizers_of", "reachable_from_modules", "rounds_stochastically", "seed_everything",
     "settings",
-    "short_name",
-    "split_groups",
-    "tensors_of",
-    "visited",
-    "without_on_demand",
+    "short_name", "split_groups", "tensors_of", "visited", "without_on_demand",
 ]

@@ -71,10 +71,13 @@ class FullSharding:
                 "model.reshard() after such a pass, or evaluate with scope.evaluate."
             )
 
+    def gathered(self) -> list[Any]:
+        """Return the gathered parameters, which autograd graphs hold; between passes their storage is freed."""
+        return [space[_GATHERED] for space in self._parameters if _GATHERED in space]
+
     def read(self) -> tuple[Any, ...]:
         """Return pending work, settings, and gradients and hooks of gathered parameters."""
-        gathered = [space[_GATHERED] for space in self._parameters if _GATHERED in space]
-        attached = [(item.grad, item._backward_hooks, item._post_accumulate_grad_hooks) for item in gathered]
+        attached = [(item.grad, item._backward_hooks, item._post_accumulate_grad_hooks) for item in self.gathered()]
         loaded = [entry for entry in attached if entry[0] is not None or entry[1] or entry[2]]
         return (*[space.get(key) for space, key in self._plain], *loaded)
 
