@@ -1,7 +1,7 @@
 """Entropy of the singular values of the update (left), and its largest singular value scaled by the shape (right), of
 one matrix of the second block in 100 steps of a small GPT with AdamW or, for the matrices of its blocks, with Muon. The
-updates of Muon have nearly equal singular values, so their entropy is near 1; the scaled update follows the schedule of
-the learning rate (warm-up over 20 steps, then linear decay)."""
+updates of Muon have nearly equal singular values, so their entropy is near 1, and their scaled norm follows exactly the
+schedule of the learning rate (warm-up over 20 steps, then linear decay)."""
 
 import torch
 from matplotlib import pyplot

@@ -42,11 +42,12 @@ def spectral_metrics(update: Tensor, weight: Tensor, out_features: int, in_featu
     >>> {name: value.item() for name, value in metrics.items()}["update_entropy"]
     1.0
     """
-    scale = math.sqrt(out_features / in_features)
+    scale, count = math.sqrt(out_features / in_features), len(update)
+    # Rounding may leave the ranges of equal singular values by 1e-16.
     return {
         "update_norm": update[0],
-        "update_stable_rank": stable_rank(update),
-        "update_entropy": entropy_of_shares(update / update.sum()) / math.log(len(update)),
+        "update_stable_rank": stable_rank(update).clamp(1, count),
+        "update_entropy": (entropy_of_shares(update / update.sum()) / math.log(count)).clamp(0, 1),
         "relative_update": update[0] / weight[0],
         "scaled_update": update[0] / scale,
         "scaled_weight": weight[0] / scale,
@@ -59,8 +60,8 @@ def cosine_of(first: Tensor, second: Tensor) -> Tensor:
     NaN if one of them is zero.
     """
     first, second = first.double(), second.double()
-    cosine: Tensor = (first * second).sum() / (torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
-    return cosine
+    norms = torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second)
+    return torch.div((first * second).sum(), norms).clamp(-1, 1)
 
 
 @HookRegistry.register

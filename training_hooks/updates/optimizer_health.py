@@ -117,8 +117,9 @@ class OptimizerHealth(InterventionHook):
         update_per_lr_max | max over the parameters of update_per_lr | [0, ∞]
             | Above about 1 under Adam: the update exceeds what the learning rate implies, in a spike of gradient_rms or
             through large weight decay.
-        gradient_rms/<parameter> | √(mean over elements of g²/max(v̂, ε²)) | [0, √(1/(1−β₂))] under Adam with g ≠ 0
-            | About 1. Names the parameter in which a spike starts.
+        gradient_rms/<parameter> | √(mean over elements of g²/max(v̂, ε²)) | [0, ∞)
+            | About 1, less in embeddings with rare tokens. Names the parameter in which a spike starts. Under Adam
+            at most √((1−β₂ᵗ)/(1−β₂)), except for rounding.
         below_eps/<parameter> | elements with v̂ < ε² / elements of the parameter | [0, 1]
             | 1: the complete parameter gets steps of SGD.
         update_per_lr/<parameter> | RMS(Δθ)/η, η the learning rate of the step, under Adafactor min(η, 1/√t)·max(ε₂,

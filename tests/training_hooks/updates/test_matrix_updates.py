@@ -6,10 +6,12 @@ from functools import partial
 import loopscope
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.training_hooks.updates import MatrixUpdates
-from loopscope.training_hooks.updates.matrix_updates import cosine_of, spectral_metrics
+from loopscope.training_hooks.updates.matrix_updates import cosine_of, singular_values_by_name, spectral_metrics
 from loopscope.training_hooks.updates.weight_matrices import WeightMatrix, spread, weight_matrices
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
@@ -198,6 +200,28 @@ def test_metrics_scale_with_the_update(scale):
     assert cosine_of(matrix * scale, matrix * scale).item() == pytest.approx(1)
 
 
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**31),
+    shape=st.tuples(st.integers(2, 6), st.integers(2, 6)),
+    rank=st.integers(1, 6),
+    exponent=st.integers(-126, 120),
+)
+def test_metrics_stay_in_their_ranges(seed, shape, rank, exponent):
+    """For updates of any rank and scale, equal singular values included."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.ones(min(rank, *shape), dtype=torch.float64)
+    change = (with_spectrum(values, *shape) * 2.0**exponent).float()
+    other = torch.randn(shape, generator=generator) * 2.0**-exponent
+    spectra = singular_values_by_name({"change": change, "other": other})
+    metrics = spectral_metrics(spectra["change"], spectra["other"], *shape)
+    assert 1 <= metrics["update_stable_rank"] <= min(shape)
+    assert 0 <= metrics["update_entropy"] <= 1
+    assert all(metrics[name] > 0 for name in ("update_norm", "relative_update", "scaled_update", "scaled_weight"))
+    assert -1 <= cosine_of(change, other) <= 1
+    assert 0.9999 < cosine_of(change, change) <= 1
+
+
 def test_matrices_that_do_not_move_are_left_out_of_means(tmp_path):
     """A learning rate of 0 gives no direction: NaN, except for norms and ratios."""
     metrics = reported(tmp_path, SGD, torch.ones(3, 2), lr=0.0)
@@ -219,7 +243,7 @@ class Experts(nn.Module):
 
 
 def test_matrices_have_the_orientation_of_their_layers():
-    """Transposed: Conv1D, transposed convolutions, and experts that declare it."""
+    """Transposed convolutions and experts with ``is_transposed`` are stored as (in, out)."""
     model = nn.ModuleDict(
         {
             "linear": nn.Linear(5, 3),
@@ -247,9 +271,9 @@ def test_tied_embeddings_are_matrices_of_the_layer():
     assert weight_matrices(model) == {"0.weight": WeightMatrix("0.weight")}
 
 
-@pytest.mark.parametrize(("count", "names"), [(1, "a"), (2, "ac"), (3, "abd"), (5, "abcde"), (9, "abcde")])
+@pytest.mark.parametrize(("count", "names"), [(1, "u"), (2, "uw"), (3, "uvx"), (5, "uvwxy"), (9, "uvwxy")])
 def test_sample_is_spread_over_the_model(count, names):
-    assert spread(dict.fromkeys("abcde", WeightMatrix("w")), count) == list(names)
+    assert spread(dict.fromkeys("uvwxy", WeightMatrix("m")), count) == list(names)
 
 
 @pytest.mark.trainer
