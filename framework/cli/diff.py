@@ -94,11 +94,24 @@ def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[
     if line_a is None or line_b is None:
         return f"Metrics in JSONL: one file ends before line {number}.", f"in the number of metrics, line {number}"
     try:
-        a, b = ({name: json.dumps(item) for name, item in json.loads(line).items()} for line in (line_a, line_b))
+        rows = [dict(json.loads(line).items()) for line in (line_a, line_b)]
+        a, b = ({name: json.dumps(item) for name, item in row.items()} for row in rows)
     except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, or nested too deep
         return f"Metrics in JSONL: line {number} is truncated or damaged.", f"in the metrics, line {number}"
     name = next((item.name for item in differences(a, b)), "the order of metrics")
-    return f"Metrics in JSONL: {name} differs in line {number}.", f"by step {a.get('step')}, in the metric {name}"
+    step = _first_step(*(row.get(name) for row in rows), default=rows[0].get("step"))
+    return f"Metrics in JSONL: {name} differs at step {step} (line {number}).", f"by step {step}, in the metric {name}"
+
+
+def _first_step(a: Any, b: Any, default: Any) -> Any:
+    """Return the first step at which two series of steps differ; ``default`` if one of them is no series."""
+    if not all(isinstance(item, dict) and {"steps", "values"} <= item.keys() for item in (a, b)):
+        return default
+    points = [zip(item["steps"], map(json.dumps, item["values"]), strict=False) for item in (a, b)]
+    for point_a, point_b in zip_longest(*points):
+        if point_a != point_b:
+            return min(point[0] for point in (point_a, point_b) if point is not None)
+    return default
 
 
 def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:

@@ -125,10 +125,9 @@ class GradientNoiseScale(TrainingHook):
     and the noise scale is the ratio of the averages, never the average of ratios (arXiv 1812.06162).
 
     From the second measurement on, the scatter of the measurements gives standard errors (by the delta method for the
-    ratio). They are reliable if signal is at least five times signal_error. An interval of two standard errors to each
-    side contains the true value in 94 % of cases with 30 measurements of equal weight (``decay`` 1), in 88 % with 5,
-    and in 92 % with the default ``decay``, whose averages have an effective sample size of at most about 19. A drift
-    of the true value counts as scatter.
+    ratio). They are too small with few measurements, and if signal is below about five times signal_error; the
+    measured coverage of intervals is at the end of this page. With the default ``decay`` the averages have an effective
+    sample size of at most about 19. A drift of the true value counts as scatter.
 
     Assumes that the loss is a mean over rows, that the rows are independent draws, and that the weights move little
     over the averaged steps. In a sorted order rows are not exchangeable, and the metrics describe the batches of that
@@ -161,8 +160,10 @@ class GradientNoiseScale(TrainingHook):
     _cubes = Remembered(float)  # of the cubed weights
     metrics = """
         noise_scale | S / |G|², each averaged by itself over the measurements so far | (−∞, ∞)
-            | In rows. Doubling a batch far below it nearly halves the steps needed; doubling one far above it saves
-            almost none. Usually grows during training. Negative: |G|² is lost in the noise; average longer.
+            | In rows. For SGD: doubling a batch far below it nearly halves the steps needed, doubling one far above it
+            saves almost none. Adam, Muon and others divide by the size of gradients, so that their useful batch size
+            may differ from it by a large factor; compare it between steps only. Usually grows during training.
+            Negative: |G|² is lost in the noise; average longer.
         signal | |G|²: average of signal_estimate, the newest but k weighted by decay^k | (−∞, ∞)
             | Squared norm of the gradient without sampling noise. Near 0: the steps are a random walk.
         noise | S: average of noise_estimate, the newest but k weighted by decay^k | (−∞, ∞)
@@ -172,7 +173,8 @@ class GradientNoiseScale(TrainingHook):
             | Standard error of noise_scale (delta method); from the second measurement on.
         signal_error | √(c·Σw²(|G|²_i − |G|²)²) / Σw | [0, ∞)
             | Standard error of signal. Above a fifth of signal: noise_scale and its error are unreliable; average
-            longer.
+            longer. Choose the number of measurements in advance: to stop once signal happens to be large selects too
+            small noise scales.
         noise_error | √(c·Σw²(S_i − S)²) / Σw | [0, ∞) | Standard error of noise.
         signal_estimate | (B_big·|G_big|² − B_small·|G_small|²) / (B_big − B_small); G_big = Σ (b_i/B)·G_i, |G_small|² =
             Σ (b_i/B)·|G_i|², G_i the gradient on the b_i rows of part i | (−∞, ∞)

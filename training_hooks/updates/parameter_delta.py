@@ -53,7 +53,9 @@ class ParameterDelta(TrainingHook):
         total_relative_delta | ‖Δ‖₂ / ‖θ'‖₂ | [0, ∞]
             | Movement relative to the weights; near 0: training has settled or the learning rate has run out.
         max_abs_delta | max |Δᵢ| over all elements | [0, ∞)
-            | Near total_delta: a single element moves. Under Adam about the learning rate × steps at most.
+            | Near total_delta: a single element moves. Under Adam at most about the sum of the learning rates while
+            gradients are steady; up to (1 − β₁)/√(1 − β₂) times that sum, 3.2 by default, for rare gradients, and
+            weight decay comes in addition.
         changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1] | Below 1: rows of tokens that never occur,
             parameters without gradient, or updates rounded away in low precision.
         delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Shows which layers move. 0: no movement.

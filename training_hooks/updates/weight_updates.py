@@ -84,7 +84,9 @@ class WeightUpdates(TrainingHook):
             | Expected occasionally at steps that a float16 loss scaler skips, without a warning; otherwise the run is
             broken.
         update_ratio_median | median of {RATIO}; of an even count the mean of the two middle values | [0, ∞]
-            | About 1e-3 is usual, 1e-2 early under AdamW. Far below: raise the learning rate; far above: lower it.
+            | Proportional to the learning rate: compare at the same point of the schedule, and between runs of one
+            optimizer. At the highest learning rate about 1e-3 is usual for Adam and SGD, 1e-2 early under AdamW, and
+            for optimizers whose steps have a fixed size, such as Muon, the learning rate × that size / ‖θ_p‖.
         update_ratio_p95 | the ⌈0.95·P⌉-th smallest of the P ratios {RATIO} | [0, ∞]
             | Above 0.1: some parameters are overwritten rather than trained; harmless for biases early in training.
         update_ratio_min | min {RATIO} | [0, ∞] | 0: at least one parameter does not move.
