@@ -16,7 +16,7 @@ from loopscope.option_words import hook_option_text
 from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
 
-from ..measures import FamilyFile, SeriesBudget, reported_series, stacked
+from ..measures import FamilyFile, SeriesBudget, notice, reported_series, stacked
 
 SMALLEST_STACK = 2
 HYSTERESIS = 2.0  # a condition ends when the gain is back within its threshold by this factor
@@ -122,6 +122,7 @@ class GradientFlow(TrainingHook):
     _squares = Remembered(dict[str, Tensor], saved=False)
     _vanishing = Remembered(list[str])  # blocks in a reported condition that has not ended
     _amplifying = Remembered(list[str])
+    _without_gain = Remembered(list[str], saved=False)  # chains without a gain, which a notice has reported
     _file = Remembered(FamilyFile)
     metrics = """
         norm/<parameter> | ‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss; of a model
@@ -240,6 +241,9 @@ class GradientFlow(TrainingHook):
             gains |= {block: norms[previous] / norms[block] for previous, block in pairs}
             if len(reached) > 1:
                 metrics[f"total_gain/{name}"] = norms[reached[0]] / norms[reached[-1]]
+            elif name not in self._without_gain:
+                self._without_gain.append(name)
+                self._report_missing(name, blocks, reached, ctx.step)
         if gains:
             all_gains = stacked(gains.values())
             metrics |= {
@@ -250,6 +254,14 @@ class GradientFlow(TrainingHook):
             }
         file = self._file if self._write_all else None
         return reported_series(families, self._budget, metrics, step=ctx.step, file=file)
+
+    def _report_missing(self, chain_name: str, blocks: Sequence[str], reached: Sequence[str], step: int) -> None:
+        missing = [block for block in blocks if block not in reached]
+        notice(
+            f"gradient_flow has no gain for {chain_name!r} at step {step:,}: no gradient arrived at the outputs of "
+            f"{listed(missing, 3)}. A block is measured if it is called itself, unlike an nn.ModuleDict whose members "
+            f"are called, and trained; name other modules with {hook_option_text(self.name, pattern='GLOB')}."
+        )
 
     def check(self, values: Mapping[str, Any], step: int) -> Iterator[Alert]:
         """Yield an alert when blocks start to vanish or to amplify the gradient, and a recovery when a condition ends.

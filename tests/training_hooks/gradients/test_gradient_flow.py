@@ -3,6 +3,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import loopscope
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
@@ -361,3 +362,47 @@ def test_taps_and_compute_do_not_synchronise():
         assert float(metrics["smallest_gain"]) == 1.0
     assert waits.count == 1
     assert len(metrics) == 2 * DEPTH - 1 + 5
+
+
+class Uncalled(nn.Module):
+    """Blocks that are never called themselves: their members, or functions of their weights, are."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "dict":
+            self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(4, 4)}) for _ in range(4))
+        elif kind == "list":
+            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(4))
+        else:
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        if kind == "frozen":
+            self.layers.requires_grad_(False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.kind == "functional":
+                x = nn.functional.linear(x, layer.weight, layer.bias)
+            else:
+                key = {"dict": "a", "list": 0}.get(self.kind)
+                x = layer(x) if key is None else layer[key](x)
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
+@pytest.mark.parametrize("kind", ["dict", "list", "functional", "frozen", "called"])
+def test_blocks_without_gradients_are_reported_once(kind, tmp_path, capsys):
+    """A notice names blocks at whose outputs no gradient arrives, and the option with which to choose others."""
+    model = Uncalled(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"gradient_flow": {"interval": 1, "pattern": "layers.*"}}
+    with loopscope.attach(model, optimizer, hooks=["gradient_flow"], hook_options=options, out=tmp_path) as scope:
+        for x in scope.batches([torch.randn(3, 4) for _ in range(3)]):
+            scope.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    printed = capsys.readouterr()
+    text = " ".join((printed.out + printed.err).split())
+    assert text.count("no gradient arrived at the outputs of layers.0") == (kind != "called")
+    assert ("name other modules with" in text) is (kind != "called")
