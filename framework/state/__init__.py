@@ -23,7 +23,6 @@ __all__ = [
     "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched",
     "betas_of", "contents_of", "copy_of_batch", "described", "described_tensor", "deterministic", "differing",
     "digest_of", "entered_modes", "explain_nondeterminism", "has_contents", "hook_contents", "learning_rate_of",
-    "leave_modes", "nested", "number_or", "optimizers_of", "reachable_from_modules", "rounds_stochastically", "seed_everything",
-    "settings",
-    "short_name", "split_groups", "tensors_of", "visited", "without_on_demand",
+    "leave_modes", "nested", "number_or", "optimizers_of", "reachable_from_modules", "rounds_stochastically",
+    "seed_everything", "settings", "short_name", "split_groups", "tensors_of", "visited", "without_on_demand",
 ]

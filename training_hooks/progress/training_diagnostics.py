@@ -63,8 +63,8 @@ GRADIENTS_AND_UPDATES = """
     grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)]
         | The coefficient of variation. Above about 1: a few steps have most of the gradient. NaN: no gradient.
     update_ratio | ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters
-        | [0, ∞) | Proportional to the learning rate. At its highest value about 1e-3 is usual for Adam and SGD, 1e-2 for
-        AdamW at the start, and more for steps of a fixed size, such as Muon's; it falls with a decay schedule. Above
+        | [0, ∞) | Proportional to the learning rate. At its highest value about 1e-3 is usual for Adam and SGD, 1e-2
+        for AdamW at the start, and more for steps of a fixed size, such as Muon's; it falls with a decay schedule. Above
         1e-1 a step overwrites the weights.
     update_ratio_mean | mean of the newest ⌈window / update_every⌉ values of update_ratio | [0, ∞)
         | Smoother than update_ratio; the same reading applies.
