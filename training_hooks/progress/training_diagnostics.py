@@ -64,8 +64,8 @@ GRADIENTS_AND_UPDATES = """
         | The coefficient of variation. Above about 1: a few steps have most of the gradient. NaN: no gradient.
     update_ratio | ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters
         | [0, ∞) | Proportional to the learning rate. At its highest value about 1e-3 is usual for Adam and SGD, 1e-2
-        for AdamW at the start, and more for steps of a fixed size, such as Muon's; it falls with a decay schedule. Above
-        1e-1 a step overwrites the weights.
+        for AdamW at the start, and more for steps of a fixed size, such as Muon's; it falls with a decay schedule.
+        Above 1e-1 a step overwrites the weights.
     update_ratio_mean | mean of the newest ⌈window / update_every⌉ values of update_ratio | [0, ∞)
         | Smoother than update_ratio; the same reading applies.
     window_steps | n, the steps in the window | 2..window
