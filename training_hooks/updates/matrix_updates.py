@@ -116,8 +116,8 @@ class MatrixUpdates(InterventionHook):
             | Of order 1, from initialisation on. Growing throughout: the weights lack decay.
         momentum_gradient_cosine/<parameter> | cos(m, g), m the optimizer's momentum after the step, g the gradient that
             it received | [−1, 1]
-            | 1 at the first step. Then √((1−β₁)/(1+β₁)) of pure noise under Adam, 0.23 at β₁ = 0.9; more: gradients
-            agree from step to step; negative: the gradient points back, as in oscillations. Omitted without momentum.
+            | 1 at the first step. Later √(1−β₁²), 0.44 at β₁ = 0.9, if the gradients are pure noise; more: they agree
+            from step to step; near 0 or negative: they point back, as in oscillations. Omitted without momentum.
         update_entropy_mean | mean over the measured matrices that moved of update_entropy | [0, 1]
             | As update_entropy.
         relative_update_max | max over the measured matrices of relative_update | [0, ∞]

@@ -124,9 +124,9 @@ class OptimizerHealth(InterventionHook):
             | 1: the complete parameter gets steps of SGD.
         update_per_lr/<parameter> | RMS(Δθ)/η, η the learning rate of the step, under Adafactor min(η, 1/√t)·max(ε₂,
             RMS(θ₋)); without groups of learning rate 0 or unknown | [0, ∞]
-            | √((1−β₁)/(1+β₁)), 0.23 at β₁ = 0.9, if the gradients are noise, 1 if they agree from step to step, plus
-            λ·RMS(θ) of decoupled weight decay λ. Near 0: no gradient, v̂ < ε², or an update that is clipped or rounded
-            away.
+            | √((1−β₁)/(1+β₁)), 0.23 at β₁ = 0.9, if the gradients are noise, 1 if they agree from step to step; more
+            where decoupled weight decay λ is large, so that λ·RMS(θ) counts. Near 0: no gradient, v̂ < ε², or an update
+            that is clipped or rounded away.
     """
 
     interval: int = 50

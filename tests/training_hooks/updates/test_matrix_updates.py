@@ -177,6 +177,22 @@ def test_muon_has_the_spectrum_of_its_iterations(values, tolerance, tmp_path):
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.parametrize("beta", [0.5, 0.9])
+def test_momentum_of_noise_has_the_documented_cosine(beta, tmp_path):
+    """For independent gradients cos(m, g) is √(1−β₁²) in the limit, up to the noise of 3,600 elements."""
+    model = nn.Linear(60, 60, bias=False)
+    optimizer = AdamW(model.parameters(), lr=1e-4, betas=(beta, 0.99))
+    noise = torch.randn(40, 60, 60, generator=torch.Generator().manual_seed(0))
+    options = {"hook_options": {"matrix_updates": {"interval": 39}}, "out": tmp_path, "display": "none"}
+    with loopscope.attach(model, optimizer, hooks=["matrix_updates"], **options) as scope:
+        for gradient in scope.batches(noise):
+            scope.backward((model.weight * gradient).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    cosine = scope.last_metrics()["matrix_updates/momentum_gradient_cosine/weight"]
+    assert float(cosine) == pytest.approx(math.sqrt(1 - beta**2), abs=0.05)
+
+
 def test_gradient_descent_has_the_spectrum_of_the_gradient(tmp_path):
     values = torch.tensor([3.0, 1.0, 1.0], dtype=torch.float64)
     metrics = reported(tmp_path, SGD, with_spectrum(values, 3, 7), lr=0.5)

@@ -92,6 +92,15 @@ def test_unused_rows_add_zero_and_count_as_below_epsilon(tmp_path):
     assert metrics["update_per_lr/weight"] == pytest.approx(math.sqrt(1 / 3), rel=1e-6)
 
 
+def test_updates_of_noise_have_the_documented_size(tmp_path):
+    """For independent gradients RMS(Δθ)/η is √((1−β₁)/(1+β₁)), and RMS(g/√v̂) is about 1."""
+    noise = list(torch.randn(80, 4000, generator=torch.Generator().manual_seed(0)))
+    options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    last = reported(tmp_path, AdamW, noise, hook_options={"interval": 79}, shape=(4000,), **options)[-1]
+    assert last["update_per_lr/weight"] == pytest.approx(math.sqrt(0.1 / 1.9), rel=0.05)
+    assert last["gradient_rms/weight"] == pytest.approx(1, rel=0.05)
+
+
 # Brute force
 
 
