@@ -9,10 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers")
-
 VOCABULARY, WIDTH = 30, 16
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -25,34 +21,41 @@ SIZES: dict[str, Any] = {
 }
 
 
+def library() -> Any:
+    """Import transformers when a test needs it, which takes seconds, or skip the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("transformers")
+
+
 def mixtral(**options: Any) -> nn.Module:
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **options)
-    return transformers.MixtralForCausalLM(config)
+    config = library().MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **options)
+    return library().MixtralForCausalLM(config)
 
 
 def qwen3_moe(**options: Any) -> nn.Module:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **experts, **options))
+    return library().Qwen3MoeForCausalLM(library().Qwen3MoeConfig(**SIZES, **experts, **options))
 
 
 def olmoe(**options: Any) -> nn.Module:
-    config = transformers.OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=3, **options)
-    return transformers.OlmoeForCausalLM(config)
+    config = library().OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=3, **options)
+    return library().OlmoeForCausalLM(config)
 
 
 def gpt_oss(**options: Any) -> nn.Module:
     layers = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 4}
-    config = transformers.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **layers, **options)
-    return transformers.GptOssForCausalLM(config)
+    config = library().GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **layers, **options)
+    return library().GptOssForCausalLM(config)
 
 
 def deepseek_v3(**options: Any) -> nn.Module:
     sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8}
     heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
-    config = transformers.DeepseekV3Config(
+    config = library().DeepseekV3Config(
         **(SIZES | {"num_key_value_heads": 4}), **sizes, **heads, first_k_dense_replace=1, **options
     )
-    return transformers.DeepseekV3ForCausalLM(config)
+    return library().DeepseekV3ForCausalLM(config)
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

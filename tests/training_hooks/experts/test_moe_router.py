@@ -45,6 +45,11 @@ def trained(
     return {name.removeprefix("moe_router/"): value for name, _, _, value in sink.rows("moe_router/")}, state
 
 
+def mixture() -> Mixture:
+    torch.manual_seed(0)
+    return Mixture()
+
+
 def own_routing(model: nn.Module, batch: Tensor) -> tuple[Tensor, ...]:
     """Return the router logits that the model itself returns."""
     with torch.no_grad():
@@ -52,6 +57,7 @@ def own_routing(model: nn.Module, batch: Tensor) -> tuple[Tensor, ...]:
         return model(batch, output_router_logits=True).router_logits
 
 
+@pytest.mark.trainer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"])
@@ -72,6 +78,7 @@ def test_measures_match_the_models_router_outputs(name):
         assert [found[f"load/{router.name}/{expert}"] for expert in range(len(loads))] == [v / mean for v in loads]
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
 def test_balance_loss_is_that_of_transformers(name):
     """In a model of one layer, transformers' auxiliary loss is k times balance_loss."""
@@ -83,6 +90,7 @@ def test_balance_loss_is_that_of_transformers(name):
     assert found["balance_loss"] * find_routers(model)[0].top_k == pytest.approx(auxiliary, rel=1e-5)
 
 
+@pytest.mark.trainer
 def test_deepseek_has_sigmoid_scores_and_chosen_experts():
     """The chosen experts are the router's own: limited to groups, and by scores with a bias."""
     model = made("deepseek_v3")
@@ -103,6 +111,7 @@ def test_deepseek_has_sigmoid_scores_and_chosen_experts():
     assert found[f"load/{router.name}/0"] == 4.0  # every token chooses it
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("name", MODELS)
 def test_planted_collapse_is_found(name):
     """A constant in the router's logits of one expert: all tokens choose it, and one layer is worst."""
@@ -128,11 +137,12 @@ def test_planted_collapse_is_found(name):
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_micro_batches_add_up(parts):
-    whole, _ = trained(made("mixtral"), [MoeRouter(**ALL)])
-    split, _ = trained(made("mixtral"), [MoeRouter(**ALL)], accumulation_steps=parts)
+    whole, _ = trained(mixture(), [MoeRouter(**ALL)])
+    split, _ = trained(mixture(), [MoeRouter(**ALL)], accumulation_steps=parts)
     assert split == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_count_once(reentrant):
     """Both kinds of activation checkpointing give the counts of the run without."""
@@ -146,6 +156,7 @@ def test_checkpointed_layers_count_once(reentrant):
     assert found == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.trainer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_run_has_the_bytes_of_the_bare_run(name):
@@ -156,7 +167,7 @@ def test_run_has_the_bytes_of_the_bare_run(name):
 
 
 def test_bfloat16_routers_are_read():
-    found, _ = trained(made("mixtral").bfloat16(), [MoeRouter(**ALL)])
+    found, _ = trained(mixture().bfloat16(), [MoeRouter(**ALL)])
     assert 0.9 < found["balance_loss"] < 2
     assert found["router_z"] > 0
 
@@ -168,8 +179,7 @@ def in_autocast(model: nn.Module, batch: Any) -> Tensor:
 
 def test_autocast_logits_are_read_as_computed():
     """The logits of the pass are bfloat16, and are counted as they are."""
-    torch.manual_seed(0)
-    model = Mixture()
+    model = mixture()
     seen: list[Tensor] = []
     model.layers[0].gate.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     found, _ = trained(model, [MoeRouter(**ALL)], loss=in_autocast)
@@ -182,8 +192,7 @@ def test_autocast_logits_are_read_as_computed():
 
 
 def test_custom_modules_are_found_by_their_experts():
-    torch.manual_seed(0)
-    model = Mixture()
+    model = mixture()
     assert [router.name for router in find_routers(model)] == ["layers.0.gate", "layers.1.gate"]
     assert {router.top_k for router in find_routers(model)} == {2}
     found, _ = trained(model, [MoeRouter(**ALL)])
@@ -192,8 +201,7 @@ def test_custom_modules_are_found_by_their_experts():
 
 def test_named_modules_are_routers():
     """Any module that returns logits, with top_k from the option."""
-    torch.manual_seed(0)
-    model = Mixture()
+    model = mixture()
     hook = MoeRouter(interval=1, routers="layers.*.gate, head", top_k=3, names="head*")
     found, _ = trained(model, [hook])
     assert {name for name in found if name.startswith("balance_loss/")} >= {"balance_loss/head"}
@@ -208,12 +216,12 @@ def test_checkpointed_custom_layers_count_once():
                 x = x + checkpoint(layer, x, use_reentrant=True)
             return self.head(x)
 
-    torch.manual_seed(0)
-    plain, _ = trained(Mixture(), [MoeRouter(**ALL)])
+    plain, _ = trained(mixture(), [MoeRouter(**ALL)])
     torch.manual_seed(0)
     assert trained(Checkpointed(), [MoeRouter(**ALL)])[0] == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.trainer
 def test_defaults_report_few_series_per_family():
     """Of 2 × 6 experts the five with the largest and the three with the smallest loads are reported."""
     found, _ = trained(made("qwen3_moe"), [MoeRouter(interval=1)])
@@ -226,9 +234,9 @@ def test_defaults_report_few_series_per_family():
 def test_whole_families_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "unused").mkdir()
     monkeypatch.chdir(tmp_path)
-    trained(made("mixtral"), [MoeRouter(interval=1, write_all=True, top=0, bottom=0)])
+    trained(mixture(), [MoeRouter(interval=1, write_all=True, top=0, bottom=0)])
     (line,) = (tmp_path / "unused" / MoeRouter.leaves("only")[0]).read_text().splitlines()
-    assert '"load": {"model.layers.0.mlp.gate/0"' in line
+    assert '"load": {"layers.0.gate/0"' in line
 
 
 def test_steps_between_intervals_are_not_measured():

@@ -18,13 +18,16 @@ from torch.nn import functional
 
 from tests.support import RecordingSink, run_info
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers")
-
 VOCABULARY, ROWS, LENGTH = 23, 6, 9
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**SIZES, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+def library() -> Any:
+    """Import transformers when a test needs it, which takes seconds, or skip the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("transformers")
 
 
 class Batches(Loader):
@@ -64,6 +67,14 @@ def trained(
     for name, _, step, value in sink.rows(hooks[0].name if hooks else ""):
         metrics[step][name.partition("/")[2]] = value
     return metrics, state
+
+
+def by_step(sink: RecordingSink, hook: str) -> dict[int, dict[str, Any]]:
+    """Return the metrics of a hook by step, without its name."""
+    metrics: dict[int, dict[str, Any]] = {}
+    for name, _, step, value in sink.rows(hook + "/"):
+        metrics.setdefault(step, {})[name.removeprefix(hook + "/")] = value
+    return metrics
 
 
 def drawn(*shape: int, high: int = VOCABULARY, seed: int = 3) -> Tensor:
@@ -114,21 +125,27 @@ def case(name: str, **options: Any) -> tuple[nn.Module, Callable[[nn.Module, Any
     labels = tokens.clone()
     labels[1, 4:] = labels[3, :2] = -100
     if name == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, **options))
+        model = library().LlamaForCausalLM(library().LlamaConfig(**DECODER, **options))
         return model, own_loss, {"input_ids": tokens, "labels": labels}
     if name == "mixtral":
-        config = transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2, **options)
-        return transformers.MixtralForCausalLM(config), own_loss, {"input_ids": tokens, "labels": labels}
+        config = library().MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2, **options)
+        return library().MixtralForCausalLM(config), own_loss, {"input_ids": tokens, "labels": labels}
     if name == "vit":
-        config = transformers.ViTConfig(**SIZES, image_size=8, patch_size=4, num_channels=1, num_labels=5, **options)
+        config = library().ViTConfig(**SIZES, image_size=8, patch_size=4, num_channels=1, num_labels=5, **options)
         batch = {"pixel_values": torch.randn(ROWS, 1, 8, 8), "labels": drawn(ROWS, high=5)}
-        return transformers.ViTForImageClassification(config), own_loss, batch
+        return library().ViTForImageClassification(config), own_loss, batch
     if name == "lstm":
         return Tagger(), pair_loss, (tokens, labels)
     return Segmenter(), pair_loss, (torch.randn(ROWS, 1, 4, 4), drawn(ROWS, 4, 4, high=5))
 
 
-CASES = ("llama", "mixtral", "vit", "lstm", "segmenter")
+def cases(*names: str) -> list[Any]:
+    """Return a parameter for each case; those of transformers carry the marker for its models."""
+    plain = ("lstm", "segmenter")
+    return [pytest.param(name, marks=[] if name in plain else [pytest.mark.trainer]) for name in names]
+
+
+CASES = cases("llama", "mixtral", "vit", "lstm", "segmenter")
 
 
 def rows_of(name: str, model: nn.Module, batch: Any) -> list[tuple[list[float], int, int]]:

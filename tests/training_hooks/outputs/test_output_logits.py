@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support import differences
-from tests.training_hooks.outputs.output_runs import CASES, case, drawn, pair_loss, rows_of, softmax, trained
+from tests.training_hooks.outputs.output_runs import CASES, case, cases, drawn, pair_loss, rows_of, softmax, trained
 
 
 def measured(name: str, hook: OutputLogits | None = None, **options: Any) -> dict[str, Any]:
@@ -98,12 +98,13 @@ def test_planted_constant_moves_log_z_only(constant):
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("name", ["llama", "lstm"])
+@pytest.mark.parametrize("name", cases("llama", "lstm"))
 def test_micro_batches_add_up(name, parts):
     """Also where the labels come from the batch and not with the call."""
     assert measured(name, accumulation_steps=parts) == pytest.approx(measured(name), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.trainer
 def test_unlabelled_logits_have_no_calibration():
     """The output calls them logits; the loss is computed elsewhere."""
     model, _, batch = case("llama")
@@ -119,6 +120,7 @@ def test_unlabelled_logits_have_no_calibration():
     assert metrics[1]["log_z_mean"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.trainer
 def test_named_labels_and_shift_are_used():
     """The tokens are the labels of the tokens before."""
     model, _, batch = case("llama")
@@ -197,7 +199,7 @@ def test_model_that_is_not_called_is_reported():
 
 
 @pytest.mark.guarantee("observers-change-nothing")
-@pytest.mark.parametrize("name", ["llama", "segmenter"])
+@pytest.mark.parametrize("name", cases("llama", "segmenter"))
 def test_run_has_the_bytes_of_the_bare_run(name):
     model, loss, batch = case(name)
     _, hooked = trained(model, [OutputLogits(interval=1)], loss, batch, batch)
@@ -206,6 +208,7 @@ def test_run_has_the_bytes_of_the_bare_run(name):
     assert not differences(without_on_demand(hooked.digest()), without_on_demand(bare.digest()))
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_models_have_the_same_measures(reentrant):
     model, loss, batch = case("llama")
@@ -220,6 +223,7 @@ def test_checkpointed_models_have_the_same_measures(reentrant):
     assert found[1] == pytest.approx(measured("llama"), rel=1e-5)
 
 
+@pytest.mark.trainer
 def test_bfloat16_logits_are_measured_in_float32():
     model, loss, batch = case("llama")
     found, _ = trained(model.bfloat16(), [OutputLogits(interval=1)], loss, batch)
@@ -238,7 +242,7 @@ def test_powers_of_two_are_safe(power):
 def test_calibrated_predictions_have_the_error_of_calibration_noise():
     """Over 500 draws of correct answers with the stated confidences, the mean calibration error is the noise."""
     generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(400, 10, generator=generator, dtype=torch.float64)
+    logits = 2 * torch.randn(200, 10, generator=generator, dtype=torch.float64)
     probabilities, errors = logits.softmax(-1), []
     for _ in range(500):
         targets = probabilities.multinomial(1, generator=generator).squeeze(1)

@@ -26,6 +26,7 @@ from tests.training_hooks.outputs.output_runs import (
     CASES,
     VOCABULARY,
     case,
+    cases,
     drawn,
     pair_loss,
     rows_of,
@@ -81,7 +82,7 @@ def test_losses_match_sums_by_hand(name):
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("name", ["llama", "lstm"])
+@pytest.mark.parametrize("name", cases("llama", "lstm"))
 def test_micro_batches_add_up(name, parts):
     """The step's loss is the mean of those of the micro-batches, whose tokens differ in number."""
     split, whole = measured(name, accumulation_steps=parts), measured(name)
@@ -90,7 +91,7 @@ def test_micro_batches_add_up(name, parts):
     assert split == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "lstm"])
+@pytest.mark.parametrize("name", cases("llama", "lstm"))
 def test_weighted_mean_is_the_training_loss(name):
     """Of micro-batches with equally many tokens the mean is the loss; a penalty of 0.5 is unexplained."""
     model, loss, batch = case(name)
@@ -235,7 +236,7 @@ def test_tags_of_another_length_are_refused():
 
 
 @pytest.mark.guarantee("observers-change-nothing")
-@pytest.mark.parametrize("name", ["mixtral", "vit"])
+@pytest.mark.parametrize("name", cases("mixtral", "vit"))
 def test_run_has_the_bytes_of_the_bare_run(name):
     model, loss, batch = case(name)
     _, hooked = trained(model, [TokenLoss(interval=1)], loss, batch, batch)
@@ -277,6 +278,7 @@ def test_all_ignored_tokens_give_nan():
     assert found[1]["tokens"] == 0
 
 
+@pytest.mark.trainer
 def test_targets_without_classes_are_reported():
     model, _, batch = case("llama")
     with pytest.warns(RunNotice, match="no labels were found; name the targets"):

@@ -1,7 +1,5 @@
-"""The hooks of outputs and experts in custom loops and in Hugging Face's Trainer."""
+"""The hooks of outputs in custom loops, eager and compiled."""
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.framework.integrations.hf_trainers import ROWS, InOrder, attached, same, traced, trainer
 from tests.support import RecordingSink
-from tests.training_hooks.outputs.output_runs import case, drawn
+from tests.training_hooks.outputs.output_runs import by_step, case, drawn
 
 HOOKS = ["output_logits", "token_loss"]
 OPTIONS: dict[str, dict[str, Any]] = {"output_logits": {"interval": 1}, "token_loss": {"interval": 1}}
-
-
-def by_step(sink: RecordingSink, hook: str) -> dict[int, dict[str, Any]]:
-    metrics: dict[int, dict[str, Any]] = {}
-    for name, _, step, value in sink.rows(hook + "/"):
-        metrics.setdefault(step, {})[name.removeprefix(hook + "/")] = value
-    return metrics
-
-
-class Copies:
-    """Moves batches to another tensor, as ``to(device)`` does, and yields them in parts."""
-
-    def __init__(self, *batches: tuple[Tensor, Tensor]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
 
 def attached_run(folder: Path, accumulate: int, hooks: list[str]) -> tuple[list[Tensor], RecordingSink]:
@@ -49,10 +26,10 @@ def attached_run(folder: Path, accumulate: int, hooks: list[str]) -> tuple[list[
         model, optimizer, hooks=hooks, hook_options=chosen, out=folder, accumulate=accumulate, display="none",
         sinks=[sink], audit=True,
     ) as scope:  # fmt: skip
-        for batch in scope.batches(Copies(*parts)):
+        for number, batch in enumerate(scope.batches(parts), start=1):
             logits = model(batch[0].clone())
             scope.backward(functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) / accumulate)
-            if len(scope._loop._losses) == 0 or scope._loop._is_complete:
+            if number == accumulate:
                 optimizer.step()
                 optimizer.zero_grad()
     return [parameter.detach() for parameter in model.parameters()], sink
@@ -69,43 +46,6 @@ def test_custom_loops_with_micro_batches(tmp_path: Path, accumulate: int) -> Non
     losses, logits = by_step(sink, "token_loss")[1], by_step(sink, "output_logits")[1]
     assert losses["mean"] == pytest.approx(expected, rel=1e-5)
     assert logits["log_z_mean"] == pytest.approx(model(tokens).logsumexp(-1)[labels >= 0].mean().item(), rel=1e-5)
-
-
-@pytest.mark.trainer
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.guarantee("attached-loops-keep-their-bytes")
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["plain", "bf16, 2"])
-def test_trainer_of_hugging_face_is_measured_unchanged(tmp_path: Path, options: dict[str, Any]) -> None:
-    """The traces are equal at every step.
-
-    The Trainer divides the sum of the token losses by the labels, 12 in two rows of 6, of which 10 are predicted.
-    """
-    hooks = [loopscope.HookRegistry.get(name)(interval=1) for name in HOOKS]
-    assert same(traced(tmp_path / "a", hooks, **options), traced(tmp_path / "b", **options))
-    made, sink = trainer(tmp_path / "c", dropout=0.0, kind=InOrder, **options), RecordingSink()
-    attached(made, [loopscope.HookRegistry.get(name)(interval=1) for name in HOOKS], sinks=[sink])
-    made.train()
-    losses = by_step(sink, "token_loss")
-    assert len(losses) == (8 if options else ROWS)
-    for metrics in losses.values():
-        step_loss = metrics["mean"] + metrics["unexplained"]
-        assert step_loss == pytest.approx(metrics["mean"] * 10 / 12, rel=2e-3 if options else 1e-5)
-    assert all(metrics["tokens"] % 10 == 0 for metrics in losses.values())  # two rows of five predicted tokens
-    assert all(math.isfinite(metrics["calibration_error"]) for metrics in by_step(sink, "output_logits").values())
-
-
-@pytest.mark.trainer
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_label_smoothing_of_the_trainer_is_unexplained(tmp_path: Path) -> None:
-    """The Trainer takes the labels from the model's arguments; they are found in the batch, and shifted."""
-    made, sink = trainer(tmp_path, dropout=0.0, kind=InOrder, label_smoothing_factor=0.2), RecordingSink()
-    attached(made, [loopscope.HookRegistry.get("token_loss")(interval=1)], sinks=[sink])
-    made.train()
-    first = by_step(sink, "token_loss")[1]
-    assert first["tokens"] == 10
-    smoothed = first["mean"] + first["unexplained"]  # divided by 12 labels, of which 10 are predicted
-    assert smoothed * 12 / 10 == pytest.approx(first["mean"], rel=0.1)
-    assert smoothed * 12 / 10 != pytest.approx(first["mean"], rel=1e-4)
 
 
 @pytest.mark.compile
