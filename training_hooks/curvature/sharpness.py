@@ -107,10 +107,10 @@ SPECTRUM = """
 MOMENTS = """
     rows | number of rows over which H is the mean Hessian | [1, ∞) | Compare sharpness only at equal numbers of rows.
     sharpness_bias_by_rows | mean over disjoint groups of r of the rows of the group's sharpness, minus sharpness, by r
-        | [0, ∞) up to residuals, if the groups contain all rows
-        | The average excess of sharpness with fewer rows. The largest eigenvalue is convex in H, so fewer rows never
-        give lower values on average. If it still falls when r doubles, more rows would give even lower
-        values. Missing for fewer than two batches.
+        | (−∞, ∞)
+        | The average excess of sharpness with fewer rows. The largest eigenvalue is convex in H, so if the groups
+        contain all rows it is at least 0, up to the residuals. If it still falls when r doubles, more rows would give
+        even lower values. Missing for fewer than two batches.
     sharpness_spread_by_rows | standard deviation over the same groups (divisor groups − 1), by r | [0, ∞)
         | The variation of sharpness with the choice of r rows; with all rows it is smaller than the last value.
     trace | mean over probes z, random ±1, of zᵀHz − Σλ(u·z)² + Σλ over the eigenpairs λ, u on which the density probes

@@ -116,10 +116,10 @@ class PathLength(TrainingHook):
         return {
             "path_length": self._path,
             "displacement": displacement,
-            "efficiency": displacement / self._path,
+            "efficiency": (displacement / self._path).clamp(max=1),  # which rounding may exceed
             "steps": self._steps,
             "interval_path": path,
             "interval_displacement": interval_displacement,
-            "interval_efficiency": interval_displacement / path,
+            "interval_efficiency": (interval_displacement / path).clamp(max=1),
             "path_per_step": path / steps,
         }
