@@ -83,8 +83,13 @@ def axpy(scale: float | Tensor, x: Vector, y: Vector) -> dict[str, Tensor]:
     """Return ``scale * x + y`` as new tensors."""
     # A zero-dimensional scale widens zero-dimensional tensors, and only these, so ``scaled`` restores the dtype.
     terms = scaled(scale, x)
-    total = {name: terms[name] + value if name in x else value.clone() for name, value in y.items()}
+    total = {name: _plus(terms[name], value) if name in x else value.clone() for name, value in y.items()}
     return total | {name: value for name, value in terms.items() if name not in y}
+
+
+def _plus(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum; torch adds a sparse tensor to a dense one, but not a dense one to a sparse one."""
+    return b + a if a.is_sparse else a + b
 
 
 def minus(a: Vector, b: Vector) -> dict[str, Tensor]:

@@ -98,7 +98,8 @@ def central_difference(
 
     The parameters are moved in place and restored from a copy, so that their bytes are the same afterwards.
     """
-    length, vector = norm(vector), _dense(vector)
+    vector = _dense(vector)
+    length = norm(vector)
     start = copied({name: parameters[name] for name in vector})
     gradients_at_sides = []
     try:

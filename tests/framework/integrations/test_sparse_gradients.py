@@ -62,3 +62,32 @@ def test_sparse_gradients_keep_their_bits(tmp_path, choice, model, scaled):
 def test_hooks_on_dense_gradients_are_refused(tmp_path, name):
     with pytest.raises(UsageError, match=f"Hook '{name}' reads dense gradients, but layer '0' gives sparse ones"):
         trained(tmp_path / "run", "embedding", "sgd", scaled=True, hooks=[name])
+
+
+def with_hessian(folder, *, sparse: bool, optimizer: type[torch.optim.Optimizer]) -> dict[str, float]:
+    """Train an embedding, whose batches repeat rows, with the hook ``hessian``; return the last metrics."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(6, 4, sparse=sparse), nn.Tanh()).double()
+    update, batches = optimizer(network.parameters(), 0.1), [torch.randint(6, (8, 5)) for _ in range(3)]
+    options = {"burst_length": 3, "method": "finite_difference"}
+    with loopscope.attach(
+        network, update, hooks=["hessian"], hook_options={"hessian": options},
+        loss=lambda model, rows: model(rows).pow(2).mean(), out=folder, display="none",
+    ) as scope:  # fmt: skip
+        for rows in scope.batches(batches):
+            scope.backward(network(rows).pow(2).mean())
+            update.step()
+            update.zero_grad()
+    return {name: float(value) for name, value in scope.last_metrics().items() if name.startswith("hessian")}
+
+
+def test_hessian_of_sparse_gradients_matches_dense_ones(tmp_path):
+    """Differences of gradients are those of the same model with dense gradients."""
+    sparse, dense = (with_hessian(tmp_path / str(s), sparse=s, optimizer=torch.optim.SGD) for s in (True, False))
+    assert "hessian/first_order_cosine" in sparse
+    assert sparse == pytest.approx(dense, rel=1e-9, nan_ok=True)
+
+
+def test_hessian_serves_sparse_adam(tmp_path):
+    measured = with_hessian(tmp_path / "run", sparse=True, optimizer=torch.optim.SparseAdam)
+    assert measured["hessian/first_order_cosine"] > 0.9
