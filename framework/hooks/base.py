@@ -119,8 +119,11 @@ class Remembering:
             if not entry.merged and entry.key not in state:
                 raise UsageError(f"its state has no {entry.key!r}, so it was saved by another version")
             saved = state if entry.merged else state[entry.key]
-            value = entry.make(self)
-            if isinstance(value, Remembering):
+            value = vars(self).get(entry.name)
+            if not isinstance(value, Remembering):
+                value = entry.make(self)
+            if isinstance(value, Remembering):  # keeps its other attributes, such as the path of a file
+                value.reset()
                 value.load_state_dict(saved)
             else:
                 value = _copied(saved)

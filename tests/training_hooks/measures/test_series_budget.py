@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
+from loopscope.hooks import Remembered, Remembering
 from loopscope.training_hooks.measures import FamilyFile, SeriesBudget
 
 VALUES = st.dictionaries(st.text("abc.", min_size=1), st.floats(), max_size=40)
@@ -55,3 +56,22 @@ def test_family_file_continues_at_checkpoint(tmp_path):
         {"step": 1, "norm": {"a": 1.0, "b": math.inf}},
         {"step": 2, "norm": {"a": 2.0}},
     ]
+
+
+class Writer(Remembering):
+    """An owner of a file."""
+
+    file = Remembered(FamilyFile)
+
+
+def test_family_file_keeps_its_path_when_state_is_loaded(tmp_path):
+    """A step that the loop cancels loads the state of the hook while the run continues."""
+    writer = Writer()
+    writer.file.start("norms", SimpleNamespace(output_dir=tmp_path, strategy="only"))
+    writer.file.append(1, {"norm": {"a": 1.0}})
+    state = writer.state_dict()
+    writer.file.append(2, {"norm": {"a": 7.0}})
+    writer.load_state_dict(state)
+    writer.file.append(2, {"norm": {"a": 2.0}})
+    lines = (tmp_path / FamilyFile.name("norms", "only")).read_text().splitlines()
+    assert [json.loads(line)["norm"] for line in lines] == [{"a": 1.0}, {"a": 2.0}]
