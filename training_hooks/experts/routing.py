@@ -169,7 +169,7 @@ class LayerCounts:
         return {
             "max_violation": max(relative) - 1 if relative[0] == relative[0] else math.nan,
             "load_variation": math.sqrt(math.fsum((value - 1) ** 2 for value in relative) / self.experts),
-            "load_entropy": entropy / math.log(self.experts) if self.experts > 1 else math.nan,
+            "load_entropy": min(entropy / math.log(self.experts), 1.0) if self.experts > 1 else math.nan,
             "dead_experts": float(sum(load == 0 for load in self.load)),
             "dropped_share": self.dropped / self.assignments if self.assignments else math.nan,
             "router_z": self.square_sum / self.tokens if self.tokens_with_logits == self.tokens > 0 else math.nan,

@@ -84,7 +84,8 @@ class RowMeasures:
         total = exponentials.sum(-1)
         log_sum = total.log()
         # p_c = e_c / Z', ln p_c = (x_c − max) − ln Z', so the entropy is ln Z' − Σ e_c·(x_c − max) / Z'.
-        entropy = log_sum - shifted.mul_(exponentials).sum(-1) / total
+        # Rounding may take it below 0.
+        entropy = (log_sum - shifted.mul_(exponentials).sum(-1) / total).clamp(min=0)
         return cls(top_logit, choice, log_sum, entropy)
 
     @property

@@ -187,6 +187,6 @@ class OutputLogits(TrainingHook):
             "max_logit": maxima[0],
             "max_abs_logit": maxima[1],
             "entropy": entropy / rows,
-            "entropy_share": entropy / rows / math.log(self._classes),
+            "entropy_share": (entropy / rows / math.log(self._classes)).clamp(max=1),  # equal logits, rounded
         }
         return metrics | (calibration(sums[PLAIN:].view(BINS, PER_BIN)) if self._has_targets else {})

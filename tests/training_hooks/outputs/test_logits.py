@@ -54,6 +54,14 @@ def test_constant_in_all_logits_changes_log_z_only(shift):
         assert torch.allclose(moved.entropy, plain.entropy, atol=1e-9)
 
 
+@pytest.mark.parametrize("classes", [3, 7, 1000])
+def test_entropy_stays_in_its_range(classes):
+    """0 for a certain row, ln C for equal logits, up to the rounding of float32, but never below 0."""
+    rows = RowMeasures.of(torch.stack([torch.zeros(classes), 80 * torch.eye(classes)[1], torch.eye(classes)[1] * 1e30]))
+    assert rows.entropy.tolist() == pytest.approx([math.log(classes), 0, 0], rel=1e-6, abs=1e-28)
+    assert (rows.entropy >= 0).all()
+
+
 def test_excluded_classes_have_no_entropy():
     """Logits of −∞ leave two equal classes: ln 2."""
     rows = RowMeasures.of(torch.tensor([[1.0, -math.inf, 1.0]]))
