@@ -99,7 +99,7 @@ def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[
     except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, or nested too deep
         return f"Metrics in JSONL: line {number} is truncated or damaged.", f"in the metrics, line {number}"
     name = next((item.name for item in differences(a, b)), "the order of metrics")
-    step = _first_step(rows[0].get(name), rows[1].get(name), default=rows[0].get("step"))
+    step = _first_step(rows[0].get(name), rows[1].get(name), rows[0].get("step"))
     return f"Metrics in JSONL: {name} differs at step {step} (line {number}).", f"by step {step}, in the metric {name}"
 
 
