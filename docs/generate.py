@@ -22,6 +22,7 @@ from loopscope.hooks import (
     windows_for,
 )
 
+from docs import coverage
 from docs.hook_pictures import PICTURES, caption
 from docs.roles import markdown
 
@@ -115,7 +116,8 @@ def hook_page(hook: type[TrainingHook]) -> str:
         parts += [body, ""]
     parts += treatment(hook)
     parts += picture(hook)
-    parts += [*table(("", ""), facts(hook)), "", "## Metrics", "", *metric_table(hook), "", "## Options", ""]
+    parts += [*table(("", ""), facts(hook)), "", "## Metrics", "", *metric_table(hook), ""]
+    parts += [*coverage.section(hook.name), "## Options", ""]
     parts += [*option_table(hook, arguments), ""]
     return "\n".join(parts)
 
