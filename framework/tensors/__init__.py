@@ -1,7 +1,7 @@
 """Tensors: vectors over parameters, shards on several ranks, bytes and identity."""
 
 from .identity import BriefIdentities, TensorIdentities, attached
-from .matrices import as_matrices, convolution_parameters, stacks_of_experts
+from .matrices import as_matrices, stacks_of_experts
 from .memory import addresses, bytes_at
 from .properties import TensorProperties, pointer_and_bits
 from .reductions import (
@@ -21,7 +21,7 @@ from .vectors import (
 __all__ = [
     "COMPRESSED", "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "TensorProperties", "Vector",
     "accumulate", "addresses", "as_matrices", "attached", "axpy", "byte_tensors", "bytes_at", "completed",
-    "convolution_parameters", "copied", "cosine",
+    "copied", "cosine",
     "cosine_of", "dot", "dtensor_class", "flat_products", "fully_sharded_modules", "gradients", "groups_of",
     "in_bytes", "inner_products", "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "is_uninitialised",
     "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus", "norm",
