@@ -61,7 +61,7 @@ def test_planted_dead_units_are_counted(function, value):
     assert dead_fraction(UnitSums.of(function(inputs))).item() == 3 / 8
 
 
-def test_unit_that_lives_for_one_token_is_not_dead():
+def test_unit_of_one_token_is_not_dead():
     values = torch.zeros(20, 4)
     values[7, 1] = 1.0
     assert dead_fraction(UnitSums.of(values)).item() == 3 / 4

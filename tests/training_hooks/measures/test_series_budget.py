@@ -64,7 +64,7 @@ class Writer(Remembering):
     file = Remembered(FamilyFile)
 
 
-def test_family_file_keeps_its_path_when_state_is_loaded(tmp_path):
+def test_family_file_keeps_its_path_when_loaded(tmp_path):
     """A step that the loop cancels loads the state of the hook while the run continues."""
     writer = Writer()
     writer.file.start("norms", SimpleNamespace(output_dir=tmp_path, strategy="only"))

@@ -238,7 +238,7 @@ def test_metrics_stay_in_their_ranges(seed, shape, rank, exponent):
     assert 0.9999 < cosine_of(change, change) <= 1
 
 
-def test_matrices_that_do_not_move_are_left_out_of_means(tmp_path):
+def test_unmoved_matrices_are_left_out_of_means(tmp_path):
     """A learning rate of 0 gives no direction: NaN, except for norms and ratios."""
     metrics = reported(tmp_path, SGD, torch.ones(3, 2), lr=0.0)
     assert metrics["update_norm/weight"] == metrics["relative_update/weight"] == 0

@@ -84,7 +84,7 @@ def test_ratio_does_not_depend_on_the_scale(scale, tmp_path):
     assert metrics[-1]["gradient_rms/weight"] == pytest.approx(unscaled[-1]["gradient_rms/weight"], rel=1e-5)
 
 
-def test_unused_rows_add_zero_and_count_as_below_epsilon(tmp_path):
+def test_unused_rows_count_as_below_epsilon(tmp_path):
     """Elements without any gradient have v̂ = 0."""
     (metrics,) = reported(tmp_path, AdamW, [torch.tensor([1.0, 0.0, 0.0])], lr=1e-3, weight_decay=0.0)
     assert metrics["gradient_rms/weight"] == pytest.approx(math.sqrt(1 / 3), rel=1e-9)
@@ -287,7 +287,7 @@ def test_states_without_second_moments_give_none(state):
     assert second_moment(rotated, group, torch.ones(2, 2)) is None
 
 
-def test_unknown_and_zero_learning_rates_have_no_update_ratio(tmp_path):
+def test_missing_learning_rates_have_no_update_ratio(tmp_path):
     (metrics,) = reported(tmp_path, Adam, [torch.ones(3)], lr=0.0)
     assert "gradient_rms/weight" in metrics
     assert not [name for name in metrics if "update_per_lr" in name]
