@@ -329,7 +329,10 @@ class Attention(TrainingHook):
         if ctx.ranks.data:
             ctx.ranks.join()
             rank_tables = ctx.ranks.gather(_move_to_host(tables))
-            tables = {name: torch.cat([table[name] for table in rank_tables], dim=1) for name in names}
+            # Back on the layers' devices: next to values on the host, each value of a circuit would be moved by itself.
+            tables = {
+                name: torch.cat([table[name] for table in rank_tables], dim=1).to(tables[name].device) for name in names
+            }
         self._calls = {name: replace(passes[0].calls[name], statistics=RowStatistics(tables[name])) for name in names}
         self._read_at = ctx.step
         self._warn({name for name in self._layers if name not in self._calls}, "no known attention call")
