@@ -16,7 +16,7 @@ from loopscope.training import TrainingTask, advance_scheduler, takes_closure
 from torch import Tensor
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, THRESHOLDS, WatchingManager, fires
-from tests.support import LOOPS, ActingHook, Run, at, differences
+from tests.support import LOOPS, ActingHook, Run, SpyHook, at, differences
 from tests.support.cases import FEW_PASSES, pairwise, slow_unless, turn
 from tests.support.odd_batches import parts
 from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, train_oddly
@@ -191,7 +191,8 @@ def test_mutation_of_odd_state_changes_the_outcome(odd: Odd, mutation: Any) -> N
                 mutation(self.task)
             super().fire(point)
 
-    assert bare(odd).changed(Outcome.of(train_oddly(odd, manager_class=Meddling))) != []
+    listener = at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: None)  # without a listener the point is not fired
+    assert bare(odd).changed(Outcome.of(train_oddly(odd, [listener], manager_class=Meddling))) != []
 
 
 @pytest.mark.guarantee("observers-change-nothing")

@@ -22,7 +22,7 @@ class SeriesBudget:
         top: number of members with the largest values that are reported in addition.
         bottom: number of members with the smallest values that are reported in addition.
 
-    >>> SeriesBudget("parameter_norms", "head.*", top=1).choose({"a": 3.0, "b": 2.0, "head.bias": 0.5})
+    >>> SeriesBudget("norms", "head.*", top=1, bottom=0).choose({"a": 3.0, "b": 2.0, "head.bias": 0.5})
     ['a', 'head.bias']
     """
 
