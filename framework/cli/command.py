@@ -238,7 +238,7 @@ def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
     for sink in sinks.values():
         if sink.option:
             options.setdefault(sink.option, []).append(sink.name)
-    usage = " ".join(["replay RUN --to", "|".join(sinks), *(f"[--{name} {name.upper()}]" for name in options)])
+    usage = " ".join(["replay RUN --to SINK", *(f"[--{name} NAME]" for name in options)])
     about = "Send the JSONL record of a finished run to a sink, as if the sink had been active during the run."
     parser = CommandParser(usage, about)
     run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment for all its strategies"
@@ -246,7 +246,7 @@ def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
     parser.add("to", str, f"the destination: {' or '.join(sinks)}", metavar="SINK")
     for name, owners in options.items():
         text = f"the {name} of {' or '.join(owners)} (default: the experiment's name)"
-        parser.add(name, str, text, metavar=name.upper())
+        parser.add(name, str, text, metavar="NAME")
     return parser
 
 
