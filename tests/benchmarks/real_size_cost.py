@@ -121,10 +121,8 @@ def intervals(group: str, interval: int) -> dict[str, dict[str, Any]]:
     """Return options that set the interval of every hook of a group that has one."""
     options: dict[str, dict[str, Any]] = {}
     for name in hook_groups()[group]:
-        accepted = signature(HookRegistry.get(name)).parameters
-        for option in ("interval", "every", "every_n_steps", "update_every"):
-            if option in accepted:
-                options[name] = {option: interval}
+        if "interval" in signature(HookRegistry.get(name)).parameters:
+            options[name] = {"interval": interval}
     return options
 
 

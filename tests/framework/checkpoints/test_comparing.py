@@ -133,7 +133,7 @@ def test_runs_differing_only_in_hooks_are_equal(pair, tmp_path: Path, capfd) -> 
     session(tmp_path / "c", strategies=["plain"], hooks=hooks, epochs=3, save_checkpoints=1, sinks=False).run()
     status, said = diff(capfd, pair[0], tmp_path / "c/small/plain")
     assert (status, said.splitlines()[-1]) == (0, "The runs are identical.")
-    assert "hooks: norms: {} / None" in said
+    assert "hooks: norms: {'names': '', 'top': 10, 'bottom': 10, 'write_all': False} / None" in said
     assert "hooks: batch_dynamics: None / {" in said
 
 
