@@ -99,6 +99,6 @@ def test_complex_gradients_have_correct_means_and_norms() -> None:
     mean = {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in gradients}
     assert gradients["0.layer.weight"].is_complex()
     assert_close(gradients, mean)
-    flat = torch.cat([torch.view_as_real(g.to(torch.complex64)).flatten() for g in gradients.values()])
-    assert torch.allclose(joint_norm(list(gradients.values())), flat.norm())
-    assert torch.allclose(dot(gradients, gradients), flat @ flat)
+    flat = torch.cat([torch.view_as_real(g.to(torch.complex128)).flatten() for g in gradients.values()])
+    assert torch.allclose(joint_norm(list(gradients.values())).double(), flat.norm())
+    assert torch.allclose(dot(gradients, gradients).double(), flat @ flat)
