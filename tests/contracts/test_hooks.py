@@ -39,7 +39,7 @@ from tests.support import (
     run_info,
     train,
 )
-from tests.support.cases import FEW_PASSES, PAIRS, always_on, every_hook_and_case, slow_unless
+from tests.support.cases import FEW_PASSES, HEADS_AS_ROUTERS, PAIRS, always_on, every_hook_and_case, slow_unless
 from tests.support.processes import own_process
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
@@ -69,7 +69,7 @@ every_length = pytest.mark.parametrize("steps", LENGTHS)
 
 def make(name: str) -> TrainingHook:
     """Make a hook with its default options, few passes, or a threshold that it passes; it fires at every step."""
-    hook = HookRegistry.get(name)(**(FEW_PASSES | THRESHOLDS).get(name, {}))
+    hook = HookRegistry.get(name)(**(FEW_PASSES | HEADS_AS_ROUTERS | THRESHOLDS).get(name, {}))
     hook.step_schedule = EVERY_STEP
     return hook
 

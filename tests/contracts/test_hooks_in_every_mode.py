@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from tests.contracts.test_hooks import HEALTH, fires
 from tests.support import LOOPS, Case, Run, differences, mean_loss, train
-from tests.support.cases import FEW_PASSES, slow_unless, turn
+from tests.support.cases import FEW_PASSES, HEADS_AS_ROUTERS, slow_unless, turn
 from tests.support.models import ChunkedModel
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
@@ -112,7 +112,7 @@ def bare(mode: str, loop: str) -> Run:
 
 
 def with_hook(mode: str, loop: str, name: str) -> Run:
-    hook = HookRegistry.get(name)(**FEW_PASSES.get(name, {}))
+    hook = HookRegistry.get(name)(**(FEW_PASSES | HEADS_AS_ROUTERS).get(name, {}))
     hook.step_schedule = EVERY_STEP
     return run(mode, loop, [hook])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, THRESHOLDS, WatchingManager, fires
 from tests.support import LOOPS, ActingHook, Run, SpyHook, at, differences
-from tests.support.cases import FEW_PASSES, pairwise, slow_unless, turn
+from tests.support.cases import FEW_PASSES, HEADS_AS_ROUTERS, pairwise, slow_unless, turn
 from tests.support.odd_batches import parts
 from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, train_oddly
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 AXES = (tuple(PLACES), tuple(UPDATES), BATCHES)
 OPTIONS: dict[str, dict[str, Any]] = (
     FEW_PASSES
+    | HEADS_AS_ROUTERS
     | THRESHOLDS
     | {
         "attention": {"entry": "x", "every": 1},

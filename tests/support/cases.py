@@ -93,15 +93,15 @@ def always_on(name: str) -> list[Case]:
 FEW_PASSES = {
     "hessian": {"burst_length": 2},
     "lr_probe": {"steps": 6, "smoothing": 0.5},
-    "moe_router": {"routers": "*[4r]", "top_k": 2},
     "matrix_updates": {"interval": 2},
     "optimizer_health": {"interval": 2},
     "parameter_norms": {"interval": 2},
     "sharpness": {"iterations": 3, "k": 1, "probes": 2, "density_probes": 1, "batches": 2, "critical_passes": 3},
     "what_if": {"fresh": 3, "follow": 1},
 }
-"""Options with which expensive hooks measure in fewer passes and others several times in a short run, and with which
-``moe_router`` reads the heads of plain models."""
+"""Options with which expensive hooks measure in fewer passes, and others several times in a short run."""
+HEADS_AS_ROUTERS: dict[str, dict[str, Any]] = {"moe_router": {"routers": "*[4r]", "top_k": 2}}
+"""Options with which hooks measure models of the contract tests that have no subject for them."""
 
 
 def every_hook_and_case(names: Sequence[str], *, quick: int = len(MODELS)) -> pytest.MarkDecorator:
