@@ -29,7 +29,7 @@ def test_program_of_the_readme_prints_its_sample(tmp_path: Path, monkeypatch, ca
         warnings.simplefilter("default")  # a user's filters; those of the tests turn alerts into errors
         exec(compile(program, "vanishing.py", "exec"), {})
     printed = masked(capsys.readouterr().out)
-    alert, ended = (masked(part) for part in "\n".join(sample(README)).split("\nrun_0: "))
+    alert, ended = (masked(part) for part in "\n".join(sample(README)).split("\nrun_0: ", 1))
     assert alert in printed
     assert masked(f"run_0: {ended}") in printed
 

@@ -54,9 +54,7 @@ def test_shortened_main_job_prints_short_output(tmp_path: Path) -> None:
         assert all(re.search(r"val_acc [\d.e-]+, .*; [\d,]+ values recorded", line) for line in epoch_lines)
     alerts = [line for line in lines if line.startswith("alert: ")]
     assert len(alerts) > 20
-    kinds = [(line.split(":")[1], re.search(r"in epoch (\d+)", line)) for line in alerts]
-    assert all(kind.strip().startswith("loss_spikes/") for kind, _ in kinds)
-    assert any(more for _, more in kinds)
+    assert all(line.split(":")[1].strip().startswith("loss_spikes/") for line in alerts)
     recorded = sum(len((tmp_path / f"out/mod_arithmetic/{name}/alerts.jsonl").read_text().splitlines())
                    for name in ("stride", "target"))  # fmt: skip
     assert recorded > len(alerts)

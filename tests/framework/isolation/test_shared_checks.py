@@ -59,6 +59,7 @@ def test_own_calls_share_one_comparison(comparisons):
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("writer", ["first", "second", "third"])
 def test_write_by_own_hook_names_all_candidates(writer):
+    """No version counter changes, so the write is found by the comparison at the end of the visit."""
     state = made()
     with pytest.raises(StateMutationError) as caught:
         observe_all(Isolation(state), state, OWN, writer)

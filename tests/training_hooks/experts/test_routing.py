@@ -43,6 +43,7 @@ def by_loops(logits: Tensor, chosen: Tensor) -> dict[str, float]:
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 @pytest.mark.parametrize("layout", ["logits", "logits, scores, chosen", "chosen, scores, logits"])
 def test_measures_match_loops(layout, top_k):
+    """Every measure of a layer equals loops over tokens and experts in float64."""
     logits = drawn()
     scores, chosen = logits.topk(top_k)
     parts = {"logits": logits, "scores": scores, "chosen": chosen}

@@ -29,6 +29,7 @@ def logits(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_row_measures_match_loops(dtype):
+    """Every measure of a row equals a loop over its classes in float64."""
     block = logits(7, 11, dtype=dtype)
     targets = torch.arange(7)
     wide = block if dtype == torch.float64 else block.float()

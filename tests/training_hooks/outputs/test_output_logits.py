@@ -201,6 +201,7 @@ def test_model_that_is_not_called_is_reported():
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", cases("llama", "segmenter"))
 def test_run_has_the_bytes_of_the_bare_run(name):
+    """The hook reads the logits of the training and changes no byte of it."""
     model, loss, batch = case(name)
     _, hooked = trained(model, [OutputLogits(interval=1)], loss, batch, batch)
     model, loss, batch = case(name)

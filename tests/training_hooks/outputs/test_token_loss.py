@@ -238,6 +238,7 @@ def test_tags_of_another_length_are_refused():
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", cases("mixtral", "vit"))
 def test_run_has_the_bytes_of_the_bare_run(name):
+    """The hook reads the logits of the training and changes no byte of it."""
     model, loss, batch = case(name)
     _, hooked = trained(model, [TokenLoss(interval=1)], loss, batch, batch)
     model, loss, batch = case(name)
