@@ -373,7 +373,7 @@ def test_unknown_group_lists_known_groups():
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("norm", "norms"), ("observer", "observers"), ("with_debg", "with_debug")]
+    ("name", "nearest"), [("norm", "norms"), ("obsrvers", "observers"), ("with_debg", "with_debug")]
 )
 def test_unknown_hook_or_keyword_suggests_nearest(name, nearest):
     with pytest.raises(UsageError, match=f"Unknown hook '{name}'. Did you mean '{nearest}'"):

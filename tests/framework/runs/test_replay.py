@@ -184,8 +184,8 @@ def test_help_names_targets_and_options(capfd):
         for word in (
             "RUN",
             "--to",
-            "mlflow|tensorboard|trackio|wandb",
-            "--project PROJECT",
+            "--to SINK",
+            "--project NAME",
             "project of trackio or wandb",
         )
     )
