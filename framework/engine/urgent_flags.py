@@ -7,8 +7,8 @@ class UrgentFlags:
     """The flags of the current dispatch, and copies of those that an accelerator computed for the previous one.
 
     The host runs ahead of an accelerator; reading a flag at once would make it wait at every step. A flag is therefore
-    copied to the host asynchronously, and read one dispatch later. That dispatch is always the same one, so a resumed
-    run delivers its metrics at the same steps.
+    copied to the host asynchronously, and read one dispatch later, which is the same dispatch in every run. A flag that
+    waits while a checkpoint is taken is lost by a resume; its metrics are then delivered with the next flush.
     """
 
     def __init__(self) -> None:
