@@ -38,6 +38,7 @@ ORDER = (
         "digests",
     ),
     *("isolation", "data", "training", "hooks", "taps", "lowbit.casts", "lowbit", "engine", "loops", "checkpoints"),
+    *("doctor", "doctor.detectors"),
     *("runs", "report", "console", "explaining", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""

@@ -9,6 +9,7 @@ import yaml
 
 from ..checkpoints import StoppedError
 from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_console, printable, show_warnings, watch
+from ..doctor import DetectorRegistry
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..interruption import raise_at_ctrl_c
@@ -18,6 +19,7 @@ from ..runs import ReplaySink, Session, check_device, require, run_folders
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
 from .compare import compare, compare_parser
 from .diff import diff, diff_parser
+from .doctor import doctor, doctor_parser
 from .jobs import ONE_OF_SEVERAL, train_in_parallel, train_one_of_several
 from .listing import ls, ls_parser, show, show_parser
 from .lost_rows import require_all_rows
@@ -47,7 +49,7 @@ def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
         try:
             for package in as_names(packages):
                 import_module(package)
-            for registry in (ExperimentRegistry, HookRegistry, SinkRegistry):
+            for registry in (ExperimentRegistry, HookRegistry, SinkRegistry, DetectorRegistry):
                 registry.discover()
             raise_at_ctrl_c()
             _dispatch(*words)
@@ -79,7 +81,7 @@ def _dispatch(command: str, *words: str) -> None:
         return
     local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks, completion=_completion)
     commands = local_commands | {
-        function.__name__: function for function in (ls, show, diff, new, plot, compare, report, rewind, verify)
+        function.__name__: function for function in (ls, show, doctor, diff, new, plot, compare, report, rewind, verify)
     }
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; put the options of a run after loopscope run EXPERIMENT.")
@@ -111,7 +113,7 @@ def _completion(words: Sequence[str]) -> None:
     parsers = [
         *(list_parser(), hooks_parser(), resume_parser(), _replay_parser(_replay_sinks()), parser),
         *(ls_parser(), show_parser(), diff_parser(), new_parser(), plot_parser(), compare_parser(), report_parser()),
-        *(rewind_parser(), verify_parser()),
+        *(doctor_parser(), rewind_parser(), verify_parser()),
     ]
     sys.stdout.write(completion_script(shells[0], parsers))
 

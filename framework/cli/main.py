@@ -22,6 +22,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope run EXPERIMENT   train an experiment with hooks; --help shows its options
   loopscope ls [FOLDER]      list the runs in a folder: state, length, final metrics
   loopscope show RUN         show the options, the result and the metrics of a run
+  loopscope doctor RUN       diagnose a run: what is wrong, why, and what to do next
   loopscope plot RUN...      plot metrics of runs against steps
   loopscope compare RUN...   compare final and best metrics, settings, and seeds
   loopscope report RUN...    write an HTML page with curves and tables of runs

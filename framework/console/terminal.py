@@ -15,6 +15,7 @@ from typing import IO, Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from ..doctor import FindingNotice
 from ..errors import RunNotice
 from ..hooks import Alert
 from .board import Label
@@ -119,8 +120,9 @@ def show_warnings(
         if not issubclass(category, kind):
             previous(message, category, *where, **rest)
             return
-        # A notice is information; any other warning is a problem.
-        show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))
+        # A notice is information, except for a finding of the diagnosis; any other warning is a problem.
+        is_note = issubclass(category, RunNotice) and not issubclass(category, FindingNotice)
+        show("note" if is_note else "warning", " ".join(str(message).split()))
 
     warnings.showwarning = shown
     try:

@@ -256,6 +256,18 @@ class MetricDispatch:
         self._urgent = UrgentFlags()
         self._follow_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
 
+    def include(self, sink: MetricSink) -> None:
+        """Add a sink that writes no files, before :meth:`start`."""
+        self._sinks.append(sink)
+
+    def pending(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the buffered step metrics as host values by full name, each with their step; they stay buffered."""
+        waiting = self._pending_steps.on_host()
+        return [
+            (report.step, {f"{report.hook.name}/{name}": value for name, value in values.items()})
+            for report, values in waiting
+        ]
+
     def last(self, point: HookPoint | None = None) -> dict[str, Any]:
         """Return the newest metrics of one point, or of all points, by full name."""
         return dict(self._newest if point is None else self._last[point])

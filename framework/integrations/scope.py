@@ -14,8 +14,10 @@ from torch import Tensor
 from ..checkpoints import allocate_saved, flatten_state
 from ..console import number_text, printable
 from ..data import Loader
+from ..doctor import Diagnosis, diagnosis_with
 from ..errors import UsageError, require
 from ..hooks import HookPoint
+from ..preserved_streams import preserved_streams
 from .attach_options import steps_in
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
@@ -44,6 +46,17 @@ class AttachedScope(JupyterMixin):
         """Return the newest metrics by full name, of one hook point or all, with tensors as numbers."""
         newest = self._attached.manager.dispatch.last(point) if self._attached.is_built else {}
         return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
+
+    def diagnose(self) -> Diagnosis:
+        """Return the findings about the training up to now, most important first; ``print`` shows them.
+
+        It reads what the hooks have measured; the group ``health`` measures most of what detectors need.
+        """
+        attached = self._attached
+        if not attached.is_started:
+            return Diagnosis()
+        with preserved_streams():
+            return diagnosis_with(attached.run.diagnosis.history, attached.manager.dispatch.pending())
 
     def __rich__(self) -> Group:
         """Return the run's progress and its newest numbers as a table."""

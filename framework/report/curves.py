@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, require
-from ..hooks import HookPoint, HookRegistry, Series, SinkRegistry
-from ..option_words import is_command_line
-from ..runs import Record, RecordSink, RunRecord, forward_emits, read_initial
+from ..errors import require
+from ..hooks import HookPoint, HookRegistry, Series
+from ..runs import Record, RunRecord, forward_emits, read_initial, record_of
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
@@ -114,20 +113,6 @@ def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequ
                 yield from series_in(at, {name: item})
         elif value.values:
             yield name, value.steps, value.values
-
-
-def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
-    """Return the best record in a folder and its sink; raises :class:`UsageError` if there is no record."""
-    readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
-    best_first = sorted(readable, key=operator.attrgetter("lossless"), reverse=True)
-    files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
-    for sink, path in files.items():
-        if path.is_file():
-            return sink, path
-    names = " nor ".join(path.name for path in files.values())
-    ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
-    ways = ways if is_command_line() else f"with the sink {' or '.join(repr(sink.name) for sink in files)}"
-    raise UsageError(f"{folder} has neither {names}; a run started {ways} writes its metrics there.")
 
 
 def check_size(path: Path, most: int) -> None:

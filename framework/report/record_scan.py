@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, require
-from ..runs import Record, forward_emits
-from .curves import NUMBERS, check_size, record_of, series_in
+from ..runs import Record, forward_emits, record_of
+from .curves import NUMBERS, check_size, series_in
 
 MOST_BYTES = 4 * 2**30  # larger records are not read
 MOST_METRICS, MOST_WAITING = 10**5, 10**6  # metrics of a record; values without a counterpart in the other record

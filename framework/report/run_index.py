@@ -15,8 +15,19 @@ from ..durable_files import path_exists, read_json
 from ..errors import UsageError, listed, require
 from ..names import as_names
 from ..optional_packages import require_package
-from ..runs import CONFIG, REWINDS, SUMMARY, Completed, FailedSink, Record, RunRecord, checked_fields, forward_emits
-from .curves import record_of, series_in
+from ..runs import (
+    CONFIG,
+    REWINDS,
+    SUMMARY,
+    Completed,
+    FailedSink,
+    Record,
+    RunRecord,
+    checked_fields,
+    forward_emits,
+    record_of,
+)
+from .curves import series_in
 from .panels import matcher, near_names
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any
 from ..durable_files import path_exists, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS
-from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits
-from .curves import NUMBERS, check_size, record_of, series_in
+from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, record_of
+from .curves import NUMBERS, check_size, series_in
 from .explanations import read_explained
 from .run_index import FoundRun, inspect_run
 

@@ -11,10 +11,11 @@ from .records import (
     environment, read_initial, read_outcome, read_status, run_folders, versions,
 )
 from .reference import load_reference
-from .replay import Record, RecordSink, ReplaySink, forward_emits
+from .replay import Record, RecordSink, ReplaySink, forward_emits, record_of
 from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
 from .run import Display, Run, attempt, create_manager
+from .run_history import read_history
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .validation import DivergedError, Stretch
@@ -58,10 +59,12 @@ __all__ = [
     "field_names",
     "forward_emits",
     "load_reference",
+    "read_history",
     "read_initial",
     "read_outcome",
     "read_provenance",
     "read_status",
+    "record_of",
     "require",
     "run_folders",
     "union_members",

@@ -114,6 +114,8 @@ class RunRecord:
     environment: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     """The settings of an attached run's training: optimizer, its options, batch size, seed, and those of a Trainer."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Properties of model and optimizer before the first step, for the diagnosis of the run."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """The script of an attached run, its start time, and the commit of the code."""
 

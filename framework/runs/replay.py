@@ -1,12 +1,14 @@
 """Interfaces of sinks that replay the record of a completed run, and of sinks whose files can be read back."""
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..errors import UsageError, shortened
-from ..hooks import HookPoint, MetricSink
+from ..hooks import HookPoint, MetricSink, SinkRegistry
+from ..option_words import is_command_line
 
 Emit = TypeVar("Emit")
 
@@ -69,3 +71,17 @@ def forward_emits(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{type(error).__name__}: {shortened(str(error))}"
         raise UsageError(f"{path} cannot be read after {count} emits ({reason}).") from error
+
+
+def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
+    """Return the best record in a folder and its sink; raises :class:`UsageError` if there is no record."""
+    readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
+    best_first = sorted(readable, key=operator.attrgetter("lossless"), reverse=True)
+    files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
+    for sink, path in files.items():
+        if path.is_file():
+            return sink, path
+    names = " nor ".join(path.name for path in files.values())
+    ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
+    ways = ways if is_command_line() else f"with the sink {' or '.join(repr(sink.name) for sink in files)}"
+    raise UsageError(f"{folder} has neither {names}; a run started {ways} writes its metrics there.")

@@ -10,17 +10,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..doctor import LiveDiagnosis, diagnose, start_facts
 from ..durable_files import plain_json
 from ..engine import HookManager
 from ..errors import LoopscopeError, warn
-from ..hooks import ConfiguredHook, MetricSink, RunInfo, TrainingHook
+from ..hooks import ENDLESS, ConfiguredHook, MetricSink, RunInfo, TrainingHook
 from ..loops import NoProgress, Progress
-from ..state import TrainingState
+from ..state import TrainingState, optimizers_of
 from ..training import TrainingTask
 from .checks import check_device
 from .config import RunSettings
 from .records import RunRecord
 from .run_folder import RunFolder
+from .run_history import read_history
 from .summaries import build_summary
 
 
@@ -72,6 +74,8 @@ class Run:
     """Full names of the metrics in which runs of an experiment are compared."""
     summary: dict[str, Any] = field(default_factory=dict)
     """The summary, once the run has ended."""
+    diagnosis: LiveDiagnosis = field(default_factory=LiveDiagnosis)
+    """Collects the history of the run, and reports findings."""
     training_started_at: float | None = None
     """The moment before the first step; without ``training_ended_at`` the training lasts until the summary."""
     training_ended_at: float | None = None
@@ -105,6 +109,15 @@ class Run:
         for check in checks:
             check()
         self.info = replace(self.info, metric_infos=self.manager.hooks.metric_infos())
+        self.record = replace(self.record, facts=self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the start-up facts of the training as plain JSON values."""
+        state, task, info = self.manager.state, self.manager.task, self.info
+        facts = start_facts(state.model, optimizers_of(state), state.also.values())
+        planned = {} if info.steps >= ENDLESS else {"planned_steps": info.steps}
+        facts |= {"accumulation": task.accumulation_steps, "scaler": task.scaler is not None, **planned}
+        return dict(plain_json(facts))
 
     def claim(self, reference: Path | None = None, data: Mapping[str, Any] = {}) -> None:
         """Remove an earlier run from the folder, and write the record.
@@ -117,8 +130,21 @@ class Run:
         self.folder.write_record(self.record)
 
     def start_sinks(self) -> None:
-        """Start the sinks, which append to the files of the earlier run, if any."""
+        """Start the sinks, which append to the files of the earlier run, if any, and the diagnosis."""
+        if self.manager.task.ranks.is_main:
+            self._start_diagnosis()
         self.manager.dispatch.start(self.info, None if self.earlier is None else self.earlier.sinks)
+
+    def _start_diagnosis(self) -> None:
+        """Add the diagnosis to the sinks, with the history of the run up to now if it continues an earlier one."""
+        if self.earlier is not None:
+            self.diagnosis.history = read_history(self.folder.path, until=self.manager.state.loop.step)
+        history = self.diagnosis.history
+        history.facts = self.record.facts
+        history.settings = self.record.training or self.record.config
+        history.hooks = [hook.name for hook in self.manager.hooks]
+        history.status = "running"
+        self.manager.dispatch.include(self.diagnosis)
 
     def show_progress(self) -> Progress:
         """Show that training starts, and return the display of its progress."""
@@ -151,6 +177,8 @@ class Run:
             manager, record, path, status, error, seconds, final, self.initial, self.compared_metrics
         )
         self.summary["sample"] = None if sample is None else str(sample)
+        self.diagnosis.history.status = status
+        self.summary["findings"] = diagnose(self.diagnosis.history).as_dict()["findings"]
         self.folder.write_summary(self.summary)
         self.display.strategy_ended(self.summary)
         return self.summary

@@ -1,0 +1,15 @@
+"""The doctor: findings about a training, from its start-up facts, its metrics and its alerts."""
+
+from .detector import Detector, DetectorRegistry, Threshold
+from .diagnosis import all_detectors, diagnose
+from .diagnosis_text import diagnosis_lines, finding_lines
+from .findings import SCHEMA, SEVERITIES, Diagnosis, Evidence, Finding, Severity
+from .history import Curve, History
+from .live import FindingNotice, LiveDiagnosis, diagnosis_with
+from .start_up_facts import start_facts
+
+__all__ = [
+    "SCHEMA", "SEVERITIES", "Curve", "Detector", "DetectorRegistry", "Diagnosis", "Evidence", "Finding",
+    "FindingNotice", "History", "LiveDiagnosis", "Severity", "Threshold", "all_detectors", "diagnose",
+    "diagnosis_lines", "diagnosis_with", "finding_lines", "start_facts",
+]

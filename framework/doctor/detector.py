@@ -1,0 +1,74 @@
+"""Detectors: classes that look for one problem in the history of a run, and their registry."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from ..errors import UsageError
+from ..registry import Registry
+from .findings import Evidence, Finding, Severity
+from .history import History
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A limit of a detector, with the reason for its value."""
+
+    value: float
+    reason: str
+
+
+class Detector(ABC):
+    """Looks for one problem in the history of a run.
+
+    A detector draws no random numbers and changes nothing: the same history gives the same findings, while the run is
+    in progress and afterwards. It returns no finding if the record lacks what it needs.
+    """
+
+    name: ClassVar[str]
+    """Id of the findings: words joined by hyphens."""
+    symptom: ClassVar[str]
+    """What a user sees, as a heading of the page about troubleshooting."""
+    cause: ClassVar[str]
+    """The causes and the remedy, in one to three sentences, for that page."""
+    source: ClassVar[str] = ""
+    """Paper, documentation or measurement behind the rule."""
+    applies_to: ClassVar[str] = "every optimizer, at any step"
+    """The optimizers and the phase of the training that the detector applies to."""
+    thresholds: ClassVar[Mapping[str, Threshold]] = MappingProxyType({})
+    """The limits by name, each with the reason for its value."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Names of the hooks whose metrics the detector reads; empty for start-up facts."""
+    explains: ClassVar[frozenset[str]] = frozenset()
+    """Ids of findings that may be consequences of this problem."""
+
+    @abstractmethod
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return the findings about a history, usually none or one."""
+
+    def limit(self, name: str) -> float:
+        """Return the value of a threshold."""
+        return self.thresholds[name].value
+
+    def finding(
+        self, severity: Severity, step: int, why: str, next_step: str, *evidence: Evidence, confidence: float = 0.9
+    ) -> Finding:
+        """Return a finding of this detector."""
+        return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.explains)
+
+
+def check_detector(detector: type[Any]) -> None:
+    """Raise :class:`UsageError` for a class that is not a complete detector."""
+    if not (isinstance(detector, type) and issubclass(detector, Detector)):
+        raise UsageError(f"{detector!r} is not a detector; derive a class from loopscope.doctor.Detector.")
+    missing = [name for name in ("name", "symptom", "cause") if not isinstance(getattr(detector, name, None), str)]
+    if missing:
+        raise UsageError(f"Detector {detector.__name__} has no {missing[0]}; set it to a text in the class.")
+    if inspect.isabstract(detector):
+        raise UsageError(f"Detector {detector.__name__} has no method detect(self, history); define it.")
+
+
+DetectorRegistry: Registry[type[Detector]] = Registry("detector", "loopscope.detectors", check_detector, Detector)

@@ -1,0 +1,118 @@
+"""Detectors of parameters that the training cannot change as intended, from the start-up facts."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import listed
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import History
+
+
+def names_text(fact: Mapping[str, Any]) -> str:
+    """Return the names of a fact with the number of further ones."""
+    names = [*fact["names"]]
+    more = fact["count"] - len(names)
+    return listed(names, 3) if not more else f"{', '.join(names[:3])} and {fact['count'] - 3} more"
+
+
+@DetectorRegistry.register
+class WithoutOptimizer(Detector):
+    """Finds trainable parameters that no optimizer holds."""
+
+    name = "parameters-without-optimizer"
+    symptom = "Some layers never change"
+    cause = (
+        "Trainable parameters are in no optimizer: it was created before a layer was added, replaced or resized, or "
+        "for a part of the model only. Create the optimizer last, from all parameters, or set requires_grad to False."
+    )
+    source = "start-up facts"
+    explains = frozenset({"parameters-unchanged"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the optimizers miss trainable parameters."""
+        missing = history.facts.get("without_optimizer", {})
+        if not missing.get("count"):
+            return
+        foreign = history.facts.get("foreign_in_optimizer", 0)
+        reason = (
+            f", while it holds {foreign} tensors that are not in the model: it was created before the model was "
+            "changed, copied or moved"
+            if foreign
+            else ""
+        )
+        yield self.finding(
+            "critical" if missing["share"] > 0.5 else "warning",
+            0,
+            f"{missing['count']} of {history.facts['trainable']} trainable parameters are in no optimizer and keep "
+            f"their initial values ({names_text(missing)}){reason}.",
+            "Create the optimizer after the model is complete, from model.parameters(), or freeze these parameters "
+            "with requires_grad_(False).",
+            Evidence("facts/without_optimizer", missing["count"], 0, "0"),
+            confidence=0.95,
+        )
+
+
+@DetectorRegistry.register
+class FrozenInOptimizer(Detector):
+    """Finds optimizer entries that do not require a gradient."""
+
+    name = "frozen-parameters-in-optimizer"
+    symptom = "Some layers never change"
+    cause = (
+        "The optimizer holds parameters with requires_grad=False. This is usual when a script freezes a base model "
+        "and passes model.parameters(); it is a mistake if these layers should be trained."
+    )
+    source = "start-up facts"
+    thresholds = {
+        "trainable_share": Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model")
+    }
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if an optimizer holds frozen parameters."""
+        frozen = history.facts.get("frozen_in_optimizer", {})
+        if not frozen.get("count"):
+            return
+        share = history.facts["trainable_elements"] / max(history.facts["elements"], 1)
+        is_unusual = share > self.limit("trainable_share") and not _has_frozen_start(history)
+        yield self.finding(
+            "warning" if is_unusual else "info",
+            0,
+            f"{frozen['count']} parameters are in the optimizer but are frozen (requires_grad=False), so they keep "
+            f"their values: {names_text(frozen)}.",
+            "Call requires_grad_(True) on them if they should be trained; otherwise leave them out of the optimizer.",
+            Evidence("facts/frozen_in_optimizer", frozen["count"], 0, "0, or the layers of a frozen base model"),
+            confidence=0.6,
+        )
+
+
+def _has_frozen_start(history: History) -> bool:
+    """Return whether complete children of the model are frozen, as in fine-tuning."""
+    return any(share == 1.0 for share in history.facts.get("frozen_modules", {}).values())
+
+
+@DetectorRegistry.register
+class DecayedVectors(Detector):
+    """Reports biases and norm gains in a group with weight decay."""
+
+    name = "weight-decay-on-vectors"
+    symptom = "A question about weight decay"
+    cause = (
+        "Weight decay also acts on biases and on the gains of normalisation layers, as in AdamW(model.parameters()). "
+        "Many recipes for transformers exclude them; the effect is usually small."
+    )
+    source = "Loshchilov and Hutter, arXiv 1711.05101; minGPT's parameter groups"
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a remark if vectors are decayed."""
+        decayed = history.facts.get("decayed_vectors", {})
+        if not decayed.get("count"):
+            return
+        yield self.finding(
+            "info",
+            0,
+            f"Weight decay also acts on {decayed['count']} biases and norm gains ({names_text(decayed)}).",
+            "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them.",
+            Evidence("facts/decayed_vectors", decayed["count"]),
+            confidence=0.99,
+        )

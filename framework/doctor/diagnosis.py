@@ -1,0 +1,44 @@
+"""The diagnosis of a history by all registered detectors."""
+
+from collections.abc import Iterable
+from importlib import import_module
+
+from ..errors import RunNotice, describe_error, listed, warn
+from .detector import Detector, DetectorRegistry
+from .findings import Diagnosis, Finding, ranked
+from .history import History
+
+
+def diagnose(history: History) -> Diagnosis:
+    """Return the findings of all registered detectors about a history, most important first.
+
+    A detector that raises is left out with a warning, so that a broken one never hides the findings of others.
+    """
+    findings: list[Finding] = []
+    for detector in all_detectors():
+        findings += _findings_of(detector, history)
+    return Diagnosis(ranked(findings), _missing(history))
+
+
+def all_detectors() -> list[Detector]:
+    """Return an object of every registered detector, by name."""
+    import_module("loopscope.doctor.detectors")  # registers the shipped ones
+    return [detector() for detector in DetectorRegistry]
+
+
+def _findings_of(detector: Detector, history: History) -> Iterable[Finding]:
+    try:
+        return list(detector.detect(history))
+    except Exception as error:
+        warn(f"The detector {detector.name!r} failed and is left out: {describe_error(error)}", RunNotice)
+        return []
+
+
+def _missing(history: History) -> list[str]:
+    """Return a sentence about hooks that detectors need and the run did not have."""
+    needed = {name for detector in all_detectors() for name in detector.needs}
+    recorded = {name.partition("/")[0] for name in history.curves} | set(history.hooks)
+    absent = sorted(needed - recorded)
+    if not absent:
+        return []
+    return [f"The record has no {listed(absent)}; run with the group 'health' of hooks for a complete diagnosis."]

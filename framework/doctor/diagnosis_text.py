@@ -1,0 +1,63 @@
+"""The findings of a diagnosis as lines of text."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .findings import Diagnosis, Evidence, Finding
+
+MOST_EVIDENCE = 3
+"""Measured values in the text of a finding; JSON has all."""
+INDENT = "    "
+
+
+def diagnosis_lines(diagnosis: "Diagnosis", width: int = 100, most: int | None = None) -> list[str]:
+    """Return the lines of a diagnosis: the verdict, then each finding, most important first.
+
+    Args:
+        diagnosis: the findings.
+        width: the largest length of a line.
+        most: the largest number of findings; the number of the others is stated.
+    """
+    findings = list(diagnosis)[:most]
+    lines = [] if diagnosis.at_least("warning") else ["No problem was found."]
+    for finding in findings:
+        lines += finding_lines(finding, width)
+    if left := len(diagnosis) - len(findings):
+        lines.append(f"{left} more with loopscope doctor RUN.")
+    for sentence in diagnosis.missing:
+        lines += textwrap.wrap(sentence, width, subsequent_indent=INDENT)
+    return lines
+
+
+def finding_lines(finding: "Finding", width: int = 100) -> Iterator[str]:
+    """Yield the lines of a finding: its severity, id and step, why, next, and the measured values."""
+    when = f"from step {finding.step:,}" if finding.step else "before the first step"
+    yield f"{finding.severity}: {finding.id}, {when} (confidence {finding.confidence:.0%})"
+    rows = [("why", finding.why), ("next", finding.next), ("measured", evidence_text(finding.evidence))]
+    for label, text in rows:
+        if text:
+            indent = f"{INDENT}{label:9} "
+            yield from textwrap.wrap(
+                text, width, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False
+            )
+
+
+def evidence_text(evidence: "Sequence[Evidence]") -> str:
+    """Return the measured values in one text."""
+    return "; ".join(_evidence_item(item) for item in evidence[:MOST_EVIDENCE])
+
+
+def _evidence_item(item: "Evidence") -> str:
+    text = f"{item.metric} {value_text(item.value)}"
+    if item.limit is not None:
+        text += f", limit {value_text(item.limit)}"
+    return f"{text} (usual: {item.usual})" if item.usual else text
+
+
+def value_text(value: object) -> str:
+    """Return a value as text, a float with three digits."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return ", ".join(map(value_text, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,165 @@
+"""Findings of a diagnosis: what is wrong in a training, how certain that is, and what to do next."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from ..errors import UsageError
+from .diagnosis_text import diagnosis_lines
+
+SCHEMA = 1
+"""Version of the JSON of a diagnosis; it changes when a field is renamed or removed."""
+Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""All severities, the mildest first."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A measured value behind a finding.
+
+    Args:
+        metric: the full name of the metric, or of a start-up fact.
+        value: the measured value.
+        limit: the value beyond which it counts, if there is one.
+        usual: the usual values, in words.
+    """
+
+    metric: str
+    value: Any
+    limit: float | None = None
+    usual: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the evidence as plain values, without empty fields."""
+        fields = {"metric": self.metric, "value": self.value, "limit": self.limit, "usual": self.usual}
+        return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem of a training, or a property that deserves attention.
+
+    Args:
+        id: the name of the detector.
+        severity: ``critical``: the training cannot succeed; ``warning``: it is probably worse than it could be;
+            ``info``: a property that healthy runs may have.
+        step: the first step at which the problem is visible; 0 before the first step.
+        why: what is wrong, and why it matters, in one sentence.
+        next: one command or one line of code.
+        evidence: the values behind the finding.
+        confidence: the probability that ``why`` is right, between 0 and 1.
+        explains: ids of findings that are consequences of this one, if they start no earlier.
+    """
+
+    id: str
+    severity: Severity
+    step: int
+    why: str
+    next: str
+    evidence: Sequence[Evidence] = ()
+    confidence: float = 0.9
+    explains: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as plain values, as in the JSON of a diagnosis."""
+        return {
+            "id": self.id,
+            "severity": self.severity,
+            "step": self.step,
+            "evidence": [item.as_dict() for item in self.evidence],
+            "why": self.why,
+            "next": self.next,
+            "confidence": round(self.confidence, 2),
+        }
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Finding":
+        """Return the finding that :meth:`as_dict` described.
+
+        Raises:
+            UsageError: for content without the required fields.
+        """
+        try:
+            evidence = [Evidence(**item) for item in content["evidence"]]
+            names = ("id", "severity", "step", "why", "next", "confidence")
+            return cls(**{name: content[name] for name in names}, evidence=evidence)
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{content!r} is not a finding of a diagnosis: {error}.") from error
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings about a run, most important first, and what the record lacked for a complete diagnosis.
+
+    Iterate over it for the findings; ``print`` shows them.
+    """
+
+    findings: Sequence[Finding] = ()
+    missing: Sequence[str] = ()
+    """Sentences about hooks that were not active, so that their detectors had no values."""
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        """Return the findings as lines of text."""
+        return "\n".join(diagnosis_lines(self))
+
+    @property
+    def severity(self) -> Severity | None:
+        """The highest severity among the findings, or ``None`` without any."""
+        return max((finding.severity for finding in self.findings), key=SEVERITIES.index, default=None)
+
+    def at_least(self, severity: Severity) -> list[Finding]:
+        """Return the findings of this severity or a higher one."""
+        lowest = SEVERITIES.index(severity)
+        return [finding for finding in self.findings if SEVERITIES.index(finding.severity) >= lowest]
+
+    @property
+    def verdict(self) -> str:
+        """The diagnosis in one short sentence."""
+        counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
+        if not counts["critical"] and not counts["warning"]:
+            return "No problem was found."
+        words = [
+            f"{counts[name]} {name}{'s' if name == 'warning' and counts[name] > 1 else ''}"
+            for name in ("critical", "warning")
+            if counts[name]
+        ]
+        return f"Found {' and '.join(words)}; most important: {self.findings[0].why}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain values, in the versioned schema."""
+        content: dict[str, Any] = {"schema": SCHEMA, "findings": [finding.as_dict() for finding in self.findings]}
+        return content | ({"missing": list(self.missing)} if self.missing else {})
+
+
+def ranked(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings, most important first; consequences follow their causes.
+
+    The order is by severity, then causes before consequences, then confidence, then the first step.
+    """
+    all_findings = list(findings)
+    return sorted(
+        all_findings,
+        key=lambda finding: (
+            is_consequence(finding, all_findings),
+            -SEVERITIES.index(finding.severity),
+            -finding.confidence,
+            finding.step,
+            finding.id,
+        ),
+    )
+
+
+def is_consequence(finding: Finding, findings: Iterable[Finding]) -> bool:
+    """Return whether another finding, of at least the severity ``warning`` and no later, explains this one."""
+    return any(
+        finding.id in other.explains and other.step <= finding.step and other.severity != "info"
+        for other in findings
+        if other is not finding
+    )

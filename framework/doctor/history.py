@@ -1,0 +1,200 @@
+"""The history of a run as detectors see it: metrics over steps, alerts, start-up facts and settings."""
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..hooks import Alert, Recovery, Series
+
+MOST_POINTS = 4096
+"""Points of a metric in memory; above this number every second one is dropped."""
+MOST_METRICS = 4096
+MOST_ALERTS = 2000
+NUMBERS = (int, float, bool)
+Floats = NDArray[np.float64]
+
+
+class Curve:
+    """The values of a metric over steps, thinned to a limited number of points; the last point is always kept."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._values: list[float] = []
+        self._stride = 1
+        self._seen = 0
+        self._last: tuple[int, float] | None = None
+        self.first_nonfinite: int | None = None
+        """The first step with a NaN or infinite value."""
+
+    def add(self, step: int, value: float) -> None:
+        """Append a point; steps do not decrease."""
+        if self.first_nonfinite is None and not math.isfinite(value):
+            self.first_nonfinite = step
+        if self._seen % self._stride == 0:
+            self._steps.append(step)
+            self._values.append(value)
+        self._seen += 1
+        self._last = step, value
+        if len(self._steps) > MOST_POINTS:
+            self._steps, self._values, self._stride = self._steps[::2], self._values[::2], self._stride * 2
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """The steps of the points, ascending: shape (points,)."""
+        return np.array([*self._steps, *self._extra[0]], dtype=np.int64)
+
+    @property
+    def values(self) -> Floats:
+        """The values of the points: shape (points,)."""
+        return np.array([*self._values, *self._extra[1]], dtype=np.float64)
+
+    @property
+    def _extra(self) -> tuple[list[int], list[float]]:
+        if self._last is None or (self._steps and self._steps[-1] == self._last[0]):
+            return [], []
+        return [self._last[0]], [self._last[1]]
+
+    @property
+    def first(self) -> float:
+        """The first value; NaN for an empty curve."""
+        return self._values[0] if self._values else math.nan
+
+    @property
+    def last(self) -> float:
+        """The newest value; NaN for an empty curve."""
+        return self._last[1] if self._last else math.nan
+
+    @property
+    def first_step(self) -> int:
+        """The step of the first value; 0 for an empty curve."""
+        return self._steps[0] if self._steps else 0
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest value; 0 for an empty curve."""
+        return self._last[0] if self._last else 0
+
+    def at(self, step: int) -> float:
+        """Return the newest value up to a step; NaN if there is none."""
+        index = int(np.searchsorted(self.steps, step, side="right")) - 1
+        return float(self.values[index]) if index >= 0 else math.nan
+
+    def between(self, first: int, last: int) -> Floats:
+        """Return the values at the steps from ``first`` to ``last``, both included."""
+        steps = self.steps
+        return self.values[(steps >= first) & (steps <= last)]
+
+    def first_step_where(self, condition: NDArray[np.bool_]) -> int | None:
+        """Return the first step at which a condition on :attr:`values` holds, or ``None``."""
+        indices = np.flatnonzero(condition)
+        return int(self.steps[indices[0]]) if len(indices) else None
+
+
+EMPTY = Curve()
+"""The curve of a metric that was not recorded."""
+
+
+@dataclass
+class History:
+    """What a run has recorded up to now.
+
+    Detectors read it by the full names of metrics (``hook/metric``). It is filled from the emits of a run in progress,
+    or from the record of a finished one, so that both give the same findings.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Start-up facts (:func:`.start_facts`)."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of the training: optimizer, learning rate, batch size, and those of a Trainer."""
+    planned_steps: int | None = None
+    """Planned steps of the run; ``None`` if unknown."""
+    hooks: Sequence[str] = ()
+    """Names of the active hooks."""
+    status: str = "running"
+    """The status of the run: running, completed, incomplete, failed or interrupted."""
+    step: int = 0
+    """The newest step with a metric."""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    """The alerts as in ``alerts.jsonl``, without recoveries, oldest first."""
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of one emit, by full name; lists and texts are left out."""
+        for name, at, values in _points(step, metrics):
+            curve = self.curves.get(name)
+            if curve is None:
+                if len(self.curves) >= MOST_METRICS:
+                    continue
+                curve = self.curves[name] = Curve()
+            for point, value in zip(at, values, strict=True):
+                curve.add(point, value)
+        self.step = max(self.step, step)
+
+    def add_alert(self, alert: Alert | Mapping[str, Any]) -> None:
+        """Add an alert; a recovery is left out."""
+        content = alert.record() if isinstance(alert, Alert) else dict(alert)
+        is_over = isinstance(alert, Recovery) or content.get("is_over", False)
+        if not is_over and len(self.alerts) < MOST_ALERTS:
+            self.alerts.append(content)
+
+    def curve(self, name: str) -> Curve:
+        """Return the curve of a metric; an empty one if it was not recorded."""
+        return self.curves.get(name, EMPTY)
+
+    def family(self, name: str) -> dict[str, Curve]:
+        """Return the curves of a family ``hook/metric/<parameter>``, by parameter."""
+        prefix = f"{name}/"
+        return {key.removeprefix(prefix): curve for key, curve in self.curves.items() if key.startswith(prefix)}
+
+    def last(self, name: str) -> float:
+        """Return the newest value of a metric; NaN if it was not recorded."""
+        return self.curve(name).last
+
+    def alerts_of(self, hook: str, *metrics: str) -> list[dict[str, Any]]:
+        """Return the alerts of a hook about one of these metrics or conditions; without any, all of its alerts."""
+        return [alert for alert in self.alerts if alert["hook"] == hook and (not metrics or alert["metric"] in metrics)]
+
+    @property
+    def loss(self) -> Curve:
+        """The training loss of the steps, or, where no hook recorded these, of the epochs."""
+        names = ("training_checks/loss", "training_metrics/loss")
+        return max((self.curve(name) for name in names), key=len)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self.status != "running"
+
+    @property
+    def optimizer(self) -> str:
+        """The class name of the first optimizer, or an empty text."""
+        groups = self.facts.get("groups") or [{}]
+        return str(groups[0].get("optimizer", self.settings.get("optimizer", "")))
+
+    @property
+    def is_adam_like(self) -> bool:
+        """Whether the optimizer divides gradients by their size, so that a step has about the learning rate's size."""
+        return any(word in self.optimizer.lower() for word in ("adam", "adafactor", "lion", "lamb", "rmsprop", "radam"))
+
+
+def _points(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequence[float]]]:
+    """Yield the names of numbers, with their steps and values; an entry of a dict is named ``metric/key``."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _points(step, {f"{name}/{key}": item for key, item in value.items()})
+        elif isinstance(value, NUMBERS):
+            yield name, [step], [float(value)]
+        elif isinstance(value, Series):
+            if all(isinstance(item, NUMBERS) for item in value.values):
+                yield name, [operator.index(item) for item in value.steps], [float(item) for item in value.values]
+            else:
+                for at, item in zip(value.steps, value.values, strict=True):
+                    yield from _points(at, {name: item})

@@ -1,0 +1,97 @@
+"""The diagnosis of a run in progress: a sink that collects its history and reports new findings at their step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, ClassVar
+
+from ..errors import RunNotice, warn_at
+from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, RunInfo
+from .diagnosis import diagnose
+from .findings import Diagnosis, Finding
+from .history import History
+
+ALWAYS_UNTIL = 10
+"""Up to this step every delivery of metrics is diagnosed."""
+GROWTH = 1.25
+"""Factor between the steps of later diagnoses, so that their number grows with the logarithm of the steps."""
+
+
+class FindingNotice(RunNotice):
+    """A new finding of severity warning or critical; displays show it as a warning."""
+
+
+class LiveDiagnosis(MetricSink):
+    """Collects the history of a run in memory, and reports new findings above ``info`` as warnings.
+
+    It writes no file. Findings about the start-up facts are reported before the first step.
+    """
+
+    name = "diagnosis"
+    keeps: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.history = History()
+        self._next_step = 0
+        self._reported: dict[str, str] = {}  # the severity of each reported finding, by id
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Return no names: the diagnosis writes no files."""
+        return ()
+
+    def set_run_context(self, run: RunInfo) -> None:
+        """Start with an empty history of a run, and report what its start-up facts show."""
+        self.history.planned_steps = None if run.steps >= ENDLESS else run.steps
+        self._report()
+
+    def position(self) -> dict[str, Any]:
+        """Return the findings that have been reported."""
+        return {"reported": dict(self._reported), "next_step": self._next_step}
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Continue a run whose earlier history was loaded into :attr:`history`."""
+        self._reported, self._next_step = dict(position["reported"]), int(position["next_step"])
+        self.set_run_context(run)
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        """Add metrics, and diagnose them if it is time."""
+        self.history.add(step, metrics)
+        if step >= self._next_step or step <= ALWAYS_UNTIL:
+            self._next_step = max(step + 1, int(step * GROWTH))
+            self._report()
+
+    def alert(self, alerts: Sequence[Alert]) -> None:
+        """Add alerts, and diagnose at once."""
+        for alert in alerts:
+            self.history.add_alert(alert)
+        self._report()
+
+    def close(self, status: str) -> None:
+        """Note the status of the run."""
+        self.history.status = status
+
+    def _report(self) -> None:
+        for finding in diagnose(self.history).at_least("warning"):
+            if self._reported.get(finding.id) not in (finding.severity, "critical"):
+                self._reported[finding.id] = finding.severity
+                report(finding)
+
+
+def report(finding: Finding) -> None:
+    """Issue a finding as a Python warning, which displays show as a line."""
+    sentence = f"{finding.severity} {finding.id}, step {finding.step:,}: {finding.why} Next: {finding.next}"
+    code = report.__code__
+    warn_at(FindingNotice(sentence), code.co_filename, code.co_firstlineno)
+
+
+def diagnosis_with(history: History, pending: Iterable[tuple[int, Mapping[str, Any]]]) -> Diagnosis:
+    """Return the diagnosis of a history and of metrics that no sink has received yet; the history is not changed.
+
+    Args:
+        history: the metrics that sinks have received.
+        pending: further metrics by full name, each with their step, oldest first.
+    """
+    complete = deepcopy(history)
+    for step, metrics in pending:
+        complete.add(step, metrics)
+    return diagnose(complete)

@@ -1,0 +1,218 @@
+"""Start-up facts: properties of model and optimizer before the first step that may show a mistake."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..tensors import is_uninitialised, local_shards
+
+MOST_NAMES = 8
+"""Names in a list of facts."""
+MOST_GROUPS = 16
+LARGEST_COMPARED = 2**27
+"""Elements of a tensor up to which values are read: reading larger ones would delay the start."""
+BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+NORMS = (nn.LayerNorm, nn.GroupNorm, BATCH_NORMS, nn.RMSNorm)
+
+
+def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[nn.Module] = ()) -> dict[str, Any]:
+    """Return the start-up facts of a training as plain values.
+
+    Args:
+        model: the trained model.
+        optimizers: all optimizers of the training.
+        others: modules outside of the model that the optimizers may train, too.
+    """
+    parameters = {name: item for name, item in model.named_parameters() if not is_uninitialised(item)}
+    trainable = {name: item for name, item in parameters.items() if item.requires_grad}
+    facts: dict[str, Any] = {
+        "model": type(model).__qualname__,
+        "parameters": len(parameters),
+        "trainable": len(trainable),
+        "elements": sum(item.numel() for item in parameters.values()),
+        "trainable_elements": sum(item.numel() for item in trainable.values()),
+        "frozen_modules": _frozen_modules(model),
+        "dtypes": _counts(str(item.dtype).removeprefix("torch.") for item in parameters.values()),
+        "groups": _groups(optimizers),
+        **_membership(parameters, trainable, optimizers, others),
+        **_modes(model),
+        "constant_matrices": _names(name for name, item in trainable.items() if _is_constant_matrix(model, name, item)),
+        "untied_copies": _untied_copies(trainable),
+        "weight_scales": _weight_scales(model),
+        "rounded_away": _rounded_away(trainable, optimizers),
+    }
+    return facts
+
+
+def _names(names: Iterable[str]) -> dict[str, Any]:
+    """Return the number of names, and the first of them."""
+    all_names = list(names)
+    return {"count": len(all_names), "names": all_names[:MOST_NAMES]}
+
+
+def _counts(items: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+    return counts
+
+
+def _frozen_modules(model: nn.Module) -> dict[str, float]:
+    """Return the share of frozen elements of each child of the model that has any."""
+    shares = {}
+    for name, child in model.named_children():
+        sizes = [(item.numel(), item.requires_grad) for item in child.parameters() if not is_uninitialised(item)]
+        total = sum(size for size, _ in sizes)
+        frozen = sum(size for size, is_trained in sizes if not is_trained)
+        if frozen:
+            shares[name] = frozen / total
+    return dict(list(shares.items())[: 2 * MOST_NAMES])
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Return the parameter groups with their plain options."""
+    groups = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            options = {name: _plain(value) for name, value in group.items() if name != "params"}
+            sizes = [
+                item.numel() for item in group["params"] if isinstance(item, Tensor) and not is_uninitialised(item)
+            ]
+            plain = {name: value for name, value in options.items() if value is not None}
+            groups.append(
+                {"optimizer": type(optimizer).__name__, "tensors": len(sizes), "elements": sum(sizes)} | plain
+            )
+    return groups[:MOST_GROUPS]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, a text or a tuple of numbers as plain values, ``None`` for other options."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else None
+    if isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value):
+        return list(value)
+    return value if isinstance(value, (int, float, str, bool)) else None
+
+
+def _membership(
+    parameters: Mapping[str, nn.Parameter],
+    trainable: Mapping[str, nn.Parameter],
+    optimizers: Sequence[Optimizer],
+    others: Iterable[nn.Module],
+) -> dict[str, Any]:
+    """Compare the parameters of the model with those of the optimizers."""
+    entries = [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
+    decays = {
+        id(item): group.get("weight_decay") for o in optimizers for group in o.param_groups for item in group["params"]
+    }
+    held = {*map(id, entries)}
+    known = {*map(id, parameters.values())} | {id(item) for module in others for item in module.parameters()}
+    missing = {name: item for name, item in trainable.items() if id(item) not in held}
+    decayed = [name for name, item in trainable.items() if item.ndim <= 1 and _is_positive(decays.get(id(item)))]
+    elements = sum(item.numel() for item in trainable.values())
+    return {
+        "without_optimizer": _names(missing)
+        | {"share": sum(item.numel() for item in missing.values()) / elements if elements else 0.0},
+        "foreign_in_optimizer": sum(id(item) not in known for item in entries),
+        "frozen_in_optimizer": _names(
+            name for name, item in parameters.items() if id(item) in held and not item.requires_grad
+        ),
+        "decayed_vectors": _names(decayed),
+    }
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
+
+
+def _modes(model: nn.Module) -> dict[str, Any]:
+    """Return which modules are in eval mode, and the kinds of layers that modes affect."""
+    modules = dict(model.named_modules())
+    norms = {name: item for name, item in modules.items() if isinstance(item, BATCH_NORMS)}
+    dropouts = [item for item in modules.values() if isinstance(item, nn.modules.dropout._DropoutNd) and item.p > 0]
+    return {
+        "in_eval_mode": not model.training,
+        "batchnorms": len(norms),
+        "batchnorms_in_eval_mode": _names(name for name, item in norms.items() if not item.training),
+        "batchnorms_without_updates": _names(
+            name for name, item in norms.items() if item.track_running_stats and item.momentum == 0
+        ),
+        "dropouts": len(dropouts),
+        "dropouts_in_eval_mode": sum(not item.training for item in dropouts),
+        "largest_dropout": max((float(item.p) for item in dropouts), default=0.0),
+    }
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return not tensor.is_meta and 0 < tensor.numel() <= LARGEST_COMPARED and tensor.is_floating_point()
+
+
+def _is_constant_matrix(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether all elements of a matrix are equal, so that its units cannot become different."""
+    if parameter.ndim < 2 or parameter.numel() < 2 or not _is_readable(parameter):
+        return False
+    (values,) = local_shards([parameter.detach()])
+    return values.numel() > 1 and bool((values.amax() == values.amin()).item())
+
+
+def _untied_copies(trainable: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Return pairs of matrices that have equal values but are separate parameters, such as a copied embedding."""
+    by_shape: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
+    for name, parameter in trainable.items():
+        if parameter.ndim == 2 and parameter.numel() > 16 and _is_readable(parameter):
+            (values,) = local_shards([parameter.detach()])
+            by_shape.setdefault((tuple(values.shape), values.dtype, values.device), []).append((name, values))
+    pairs = []
+    for same_shape in by_shape.values():
+        first: dict[tuple[float, ...], tuple[str, Tensor]] = {}
+        for name, values in same_shape if len(same_shape) > 1 else ():
+            corner = tuple(values.flatten()[:8].tolist())
+            earlier = first.setdefault(corner, (name, values))
+            is_random = len({*corner}) > 1  # zeros and ones are equal without being copies
+            if earlier[0] != name and is_random and torch.equal(earlier[1], values):
+                pairs.append([earlier[0], name])
+    return pairs[:MOST_NAMES]
+
+
+def _weight_scales(model: nn.Module) -> dict[str, Any]:
+    """Return the root mean square of weights in units of 1/√fan_in, its extremes and median, over linear layers.
+
+    PyTorch's default is 0.58, the initialisation of He et al. (arXiv 1502.01852) 1.41.
+    """
+    scales = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_layer = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        if is_layer and isinstance(weight, Tensor) and _is_readable(weight) and weight.requires_grad:
+            (values,) = local_shards([weight.detach()])
+            if values.numel():
+                fan_in = weight[0].numel() if weight.ndim > 1 else weight.numel()
+                scales[f"{name}.weight"] = float(values.float().square().mean().sqrt()) * math.sqrt(fan_in)
+    if not scales:
+        return {}
+    ordered = sorted(scales.items(), key=lambda item: item[1])
+    median = ordered[len(ordered) // 2][1]
+    return {"count": len(ordered), "median": median, "smallest": list(ordered[0]), "largest": list(ordered[-1])}
+
+
+def _rounded_away(trainable: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return the share of 16-bit weights whose expected Adam update, of the learning rate, is below half an ulp."""
+    rates: dict[int, float] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            lr = group.get("initial_lr", group.get("lr"))
+            lr = float(lr) if isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1) else math.nan
+            rates |= {id(item): lr for item in group["params"]}
+    lost = total = 0
+    for parameter in trainable.values():
+        rate = rates.get(id(parameter), math.nan)
+        if parameter.dtype in (torch.bfloat16, torch.float16) and rate > 0 and _is_readable(parameter):
+            (values,) = local_shards([parameter.detach()])
+            half_ulp = values.float().abs() * torch.finfo(parameter.dtype).eps / 4  # a mean over the mantissa
+            lost += int((half_ulp > rate).sum())
+            total += values.numel()
+    return {"share": lost / total, "elements": total} if total else {}

@@ -1,0 +1,55 @@
+"""The history of a recorded run, read from its folder for a diagnosis."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..doctor import History
+from ..durable_files import path_exists
+from ..errors import UsageError
+from ..hooks import ALERTS
+from .records import RunRecord, read_status
+from .replay import Record, forward_emits, record_of
+
+
+def read_history(folder: Path, until: int | None = None) -> History:
+    """Return the history of the run in a folder; without a record of metrics it has only the start-up facts.
+
+    Args:
+        folder: the folder of a run.
+        until: the last step to read; by default all.
+
+    Raises:
+        UsageError: if the folder has no run, or its record is damaged.
+    """
+    run = RunRecord.read(folder)
+    planned = run.facts.get("planned_steps")
+    history = History(run.facts, run.training or run.config, planned, [*run.hooks])
+    with suppress(UsageError):  # a summary that cannot be read
+        history.status = read_status(folder) or "running"
+
+    def take(emit: Record) -> None:
+        if until is None or emit.step <= until:
+            history.add(emit.step, emit.metrics)
+
+    try:
+        sink, path = record_of(folder, run.strategy)
+    except UsageError:  # a run without a sink that keeps metrics
+        return history
+    forward_emits(path, sink.read(path), take)
+    for alert in _alerts(folder / ALERTS):
+        if until is None or alert["step"] <= until:
+            history.add_alert(alert)
+    return history
+
+
+def _alerts(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the alerts of a file; a line that is not an alert is left out."""
+    lines = path.read_bytes().splitlines() if path_exists(path) else []
+    for line in lines:
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            alert = json.loads(line)
+            if isinstance(alert["step"], int) and {"hook", "metric", "sentence"} <= alert.keys():
+                yield alert
