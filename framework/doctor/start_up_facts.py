@@ -40,8 +40,9 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
         "groups": _groups(optimizers),
         **_membership(parameters, trainable, optimizers, others),
         **_modes(model),
+        "matrices": sum(item.ndim > 1 for item in trainable.values()),
         "constant_matrices": _names(name for name, item in trainable.items() if _is_constant_matrix(model, name, item)),
-        "untied_copies": _untied_copies(trainable),
+        "untied_copies": _untied_copies(model),
         "weight_scales": _weight_scales(model),
         "rounded_away": _rounded_away(trainable, optimizers),
     }
@@ -137,7 +138,9 @@ def _modes(model: nn.Module) -> dict[str, Any]:
     return {
         "in_eval_mode": not model.training,
         "batchnorms": len(norms),
-        "batchnorms_in_eval_mode": _names(name for name, item in norms.items() if not item.training),
+        "batchnorms_in_eval_mode": _names(
+            name for name, item in norms.items() if not item.training and _is_trained(item)
+        ),
         "batchnorms_without_updates": _names(
             name for name, item in norms.items() if item.track_running_stats and item.momentum == 0
         ),
@@ -145,6 +148,10 @@ def _modes(model: nn.Module) -> dict[str, Any]:
         "dropouts_in_eval_mode": sum(not item.training for item in dropouts),
         "largest_dropout": max((float(item.p) for item in dropouts), default=0.0),
     }
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -159,23 +166,37 @@ def _is_constant_matrix(model: nn.Module, name: str, parameter: nn.Parameter) ->
     return values.numel() > 1 and bool((values.amax() == values.amin()).item())
 
 
-def _untied_copies(trainable: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return pairs of matrices that have equal values but are separate parameters, such as a copied embedding."""
-    by_shape: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
-    for name, parameter in trainable.items():
-        if parameter.ndim == 2 and parameter.numel() > 16 and _is_readable(parameter):
-            (values,) = local_shards([parameter.detach()])
-            by_shape.setdefault((tuple(values.shape), values.dtype, values.device), []).append((name, values))
-    pairs = []
-    for same_shape in by_shape.values():
-        first: dict[tuple[float, ...], tuple[str, Tensor]] = {}
-        for name, values in same_shape if len(same_shape) > 1 else ():
-            corner = tuple(values.flatten()[:8].tolist())
-            earlier = first.setdefault(corner, (name, values))
-            is_random = len({*corner}) > 1  # zeros and ones are equal without being copies
-            if earlier[0] != name and is_random and torch.equal(earlier[1], values):
-                pairs.append([earlier[0], name])
+def _untied_copies(model: nn.Module) -> list[list[str]]:
+    """Return pairs of an embedding and a linear layer with equal weights that are separate parameters.
+
+    Pairs of linear layers are left out: ``nn.TransformerEncoder`` starts with copies of one layer by design.
+    """
+    weights: dict[type, dict[str, Tensor]] = {nn.Embedding: {}, nn.Linear: {}}
+    for name, module in model.named_modules():
+        for kind, of_kind in weights.items():
+            weight = getattr(module, "weight", None)
+            if (
+                isinstance(module, kind)
+                and isinstance(weight, Tensor)
+                and weight.requires_grad
+                and _is_readable(weight)
+            ):
+                of_kind[f"{name}.weight"] = weight
+    pairs = [
+        [embedding, linear]
+        for embedding, first in weights[nn.Embedding].items()
+        for linear, second in weights[nn.Linear].items()
+        if first is not second and _are_equal(first, second)
+    ]
     return pairs[:MOST_NAMES]
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two weights have equal values that are not all the same number."""
+    (one,), (other,) = local_shards([first.detach()]), local_shards([second.detach()])
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or not one.numel():
+        return False
+    return torch.equal(one, other) and bool((one.amax() != one.amin()).item())
 
 
 def _weight_scales(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""Detectors of units: dead, growing, massive, and experts that get no tokens."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...errors import listed
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import Curve, History
+from .levels import falls_short
+
+
+@DetectorRegistry.register
+class DeadUnits(Detector):
+    """Finds layers most of whose units are the same for every row, or get no gradient."""
+
+    name = "dead-units"
+    symptom = "A layer gives the same output for all inputs"
+    cause = (
+        "Most units of a layer are 0 (ReLU) or saturated (sigmoid, tanh) for all rows and get no gradient. Usual "
+        "causes "
+        "are a learning rate that is or was too high, a large negative bias, and inputs that are not normalised."
+    )
+    source = "Lu et al., arXiv 1903.06733, dying ReLU; Sokar et al., arXiv 2302.12902"
+    thresholds = {
+        "share": Threshold(0.5, "of the units; small batches let up to a third of ReLU units look dead"),
+        "checks": Threshold(2, "one batch may not activate a unit"),
+    }
+    needs = ("activations", "training_checks")
+    explains = frozenset(
+        {"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "parameters-without-gradient"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if a layer has had many dead units at the last two checks."""
+        layers = {name: curve for name, curve in history.family("activations/dead_fraction").items()}
+        metric = "activations/dead_fraction"
+        dead = self._affected(layers)
+        if not dead:
+            metric = "training_checks/dead_units"
+            dead = self._affected(history.family(metric))
+        if not dead:
+            return
+        worst = max(dead, key=lambda name: dead[name].last)
+        curve = dead[worst]
+        yield self.finding(
+            "critical" if curve.last > 0.95 and falls_short(history, 0.2) else "warning",
+            curve.first_step_where(curve.values > self.limit("share")) or curve.first_step,
+            f"{curve.last:.0%} of the units of {worst} are dead: they have the same value for all rows of the "
+            "batch and "
+            f"get no gradient ({len(dead)} {'layer' if len(dead) == 1 else 'layers'}: {listed(sorted(dead), 3)}).",
+            "Lower the learning rate, check biases and the scale of the inputs, or use GELU or LeakyReLU.",
+            Evidence(f"{metric}/{worst}", curve.last, self.limit("share"), "below 0.1"),
+            confidence=0.85,
+        )
+
+    def _affected(self, layers: dict[str, Curve]) -> dict[str, Curve]:
+        """Return the layers whose last two values are above the limit."""
+        count = int(self.limit("checks"))
+        return {
+            name: curve
+            for name, curve in layers.items()
+            if len(curve) >= count and bool(np.all(curve.values[-count:] > self.limit("share")))
+        }
+
+
+@DetectorRegistry.register
+class ActivationsGrow(Detector):
+    """Finds outputs of blocks that grow without end."""
+
+    name = "activations-grow"
+    symptom = "Activations grow until they overflow"
+    cause = (
+        "The outputs of blocks grow over the training by orders of magnitude. Normalise before each block, lower the "
+        "learning rate, or add weight decay."
+    )
+    source = "Dehghani et al., arXiv 2302.05442"
+    thresholds = {"growth": Threshold(100.0, "over the first value; residual streams grow by a factor of 10")}
+    needs = ("activations",)
+    explains = frozenset({"nonfinite"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if a block's root mean square has grown by a factor and the loss does not fall."""
+        for name, curve in history.family("activations/rms").items():
+            if (
+                len(curve) >= 3
+                and curve.first > 1e-6
+                and curve.last / curve.first > self.limit("growth")
+                and falls_short(history, 0.1)
+            ):
+                yield self.finding(
+                    "warning",
+                    curve.first_step_where(curve.values > self.limit("growth") * curve.first) or curve.last_step,
+                    f"The output of {name} has grown {curve.last / curve.first:,.0f}-fold, to a root mean square of "
+                    f"{curve.last:.3g}, while the loss does not fall.",
+                    "Lower the learning rate, and normalise the input of each block.",
+                    Evidence(
+                        f"activations/rms/{name}", curve.last, self.limit("growth") * curve.first, "a factor of 10"
+                    ),
+                    confidence=0.7,
+                )
+                return
+
+
+@DetectorRegistry.register
+class MassiveActivations(Detector):
+    """Reports single activations that are far larger than all others."""
+
+    name = "massive-activations"
+    symptom = "A question about low precision"
+    cause = (
+        "Single activations are above 1,000 times the median. Normal in large language models; 8-bit formats suffer."
+    )
+    source = "Sun et al., arXiv 2402.17762"
+    needs = ("activations",)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a remark if any was found."""
+        curve = history.curve("activations/total_massive_count")
+        if curve.last > 0:
+            yield self.finding(
+                "info",
+                curve.first_step_where(curve.values > 0) or curve.last_step,
+                f"{int(curve.last)} activations are above 100 and above 1,000 times the median of their layer.",
+                "Keep these layers out of 8-bit formats; activations/massive_count names the blocks.",
+                Evidence("activations/total_massive_count", curve.last, 0, "0, or a few in large language models"),
+                confidence=0.9,
+            )

@@ -1,0 +1,209 @@
+"""Detectors of the data: repeated rows, order, scale, padding and labels."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import History
+from .levels import median_of
+from .losses import TrainValidationDiverging
+
+CHECKS = "training_checks"
+
+
+@DetectorRegistry.register
+class RowsRepeated(Detector):
+    """Finds rows that occur several times within a batch or an epoch."""
+
+    name = "rows-repeated"
+    symptom = "The training loss is far below the validation loss"
+    cause = (
+        "The training data contain rows several times: a loader that yields the same rows on every worker, data that "
+        "were appended twice, or a sampler with replacement. The model memorises them."
+    )
+    source = "Lee et al., arXiv 2107.06499"
+    thresholds = {"share": Threshold(0.2, "of the rows; natural data have a few percent")}
+    needs = (CHECKS,)
+    explains = frozenset({"train-validation-diverging"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for repeated rows; a warning if the validation loss suffers."""
+        repeated, duplicated = (history.curve(f"{CHECKS}/{name}_row_fraction") for name in ("repeated", "duplicate"))
+        within_epoch, within_batch = (
+            float(np.mean(repeated.values)) if len(repeated) else 0.0,
+            median_of(duplicated.values),
+        )
+        if not max(within_epoch, within_batch) > self.limit("share"):
+            return
+        is_harmful = any(TrainValidationDiverging().detect(history))
+        place = "batch" if within_batch > self.limit("share") else "epoch"
+        share = within_batch if place == "batch" else within_epoch
+        yield self.finding(
+            "warning" if is_harmful else "info",
+            repeated.first_step_where(repeated.values > self.limit("share")) or 1,
+            f"{share:.0%} of the rows of a batch occur more than once within the same {place}, so the model sees "
+            "the same "
+            "rows again and again.",
+            "Remove duplicates from the data, and give every worker of the loader other rows.",
+            Evidence(f"{CHECKS}/repeated_row_fraction", share, self.limit("share"), "0 to 0.05"),
+            confidence=0.85,
+        )
+
+
+@DetectorRegistry.register
+class OneClassBatches(Detector):
+    """Finds batches that contain a single class each."""
+
+    name = "batches-of-one-class"
+    symptom = "The loss goes up and down with the order of the data"
+    cause = "The data are sorted by class and not shuffled, so every batch pulls towards one class: set shuffle=True."
+    source = "Bengio, arXiv 1206.5533, section 3.1: shuffle"
+    applies_to = "classification with integer targets"
+    thresholds = {"share": Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely")}
+    needs = (CHECKS,)
+    explains = frozenset(
+        {"loss-spike", "loss-not-falling", "exploding-gradients", "gradient-jump", "no-better-than-uniform"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if most checked batches had one class, and the loss has more than one."""
+        curve = history.curve(f"{CHECKS}/single_class_batch_fraction")
+        rows = history.settings.get("batch_size") or 0
+        classes = history.last(f"{CHECKS}/class_count")
+        if curve.last_step < 3 or not curve.last > self.limit("share") or rows < 8 or not classes > 1:
+            return
+        yield self.finding(
+            "warning",
+            1,
+            f"In {curve.last:.0%} of the checked batches all targets are the same class: the data are sorted and not "
+            "shuffled, or all labels are equal.",
+            "Set shuffle=True in the DataLoader.",
+            Evidence(f"{CHECKS}/single_class_batch_fraction", curve.last, self.limit("share"), "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class InputsNotNormalised(Detector):
+    """Finds inputs whose values are far from mean 0 and deviation 1."""
+
+    name = "inputs-not-normalised"
+    symptom = "The first loss is huge, or training is unstable"
+    cause = (
+        "The inputs have large values or a large offset, such as pixels from 0 to 255. Subtract the mean and divide by "
+        "the standard deviation of the training set."
+    )
+    source = "LeCun et al., Efficient BackProp, 1998, section 4.3"
+    applies_to = "floating-point inputs"
+    thresholds = {
+        "deviation": Threshold(10.0, "standard deviation; normalised inputs have 1, embeddings up to 5"),
+        "offset": Threshold(10.0, "absolute mean in standard deviations"),
+        "small": Threshold(0.005, "standard deviation below which inputs hardly matter next to biases"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "initial-loss-high",
+            "exploding-gradients",
+            "dead-units",
+            "loss-spike",
+            "learning-rate-too-high",
+            "nonfinite",
+            "loss-not-falling",
+            "warm-up-missing",
+            "no-better-than-uniform",
+            "learning-rate-too-low",
+            "clipping-too-strong",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the first checked inputs are out of range."""
+        mean, deviation = history.curve(f"{CHECKS}/input_mean"), history.curve(f"{CHECKS}/input_std")
+        if not len(deviation) or not deviation.first > 0:
+            return
+        offset = abs(mean.first) / deviation.first
+        is_large = deviation.first > self.limit("deviation")
+        is_offset = offset > self.limit("offset") and abs(mean.first) > 1
+        is_small = deviation.first < self.limit("small") and abs(mean.first) < 1
+        if not (is_large or is_offset or is_small):
+            return
+        metric, value, limit = (
+            ("input_std", deviation.first, self.limit("deviation"))
+            if is_large
+            else ("input_mean", mean.first, self.limit("offset") * deviation.first)
+            if is_offset
+            else ("input_std", deviation.first, self.limit("small"))
+        )
+        yield self.finding(
+            "warning",
+            1,
+            f"The inputs are not normalised: their mean is {mean.first:.3g} and their standard deviation "
+            f"{deviation.first:.3g}.",
+            "Subtract the mean and divide by the standard deviation of the training set.",
+            Evidence(f"{CHECKS}/{metric}", value, limit, "mean 0, standard deviation 1"),
+            confidence=0.85,
+        )
+
+
+@DetectorRegistry.register
+class PaddingInLoss(Detector):
+    """Finds padding tokens that count as targets."""
+
+    name = "padding-in-loss"
+    symptom = "The loss falls fast, but generated text is empty"
+    cause = (
+        "Padding tokens count in the loss, so that the model mostly learns to predict padding. Set the labels of "
+        "padding "
+        "to -100, the default ignore_index of cross_entropy."
+    )
+    source = "torch.nn.CrossEntropyLoss: ignore_index"
+    applies_to = "sequences of integer targets"
+    thresholds = {"share": Threshold(0.1, "of the targets; natural text does not end with runs of one token")}
+    needs = (CHECKS,)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if many targets are in a run of equal tokens at the end of their rows."""
+        curve = history.curve(f"{CHECKS}/padding_fraction")
+        share = median_of(curve.values)
+        if share > self.limit("share"):
+            yield self.finding(
+                "warning",
+                1,
+                f"{share:.0%} of the targets look like padding (the same token up to the end of most rows) and "
+                "count in "
+                "the loss.",
+                "Set labels of padding to -100: labels[attention_mask == 0] = -100.",
+                Evidence(f"{CHECKS}/padding_fraction", share, self.limit("share"), "0"),
+                confidence=0.75,
+            )
+
+
+@DetectorRegistry.register
+class TargetsIgnored(Detector):
+    """Finds batches in which nearly all targets are ignored."""
+
+    name = "targets-ignored"
+    symptom = "The loss is NaN or constant from the start"
+    cause = "Nearly all labels are -100, which cross_entropy ignores: the mask of the labels is inverted or too large."
+    source = "torch.nn.CrossEntropyLoss: ignore_index"
+    applies_to = "integer targets"
+    thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
+    needs = (CHECKS,)
+    explains = frozenset({"nonfinite", "loss-not-falling", "parameters-without-gradient"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the share of ignored targets is near 1."""
+        curve = history.curve(f"{CHECKS}/ignored_target_fraction")
+        share = median_of(curve.values)
+        if share > self.limit("share"):
+            yield self.finding(
+                "critical" if share == 1 else "warning",
+                1,
+                f"{share:.1%} of the labels are -100, which the loss ignores, so that hardly any target is trained.",
+                "Print a row of labels: those of tokens to predict must not be -100.",
+                Evidence(f"{CHECKS}/ignored_target_fraction", share, self.limit("share"), "0 to 0.95"),
+                confidence=0.9,
+            )

@@ -1,0 +1,272 @@
+"""Detectors of gradients that are missing, left over, vanishing or exploding."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...errors import listed
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import Curve, History
+from .levels import end_level, falls_short, gradient_norms, median_of, start_level
+
+EXPERTS = ("expert",)
+"""Parts of names of parameters that get a gradient only if a token is routed to them."""
+
+
+@DetectorRegistry.register
+class WithoutGradient(Detector):
+    """Finds trainable parameters that the loss does not reach."""
+
+    name = "parameters-without-gradient"
+    symptom = "Some layers never change"
+    cause = (
+        "Trainable parameters get no gradient: the loss does not depend on them. Usual causes are detach() or "
+        "torch.no_grad() in the forward pass, a layer that is not called, or an output that is not used."
+    )
+    source = "autograd: .grad is None, or zero at every checked step"
+    thresholds = {
+        "share_at_once": Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert"),
+        "patience": Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on"),
+    }
+    needs = ("training_checks",)
+    explains = frozenset(
+        {"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "optimizer-without-effect"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding about parameters that have had no gradient in any checked step."""
+        never = history.curve("training_checks/never_gradient_count")
+        missing = history.curve("training_checks/without_gradient_count")
+        trainable = max(int(history.facts.get("trainable", 0)), 1)
+        at_once = missing.first / trainable > self.limit("share_at_once")
+        if not len(never) or not never.last:
+            return
+        is_early = never.last_step < self.limit("patience")
+        if is_early and not at_once:
+            return
+        names = [
+            name
+            for name, curve in history.family("training_checks/never_gradient").items()
+            if curve.last_step == never.last_step
+        ]
+        if names and all(any(word in name for word in EXPERTS) for name in names) and never.last_step < 100:
+            return
+        count = int(missing.first if is_early else never.last)
+        share = count / trainable
+        yield self.finding(
+            "critical" if share > 0.5 else "warning",
+            1,
+            f"{count} of {trainable} trainable parameters get no gradient, so they are not trained: "
+            f"{_named(names, count)}.",
+            "Look for detach(), .data, .item() or torch.no_grad() between these layers and the loss, and for layers "
+            "whose output is not used.",
+            Evidence("training_checks/never_gradient_count", count, 0, "0"),
+            confidence=0.95 if share > 0.1 else 0.8,
+        )
+
+
+def _named(names: list[str], count: int) -> str:
+    return f"{', '.join(names[:3])} and {count - 3} more" if count > 3 and len(names) >= 3 else listed(names, 3)
+
+
+@DetectorRegistry.register
+class LeftoverGradients(Detector):
+    """Finds gradients that nothing sets to zero between two steps."""
+
+    name = "gradients-not-zeroed"
+    symptom = "The loss falls at first and then oscillates or grows"
+    cause = (
+        "Gradients of earlier steps are still there when the next backward pass starts, so that every step uses the "
+        "sum over all steps. Call optimizer.zero_grad() once per step."
+    )
+    source = "torch.optim documentation: zero_grad"
+    thresholds = {"share": Threshold(0.5, "half of all parameters; another loss may leave gradients in a few")}
+    needs = ("training_checks",)
+    explains = frozenset(
+        {
+            "learning-rate-too-high",
+            "exploding-gradients",
+            "loss-spike",
+            "loss-rising",
+            "loss-not-falling",
+            "gradient-jump",
+            "nonfinite",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if most parameters had a gradient before the backward pass of two checked steps."""
+        leftover = history.curve("training_checks/leftover_gradient_count")
+        trainable = max(int(history.facts.get("trainable", 0)), 1)
+        is_left = leftover.values / trainable > self.limit("share")
+        if is_left.sum() < 1 or not is_left[-1]:
+            return
+        yield self.finding(
+            "critical",
+            leftover.first_step_where(is_left) or 0,
+            f"Gradients are not set to zero between steps: {int(leftover.last)} parameters still had one when the "
+            "backward pass started, so every step adds all earlier gradients.",
+            "Call optimizer.zero_grad() after every optimizer.step().",
+            Evidence("training_checks/leftover_gradient_count", int(leftover.last), 0, "0"),
+            confidence=0.97,
+        )
+
+
+@DetectorRegistry.register
+class VanishingGradients(Detector):
+    """Finds weights whose gradient is tiny compared with that of the others."""
+
+    name = "vanishing-gradients"
+    symptom = "The first layers hardly learn"
+    cause = (
+        "The gradient shrinks from layer to layer on its way back. Use ReLU-type activation functions, normalisation, "
+        "residual connections, and an initialisation that keeps the size of activations (He, Xavier)."
+    )
+    source = "Glorot and Bengio 2010; He et al., arXiv 1502.01852"
+    thresholds = {
+        "ratio": Threshold(1e-4, "healthy layers of one network differ by a factor of 10 to 100"),
+        "count": Threshold(2, "a single weight may have no effect by design"),
+    }
+    needs = ("parameter_norms",)
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if several weights have had a tiny gradient at two checks."""
+        total = history.curve("parameter_norms/total_grad_norm")
+        if not total.last > 0 or total.last_step < 2:
+            return
+        tiny: dict[str, float] = {}
+        for name, curve in history.family("parameter_norms/grad_norm").items():
+            is_weight = name.endswith("weight") or "weight_" in name
+            ratios = [
+                value / max(total.at(int(step)), 1e-30) for step, value in zip(curve.steps, curve.values, strict=True)
+            ]
+            recent = [ratio for ratio in ratios[-3:] if math.isfinite(ratio)]
+            if is_weight and len(ratios) > 1 and recent and 0 < max(recent) < self.limit("ratio"):
+                tiny[name] = recent[-1]
+        if len(tiny) >= self.limit("count") and (falls_short(history, 0.5) or not len(history.loss)):
+            worst = min(tiny, key=lambda name: tiny[name])
+            yield self.finding(
+                "warning",
+                total.first_step,
+                f"The gradients of {len(tiny)} weights are more than {1 / self.limit('ratio'):,.0f} times smaller than "
+                f"the joint gradient ({listed(sorted(tiny), 3)}), so these layers hardly learn.",
+                "Use an initialisation that keeps the size of activations, residual connections or normalisation; the "
+                "hook gradient_flow shows where the gradient shrinks.",
+                Evidence(
+                    f"parameter_norms/grad_norm/{worst}", tiny[worst], self.limit("ratio"), "0.01 to 1 of the total"
+                ),
+                confidence=0.8,
+            )
+
+
+@DetectorRegistry.register
+class ExplodingGradients(Detector):
+    """Finds gradients that grow without bound, or in single steps by orders of magnitude."""
+
+    name = "exploding-gradients"
+    symptom = "The gradient norm jumps by orders of magnitude"
+    cause = (
+        "Gradients grow from layer to layer or from time step to time step, as in recurrent networks without clipping. "
+        "Clip the gradient norm, lower the learning rate, or use a smaller initialisation."
+    )
+    source = "Pascanu et al., arXiv 1211.5063"
+    thresholds = {
+        "growth": Threshold(100.0, "healthy gradients change by a factor of 10 over a training"),
+        "spike": Threshold(300.0, "steps this far above the median are rare even for heavy-tailed gradients"),
+    }
+    needs = ("training_checks",)
+    explains = frozenset({"nonfinite", "loss-spike", "loss-not-falling", "loss-rising"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for a lasting growth, or for repeated extreme steps."""
+        norms = gradient_norms(history)
+        values = norms.values[np.isfinite(norms.values)]
+        if len(values) < 20:
+            return
+        first, last, usual = start_level(norms, 10), end_level(norms), median_of(values)
+        if first > 0 and last / first > self.limit("growth") and falls_short(history, 0.1):
+            is_large = norms.values > first * self.limit("growth")
+            yield self._finding(
+                norms.first_step_where(is_large) or 0,
+                f"The gradient norm has grown {last / first:,.0f}-fold, from {first:.3g} to {last:.3g}, while the loss "
+                "does not fall.",
+                last,
+                first * self.limit("growth"),
+            )
+            return
+        is_spike = norms.values > max(usual, 1e-12) * self.limit("spike")
+        if is_spike.sum() >= 2:
+            yield self._finding(
+                norms.first_step_where(is_spike) or 0,
+                f"In {int(is_spike.sum())} steps the gradient norm was more than {self.limit('spike'):.0f} times its "
+                f"median of {usual:.3g}.",
+                float(np.nanmax(values)),
+                usual * self.limit("spike"),
+            )
+
+    def _finding(self, step: int, why: str, value: float, limit: float) -> Finding:
+        evidence = Evidence("training_checks/grad_norm", value, limit, "within a factor of 10 of its median")
+        remedy = "Clip it: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()."
+        return self.finding("warning", step, why, remedy, evidence, confidence=0.75)
+
+
+@DetectorRegistry.register
+class GradientJump(Detector):
+    """Finds a lasting jump of the gradient under an optimizer whose second moments lag behind."""
+
+    name = "gradient-jump"
+    symptom = "The loss rises after a pause, a change of the data, or a resume"
+    cause = (
+        "The gradient became much larger within a few steps, for example after a change of the data or of the loss. "
+        "Adam divides by an average over about 1/(1 − β₂) steps, which is still small, so its steps are too large. "
+        "Lower the learning rate for a while, lower β₂, clip, or reset the optimizer."
+    )
+    source = "Wortsman et al., arXiv 2304.13013, section 3.4"
+    applies_to = "Adam-type optimizers, after the first 50 steps"
+    thresholds = {"factor": Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back")}
+    needs = ("training_checks",)
+    explains = frozenset({"loss-spike", "exploding-gradients"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the median gradient of 5 steps is far above that of the 50 steps before."""
+        norms = gradient_norms(history)
+        if not history.is_adam_like or len(norms) < 60:
+            return
+        step = jump_step(norms, self.limit("factor"))
+        if step is None or not _loss_rose(history, step):
+            return
+        before, after = median_of(norms.between(step - 50, step - 1)), median_of(norms.between(step, step + 4))
+        yield self.finding(
+            "warning",
+            step,
+            f"At step {step:,} the gradient norm jumped {after / before:,.0f}-fold (from {before:.3g} to {after:.3g}) "
+            f"and stayed there, while the second moments of {history.optimizer} were those of the small gradients, so "
+            "its steps were too large.",
+            "Lower the learning rate around this step or reset optimizer.state; look at what changed in the data "
+            "there.",
+            Evidence("training_checks/grad_norm", after, before * self.limit("factor"), "no lasting jump"),
+            confidence=0.75,
+        )
+
+
+def jump_step(norms: Curve, factor: float) -> int | None:
+    """Return the first step from which 4 of 5 gradients are above ``factor`` times the median of the 50 before."""
+    values = norms.values
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(values, 50), axis=1)  # of values[i : i + 50]
+    following = np.lib.stride_tricks.sliding_window_view(values, 5)[50:]
+    usual = usual[: len(following)]
+    is_jump = (usual > 0) & (following[:, 0] > factor * usual)
+    is_jump &= (following > factor * usual[:, None]).sum(axis=1) >= 4
+    indices = np.flatnonzero(is_jump)
+    return int(norms.steps[indices[0] + 50]) if len(indices) else None
+
+
+def _loss_rose(history: History, step: int) -> bool:
+    before, after = (
+        median_of(history.loss.between(step - 20, step - 1)),
+        median_of(history.loss.between(step, step + 9)),
+    )
+    return after > 1.2 * before

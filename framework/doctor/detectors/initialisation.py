@@ -1,0 +1,153 @@
+"""Detectors of weights that are unsuitable before the first step, from the start-up facts."""
+
+from collections.abc import Iterable
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import History
+from .levels import falls_short, uniform_loss
+from .parameters import names_text
+
+
+@DetectorRegistry.register
+class InitialScale(Detector):
+    """Finds linear and convolutional layers whose weights are far too large or too small."""
+
+    name = "initial-weights-scale"
+    symptom = "The first loss is huge, or nothing is learned"
+    cause = (
+        "The weights have another scale than activations need: a standard deviation of about 1/√fan_in keeps their "
+        "size. "
+        "Use torch.nn.init.kaiming_normal_ or the defaults of torch.nn."
+    )
+    source = "He et al., arXiv 1502.01852; Glorot and Bengio 2010"
+    applies_to = "linear and convolutional layers, before the first step"
+    thresholds = {
+        "large": Threshold(4.0, "in units of 1/√fan_in: the default has 0.58, He's initialisation 1.41"),
+        "small": Threshold(
+            0.03, "20 times below the default; GPT-2's 0.02 has 0.16 at 64 inputs, more for wider layers"
+        ),
+    }
+    explains = frozenset(
+        {
+            "initial-loss-high",
+            "exploding-gradients",
+            "vanishing-gradients",
+            "loss-not-falling",
+            "dead-units",
+            "no-better-than-uniform",
+            "nonfinite",
+            "loss-spike",
+            "learning-rate-too-high",
+            "activations-grow",
+            "parameters-without-gradient",
+            "warm-up-missing",
+            "learning-rate-too-low",
+            "loss-rising",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the median layer is out of range, and the training suffers."""
+        scales = history.facts.get("weight_scales") or {}
+        if scales.get("count", 0) < 2:
+            return
+        median, largest, smallest = scales["median"], scales["largest"], scales["smallest"]
+        if median > self.limit("large"):
+            severity, confidence = ("warning", 0.9) if _suffers_from_large(history) else ("info", 0.5)
+            yield self.finding(
+                "warning" if severity == "warning" else "info",
+                0,
+                f"The weights are initialised too large: the median layer has {median:.1f} times 1/√fan_in, "
+                f"{largest[0]} {largest[1]:.1f} times, so that activations grow from layer to layer.",
+                "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation.",
+                Evidence("facts/weight_scales", median, self.limit("large"), "0.5 to 1.5 times 1/√fan_in"),
+                confidence=confidence,
+            )
+        elif median < self.limit("small"):
+            yield self.finding(
+                "warning",
+                0,
+                f"The weights are initialised too small: the median layer has {median:.2g} times 1/√fan_in, "
+                f"{smallest[0]} {smallest[1]:.2g} times, so that signals and gradients vanish.",
+                "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation.",
+                Evidence("facts/weight_scales", median, self.limit("small"), "0.5 to 1.5 times 1/√fan_in"),
+                confidence=0.9 if falls_short(history, 0.3) else 0.7,
+            )
+
+
+def _suffers_from_large(history: History) -> bool:
+    """Return whether the first loss is far too high, or the loss does not fall."""
+    uniform, first = uniform_loss(history), history.loss.first
+    return first > 2 * uniform or falls_short(history, 0.1) or history.step < 5 or first > 100
+
+
+@DetectorRegistry.register
+class ConstantWeights(Detector):
+    """Finds matrices whose elements are all equal, so that units cannot become different."""
+
+    name = "constant-initial-weights"
+    symptom = "All units of a layer do the same"
+    cause = (
+        "All elements of weight matrices are equal, so all units of a layer get the same gradient and stay equal. "
+        "Initialise them at random; only the last layer of a block may start at 0."
+    )
+    source = "Goodfellow et al., Deep Learning, section 8.4: break symmetry"
+    applies_to = "before the first step"
+    thresholds = {"share": Threshold(0.5, "half of the matrices; LoRA and zero-initialised residual blocks have less")}
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-uniform",
+            "parameters-without-gradient",
+            "vanishing-gradients",
+            "dead-units",
+            "initial-weights-scale",
+            "learning-rate-too-low",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if many matrices are constant."""
+        constant = history.facts.get("constant_matrices", {})
+        matrices = history.facts.get("matrices", 0)
+        if not constant.get("count") or constant["count"] < self.limit("share") * matrices:
+            return
+        yield self.finding(
+            "critical",
+            0,
+            f"All elements are equal in {constant['count']} of {matrices} weight matrices ({names_text(constant)}), so "
+            "that the units of these layers stay equal or get no gradient.",
+            "Initialise them at random: torch.nn.init.kaiming_normal_(weight).",
+            Evidence("facts/constant_matrices", constant["count"], self.limit("share") * matrices, "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class UntiedCopies(Detector):
+    """Finds an embedding and an output projection that start equal but are separate parameters."""
+
+    name = "embeddings-not-tied"
+    symptom = "Tied embeddings become different"
+    cause = (
+        "Embedding and output projection have equal values but are two parameters: a deepcopy, a state dict or a "
+        "re-created layer has untied them. Assign one to the other: head.weight = embedding.weight."
+    )
+    source = "Press and Wolf, arXiv 1608.05859"
+    applies_to = "before the first step"
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for the first pair."""
+        pairs = history.facts.get("untied_copies") or []
+        if pairs:
+            first, second = pairs[0]
+            yield self.finding(
+                "warning",
+                0,
+                f"{first} and {second} have equal initial values but are separate parameters, so they will become "
+                "different: they were meant to be tied.",
+                f"Assign the parameter itself after any copy: model.{second} = model.{first}.",
+                Evidence("facts/untied_copies", len(pairs), 0, "0"),
+                confidence=0.85,
+            )

@@ -1,0 +1,390 @@
+"""Detectors of learning rates and their schedules."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import Curve, History
+from .levels import falls_short, gradient_norms, loss_fall, median_of, start_level, update_ratios
+
+LR = "training_metrics/lr"
+
+
+def lr_curve(history: History) -> Curve:
+    """Return the learning rate of the first group over the steps, as densely as it was recorded."""
+    return max((history.curve(LR), history.curve("training_checks/lr")), key=len)
+
+
+def initial_lr(history: History) -> float:
+    """Return the learning rate of the first group before the first step; NaN if unknown."""
+    groups = history.facts.get("groups") or [{}]
+    value = groups[0].get("lr")
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def has_scheduler(history: History) -> bool:
+    """Return whether the training has a scheduler, or its learning rate has changed."""
+    values = lr_curve(history).values
+    is_changing = len(values) > 1 and bool(np.ptp(values) > 1e-9 * np.max(np.abs(values)))
+    return bool(history.settings.get("scheduler")) or is_changing
+
+
+@DetectorRegistry.register
+class LearningRateTooHigh(Detector):
+    """Finds steps that overwrite the weights instead of adjusting them."""
+
+    name = "learning-rate-too-high"
+    symptom = "The loss rises at once, or becomes NaN"
+    cause = (
+        "A step changes the weights by a large share of their size, and the loss does not fall. Divide the learning "
+        "rate by 10; transformers under Adam also need a warm-up."
+    )
+    source = "update-to-data ratio of about 1e-3, Karpathy, cs231n notes and the lecture on makemore"
+    applies_to = "every optimizer, from the first step on"
+    thresholds = {
+        "ratio": Threshold(0.1, "usual are 1e-4 to 1e-2, and up to 0.05 in the first steps of Adam"),
+        "certain": Threshold(0.5, "one step replaces half of the weights"),
+    }
+    needs = ("training_checks", "parameter_norms")
+    explains = frozenset(
+        {
+            "nonfinite",
+            "loss-rising",
+            "loss-spike",
+            "exploding-gradients",
+            "loss-not-falling",
+            "dead-units",
+            "no-better-than-uniform",
+            "gradient-jump",
+            "activations-grow",
+            "vanishing-gradients",
+            "parameters-without-gradient",
+            "train-validation-diverging",
+            "warm-up-missing",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for large updates in the first steps, or for a loss that diverges."""
+        ratios = update_ratios(history)
+        if not len(ratios):
+            return
+        early = ratios.values[ratios.steps <= 20]
+        high = float(np.nanmax(early)) if len(early) and np.isfinite(early).any() else math.nan
+        weights = history.curve("parameter_norms/total_weight_norm")
+        starts_at_zero = len(weights) and weights.first < 1e-3
+        if not high > self.limit("ratio") or starts_at_zero:
+            return
+        harm = _early_harm(history)
+        is_certain = high > self.limit("certain") and history.step < 20
+        if not (harm or is_certain):
+            return
+        step = ratios.first_step_where(ratios.values > self.limit("ratio")) or 1
+        lr = initial_lr(history)
+        yield self.finding(
+            "critical",
+            step,
+            f"The learning rate {_text(lr)} is too high: at step {step:,} one update changed the weights by "
+            f"{high:.0%} of their size{harm}.",
+            f"Lower the learning rate, to {_text(lr / _factor(high))} for example"
+            + ("" if has_scheduler(history) else ", or add a warm-up")
+            + ".",
+            Evidence("training_checks/update_ratio", high, self.limit("ratio"), "1e-4 to 1e-2"),
+            confidence=0.95 if harm and high > self.limit("certain") else 0.85,
+        )
+
+
+def _factor(ratio: float) -> float:
+    """Return the power of ten that brings an update ratio to at most 0.01."""
+    return float(10 ** max(1, math.ceil(math.log10(ratio / 0.01)))) if math.isfinite(ratio) else 1000.0
+
+
+def _text(lr: float) -> str:
+    return f"{lr:.3g}" if math.isfinite(lr) else "of the first group"
+
+
+def _early_harm(history: History) -> str:
+    """Return in words how the loss suffered; empty if it fell as it should."""
+    loss = history.loss
+    if loss.first_nonfinite is not None:
+        return f", and the loss is not finite from step {loss.first_nonfinite:,} on"
+    if len(loss) < 5 or not loss.first > 0:
+        return ""
+    highest = float(np.nanmax(loss.values[1 : max(6, len(loss) // 5)]))
+    if highest > 2 * loss.first:
+        return f", and the loss rose from {loss.first:.3g} to {highest:.3g}"
+    if len(loss) >= 20 and falls_short(history, 0.05):
+        return ", and the loss does not fall"
+    return ""
+
+
+@DetectorRegistry.register
+class LearningRateTooLow(Detector):
+    """Finds updates that are too small to train the weights."""
+
+    name = "learning-rate-too-low"
+    symptom = "The loss hardly falls"
+    cause = (
+        "The updates are tiny compared with the weights although there are gradients. Raise the learning rate; under "
+        "SGD with a small gradient also check that the loss is not divided twice."
+    )
+    source = "update-to-data ratio of about 1e-3, Karpathy, cs231n notes"
+    applies_to = "every optimizer, outside of a warm-up and of the end of a schedule"
+    thresholds = {
+        "ratio": Threshold(3e-5, "30 times below the usual 1e-3; fine-tuning has 1e-4"),
+        "certain": Threshold(5e-6, "about 1e5 steps would be needed to replace the weights"),
+        "fall": Threshold(0.03, "a training that works falls by more within 50 steps"),
+    }
+    needs = ("training_checks", "parameter_norms")
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "rounded-updates"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if all updates at a steady learning rate are tiny."""
+        ratios = update_ratios(history)
+        values = ratios.values[np.isfinite(ratios.values) & (ratios.values > 0)]
+        rising = _is_warming_up(history)
+        if not len(values) or rising or not gradient_norms(history).last > 0:
+            return
+        lr = initial_lr(history)
+        if not lr > 0 or history.facts.get("rounded_away", {}).get("share", 0) > 0.5:
+            return
+        highest = float(values.max())
+        at_once = highest < self.limit("certain") and not has_scheduler(history)
+        is_slow = highest < self.limit("ratio") and history.step >= 50 and loss_fall(history) < self.limit("fall")
+        if not (at_once or is_slow):
+            return
+        factor = 10 ** round(math.log10(1e-3 / highest))
+        yield self.finding(
+            "warning",
+            ratios.first_step,
+            f"The learning rate {_text(lr)} is too low: an update changes the weights by only {highest:.1e} of their "
+            f"size, so that the loss hardly falls.",
+            f"Raise the learning rate, to {lr * factor:.1e} for example.",
+            Evidence("training_checks/update_ratio", highest, self.limit("ratio"), "1e-4 to 1e-2"),
+            confidence=0.9 if is_slow else 0.75,
+        )
+
+
+def _is_warming_up(history: History) -> bool:
+    """Return whether the newest learning rate is the highest so far, and above the first one."""
+    curve = lr_curve(history)
+    return len(curve) > 1 and curve.last > curve.first * 1.01 and curve.last >= 0.99 * float(np.nanmax(curve.values))
+
+
+@DetectorRegistry.register
+class LearningRateZero(Detector):
+    """Finds a learning rate of zero before the end of the training."""
+
+    name = "learning-rate-zero"
+    symptom = "The loss does not change at all"
+    cause = (
+        "The learning rate is 0: a scheduler with a wrong length, a warm-up that starts at 0 and never rises because "
+        "it is stepped per epoch, or a wrong lambda. Print scheduler.get_last_lr() for a few steps."
+    )
+    source = "torch.optim.lr_scheduler documentation"
+    thresholds = {
+        "steps": Threshold(5, "a warm-up may start at 0 for one step"),
+        "share": Threshold(0.1, "schedules may end at 0 in the last steps"),
+    }
+    needs = ("training_metrics",)
+    explains = frozenset(
+        {"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low", "optimizer-without-effect"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for a learning rate that is zero now and has been for several steps."""
+        curve = lr_curve(history)
+        is_zero = curve.values == 0
+        if not len(curve) or not is_zero[-1]:
+            return
+        positive = np.flatnonzero(~is_zero)
+        first = int(curve.steps[positive[-1] + 1]) if len(positive) else int(curve.steps[0])
+        total = max(history.planned_steps or 0, history.step)
+        duration = history.step - first + 1
+        if duration < self.limit("steps") or duration < self.limit("share") * total:
+            return
+        yield self.finding(
+            "critical",
+            first,
+            f"The learning rate is 0 from step {first:,} on ({duration:,} steps up to now), so the weights do not "
+            "change.",
+            "Print scheduler.get_last_lr() over the first steps, and check the scheduler's total steps and its lambda.",
+            Evidence(LR, 0.0, None, "above 0 until the last steps"),
+            confidence=0.95,
+        )
+
+
+@DetectorRegistry.register
+class ScheduleEndsEarly(Detector):
+    """Finds a schedule that has used up the learning rate long before the end."""
+
+    name = "schedule-ends-early"
+    symptom = "The loss stops falling early"
+    cause = (
+        "The learning rate has decayed to almost nothing long before the end of the training: the scheduler is stepped "
+        "per batch but was set up for epochs, or its number of steps is too small."
+    )
+    source = (
+        "torch.optim.lr_scheduler documentation: call scheduler.step() once per epoch, or per batch, as it was set up"
+    )
+    thresholds = {
+        "level": Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %"),
+        "share": Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %"),
+    }
+    needs = ("training_metrics",)
+    explains = frozenset({"loss-not-falling", "learning-rate-zero", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the learning rate is far below its peak for a large part of the training."""
+        curve = lr_curve(history)
+        if len(curve) < 3 or not np.nanmax(curve.values) > 0:
+            return
+        peak = float(np.nanmax(curve.values))
+        after_peak = curve.steps >= curve.steps[int(np.nanargmax(curve.values))]
+        is_low = (curve.values < self.limit("level") * peak) & after_peak
+        step = curve.first_step_where(is_low)
+        total = max(history.planned_steps or 0, history.step)
+        if step is None or not is_low[-1] or not (history.planned_steps or history.is_over):
+            return
+        remaining = (total - step) / total
+        seen = (history.step - step) / total
+        if remaining < self.limit("share") or seen < 0.05:
+            return
+        scheduler = history.settings.get("scheduler") or "the scheduler"
+        yield self.finding(
+            "warning",
+            step,
+            f"The learning rate has fallen below 0.5 % of its peak of {peak:.3g} at step {step:,}, with "
+            f"{remaining:.0%} of "
+            f"the {total:,} steps left: {scheduler} is probably stepped per batch but was set up for epochs.",
+            "Call scheduler.step() once per epoch, or give the scheduler the number of batches.",
+            Evidence(LR, curve.last, self.limit("level") * peak, "1 to 10 % of the peak at the end"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class CosineRises(Detector):
+    """Finds a cosine schedule that is stepped beyond its length, so that the learning rate rises again."""
+
+    name = "cosine-schedule-rises"
+    symptom = "The learning rate goes up and down"
+    cause = (
+        "CosineAnnealingLR is stepped more often than T_max, so that its learning rate rises again: it is stepped per "
+        "batch with T_max in epochs. Set T_max to the number of calls of scheduler.step()."
+    )
+    source = "torch.optim.lr_scheduler.CosineAnnealingLR: T_max is half of a period"
+    applies_to = "CosineAnnealingLR"
+    thresholds = {"rise": Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")}
+    needs = ("training_metrics",)
+    explains = frozenset({"loss-spike", "loss-not-falling", "schedule-ends-early"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the learning rate of CosineAnnealingLR rises after it has fallen."""
+        curve = lr_curve(history)
+        if "CosineAnnealingLR" not in str(history.settings.get("scheduler")) or len(curve) < 5:
+            return
+        values = curve.values
+        peak, first = float(np.nanmax(values)), int(np.nanargmax(values))
+        lowest = np.minimum.accumulate(values[first:])
+        has_risen = values[first:] > lowest + self.limit("rise") * peak
+        if not has_risen.any():
+            return
+        step = int(curve.steps[first + int(np.flatnonzero(has_risen)[0])])
+        yield self.finding(
+            "warning",
+            step,
+            f"The learning rate of CosineAnnealingLR rises again at step {step:,}: the scheduler is stepped more often "
+            "than its T_max, probably per batch with a T_max in epochs.",
+            "Set T_max to the total number of scheduler.step() calls, or call it once per epoch.",
+            Evidence(LR, float(values[first:][has_risen][0]), float(lowest.min()), "falls until the end"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class LearningRateJump(Detector):
+    """Finds a sudden rise of the learning rate that raises the loss."""
+
+    name = "learning-rate-jump"
+    symptom = "The loss spikes in the middle of a training"
+    cause = "The learning rate rose suddenly, and the loss with it. Check the schedule around this step."
+    source = "Loshchilov and Hutter, arXiv 1608.03983, for restarts, which raise the loss for a while"
+    thresholds = {
+        "factor": Threshold(5.0, "warm-ups rise more slowly from step to step"),
+        "rise": Threshold(1.5, "the loss after the jump over that before; restarts raise it less or recover"),
+    }
+    needs = ("training_metrics", "training_checks")
+    explains = frozenset(
+        {"loss-spike", "exploding-gradients", "gradient-jump", "loss-rising", "nonfinite", "dead-units"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the learning rate jumps after the first 20 steps and the loss rises."""
+        curve, loss = lr_curve(history), history.loss
+        values, steps = curve.values, curve.steps
+        if len(values) < 3:
+            return
+        jumps = np.flatnonzero((values[1:] > self.limit("factor") * values[:-1]) & (values[:-1] > 0) & (steps[1:] > 20))
+        for index in jumps:
+            step = int(steps[index + 1])
+            before = median_of(loss.between(step - 20, step - 1))
+            after = loss.between(step, step + 20)
+            highest = float(np.nanmax(after)) if len(after) and np.isfinite(after).any() else math.inf
+            if highest > self.limit("rise") * before:
+                yield self.finding(
+                    "warning",
+                    step,
+                    f"The learning rate jumped from {values[index]:.3g} to {values[index + 1]:.3g} at step "
+                    f"{step:,}, and "
+                    f"the loss rose from {before:.3g} to {highest:.3g}.",
+                    "Check the schedule around this step, or lower the learning rate of the restart.",
+                    Evidence(
+                        LR, float(values[index + 1]), self.limit("factor") * float(values[index]), "a gradual change"
+                    ),
+                    confidence=0.85,
+                )
+                return
+
+
+@DetectorRegistry.register
+class WarmUpMissing(Detector):
+    """Finds an early rise of the loss under Adam without a warm-up, which recovers later."""
+
+    name = "warm-up-missing"
+    symptom = "The loss rises in the first steps and falls later"
+    cause = (
+        "Adam's first steps have the full learning rate although its second moments are not reliable yet. Raise the "
+        "learning rate over the first 1 to 5 % of the steps."
+    )
+    source = "Liu et al., arXiv 1908.03265; Xiong et al., arXiv 2002.04745"
+    applies_to = "Adam-type optimizers, in the first tenth of the training"
+    thresholds = {"rise": Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2")}
+    needs = ("training_checks",)
+    explains = frozenset({"loss-spike", "exploding-gradients"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the loss rises early without a warm-up and then recovers."""
+        loss, curve = history.loss, lr_curve(history)
+        if not history.is_adam_like or len(loss) < 40 or not loss.first > 0.5 or loss.first_nonfinite is not None:
+            return
+        has_warm_up = len(curve) > 1 and curve.first < 0.5 * float(np.nanmax(curve.values))
+        early = loss.values[1 : max(10, len(loss) // 10)]
+        highest = float(early.max())
+        recovers = start_level(loss, 1) > median_of(loss.values[-10:])
+        if has_warm_up or not recovers or highest < self.limit("rise") * loss.first:
+            return
+        step = loss.first_step_where(loss.values > self.limit("rise") * loss.first) or 1
+        yield self.finding(
+            "warning",
+            step,
+            f"The loss rose from {loss.first:.3g} to {highest:.3g} in the first steps, which start at the full "
+            "learning "
+            f"rate of {_text(initial_lr(history))}: a warm-up is missing.",
+            "Add a warm-up: torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=100).",
+            Evidence("training_checks/loss", highest, self.limit("rise") * loss.first, "falls from the start"),
+            confidence=0.7,
+        )

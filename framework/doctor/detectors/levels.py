@@ -1,0 +1,62 @@
+"""Levels of noisy curves, as medians over windows, which single outliers do not move."""
+
+import math
+
+import numpy as np
+
+from ..history import Curve, History
+
+
+def median_of(values: "np.typing.NDArray[np.float64]") -> float:
+    """Return the median of the finite values; NaN without any."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+def start_level(curve: Curve, steps: int = 5) -> float:
+    """Return the median of the first points of a curve."""
+    return median_of(curve.values[:steps])
+
+
+def end_level(curve: Curve, share: float = 0.1) -> float:
+    """Return the median of the last ``share`` of the points, of at least 5."""
+    values = curve.values
+    return median_of(values[-max(5, int(len(values) * share)) :])
+
+
+def loss_fall(history: History) -> float:
+    """Return by which share of its initial value the training loss has fallen; negative if it has risen.
+
+    NaN with fewer than 10 points, and for losses that are not positive.
+    """
+    loss = history.loss
+    first, last = start_level(loss), end_level(loss)
+    if len(loss) < 10 or not first > 0 or not last >= 0:
+        return math.nan
+    return 1 - last / first
+
+
+def falls_short(history: History, share: float) -> bool:
+    """Return whether the training loss has fallen by less than a share of its initial value, or is not finite."""
+    if history.loss.first_nonfinite is not None:
+        return True
+    fall = loss_fall(history)
+    return not math.isnan(fall) and fall < share
+
+
+def uniform_loss(history: History) -> float:
+    """Return ln(C) of a cross-entropy over C classes, the loss of equal probabilities; NaN for other losses."""
+    classes = history.last("training_checks/class_count")
+    return math.log(classes) if classes > 1 else math.nan
+
+
+def update_ratios(history: History) -> Curve:
+    """Return ‖Δθ‖/‖θ‖ over all trainable parameters, from the hook that measured it most often."""
+    names = ("training_checks/update_ratio", "parameter_norms/total_update_ratio", "training_diagnostics/update_ratio")
+    return max((history.curve(name) for name in names), key=len)
+
+
+def gradient_norms(history: History) -> Curve:
+    """Return the joint gradient norm before clipping, of every step where a hook measured it."""
+    names = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
+    return max((history.curve(name) for name in names), key=len)

@@ -1,0 +1,437 @@
+"""Detectors of the loss: its formula, its start, its course, and its validation."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import Curve, History
+from .levels import end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
+
+CHECKS = "training_checks"
+
+
+@DetectorRegistry.register
+class DoublyNormalised(Detector):
+    """Finds a softmax before a loss that contains one, or a sigmoid likewise."""
+
+    name = "softmax-applied-twice"
+    symptom = "The loss falls slowly and stays high"
+    cause = (
+        "The model ends with a softmax (or sigmoid), and the loss, such as cross_entropy, applies another one. Return "
+        "the logits from the model."
+    )
+    source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
+    needs = (CHECKS,)
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the graph of the loss normalises twice."""
+        curve = history.curve(f"{CHECKS}/doubly_normalised")
+        if not curve.last > 0:
+            return
+        yield self.finding(
+            "critical",
+            curve.first_step,
+            "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
+            "gradients are small and the loss cannot approach 0.",
+            "Remove the softmax or sigmoid from the model: cross_entropy and BCEWithLogitsLoss take logits.",
+            Evidence(f"{CHECKS}/doubly_normalised", 1, 0, "0"),
+            confidence=0.97,
+        )
+
+
+@DetectorRegistry.register
+class LossSummed(Detector):
+    """Finds a loss that is a sum over the batch instead of a mean."""
+
+    name = "loss-summed"
+    symptom = "The loss and its gradients are very large"
+    cause = (
+        "The loss is the sum over the rows or tokens of the batch, so that gradients, and under SGD the steps, "
+        "grow with "
+        "the batch size. Use reduction='mean', or divide by the number of rows or tokens."
+    )
+    source = "torch.nn losses: the argument reduction"
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "learning-rate-too-high",
+            "exploding-gradients",
+            "initial-loss-high",
+            "loss-spike",
+            "loss-rising",
+            "nonfinite",
+            "clipping-too-strong",
+            "dead-units",
+            "loss-not-falling",
+            "warm-up-missing",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the graph of the loss ends with a sum that nothing divides."""
+        curve = history.curve(f"{CHECKS}/loss_is_summed")
+        rows = history.settings.get("batch_size")
+        if not curve.last > 0 or rows == 1:
+            return
+        yield self.finding(
+            "warning",
+            curve.first_step,
+            f"The loss is summed over the batch{f' of {rows} rows' if rows else ''} instead of averaged, so gradients "
+            "grow with the batch size.",
+            "Use reduction='mean' in the loss, or divide it by the number of rows.",
+            Evidence(f"{CHECKS}/loss_is_summed", 1, 0, "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class AccumulationNotAveraged(Detector):
+    """Finds gradient accumulation whose micro-batches are not averaged, or divided by another number."""
+
+    name = "accumulation-not-averaged"
+    symptom = "Gradients grow with the number of accumulated batches"
+    cause = (
+        "With gradient accumulation over N micro-batches each loss must be divided by N (or by the tokens of the "
+        "step). Otherwise the gradient, and under SGD the step, is N times as large."
+    )
+    source = "gradient accumulation: the gradient of a mean is the mean of gradients"
+    applies_to = "training with gradient accumulation"
+    needs = (CHECKS,)
+    explains = frozenset({"learning-rate-too-high", "exploding-gradients", "loss-spike", "initial-loss-high"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the losses of several micro-batches are not divided by their number."""
+        count = history.curve(f"{CHECKS}/micro_batches")
+        averaged = history.curve(f"{CHECKS}/averages_micro_batches")
+        if not count.last > 1 or not len(averaged) or averaged.last > 0:
+            return
+        parts = int(count.last)
+        divisor = history.last(f"{CHECKS}/loss_divisor")
+        is_wrong_number = math.isfinite(divisor) and divisor > 1
+        done = f"divided by {divisor:g}" if is_wrong_number else "not divided"
+        yield self.finding(
+            "warning",
+            count.first_step,
+            f"A step accumulates {parts} micro-batches, but their losses are {done}, so the gradient is not their "
+            "mean.",
+            f"Divide each loss by {parts} before the backward pass.",
+            Evidence(f"{CHECKS}/micro_batches", parts),
+            Evidence(f"{CHECKS}/loss_divisor", divisor, None, str(parts)),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class InitialLossHigh(Detector):
+    """Finds a first loss far above that of equal probabilities."""
+
+    name = "initial-loss-high"
+    symptom = "The first loss is much larger than ln(number of classes)"
+    cause = (
+        "An untrained classifier should give all classes about the same probability, a loss of ln(C). A far larger "
+        "loss "
+        "means that logits are large at the start: weights that are initialised too large, inputs that are not "
+        "normalised, or a summed loss."
+    )
+    source = "Karpathy, A Recipe for Training Neural Networks (2019): verify the loss at initialisation"
+    applies_to = "cross-entropy, at the first step"
+    thresholds = {"factor": Threshold(3.0, "usual initialisations give 1.0 to 1.5 times ln(C)")}
+    needs = (CHECKS,)
+    explains = frozenset({"exploding-gradients", "learning-rate-too-high"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the first loss exceeds the uniform one by a factor."""
+        uniform, first = uniform_loss(history), history.loss.first
+        if not first > max(self.limit("factor") * uniform, uniform + 2) or history.loss.first_step > 1:
+            return
+        yield self.finding(
+            "warning",
+            1,
+            f"The first loss is {first:.3g}, but equal probabilities give ln(C) = {uniform:.3g}: the logits are too "
+            "large before any training.",
+            "Check the initialisation of the last layer and the scale of the inputs.",
+            Evidence(f"{CHECKS}/loss", first, self.limit("factor") * uniform, f"about {uniform:.3g}"),
+            confidence=0.8,
+        )
+
+
+@DetectorRegistry.register
+class LossRising(Detector):
+    """Finds a loss that rises steadily, or is the negative of a cross-entropy."""
+
+    name = "loss-rising"
+    symptom = "The loss rises"
+    cause = (
+        "The training maximises the loss: its sign is wrong, the optimizer has maximize=True, or a custom update adds "
+        "the gradient. A learning rate that is too high also raises the loss."
+    )
+    source = "a gradient step with a small learning rate lowers the loss"
+    thresholds = {
+        "factor": Threshold(1.5, "the last loss over the first; noise and harder data stay below"),
+        "trend": Threshold(0.8, "rank correlation of loss and step"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "exploding-gradients",
+            "nonfinite",
+            "loss-spike",
+            "activations-grow",
+            "learning-rate-too-high",
+            "train-validation-diverging",
+            "no-better-than-uniform",
+            "dead-units",
+            "gradient-jump",
+            "initial-loss-high",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for a negative cross-entropy, an optimizer that maximises, or a steady rise."""
+        loss = history.loss
+        if history.last(f"{CHECKS}/class_count") > 1 and loss.first < 0 and loss.last < 0:
+            yield self._finding(
+                1,
+                f"The loss is a cross-entropy with the wrong sign ({loss.first:.3g} at the first step), so the "
+                "training "
+                "makes its predictions worse.",
+                "Remove the minus sign: loss = cross_entropy(logits, targets).",
+                loss.first,
+                0.97,
+            )
+            return
+        maximises = any(group.get("maximize") is True for group in history.facts.get("groups", ()))
+        if len(loss) < 20 or not loss.first > 0:
+            return
+        first, last = start_level(loss), end_level(loss)
+        finite = np.isfinite(loss.values)
+        trend = rank_correlation(loss.values[finite])
+        if last > self.limit("factor") * first and trend > self.limit("trend"):
+            reason = "the optimizer has maximize=True" if maximises else "its sign, or that of the update, may be wrong"
+            yield self._finding(
+                loss.first_step_where(loss.values > self.limit("factor") * first) or 1,
+                f"The loss rises steadily, from {first:.3g} to {last:.3g}: {reason}.",
+                "Set maximize=False." if maximises else "Check the sign of the loss and of custom updates.",
+                last,
+                0.9 if maximises else 0.7,
+            )
+
+    def _finding(self, step: int, why: str, next_step: str, value: float, confidence: float) -> Finding:
+        evidence = Evidence(f"{CHECKS}/loss", value, None, "falls")
+        return self.finding("critical", step, why, next_step, evidence, confidence=confidence)
+
+
+def rank_correlation(values: "np.typing.NDArray[np.float64]") -> float:
+    """Return Spearman's correlation of values with their position."""
+    if len(values) < 3:
+        return 0.0
+    ranks = np.argsort(np.argsort(values)).astype(np.float64)
+    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
+
+
+@DetectorRegistry.register
+class NoBetterThanUniform(Detector):
+    """Finds a classifier whose loss stays at that of equal probabilities."""
+
+    name = "no-better-than-uniform"
+    symptom = "The loss stays at ln(number of classes)"
+    cause = (
+        "The model predicts equal probabilities, so it has learned nothing from its inputs: labels that do not belong "
+        "to their inputs (shuffled), inputs without information, or a cause that another finding names."
+    )
+    source = "cross-entropy of equal probabilities over C classes is ln(C)"
+    applies_to = "cross-entropy, after 100 steps"
+    thresholds = {"share": Threshold(0.93, "of ln(C); a training that works is far below after 100 steps")}
+    needs = (CHECKS,)
+    explains = frozenset({"loss-not-falling"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the last losses are near ln(C)."""
+        uniform, loss = uniform_loss(history), history.loss
+        if len(loss) < 100 or loss.last_step < 100:
+            return
+        last = end_level(loss)
+        lowest = median_of(np.sort(loss.values)[: max(5, len(loss) // 10)])
+        if not (lowest > self.limit("share") * uniform and last < 1.5 * uniform):
+            return
+        yield self.finding(
+            "warning",
+            100,
+            f"Suspicious: after {loss.last_step:,} steps the loss is {last:.3g}, and equal probabilities give ln(C) = "
+            f"{uniform:.3g}. The model has learned nothing; the labels may not belong to their inputs.",
+            "Print a few rows with their labels; try to overfit a single batch, which must bring the loss near 0.",
+            Evidence(f"{CHECKS}/loss", last, self.limit("share") * uniform, f"far below {uniform:.3g}"),
+            confidence=0.5,
+        )
+
+
+@DetectorRegistry.register
+class LossNotFalling(Detector):
+    """Reports a loss that has not fallen, when nothing explains it."""
+
+    name = "loss-not-falling"
+    symptom = "The loss does not fall"
+    cause = "The loss is where it started. Look at the other findings first; without any, try to overfit one batch."
+    source = "Karpathy, A Recipe for Training Neural Networks (2019): overfit one batch"
+    applies_to = "positive losses, after 200 steps"
+    thresholds = {"fall": Threshold(0.02, "trainings that work fall by more within 200 steps")}
+    needs = (CHECKS,)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a remark if the loss has fallen by less than 2 %."""
+        loss = history.loss
+        if len(loss) < 100 or loss.last_step < 200 or loss.first_nonfinite is not None:
+            return
+        fall = loss_fall(history)
+        if fall < self.limit("fall"):
+            yield self.finding(
+                "info",
+                200,
+                f"The loss has not fallen in {loss.last_step:,} steps: it was {start_level(loss):.3g} and is "
+                f"{end_level(loss):.3g}.",
+                "Try to overfit one batch: without success, model or loss have a fault; with success, look at the "
+                "data.",
+                Evidence(f"{CHECKS}/loss", end_level(loss), None, "falls by more than 2 % in 200 steps"),
+                confidence=0.5,
+            )
+
+
+@DetectorRegistry.register
+class LossSpike(Detector):
+    """Reports spikes of the loss from which it did not recover at once."""
+
+    name = "loss-spike"
+    symptom = "The loss spikes"
+    cause = (
+        "The loss jumped within one step. Usual causes are rows of the data that are unlike the others, a learning "
+        "rate "
+        "that is too high, and second moments that are out of date. loopscope rewind RUN --spike looks for the cause."
+    )
+    source = "hook loss_spikes"
+    needs = ("loss_spikes",)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding about the first alert of a spike above the severity info."""
+        alerts = [
+            alert
+            for alert in history.alerts_of("loss_spikes", "loss_deviation")
+            if alert.get("severity", "warning") != "info"
+        ]
+        if not alerts:
+            return
+        alert = alerts[0]
+        rows = alert.get("rows") or []
+        yield self.finding(
+            "warning",
+            int(alert["step"] or 0),
+            f"{alert['sentence'].rstrip('.')}, and {len(alerts) - 1} times later."
+            if len(alerts) > 1
+            else alert["sentence"],
+            "loopscope rewind RUN --spike looks for the cause; look at the rows of the batch"
+            + (f": {', '.join(map(str, rows[:5]))}." if 0 < len(rows) <= 64 else "."),
+            Evidence("loss_spikes/loss_deviation", alert["value"], alert["limit"], "below 6"),
+            confidence=0.7,
+        )
+
+
+def validation_loss(history: History) -> tuple[str, Curve]:
+    """Return the name and the curve of a validation loss; an empty curve if there is none."""
+    prefix = "training_metrics/evaluation/"
+    evaluated = [name for name in history.curves if name.startswith(prefix)]
+    names = [
+        name for name in evaluated if "loss" in name.removeprefix(prefix) and "train_" not in name.removeprefix(prefix)
+    ]
+    preferred = [name for name in names if any(word in name for word in ("val", "eval", "test", "valid"))]
+    name = next(iter(preferred or names), "")
+    return name, history.curve(name)
+
+
+@DetectorRegistry.register
+class TrainValidationDiverging(Detector):
+    """Finds a model that memorises its training data."""
+
+    name = "train-validation-diverging"
+    symptom = "The validation loss rises while the training loss falls"
+    cause = (
+        "The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight "
+        "decay or dropout, and check for rows that occur several times."
+    )
+    source = "early stopping, Prechelt 1998"
+    thresholds = {
+        "rise": Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below"),
+        "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
+    }
+    needs = ("training_metrics",)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the validation loss has risen by a factor, or accuracies differ widely at the end."""
+        name, validation = validation_loss(history)
+        values = validation.values[np.isfinite(validation.values)]
+        if len(values) >= 3 and values.min() > 0:
+            best = int(np.argmin(values))
+            level = median_of(values[best + 1 :][-3:]) if best + 1 < len(values) else math.nan
+            loss = history.loss
+            train_then, train_now = loss.at(int(validation.steps[best])), end_level(loss)
+            is_rising = level > self.limit("rise") * values[best] and values[-1] > self.limit("rise") * values[best]
+            if is_rising and train_now < train_then and train_now < values[-1]:
+                yield self._finding(
+                    int(validation.steps[best]),
+                    f"The validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "
+                    f"{values[-1]:.3g}, while the training loss falls to {train_now:.3g}: the model memorises its "
+                    "training data.",
+                    Evidence(name, float(values[-1]), self.limit("rise") * float(values[best]), "near its minimum"),
+                    Evidence(f"{CHECKS}/loss", train_now),
+                )
+                return
+        train, held_out = history.curve("training_metrics/train_acc"), history.curve("training_metrics/val_acc")
+        gap = train.last - held_out.last
+        if len(train) >= 3 and train.last > 0.95 and gap > self.limit("gap") and held_out.last <= held_out.first + 0.5:
+            step = train.first_step_where(train.values > 0.95) or train.last_step
+            yield self._finding(
+                step,
+                f"The training accuracy is {train.last:.0%}, but the validation accuracy {held_out.last:.0%}: the "
+                "model "
+                "memorises its training data.",
+                Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
+            )
+
+    def _finding(self, step: int, why: str, *evidence: Evidence) -> Finding:
+        remedy = "Stop at the best validation loss, or add data, weight decay or dropout."
+        return self.finding("warning", step, why, remedy, *evidence, confidence=0.85)
+
+
+@DetectorRegistry.register
+class ValidationBetter(Detector):
+    """Reports a validation loss that is clearly below the training loss without dropout."""
+
+    name = "validation-better-than-training"
+    symptom = "The validation loss is below the training loss"
+    cause = (
+        "Suspicious: without dropout and augmentation the validation loss should not be clearly lower. Rows of the "
+        "validation set may be in the training set, it may be easier, or the loss may be computed differently."
+    )
+    source = "a training loss averaged over an epoch lags behind by half an epoch, which is a smaller difference"
+    applies_to = "runs without dropout that report a validation loss"
+    thresholds = {"ratio": Threshold(0.7, "validation over training loss at the end, where a lag is small")}
+    needs = ("training_metrics", CHECKS)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a remark if the last validation losses are far below the training loss."""
+        name, validation = validation_loss(history)
+        if len(validation) < 3 or history.facts.get("dropouts") or len(history.loss) < 20:
+            return
+        train, held_out = end_level(history.loss), median_of(validation.values[-3:])
+        if train > 0.02 and 0 < held_out < self.limit("ratio") * train and not falls_short(history, 0.1):
+            yield self.finding(
+                "info",
+                validation.last_step,
+                f"Suspicious: the validation loss of {held_out:.3g} is clearly below the training loss of {train:.3g}, "
+                "although there is no dropout.",
+                "Check that no row is in both sets, and that both losses are computed in the same way.",
+                Evidence(name, held_out, self.limit("ratio") * train, "at or above the training loss"),
+                confidence=0.4,
+            )

@@ -1,0 +1,111 @@
+"""Detectors of modules in the wrong mode."""
+
+from collections.abc import Iterable
+
+from ..detector import Detector, DetectorRegistry
+from ..findings import Evidence, Finding
+from ..history import History
+from .parameters import names_text
+
+CHECKS = "training_checks"
+
+
+@DetectorRegistry.register
+class EvalModeInTraining(Detector):
+    """Finds a model that is trained in eval mode."""
+
+    name = "model-in-eval-mode"
+    symptom = "Dropout and batch normalisation have no effect"
+    cause = (
+        "The model is in eval mode in its training steps: model.train() is missing, before the training or after an "
+        "evaluation. Models of from_pretrained are in eval mode at first."
+    )
+    source = "torch.nn.Module.eval"
+    needs = (CHECKS,)
+    explains = frozenset({"batchnorm-frozen"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the model was in eval mode at a checked step."""
+        curve = history.curve(f"{CHECKS}/model_in_eval")
+        if not curve.last > 0:
+            return
+        layers = []
+        if history.facts.get("dropouts"):
+            layers.append(f"{history.facts['dropouts']} dropout layers are inactive")
+        if history.facts.get("batchnorms"):
+            layers.append(f"{history.facts['batchnorms']} batch normalisations keep their statistics")
+        yield self.finding(
+            "warning" if layers else "info",
+            curve.first_step_where(curve.values > 0) or 1,
+            f"The model is in eval mode in its training steps{': ' + ' and '.join(layers) if layers else ''}.",
+            "Call model.train() before the training and after each evaluation.",
+            Evidence(f"{CHECKS}/model_in_eval", 1, 0, "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class BatchNormFrozen(Detector):
+    """Finds trained batch normalisations whose statistics do not change."""
+
+    name = "batchnorm-frozen"
+    symptom = "Training and validation differ with batch normalisation"
+    cause = (
+        "Batch normalisations with trainable parameters are in eval mode, or have a momentum of 0, so that they "
+        "normalise with old statistics. Freeze them completely, or call train() on them."
+    )
+    source = "torch.nn.BatchNorm2d: momentum, track_running_stats"
+    applies_to = "models with batch normalisation"
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding from the start-up facts."""
+        frozen = history.facts.get("batchnorms_in_eval_mode", {})
+        without_updates = history.facts.get("batchnorms_without_updates", {})
+        if frozen.get("count") and not history.facts.get("in_eval_mode"):
+            why = (
+                f"{frozen['count']} of {history.facts['batchnorms']} batch normalisations are in eval mode while the "
+                f"model trains, though their parameters are trainable: {names_text(frozen)}."
+            )
+            yield self._finding(why, "facts/batchnorms_in_eval_mode", frozen["count"])
+        elif without_updates.get("count"):
+            why = (
+                f"{without_updates['count']} batch normalisations have momentum 0, so that their running statistics "
+                f"keep their initial values: {names_text(without_updates)}."
+            )
+            yield self._finding(why, "facts/batchnorms_without_updates", without_updates["count"])
+
+    def _finding(self, why: str, metric: str, value: int) -> Finding:
+        remedy = "Call train() on these modules, or freeze them with requires_grad_(False); the usual momentum is 0.1."
+        return self.finding("warning", 0, why, remedy, Evidence(metric, value, 0, "0"), confidence=0.85)
+
+
+@DetectorRegistry.register
+class EvaluationInTrainMode(Detector):
+    """Finds evaluations that run the model in train mode."""
+
+    name = "evaluation-in-train-mode"
+    symptom = "Validation numbers are noisy or too bad"
+    cause = (
+        "The model is evaluated in train mode, so that dropout is active and batch normalisation uses the "
+        "statistics of "
+        "the batch. Call model.eval() before the evaluation, or use scope.evaluate."
+    )
+    source = "torch.nn.Module.eval"
+    applies_to = "models with dropout or batch normalisation"
+    needs = (CHECKS,)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if passes without gradients ran in train mode."""
+        curve = history.curve(f"{CHECKS}/evaluations_in_train_mode")
+        affected = history.facts.get("dropouts", 0) + history.facts.get("batchnorms", 0)
+        if not curve.last > 0 or not affected:
+            return
+        yield self.finding(
+            "warning",
+            curve.first_step_where(curve.values > 0) or 1,
+            "The model is evaluated in train mode: dropout is active in the evaluation, and batch normalisation uses "
+            "and changes the statistics of its batches.",
+            "Call model.eval() before the evaluation and model.train() afterwards, or use scope.evaluate(function).",
+            Evidence(f"{CHECKS}/evaluations_in_train_mode", int(curve.last), 0, "0"),
+            confidence=0.85,
+        )

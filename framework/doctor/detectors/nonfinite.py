@@ -1,0 +1,136 @@
+"""Detectors of NaN and infinite values, and of gradients that a loss scaler cannot save."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ...errors import listed
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import History
+from .levels import gradient_norms
+
+CONSEQUENCES = frozenset(
+    {
+        "loss-not-falling",
+        "loss-rising",
+        "loss-spike",
+        "exploding-gradients",
+        "vanishing-gradients",
+        "dead-units",
+        "parameters-without-gradient",
+        "optimizer-without-effect",
+        "train-validation-diverging",
+        "weight-decay-too-large",
+        "gradient-jump",
+        "activations-grow",
+        "no-better-than-uniform",
+        "rounded-updates",
+    }
+)
+"""Findings that non-finite values cause."""
+
+
+@DetectorRegistry.register
+class NonFinite(Detector):
+    """Reports the first NaN or infinite value, with its producer and rows."""
+
+    name = "nonfinite"
+    symptom = "The loss is NaN"
+    cause = (
+        "The hook first_nonfinite names the module, the gradient, the row of the data or the optimizer that made the "
+        "first NaN or infinite value. Usual causes are a learning rate that is too high, a division by zero or a root "
+        "of zero, invalid data, and float16."
+    )
+    source = "IEEE 754: NaN in one element spreads to all weights within one step"
+    needs = ("first_nonfinite",)
+    explains = CONSEQUENCES
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding from the alert of first_nonfinite, or from a non-finite loss or weight."""
+        alerts = history.alerts_of("first_nonfinite")
+        if alerts:
+            alert = alerts[0]
+            yield self.finding(
+                "critical",
+                int(alert["step"] or 0),
+                _sentence(alert),
+                _remedy(alert["sentence"]),
+                Evidence("first_nonfinite/step", alert["step"], None, "no such step"),
+                confidence=0.95,
+            )
+            return
+        step = _first_step(history)
+        if step is not None:
+            yield self.finding(
+                "critical",
+                step,
+                f"The loss is not finite from step {step:,} on, so all weights become NaN.",
+                "Repeat the run with the hook first_nonfinite, which names the producer.",
+                Evidence("training_checks/loss", "NaN", None, "a finite number"),
+                confidence=0.9,
+            )
+
+
+def _sentence(alert: dict[str, Any]) -> str:
+    rows = alert.get("rows") or []
+    known = f" Rows of the batch: {listed(rows, 5)}." if 0 < len(rows) <= 64 and "row" not in alert["sentence"] else ""
+    return f"{alert['sentence']}{known}"
+
+
+def _remedy(sentence: str) -> str:
+    """Return what to do about the producer that a sentence of first_nonfinite names."""
+    if "optimizer wrote" in sentence:
+        return "Raise the optimizer's eps (to 1e-8, or 1e-4 in float16), lower the learning rate, keep float32 weights."
+    if "batch of step" in sentence or "input of the model" in sentence:
+        return "Clean these rows of the data; assert torch.isfinite(batch).all() in the loader."
+    if "initial weights" in sentence:
+        return "Repair the initialisation: uninitialised memory (torch.empty) or a division by zero."
+    if "backward pass through" in sentence:
+        return "Add a small constant before roots, norms and divisions there: torch.sqrt(x + 1e-12)."
+    return (
+        "Look at the named place; torch.autograd.detect_anomaly() shows its line. Lower the learning rate if it grew."
+    )
+
+
+def _first_step(history: History) -> int | None:
+    curves = (history.curve("training_checks/loss"), history.curve("training_metrics/loss"))
+    steps = [curve.first_nonfinite for curve in curves if curve.first_nonfinite is not None]
+    return min(steps, default=None)
+
+
+@DetectorRegistry.register
+class SkippedSteps(Detector):
+    """Finds a loss scaler that skips most steps."""
+
+    name = "scaler-skips-steps"
+    symptom = "The loss does not fall with float16"
+    cause = (
+        "The loss scaler skips a step when gradients overflow in float16, and lowers its scale. If it skips most "
+        "steps, "
+        "some value overflows at any scale: use bfloat16, or find the layer with the hook activations (max_abs)."
+    )
+    source = "Micikevicius et al., arXiv 1710.03740"
+    applies_to = "float16 with a loss scaler"
+    thresholds = {
+        "share": Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
+    }
+    needs = ("training_checks",)
+    explains = frozenset({"loss-not-falling", "optimizer-without-effect", "no-better-than-uniform"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if many steps have no finite gradient."""
+        norms = gradient_norms(history)
+        if not history.facts.get("scaler") or len(norms) < 20:
+            return
+        is_skipped = ~np.isfinite(norms.values)
+        share = float(is_skipped.mean())
+        if share > self.limit("share"):
+            yield self.finding(
+                "critical",
+                norms.first_step_where(is_skipped) or 0,
+                f"The loss scaler skipped {share:.0%} of the steps, since gradients overflowed in float16.",
+                "Use bfloat16: torch.autocast('cuda', dtype=torch.bfloat16) without a scaler.",
+                Evidence("training_checks/grad_norm", f"{share:.0%} not finite", self.limit("share"), "below 1 %"),
+            )

@@ -1,0 +1,181 @@
+"""Detectors of optimizer settings and of gradient clipping."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import History
+from .levels import falls_short, median_of
+
+
+@DetectorRegistry.register
+class ClippingTooStrong(Detector):
+    """Finds clipping that shrinks nearly every gradient by a large factor."""
+
+    name = "clipping-too-strong"
+    symptom = "The loss falls very slowly with clipping"
+    cause = (
+        "Nearly every gradient is clipped to a small part of its norm, so under SGD the steps are that much smaller. "
+        "Choose a threshold near the usual gradient norm."
+    )
+    source = "Pascanu et al., arXiv 1211.5063: a threshold at the average norm, or up to ten times it"
+    applies_to = "every optimizer; under Adam, which ignores the scale, it is a remark"
+    thresholds = {
+        "clipped": Threshold(0.9, "of the steps; clipping is meant for exceptions"),
+        "factor": Threshold(0.1, "what remains of the gradient norm"),
+    }
+    needs = ("parameter_norms",)
+    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if most steps are clipped to less than a tenth."""
+        fraction = history.curve("parameter_norms/clipped_fraction")
+        before, after = (history.curve(f"parameter_norms/total_{name}grad_norm") for name in ("", "clipped_"))
+        if len(fraction) < 1 or not len(after) or history.step < 10:
+            return
+        factors = [
+            value / before.at(int(step))
+            for step, value in zip(after.steps, after.values, strict=True)
+            if before.at(int(step)) > 0
+        ]
+        factor = median_of(np.array(factors))
+        if not (median_of(fraction.values) > self.limit("clipped") and factor < self.limit("factor")):
+            return
+        yield self.finding(
+            "info" if history.is_adam_like else "warning",
+            fraction.first_step,
+            f"{median_of(fraction.values):.0%} of the gradients are clipped, to {factor:.1%} of their norm in the "
+            "median "
+            f"(from {median_of(before.values):.3g} to {median_of(after.values):.3g}).",
+            f"Raise the threshold of clipping, to {median_of(before.values):.2g} for example.",
+            Evidence(
+                "parameter_norms/clipped_fraction", median_of(fraction.values), self.limit("clipped"), "below 0.1"
+            ),
+            confidence=0.85,
+        )
+
+
+@DetectorRegistry.register
+class EpsilonTooLarge(Detector):
+    """Finds an eps of Adam that is larger than the gradients."""
+
+    name = "optimizer-eps-too-large"
+    symptom = "Adam learns as slowly as SGD"
+    cause = "Adam's eps exceeds the size of most gradients, so that steps shrink with them. The default is 1e-8."
+    source = "Kingma and Ba, arXiv 1412.6980"
+    applies_to = "Adam-type optimizers"
+    thresholds = {
+        "share": Threshold(0.8, "of the elements whose second moment is below eps squared"),
+        "eps": Threshold(1e-5, "usual are 1e-8 to 1e-6"),
+    }
+    needs = ("optimizer_health",)
+    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for an unusual eps that determines most steps."""
+        curve = history.curve("optimizer_health/below_eps_fraction")
+        largest = max((float(group.get("eps") or 0) for group in _groups(history)), default=0.0)
+        share = median_of(curve.values)
+        if largest > self.limit("eps") and share > self.limit("share"):
+            yield self.finding(
+                "warning",
+                curve.first_step,
+                f"{history.optimizer} has eps = {largest:g}, which exceeds the gradients of {share:.0%} of the "
+                "weights, so "
+                "their steps are much smaller than the learning rate.",
+                "Set eps=1e-8.",
+                Evidence("optimizer_health/below_eps_fraction", share, self.limit("share"), "near 0"),
+                confidence=0.85,
+            )
+
+
+def _groups(history: History) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = list(history.facts.get("groups") or [])
+    return [group for group in groups if isinstance(group.get("eps", 0.0), (int, float))]
+
+
+@DetectorRegistry.register
+class MomentumUnusual(Detector):
+    """Finds swapped betas, and momentum so close to 1 that the training oscillates."""
+
+    name = "momentum-unusual"
+    symptom = "The loss oscillates or reacts with delay"
+    cause = (
+        "Adam's betas are swapped, or the momentum is so close to 1 that gradients of many hundred steps ago "
+        "count. Usual "
+        "are betas=(0.9, 0.999) or (0.9, 0.95), and a momentum of 0.9."
+    )
+    source = "Kingma and Ba, arXiv 1412.6980; torch.optim.SGD"
+    applies_to = "before the first step"
+    thresholds = {"momentum": Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")}
+    explains = frozenset({"loss-not-falling", "loss-spike", "loss-rising", "learning-rate-too-high", "warm-up-missing"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding from the options of the parameter groups."""
+        for group in history.facts.get("groups", ()):
+            betas, momentum = group.get("betas") or [], group.get("momentum") or 0
+            if len(betas) >= 2 and betas[0] > betas[1] and betas[0] >= 0.98:
+                yield self._finding(
+                    f"The betas ({betas[0]:g}, {betas[1]:g}) are probably swapped.", "betas", betas, 0.9
+                )
+                return
+            first = betas[0] if betas else momentum if isinstance(momentum, (int, float)) else 0
+            if first >= self.limit("momentum"):
+                why = (
+                    f"The momentum of {group['optimizer']} is {first:g}, an average over "
+                    f"{1 / (1 - min(first, 0.999999)):,.0f} steps."
+                )
+                yield self._finding(why, "momentum", first, 0.8)
+                return
+
+    def _finding(self, why: str, name: str, value: object, confidence: float) -> Finding:
+        remedy = "Use betas=(0.9, 0.999), or momentum=0.9."
+        return self.finding(
+            "warning", 0, why, remedy, Evidence(f"facts/{name}", value, None, "0.9"), confidence=confidence
+        )
+
+
+@DetectorRegistry.register
+class WeightsShrink(Detector):
+    """Finds weight decay that shrinks the weights faster than the gradient trains them."""
+
+    name = "weight-decay-too-large"
+    symptom = "All weights go to zero"
+    cause = (
+        "The weight norm falls to a small part of its initial value and the loss does not fall: weight decay times "
+        "learning rate is too large. Usual are a weight decay of 0.01 to 0.1 for AdamW and 1e-4 for SGD."
+    )
+    source = "Loshchilov and Hutter, arXiv 1711.05101"
+    thresholds = {
+        "shrinkage": Threshold(0.5, "of the initial norm; trainings that work keep or raise it"),
+        "decay": Threshold(0.2, "weight decay above which the setting is unusual"),
+    }
+    needs = ("parameter_norms",)
+    explains = frozenset(
+        {"no-better-than-uniform", "loss-not-falling", "vanishing-gradients", "dead-units", "loss-rising"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the weight norm falls far, with a decay, while the loss does not fall as it should."""
+        norms = history.curve("parameter_norms/total_weight_norm")
+        decay = max((float(group.get("weight_decay") or 0) for group in history.facts.get("groups", ())), default=0.0)
+        if len(norms) < 2 or not norms.first > 0 or not decay > 0:
+            return
+        share = norms.last / norms.first
+        is_failing = falls_short(history, 0.3)
+        if share < self.limit("shrinkage") and is_failing:
+            yield self.finding(
+                "critical" if share < 0.1 else "warning",
+                norms.first_step_where(norms.values < self.limit("shrinkage") * norms.first) or norms.last_step,
+                f"The weights have shrunk to {share:.0%} of their initial norm under a weight decay of {decay:g}, "
+                "and the "
+                "loss does not fall.",
+                "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
+                Evidence(
+                    "parameter_norms/total_weight_norm", norms.last, self.limit("shrinkage") * norms.first, "grows"
+                ),
+                confidence=0.9,
+            )

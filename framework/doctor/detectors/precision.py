@@ -1,0 +1,141 @@
+"""Detectors of weights and gradients that 16-bit formats cannot hold."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import History
+
+CHECKS = "training_checks"
+
+
+@DetectorRegistry.register
+class RoundedUpdates(Detector):
+    """Finds 16-bit weights whose updates are lost to rounding."""
+
+    name = "rounded-updates"
+    symptom = "Weights in bfloat16 stop changing"
+    cause = (
+        "bfloat16 has 8 bits of precision: an update below 0.2 % of a weight is rounded away. Keep float32 weights and "
+        "use autocast, or an optimizer with stochastic rounding."
+    )
+    source = "Zamirai et al., arXiv 2010.06192"
+    applies_to = "bfloat16 and float16 weights"
+    thresholds = {
+        "measured": Threshold(0.7, "share of gradient updates that rounding removes"),
+        "expected": Threshold(
+            0.6, "share of weights whose half ulp exceeds the learning rate, for Adam-type optimizers"
+        ),
+    }
+    explains = frozenset(
+        {"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low", "optimizer-without-effect"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding from the measured share, or before it is known from the expected one."""
+        measured = history.curve("weight_updates/rounded_away_fraction")
+        expected = history.facts.get("rounded_away") or {}
+        if len(measured):
+            share, metric, confidence = measured.last, "weight_updates/rounded_away_fraction", 0.95
+            limit, step = self.limit("measured"), measured.first_step
+        elif history.is_adam_like and expected and not _rounds_stochastically(history) and history.step < 1:
+            share, metric, confidence = expected["share"], "facts/rounded_away", 0.7
+            limit, step = self.limit("expected"), 0
+        else:
+            return
+        if share > limit:
+            yield self.finding(
+                "warning",
+                step,
+                f"Rounding removes {share:.0%} of the updates of 16-bit weights: the updates are smaller than half "
+                "of the "
+                "distance between neighbouring numbers.",
+                "Keep the weights in float32 and use torch.autocast(dtype=torch.bfloat16).",
+                Evidence(metric, share, limit, "below 0.3"),
+                confidence=confidence,
+            )
+
+
+def _rounds_stochastically(history: History) -> bool:
+    return any(
+        "stochastic" in str(name) and value
+        for group in history.facts.get("groups", ())
+        for name, value in group.items()
+    )
+
+
+@DetectorRegistry.register
+class Float16WithoutScaler(Detector):
+    """Finds float16 gradients without a loss scaler."""
+
+    name = "float16-without-scaler"
+    symptom = "The loss stops falling in float16"
+    cause = (
+        "Gradients below 6e-8 become 0 in float16, and Adam's eps of 1e-8 as well. Use torch.amp.GradScaler with "
+        "float32 "
+        "weights, or bfloat16."
+    )
+    source = "Micikevicius et al., arXiv 1710.03740, section 3.2"
+    applies_to = "float16 weights or autocast to float16"
+    needs = (CHECKS,)
+    explains = frozenset(
+        {"nonfinite", "loss-not-falling", "no-better-than-uniform", "rounded-updates", "optimizer-without-effect"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if float16 is used without a scaler."""
+        dtypes = history.facts.get("dtypes") or {}
+        used = history.curve(f"{CHECKS}/float16_used")
+        has_weights = dtypes.get("float16", 0) > 0 and history.facts.get("trainable", 0) > 0
+        if history.facts.get("scaler") or not (has_weights or used.last > 0):
+            return
+        zeros = history.curve(f"{CHECKS}/gradient_zero_fraction")
+        lost = f"; {zeros.last:.0%} of the gradient's elements are exactly 0" if zeros.last > 0.05 else ""
+        what = "The weights are in float16" if has_weights else "The forward pass runs in float16"
+        yield self.finding(
+            "warning",
+            0 if has_weights else used.first_step,
+            f"{what} without a loss scaler, so small gradients become 0{lost}.",
+            "Use bfloat16, or float32 weights with torch.autocast(dtype=torch.float16) and torch.amp.GradScaler.",
+            Evidence(f"{CHECKS}/gradient_zero_fraction", zeros.last if len(zeros) else "unknown", None, "near 0"),
+            confidence=0.85,
+        )
+
+
+@DetectorRegistry.register
+class OptimizerWithoutEffect(Detector):
+    """Finds steps of the optimizer that change no weight."""
+
+    name = "optimizer-without-effect"
+    symptom = "The loss does not change at all"
+    cause = (
+        "There are gradients and a learning rate, but optimizer.step() changes nothing: zero_grad() is called between "
+        "backward() and step(), or the optimizer holds other tensors than the model."
+    )
+    source = "torch.optim documentation: the order of backward, step and zero_grad"
+    thresholds = {"checks": Threshold(2, "one step may be skipped by a loss scaler")}
+    needs = (CHECKS,)
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the weights were bit for bit the same after several checked steps."""
+        ratios, unchanged = history.curve(f"{CHECKS}/update_ratio"), history.curve(f"{CHECKS}/unchanged_count")
+        is_idle = ratios.values == 0
+        norms = history.curve(f"{CHECKS}/grad_norm")
+        has_rate = any(group.get("lr", 1) != 0 for group in history.facts.get("groups", ({},)))
+        if is_idle.sum() < self.limit("checks") or not is_idle[-1] or not has_rate or not norms.last > 0:
+            return
+        if np.any(history.curve("training_metrics/lr").values[-2:] == 0):
+            return
+        yield self.finding(
+            "critical",
+            ratios.first_step_where(is_idle) or 1,
+            "optimizer.step() changes no weight, although there are gradients and the learning rate is above 0: the "
+            "gradients are probably set to zero before the step.",
+            "Call in this order: loss.backward(), optimizer.step(), optimizer.zero_grad().",
+            Evidence(f"{CHECKS}/update_ratio", 0.0, None, "1e-4 to 1e-2"),
+            Evidence(f"{CHECKS}/unchanged_count", unchanged.last if len(unchanged) else "unknown"),
+            confidence=0.9,
+        )
