@@ -290,7 +290,7 @@ def main() -> int:
     """Write the pages and print the changes."""
     changed = write()
     print(f"docs/hooks: {', '.join(changed) or 'nothing'} changed, {len(pages())} pages.")
-    for name in ("options", "file_formats", "proofs"):  # they import this module
+    for name in ("options", "file_formats", "proofs", "findings"):  # they import this module
         generator = import_module(f"docs.{name}")
         print(f"docs/{generator.PAGE.name}: {'changed' if generator.write() else 'unchanged'}.")
     examples = import_module("docs.included_examples")
