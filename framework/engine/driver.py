@@ -1,7 +1,7 @@
 """The transitions of a training loop, one method each; every hook point is fired here.
 
-A step is :meth:`Driver.begin_step`, :meth:`Driver.after_backward`, :meth:`Driver.before_update` and
-:meth:`Driver.after_update`. The loop decides what happens between these calls.
+A step is :meth:`Driver.begin_step`, :meth:`Driver.before_backward` for each micro-batch, :meth:`Driver.after_backward`,
+:meth:`Driver.before_update` and :meth:`Driver.after_update`. The loop decides what happens between these calls.
 """
 
 import logging
@@ -16,6 +16,7 @@ from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
 from ..state import LoopState, learning_rate_of
 from ..tensors import accumulate, joint_norm, local_shards, unsharded
 from ..training import TrainingTask
+from .backward_recorder import BackwardRecorder
 from .hook_set import HookSet
 from .manager import HookManager
 from .metric_dispatch import Mark
@@ -33,6 +34,7 @@ class Driver:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
         self._hooks, self._taps = manager.hooks, manager.taps
         self._recorder = GradientRecorder(task, manager.hooks)
+        self._backward_recorder = BackwardRecorder(task, manager.hooks)
         self._saves_streams = manager.hooks.listeners.any_has("needs_step_replay")
         self._checked_first_batch = False
         self.can_cancel_steps = False
@@ -74,6 +76,8 @@ class Driver:
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
+        if self._backward_recorder.is_needed:
+            self._backward_recorder.begin_step(loop)
         has_listeners = self._hooks.listeners.at[PRE_STEP]
         if has_listeners and self.can_cancel_steps:
             self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.dispatch.mark_steps()
@@ -96,6 +100,17 @@ class Driver:
             self._before_step = None
             self._hooks.load_state_dict(memory)
             self.manager.dispatch.drop_steps_after(mark)
+
+    def before_backward(self, loss: Tensor, *, divisor: float = 1.0, is_scaled: bool = False) -> None:
+        """Describe the backward pass of a micro-batch, for hooks that need it, from its ``loss`` with the graph.
+
+        Args:
+            loss: the tensor of which the gradients are computed next.
+            divisor: a number by which the trainer still divides the loss.
+            is_scaled: the loss scaler has already multiplied the loss.
+        """
+        if self._backward_recorder.is_needed:
+            self._backward_recorder.record(self.loop, loss, divisor, is_scaled=is_scaled)
 
     def after_backward(self, loss: Tensor | None, *, skipped: bool = False) -> None:
         """Record the detached ``loss``, if known, and fire POST_BACKWARD; gradients are complete and unscaled."""

@@ -102,6 +102,14 @@ class Listeners:
             for listener in self.at[point]
         )
 
+    def any_scheduled(self, flag: str, epoch: int, step: int) -> bool:
+        """Return whether ``step`` is in the ``step_schedule`` of a hook with the ``flag``; its points do not matter."""
+        return any(
+            getattr(listener.hook, flag) and listener.in_window(epoch) and listener.hook.step_schedule.is_due(step)
+            for listeners in self.at
+            for listener in listeners
+        )
+
     def any_has(self, flag: str) -> bool:
         """Return whether any hook with a listener has the ``flag``."""
         return any(getattr(listener.hook, flag) for listeners in self.at for listener in listeners)

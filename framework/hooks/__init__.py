@@ -2,6 +2,7 @@
 
 from .alerts import ALERTS, Alert, Recovery
 from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
+from .backward_passes import BackwardPass
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .class_checks import KEYWORDS, hook_options
 from .commits import Clipping, StatePart, UndeclaredCommitError
@@ -36,6 +37,7 @@ __all__ = [
     "Alert",
     "AttentionCall",
     "AttentionTap",
+    "BackwardPass",
     "Clipping",
     "ConfiguredHook",
     "DebugInterventionHook",

@@ -163,6 +163,8 @@ class TrainingHook(Remembering, ABC):
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
     needs_step_series: ClassVar[bool] = False
+    needs_loss_graph: ClassVar[bool] = False
+    """The hook reads :attr:`RunDataContext.backward_passes`, on the steps of its ``step_schedule``."""
     needs_step_replay: ClassVar[bool] = False
     """The hook repeats the pass of a step with its random numbers (:meth:`RunDataContext.replayed`)."""
     needs_pre_epoch_state: ClassVar[bool] = False

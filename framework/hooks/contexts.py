@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError
 from ..names import as_names
+from .backward_passes import BackwardPass
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 
 if TYPE_CHECKING:
@@ -279,6 +280,9 @@ class RunDataContext:
     grad_norm: Tensor | None = None
     """Joint Euclidean norm of the step's gradients at POST_BACKWARD, before clipping: a zero-dimensional tensor,
     float64 (``needs_step_series``)."""
+    backward_passes: tuple[BackwardPass, ...] = ()
+    """Descriptions of the backward passes of the step, one for each micro-batch, on the steps of the ``step_schedule``
+    of hooks with ``needs_loss_graph``. Empty if the loop runs backward itself."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradient of the previous step at POST_BACKWARD, by parameter name (``needs_prev_step_grads``)."""
     target_grad: Mapping[str, Tensor] | None = None
@@ -364,6 +368,7 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "step_losses": (EPOCH_END, "needs_step_series", ""),
     "step_grad_norms": (EPOCH_END, "needs_step_series", ""),
     "grad_norm": (_STEPS[1:], "needs_step_series", "if the loss is known"),
+    "backward_passes": (_STEPS[1:], "needs_loss_graph", "if the loop passes its loss to loopscope"),
     "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),
     "target_grad": (tuple(HookPoint), "needs_target_grad", "if the experiment defines target_grad"),
     "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with a reference solution"),

@@ -99,17 +99,22 @@ class StepSchedule:
     """The steps on which a hook is called at step-level points; steps count from 1, with one rule for all points.
 
     ``continual`` selects every step, ``stride`` every ``every_n_steps``-th step, and ``burst`` the first
-    ``burst_length`` of every ``every_n_steps`` steps. The first ``warmup`` steps are skipped and do not count.
+    ``burst_length`` of every ``every_n_steps`` steps. The first ``warmup`` steps are skipped and do not count. The
+    steps in ``also`` are selected in addition.
 
     >>> burst = StepSchedule(mode="burst", every_n_steps=10, burst_length=2, warmup=3)
     >>> [step for step in range(1, 26) if burst.is_due(step)]
     [4, 5, 14, 15, 24, 25]
+    >>> early = StepSchedule(mode="stride", every_n_steps=10, also=(2, 5))
+    >>> [step for step in range(1, 26) if early.is_due(step)]
+    [1, 2, 5, 11, 21]
     """
 
     mode: Literal["continual", "stride", "burst"] = "continual"
     every_n_steps: int = 1
     burst_length: int = 1
     warmup: int = 0
+    also: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in ("every_n_steps", "burst_length", "warmup")}
@@ -123,12 +128,14 @@ class StepSchedule:
                 f"burst_length is {self.burst_length}; it must be in 1..every_n_steps ({self.every_n_steps})."
             )
         require(self.warmup >= 0, f"warmup is {self.warmup}; it must be at least 0.")
+        is_valid = isinstance(self.also, tuple) and all(type(step) is int and step >= 1 for step in self.also)
+        require(is_valid, f"also is {self.also!r}; it must be a tuple of steps, which count from 1, such as (2, 5).")
 
     def is_due(self, step: int) -> bool:
         """Return whether the schedule selects ``step``, counted from 1."""
         if step <= self.warmup:
             return False
-        if self.mode == "continual":
+        if self.mode == "continual" or step - self.warmup in self.also:
             return True
         length = self.burst_length if self.mode == "burst" else 1
         return (step - self.warmup - 1) % self.every_n_steps < length

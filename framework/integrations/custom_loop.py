@@ -201,10 +201,13 @@ class CustomLoop(Transient):
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim):
             _check_loss(loss)
         if self._evaluations:  # within a closure, whose first evaluation is recorded when it returns
+            if self._evaluations == 1:
+                self._before_backward(loss)
             self._run_backward(loss, options)
             return
         if self._is_complete or not self._parts:
             self._require_open_step("scope.backward(loss)")
+        self._before_backward(loss)
         self._run_backward(loss, options)
         if self._accelerator is None:
             self.record_loss(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
@@ -282,6 +285,11 @@ class CustomLoop(Transient):
             name = type(optimizer).__name__
             self._attached.manager.hooks.leave_out_for_closures(name)
         self._is_in_closure_step = self._is_updating = True
+
+    def _before_backward(self, loss: Tensor) -> None:
+        """Describe the pass that starts next; an Accelerator divides the loss by the number of micro-batches itself."""
+        count = 1 if self._accelerator is None else self._accelerator.gradient_accumulation_steps
+        self._driver.before_backward(loss, divisor=count)
 
     def _run_backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         self._is_in_backward = True

@@ -129,7 +129,10 @@ class TrainerEvents(TrainerCallback):
             "predict": self._on_evaluation,
             "_load_optimizer_and_scheduler": self._on_loading,
         }
+        accelerator = trainer.accelerator
         with ExitStack() as contexts:
+            backward = wraps(accelerator.backward)(partial(self._on_backward, accelerator.backward))
+            contexts.enter_context(temporary_attribute(accelerator, "backward", backward))
             for name, wrapper in wrappers.items():
                 method = getattr(trainer, name)
                 contexts.enter_context(temporary_attribute(trainer, name, wraps(method)(partial(wrapper, method))))
@@ -216,6 +219,11 @@ class TrainerEvents(TrainerCallback):
         loss = step(*inputs, **options)
         self._active_loop.record_loss(loss, complete=self._trainer.accelerator.gradient_state.sync_gradients)
         return loss
+
+    def _on_backward(self, backward: Callable[..., None], loss: Tensor, **options: Any) -> None:
+        """Describe the backward pass of a micro-batch; the accelerator may divide the loss itself."""
+        self.attached.driver.before_backward(loss, divisor=self._trainer.accelerator.gradient_accumulation_steps)
+        backward(loss, **options)
 
     def _on_evaluation(self, evaluate: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Evaluate in isolation from the run, and show the numbers to hooks."""

@@ -211,6 +211,7 @@ class LightningLoop(Transient):
         """Record the unscaled loss of a micro-batch, which Lightning has divided by their number and scaled."""
         if self._stage == "open":
             scaler = self._attached.driver.task.scaler
+            self._attached.driver.before_backward(loss, is_scaled=scaler is not None and scaler.is_enabled())
             self._losses.append(loss.detach() if scaler is None else loss.detach() / scaler.get_scale())
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:

@@ -56,6 +56,8 @@ class LoopState:
     accumulated_grads: dict[str, Tensor] | None = None
     prev_step_grads: dict[str, Tensor] | None = None
     current_grads: dict[str, Tensor] | None = None
+    backward_passes: tuple[Any, ...] = ()
+    """A ``BackwardPass`` for each micro-batch of the step."""
     pre_epoch: Any = None
     """The state copy taken at PRE_EPOCH, or at the start of an interval of the step loop. Hooks never receive it, so
     the guardian need not copy it."""
@@ -69,10 +71,9 @@ class LoopState:
     reached: dict[str, int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything except the current batch and loss, and the pre-epoch state copy, which is taken again."""
-        return {
-            name: value for name, value in vars(self).items() if name not in ("batch", "pre_epoch", "batch_idx", "loss")
-        }
+        """Return everything except what belongs to a step, and the pre-epoch state copy, which is taken again."""
+        of_step = ("batch", "pre_epoch", "batch_idx", "loss", "backward_passes")
+        return {name: value for name, value in vars(self).items() if name not in of_step}
 
 
 def nested(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

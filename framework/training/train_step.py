@@ -215,12 +215,14 @@ def _require_metric(task: TrainingTask, evaluation: Mapping[str, float]) -> None
         )
 
 
-def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) -> Tensor:
+def forward_backward(
+    task: TrainingTask, batch: Batch, *, trains: bool = False, before_backward: Callable[[Tensor], None] | None = None
+) -> Tensor:
     """Compute the unscaled gradients of the batch's mean loss, and return the loss, detached.
 
     With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows.
     Gradients and loss are means over the ranks. A pass that ``trains`` runs through the replica, which averages the
-    gradients, and returns the loss of this rank.
+    gradients, and returns the loss of this rank. ``before_backward`` gets the loss of each micro-batch with its graph.
     """
     if task.replica is not None and task.replica.static_graph and not trains:
         raise LoopscopeError(
@@ -237,6 +239,8 @@ def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) 
         loss = task.compute_loss(model, part) if trains else loss_with_graph(task.compute_loss, model, part)
         if weight != 1:
             loss = loss * weight
+        if before_backward is not None:
+            before_backward(loss)
         task.backward(loss)
         losses.append(loss.detach())
         del loss  # frees its graph before the next forward pass

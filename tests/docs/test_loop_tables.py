@@ -47,7 +47,8 @@ def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, boo
         values = {name: getattr(ctx, name) for name in FIELDS}
         set_fields.append((ctx.hook_point, ctx.step, {name: is_set(value) for name, value in values.items()}))
 
-    needs = dict.fromkeys(("needs_grads", "needs_step_series", "needs_prev_step_grads", "needs_target_grad"), wanted)
+    flags = ("needs_grads", "needs_step_series", "needs_prev_step_grads", "needs_target_grad", "needs_loss_graph")
+    needs = dict.fromkeys(flags, wanted)
     spy = at(SpyHook, *HookPoint, **needs)(probe)
     weight = {"0.weight": torch.ones(1)}
     reference = weight if wanted else None
@@ -57,7 +58,7 @@ def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, boo
 
 
 def is_set(value: Any) -> bool:
-    return value is not None and value != {}
+    return value is not None and value not in ({}, ())
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -179,16 +179,7 @@ def test_a_disabled_client_is_no_destination(recorded, monkeypatch, capfd):
 def test_help_names_targets_and_options(capfd):
     assert main(["replay", "--help"]) == 0
     text = capfd.readouterr().out
-    assert all(
-        word in text
-        for word in (
-            "RUN",
-            "--to",
-            "--to SINK",
-            "--project NAME",
-            "project of trackio or wandb",
-        )
-    )
+    assert all(word in text for word in ("RUN", "--to", "--to SINK", "--project NAME", "project of trackio or wandb"))
 
 
 def test_run_record_matches_configuration(finished):

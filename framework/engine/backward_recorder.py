@@ -1,0 +1,68 @@
+"""Descriptions of the backward passes of a step, for the hooks that need them."""
+
+import torch
+from torch import Tensor, nn
+
+from ..state import LoopState
+from ..tensors import groups_of, local_shards, over_shards
+from ..training import TrainingTask
+from .hook_set import HookSet
+from .loss_graph import describe_loss
+
+
+class BackwardRecorder:
+    """Records in the loop state what a loss and the gradients show before each backward pass of a step."""
+
+    def __init__(self, task: TrainingTask, hooks: HookSet) -> None:
+        self._task = task
+        self._hooks = hooks
+        self._is_due = False
+        self._parameters: dict[str, nn.Parameter] = {}
+        self.is_needed = hooks.listeners.any_has("needs_loss_graph")
+        """Whether any hook needs the descriptions."""
+
+    def begin_step(self, loop: LoopState) -> None:
+        """Clear the descriptions, and look up whether a hook needs those of this step."""
+        loop.backward_passes = ()
+        self._is_due = self._hooks.listeners.any_scheduled("needs_loss_graph", loop.epoch, loop.step)
+        # Read now, since under FSDP2 the parameters are gathered copies without gradients before the backward pass.
+        self._parameters = dict(self._task.model.named_parameters()) if self._is_due else {}
+
+    def record(self, loop: LoopState, loss: Tensor, divisor: float, *, is_scaled: bool) -> None:
+        """Append the description of the pass that starts next; the trainer divides the loss by ``divisor`` itself."""
+        if not self._is_due:
+            return
+        try:
+            leftover = () if loop.backward_passes else leftover_gradients(self._parameters)
+            described = describe_loss(loss, is_scaled=is_scaled)
+        except Exception as error:
+            self._hooks.leave_out_needing("needs_loss_graph", error)
+            self._is_due, loop.backward_passes = False, ()
+            return
+        record = described._replace(divisor=described.divisor * divisor, leftover_gradients=leftover)
+        loop.backward_passes = (*loop.backward_passes, record)
+
+
+@torch.no_grad()
+def leftover_gradients(parameters: dict[str, nn.Parameter]) -> tuple[str, ...]:
+    """Return the names of the parameters that have a gradient with a non-zero element, with one transfer per device."""
+    trained = {name: value for name, value in parameters.items() if value.requires_grad and not value.is_meta}
+    groups = groups_of(trained.values())
+    if not groups:  # otherwise all ranks must take part, also one without gradients
+        trained = {name: value for name, value in trained.items() if value.grad is not None}
+    if not trained:
+        return ()
+    counts = [_nonzero_count(value) for value in trained.values()]
+    device = counts[0].device
+    totals = over_shards(torch.stack([count.to(device) for count in counts]), groups)
+    return tuple(name for name, total in zip(trained, totals.tolist(), strict=True) if total)
+
+
+def _nonzero_count(parameter: nn.Parameter) -> Tensor:
+    """Return the number of non-zero elements of the gradient on this rank, float32, zero-dimensional."""
+    shard = local_shards([parameter])[0]
+    if parameter.grad is None:
+        return torch.zeros((), device=shard.device)
+    gradient = local_shards([parameter.grad])[0]
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.count_nonzero(values).float()

@@ -1,0 +1,209 @@
+"""Facts about a loss that its autograd graph shows, read without running or changing anything.
+
+This module alone depends on the attributes of torch's autograd nodes, which have no documented equivalent:
+
+- ``name()`` and ``next_functions`` are public. The names of the nodes are those of torch's derivatives.yaml.
+- ``_saved_<argument>`` is read of numbers only (``_saved_reduction``, ``_saved_dim``, ``_saved_self_sym_sizes``). For a
+  tensor it would call the unpack hooks of ``saved_tensors_hooks``, which run a checkpointed region again, and raise
+  after the backward pass.
+- ``_raw_saved_<argument>.data`` is the saved tensor itself; it is read only if no hook has packed it.
+- ``_input_metadata`` has shape and dtype of a node's output, also when the tensor no longer exists.
+
+Each attribute is read with a default, so that a version of torch without it gives fewer facts instead of an error.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hooks import BackwardPass
+
+MOST_NODES = 12
+"""Length of the path."""
+MOST_VISITED = 64
+"""Nodes visited in the search for a loss function among the terms of a sum."""
+LOSSES = frozenset(
+    {"NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
+    | {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MultiMarginLoss", "MultilabelMarginLoss"}
+)
+"""Nodes with a ``_saved_reduction``."""
+TERMS = frozenset({"Add", "Sub", "Mul", "Div", "Stack", "Cat"})
+"""Nodes with several inputs of which one is followed."""
+VIEWS = frozenset(
+    {"View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Slice", "Select", "Index", "IndexSelect"}
+    | {"Squeeze", "Unsqueeze", "Expand", "Clone", "ToCopy", "Alias", "AsStrided", "Narrow", "MaskedSelect"}
+)
+"""Nodes that only move or convert elements."""
+REDUCTIONS = {0: "", 1: "mean", 2: "sum"}  # at::Reduction
+SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
+"""The mean that ``cross_entropy`` computes for targets that are probabilities."""
+
+
+def operation_of(node: Any) -> str:
+    """Return the name of an autograd node without its ending: ``NllLoss`` of ``NllLossBackward0``."""
+    return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+
+
+def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
+    """Return the description of the pass that ``loss.backward()`` runs, without leftover gradients.
+
+    Args:
+        loss: the loss with its graph.
+        is_scaled: a loss scaler has multiplied the loss.
+    """
+    root = loss.grad_fn
+    if root is not None and is_scaled and operation_of(root) == "Mul":
+        root = next(iter(_inputs(root)), None)
+    nodes = _path(root)
+    names = [operation_of(node) for node in nodes]
+    reduction, divisor, is_divided_by_tensor = _reduction(nodes, names)
+    return BackwardPass(
+        loss_operations=tuple(node.name() for node in nodes),
+        reduction=reduction,
+        divisor=divisor,
+        is_divided_by_tensor=is_divided_by_tensor,
+        class_count=_class_count(nodes, names),
+        is_doubly_normalised=_is_doubly_normalised(names),
+        is_float16=any(_output(node)[1] is torch.float16 for node in nodes),
+    )
+
+
+def _inputs(node: Any) -> list[Any]:
+    """Return the nodes of a node's differentiable inputs."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _path(root: Any) -> list[Any]:
+    nodes: list[Any] = []
+    node = root
+    while node is not None and len(nodes) < MOST_NODES:
+        nodes.append(node)
+        node = _next(node)
+    return nodes
+
+
+def _next(node: Any) -> Any:
+    """Return the next node of the path: the only input, or the first term of a sum with a loss function."""
+    inputs = _inputs(node)
+    if len(inputs) <= 1:
+        return inputs[0] if inputs else None
+    if operation_of(node) not in TERMS:
+        return None
+    return next((term for term in inputs if any(operation_of(item) in LOSSES for item in _visited(term))), None)
+
+
+def _visited(root: Any) -> Iterator[Any]:
+    """Yield the nodes from a term of a sum to the inputs of its loss functions, in breadth, up to a limit."""
+    waiting, seen = [root], {root}
+    for node in waiting:
+        yield node
+        inputs = _inputs(node)
+        is_term = len(inputs) == 1 or operation_of(node) in TERMS
+        new = [item for item in inputs if item not in seen] if is_term else []
+        waiting += new[: MOST_VISITED - len(waiting)]
+        seen.update(new)
+
+
+def _output(node: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """Return shape and dtype of a node's output; an empty shape and ``None`` if they are unknown."""
+    metadata = getattr(node, "_input_metadata", ())  # the input of the backward function is the output of the forward
+    if len(metadata) != 1:
+        return (), None
+    try:
+        return tuple(int(size) for size in metadata[0].shape), metadata[0].dtype
+    except (RuntimeError, TypeError, ValueError):  # symbolic sizes, nested tensors
+        return (), None
+
+
+def _reduction(nodes: list[Any], names: list[str]) -> tuple[str, float, bool]:
+    """Return the outermost reduction, the number by which its result is divided, and whether a tensor divides it."""
+    divisor, is_divided_by_tensor = 1.0, False
+    for position, (node, name) in enumerate(zip(nodes, names, strict=True)):
+        if tuple(names[position : position + len(SOFT_CROSS_ENTROPY)]) == SOFT_CROSS_ENTROPY:
+            return "mean", divisor, is_divided_by_tensor
+        if name in LOSSES:
+            return REDUCTIONS.get(getattr(node, "_saved_reduction", 0), ""), divisor, is_divided_by_tensor
+        if name in ("Mean", "Sum") and not _is_over_terms(node):
+            return name.lower(), divisor, is_divided_by_tensor
+        if name in ("Add", "Sub", "Stack", "Cat"):  # factors of single terms are weights
+            return _reduction(nodes[position + 1 :], names[position + 1 :])[0], divisor, is_divided_by_tensor
+        if math.prod(_output(node)[0]) > 1:  # an unknown reduction, beyond which factors belong to the model
+            break
+        if name in ("Mul", "Div"):
+            number = _divisor(node, name)
+            is_divided_by_tensor = is_divided_by_tensor or number is None
+            divisor *= number or 1.0
+    return "", divisor, is_divided_by_tensor
+
+
+def _is_over_terms(node: Any) -> bool:
+    """Return whether a sum or mean combines whole losses, or is that of a single number."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    is_single = sizes is not None and math.prod(int(size) for size in sizes) == 1
+    return is_single or any(operation_of(item) in ("Stack", "Cat") for item in _inputs(node))
+
+
+def _divisor(node: Any, name: str) -> float | None:
+    """Return the number by which a node divides its input, 1 if it is unknown; ``None`` if a tensor divides it."""
+    if len(_inputs(node)) != 1:
+        return 1.0
+    value = _saved(node, "other")
+    if value is None and name == "Mul":
+        value = _saved(node, "self")
+    if isinstance(value, Tensor):
+        if not _is_number(value):
+            return None
+        value = value.item()
+    if not isinstance(value, (int, float)) or value == 0 or not math.isfinite(value):
+        return 1.0
+    return float(value) if name == "Div" else 1.0 / value
+
+
+def _saved(node: Any, argument: str) -> Any:
+    """Return a saved number, or a saved tensor that no hook has packed; else ``None``."""
+    raw = getattr(node, f"_raw_saved_{argument}", None)
+    if raw is None:
+        value = getattr(node, f"_saved_{argument}", None)
+        return None if isinstance(value, Tensor) else value
+    is_packed = getattr(raw, "unpack_hook", None) is not None
+    return None if is_packed else getattr(raw, "data", None)
+
+
+def _is_number(value: Tensor) -> bool:
+    """Return whether a saved tensor was a number of Python, and not a tensor.
+
+    torch saves such a number as a tensor on the CPU of dtype int64 or float64 that does not take part in the promotion
+    of dtypes with other zero-dimensional tensors.
+    """
+    if value.ndim or value.device.type != "cpu" or value.dtype not in (torch.int64, torch.float64):
+        return False
+    narrower = torch.int32 if value.dtype is torch.int64 else torch.float32
+    return torch.result_type(torch.zeros((), dtype=narrower, device="cpu"), value) is narrower
+
+
+def _class_count(nodes: list[Any], names: list[str]) -> int:
+    """Return the size of the class dimension of the log-softmax of a cross-entropy, else 0."""
+    if "LogSoftmax" not in names:
+        return 0
+    position = names.index("LogSoftmax")
+    shape, _ = _output(nodes[position])
+    is_cross_entropy = any(name in ("NllLoss", "NllLoss2D", "Neg", "Gather") for name in names[:position])
+    if not shape or not is_cross_entropy:
+        return 0
+    dimension = getattr(nodes[position], "_saved_dim", None)
+    if dimension is None:
+        return 0
+    signed = dimension - 2**64 if dimension >= 2**63 else dimension  # read as an unsigned number
+    return shape[signed] if -len(shape) <= signed < len(shape) else 0
+
+
+def _is_doubly_normalised(names: list[str]) -> bool:
+    """Return whether probabilities are normalised again, directly or after views and conversions."""
+    pairs = {"LogSoftmax": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}
+    remaining = [name for name in names if name not in VIEWS]
+    return any(pairs.get(outer) == inner for outer, inner in pairwise(remaining))

@@ -1,0 +1,30 @@
+"""The description of the backward pass of one micro-batch."""
+
+from typing import NamedTuple
+
+
+class BackwardPass(NamedTuple):
+    """The loss of one micro-batch as its autograd graph shows it, and the gradients from before its backward pass.
+
+    A named tuple of plain values, so that no graph outlives the step. A graph that cannot be read, such as that of a
+    loss within a compiled function, has empty or neutral values.
+    """
+
+    loss_operations: tuple[str, ...] = ()
+    """Names of the autograd nodes from the loss towards the model, at most 12. Of a sum of terms, the first term that
+    contains a known loss function is followed; the path ends at other nodes with several inputs."""
+    reduction: str = ""
+    """How the loss combines its elements: ``"mean"``, ``"sum"``, or empty if unknown."""
+    divisor: float = 1.0
+    """The number by which the reduced loss is divided, 1 without a division."""
+    is_divided_by_tensor: bool = False
+    """Whether the loss is divided or multiplied by a tensor, such as a number of tokens; ``divisor`` leaves it out."""
+    class_count: int = 0
+    """Number of classes if the loss is a cross-entropy, else 0."""
+    is_doubly_normalised: bool = False
+    """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
+    is_float16: bool = False
+    """Whether a tensor on the path is float16, as under autocast."""
+    leftover_gradients: tuple[str, ...] = ()
+    """Names of parameters with a non-zero gradient before the first backward pass of the step; of later micro-batches
+    none."""
