@@ -2,6 +2,7 @@
 
 from .activations import Activations, FirstNonfinite
 from .averaging import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
+from .checks import TrainingChecks
 from .circuits import Attention, AttentionLogits, Fourier, QKClip, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
@@ -63,6 +64,7 @@ __all__ = [
     "TiedGradientClipping",
     "TokenGradient",
     "TokenLoss",
+    "TrainingChecks",
     "TrainingDiagnostics",
     "TrainingMetrics",
     "Variance",

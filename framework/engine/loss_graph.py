@@ -114,8 +114,9 @@ def _output(node: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
     metadata = getattr(node, "_input_metadata", ())  # the input of the backward function is the output of the forward
     if len(metadata) != 1:
         return (), None
+    output = next(iter(metadata))
     try:
-        return tuple(int(size) for size in metadata[0].shape), metadata[0].dtype
+        return tuple(int(size) for size in output.shape), output.dtype
     except (RuntimeError, TypeError, ValueError):  # symbolic sizes, nested tensors
         return (), None
 

@@ -171,7 +171,7 @@ def test_context_fields_match_the_table(loop, table):
 
     def look(ctx):
         fields = {name: getattr(ctx, name) for name in type(ctx).__slots__}
-        present = {name for name, value in fields.items() if value is not None and value != {}}
+        present = {name for name, value in fields.items() if value is not None and value not in ({}, ())}
         fields_by_point[ctx.hook_point.name] = present - ALWAYS_SET
         assert present >= ALWAYS_SET
 

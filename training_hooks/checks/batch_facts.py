@@ -1,0 +1,144 @@
+"""The inputs and targets of a batch, and their statistics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from loopscope.data import MicroBatches
+from loopscope.state import visited
+from torch import Tensor
+
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+OTHER_NAMES = ("mask", "ids", "index", "indices", "length", "weight", "position")
+"""Parts of the names of integer tensors that are neither inputs nor targets, unless they are the first ones."""
+MOST_ELEMENTS = 2**20
+"""Elements of which statistics are computed, of the first rows."""
+MOST_BINS = 2**20
+"""The largest class for which classes are counted in bins."""
+IGNORED = -100
+"""The target that torch's losses ignore."""
+LEAST_RUN = 3
+"""Equal targets at the end of a row that count as padding."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """The inputs of a micro-batch, and its targets if it has some."""
+
+    inputs: Tensor
+    targets: Tensor | None = None
+
+
+def parts_of(batch: Any) -> list[BatchPart]:
+    """Return inputs and targets of each micro-batch; nothing for those without inputs on the CPU.
+
+    Inputs are the first floating-point tensor, or else the first integer tensor with at least two dimensions. Targets
+    are the tensor with a usual name, or else the last integer tensor that is not the inputs.
+    """
+    batches = batch if isinstance(batch, MicroBatches) else [batch]
+    return [part for item in batches if (part := _part(item)) is not None]
+
+
+def _part(batch: Any) -> BatchPart | None:
+    leaves = ((path.rpartition("/")[2], _as_tensor(leaf)) for path, leaf, _ in visited("", batch))
+    named = [(name, leaf) for name, leaf in leaves if leaf is not None]
+    usual = next((leaf for name, leaf in named if name in TARGET_NAMES), None)
+    others = [(name, leaf) for name, leaf in named if leaf is not usual]
+    candidates = [leaf for name, leaf in others if leaf.is_floating_point() and not _is_auxiliary(name)]
+    candidates += [leaf for name, leaf in others if _is_integer(leaf) and leaf.ndim >= 2 and "mask" not in name.lower()]
+    if not candidates:
+        return None
+    inputs = candidates[0]
+    remaining = [leaf for name, leaf in others if _is_integer(leaf) and leaf is not inputs and not _is_auxiliary(name)]
+    targets = usual if usual is not None else (remaining[-1] if remaining else None)
+    return BatchPart(inputs, targets)
+
+
+def _as_tensor(leaf: Any) -> Tensor | None:
+    """Return a tensor on the CPU, or an array of numbers as a tensor; ``None`` for anything else, or if it is empty."""
+    if isinstance(leaf, np.ndarray):
+        try:
+            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+        except (TypeError, ValueError):  # arrays of texts or objects, or with negative strides
+            return None
+    is_plain = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided
+    return leaf if is_plain and leaf.ndim > 0 and leaf.numel() > 0 else None
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def _is_auxiliary(name: str) -> bool:
+    return any(part in name.lower() for part in OTHER_NAMES)
+
+
+def input_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
+    """Return mean, standard deviation and largest magnitude of floating-point inputs."""
+    values = [_first_rows(part.inputs).float().flatten() for part in parts if part.inputs.is_floating_point()]
+    if not values:
+        return {}
+    elements = torch.cat(values)
+    deviation, mean = torch.std_mean(elements, correction=0)
+    numbers = torch.stack([mean, deviation, elements.abs().max()]).tolist()
+    return dict(zip(("input_mean", "input_std", "input_max_abs"), numbers, strict=True))
+
+
+def target_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
+    """Return the number of classes, the share of the most frequent one, and the shares of ignored and padded targets.
+
+    Shares of classes are those among the targets that are not ignored.
+    """
+    targets = [_first_rows(part.targets) for part in parts if part.targets is not None and _is_integer(part.targets)]
+    if not targets:
+        return {}
+    elements = torch.cat([target.flatten().long() for target in targets])
+    counted = elements[elements != IGNORED]
+    facts = {"ignored_target_fraction": 1 - len(counted) / len(elements)}
+    if len(counted):
+        counts = class_counts(counted)
+        facts |= {"target_class_count": len(counts), "target_top_fraction": int(counts.max()) / len(counted)}
+    if all(target.ndim == 2 for target in targets):
+        padded = sum(padded_count(target) for target in targets)
+        facts["padding_fraction"] = padded / len(elements)
+    return facts
+
+
+def class_counts(elements: Tensor) -> Tensor:
+    """Return how often each class occurs, without classes that do not occur.
+
+    >>> class_counts(torch.tensor([4, 0, 4]))
+    tensor([1, 2])
+    """
+    smallest, largest = (int(value) for value in elements.aminmax())
+    if smallest >= 0 and largest < MOST_BINS:
+        counts = torch.bincount(elements)
+        return counts[counts > 0]
+    return torch.unique(elements, return_counts=True)[1]
+
+
+def padded_count(targets: Tensor) -> int:
+    """Return the number of targets in trailing runs of padding, of a matrix with a row for each sequence.
+
+    The padding is an id with which most rows end. A run has at least three equal ids; ids of −100 are ignored by the
+    loss and are no padding here, and rows of zeros and ones are no sequences.
+
+    >>> padded_count(torch.tensor([[5, 6, 9, 9, 9], [7, 9, 9, 9, 9], [1, 2, 3, 4, 9]]))
+    7
+    """
+    last = targets[:, -1]
+    ids, counts = torch.unique(last, return_counts=True)
+    padding = ids[counts.argmax()]
+    if int(padding) == IGNORED or 2 * int(counts.max()) <= len(last) or int(targets.max()) <= 1:
+        return 0
+    # the number of positions after which only the padding follows
+    runs = (targets.flip(1) == padding).long().cumprod(dim=1).sum(dim=1)
+    return int(runs[runs >= LEAST_RUN].sum())
+
+
+def _first_rows(tensor: Tensor) -> Tensor:
+    """Return the first rows of a tensor, detached: as many as have about 2²⁰ elements, but at least one."""
+    row_size = max(1, tensor.numel() // len(tensor))
+    return tensor.detach()[: max(1, MOST_ELEMENTS // row_size)]

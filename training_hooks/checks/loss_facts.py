@@ -1,0 +1,55 @@
+"""Metrics of the losses of a step, from the descriptions of their backward passes."""
+
+import math
+from collections.abc import Sequence
+
+from loopscope.hooks import BackwardPass
+
+TOLERANCE = 0.1
+"""Deviation of the summed weights of micro-batches from 1 up to which the step averages them."""
+
+
+def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float]:
+    """Return the metrics of a step; nothing without descriptions.
+
+    Args:
+        passes: the descriptions, one for each micro-batch.
+        rows: the rows of a micro-batch, 0 if unknown.
+
+    >>> loss_facts([BackwardPass(reduction="sum", class_count=10)])["loss_is_summed"]
+    1
+    """
+    if not passes:
+        return {}
+    classes = max(one.class_count for one in passes)
+    uniform = {"uniform_loss": math.log(classes)} if classes else {}
+    return {
+        "micro_batches": len(passes),
+        "loss_is_summed": int(any(is_summed(one, len(passes), rows) for one in passes)),
+        "loss_divisor": passes[0].divisor,
+        "doubly_normalised": int(any(one.is_doubly_normalised for one in passes)),
+        "averages_micro_batches": int(averages(passes)),
+        "class_count": classes,
+        **uniform,
+    }
+
+
+def is_summed(one: BackwardPass, micro_batches: int, rows: int) -> bool:
+    """Return whether a loss is a sum that nothing divides by a number of elements.
+
+    The number of micro-batches is no such number, nor are small factors, as in ½·Σx².
+    """
+    least = max(rows, micro_batches + 1) if rows else 2 * micro_batches + 1
+    return one.reduction == "sum" and not one.is_divided_by_tensor and one.divisor < least
+
+
+def averages(passes: Sequence[BackwardPass]) -> bool:
+    """Return whether a step of several micro-batches averages their losses.
+
+    That is the case if their weights 1/divisor add up to 1, or if a number of tokens divides them.
+    """
+    if len(passes) == 1:
+        return False
+    if all(one.is_divided_by_tensor for one in passes):
+        return True
+    return abs(sum(1 / one.divisor for one in passes) - 1) <= TOLERANCE

@@ -1,0 +1,70 @@
+"""Rows of the data that a run has seen in the current epoch, by their fingerprints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from loopscope.hooks import Remembered, Remembering
+from torch import Tensor
+
+from ..measures import splitmix64
+from .batch_facts import BatchPart
+
+MOST_ROWS = 200_000
+"""Fingerprints that are kept in an epoch."""
+MOST_WORDS = 4096
+"""Elements of a row that its fingerprint contains, evenly spaced."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(part: BatchPart) -> Tensor:
+    """Return a number for each row of inputs and targets, int64, that differs between different rows.
+
+    It is Σ_j m_j·w_j modulo 2⁶⁴ over the elements w_j of the row, read as integers, with fixed random odd factors m_j.
+    Two different rows agree with a probability of about 2⁻³², or less for small integers.
+    """
+    words = [_words(part.inputs)]
+    if part.targets is not None and len(part.targets) == len(part.inputs):
+        words.append(_words(part.targets))
+    rows = torch.cat(words, dim=1)
+    factors = splitmix64(0, rows.shape[1]) | 1
+    return (rows * factors).sum(dim=1)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return elements of each row as integers, shape (rows, elements), int64."""
+    rows = tensor.detach().reshape(len(tensor), -1)
+    stride = -(-rows.shape[1] // MOST_WORDS)
+    chosen = rows[:, :: max(1, stride)].contiguous()
+    if chosen.is_floating_point():
+        chosen = chosen.view(INTEGERS[chosen.itemsize])
+    return chosen.long()
+
+
+class SeenRows(Remembering):
+    """The fingerprints of the rows of an epoch, up to a number of them."""
+
+    _epoch = Remembered(-1)
+    _seen = Remembered(set[int], saved=False)
+
+    def add(self, parts: Sequence[BatchPart], epoch: int) -> dict[str, float]:
+        """Add the rows of a batch; return the shares that the epoch, or the batch itself, already has."""
+        if epoch != self._epoch:
+            self._epoch, self._seen = epoch, set()
+        rows = [row for part in parts for row in fingerprints(part).tolist()]
+        if not rows:
+            return {}
+        repeated = sum(row in self._seen for row in rows)
+        distinct = set(rows)
+        if len(self._seen) + len(distinct) <= MOST_ROWS:
+            self._seen |= distinct
+        return {"repeated_row_fraction": repeated / len(rows), "duplicate_row_fraction": 1 - len(distinct) / len(rows)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the fingerprints, sorted."""
+        return super().state_dict() | {"seen": torch.tensor(sorted(self._seen), dtype=torch.int64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self._seen = {*state["seen"].tolist()}

@@ -1,0 +1,308 @@
+"""Measurements that show the common mistakes of training scripts."""
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
+from loopscope.errors import require
+from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
+from loopscope.tensors import joint_norm, live_gradients, trainable, unsharded
+from torch import Tensor, nn
+
+from ..measures import SeriesBudget
+from ..updates.weight_copies import WeightCopy
+from .batch_facts import BatchPart, input_facts, parts_of, target_facts
+from .gradient_counts import LayerWeights, dead_row_shares, nonzero_counts
+from .loss_facts import loss_facts
+from .module_modes import module_modes
+from .seen_rows import SeenRows
+
+EARLY_STEPS = (2, 3, 5, 10, 20)
+"""Checked steps in addition to one in ``interval``."""
+LAST_URGENT = 3
+"""The last step whose metrics are delivered at once if they show a mistake."""
+ROWS_UNTIL = 200
+"""The last step at which the rows of every step are remembered; later only those of checked steps."""
+LARGE_UPDATE = 0.3
+"""Update ratio above which the metrics of the first steps are urgent."""
+Numbers = dict[str, float]
+
+
+@HookRegistry.register
+class TrainingChecks(TrainingHook):
+    """Measure what shows common mistakes of training scripts: in the loss, the gradients, the data and the updates.
+
+    The hook only measures. It reports the loss and the gradient norm of every step, and the rest on checked steps: 1,
+    2, 3, 5, 10, 20, and one step in ``interval``. Metrics of the first three steps that show a mistake are delivered at
+    once.
+
+    The facts about the loss are those of its autograd graph, right before the backward pass. They are missing if the
+    loop runs backward itself, and incomplete if the loss is computed within a compiled or custom function. The facts
+    about the data are those of this process's part of the batch, and only of tensors on the CPU. Inputs x are the first
+    floating-point tensor of the batch, or else the first integer tensor with two or more dimensions; targets are the
+    tensor named labels, label, targets, target or y, or else the last integer tensor. Of large batches the statistics
+    are those of the first rows, with about a million elements.
+
+    Assumes that a parameter without a gradient is a mistake, which is wrong for frozen layers that keep
+    ``requires_grad``, experts without tokens and layers that a step skips at random. Rows repeat without a mistake if
+    the data has equal rows.
+
+    Args:
+        interval: steps between two checks after the first 20 steps.
+        names: globs, separated by commas, of parameters to report in every family that contains them.
+        top: number of parameters with the largest values to report in each family.
+    """
+
+    name = "training_checks"
+    hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+    in_health = True
+    needs_step_series = True
+    needs_loss_graph = True
+    metrics = """
+        loss | L, the loss of the step; reported every step | (−∞, ∞)
+            | Compare the first values with uniform_loss. NaN: the run is broken.
+        grad_norm | ‖g‖₂ over all parameters before clipping; reported every step | [0, ∞]
+            | 0: nothing learns. Rising by orders of magnitude: the run diverges.
+        without_gradient_count | trainable parameters without a gradient | 0, 1, 2, …
+            | Above 0: parameters that the loss does not depend on, detached outputs, or layers that are not called.
+        without_gradient/<parameter> | checked steps in a row without a gradient | 1, 2, 3, …
+            | Growing: the parameter never trains. 1 now and then: a layer that some steps skip.
+        zero_gradient_count | parameters whose gradient is exactly 0 in all elements | 0, 1, 2, …
+            | Above 0: dead units, a loss that is multiplied by 0, or an underflow of float16.
+        zero_gradient/<parameter> | checked steps in a row with a gradient of exactly 0 | 1, 2, 3, …
+            | Growing: as without_gradient.
+        never_gradient_count | parameters without a non-zero gradient in all checked steps so far | 0, 1, 2, …
+            | Above 0 after a few checks: these parameters do not learn from the loss.
+        never_gradient/<parameter> | number of checked steps so far | 1, 2, 3, …
+            | The parameter had no non-zero gradient in any of them.
+        leftover_gradient_count | parameters with a non-zero gradient before the first backward pass of the step
+            | 0, 1, 2, … | Above 0: nothing zeroes the gradients of the last step. Missing at step 1.
+        dead_units/<parameter> | rows of the weight's gradient that are exactly 0 / all rows; of linear layers and
+            convolutions with a non-zero gradient | [0, 1]
+            | Output units without any gradient in the step. High and lasting: dead units, often after a too high
+            learning rate.
+        dead_units_max | max over these weights of dead_units | [0, 1] | Above about 0.5: look at the family.
+        gradient_zero_fraction | zero elements / all elements, over the gradients of linear, convolutional and recurrent
+            weights | [0, 1] | Near 1 in float16: gradients underflow, use a loss scaler. High with ReLU is normal.
+        float16_used | 1 if a parameter or a tensor between model and loss is float16, else 0 | {0, 1}
+            | 1 without loss_scale: small gradients underflow.
+        loss_scale | factor of the loss in the backward pass; reported in runs with a loss scaler | (0, ∞)
+            | Falling to below 1: gradients overflow all the time.
+        loss_is_summed | 1 if the loss is a sum over elements that no number of elements divides, else 0 | {0, 1}
+            | 1: gradients grow with the size of the batch.
+        loss_divisor | number by which the first micro-batch's reduced loss is divided | (−∞, ∞)
+            | Should be the number of micro-batches for a mean loss. Tensors, such as numbers of tokens, are left out.
+        doubly_normalised | 1 if a log-softmax gets the output of a softmax, or a BCE with logits that of a sigmoid
+            | {0, 1} | 1: the loss expects logits, remove the normalisation of the model.
+        micro_batches | number of backward passes of the step | 1, 2, 3, … | Should be the intended accumulation.
+        averages_micro_batches | 1 if the step has several micro-batches whose weights 1/divisor add up to 1 ± 0.1, or
+            that are divided by a tensor, else 0 | {0, 1}
+            | 0 with several micro-batches: their gradients add up, as with a larger learning rate.
+        class_count | C, the number of classes of a cross-entropy, else 0 | 0, 1, 2, … | Should be that of the data.
+        uniform_loss | ln C; reported for a cross-entropy | [0, ∞)
+            | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
+            initialisation of the output layer. A loss that stays there: nothing is learned.
+        input_mean | mean of the elements of x; reported for floating-point inputs | (−∞, ∞)
+            | Far from 0 relative to input_std: inputs are not normalised.
+        input_std | population standard deviation of the elements of x | [0, ∞) | Far from 1: inputs are not normalised.
+        input_max_abs | max |x| | [0, ∞) | Near 255: images were not scaled.
+        target_class_count | number of different targets, without −100 | 1, 2, 3, …
+            | 1 in every batch: see single_class_batch_fraction.
+        target_top_fraction | share of the most frequent target among those that are not −100 | [0, 1]
+            | Near 1: the classes are unbalanced, or padding counts as a target.
+        ignored_target_fraction | share of targets equal to −100 | [0, 1] | 1: the loss has no target.
+        padding_fraction | share of targets in runs of at least three equal ids at the end of a row, of the id with
+            which most rows end; of targets with two dimensions | [0, 1]
+            | Above 0: padding counts as a target. Replace it by −100.
+        repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had | [0, 1]
+            | Above 0: the loader draws with replacement, or the epoch has the data twice. Missing rows: only those of
+            the first 200 steps and of checked steps are known.
+        duplicate_row_fraction | share of the batch's rows that repeat another row of it | [0, 1]
+            | High: the data set or the collation repeats rows.
+        single_class_batch_fraction | share of the checked batches so far with one class only | [0, 1]
+            | Near 1: the data is sorted by class and not shuffled.
+        model_in_eval | 1 if the model is in eval mode, else 0 | {0, 1} | 1: call model.train() before the training.
+        eval_mode_count | modules in eval mode in a model in train mode | 0, 1, 2, …
+            | Above 0: frozen parts, or parts that an evaluation has left in eval mode.
+        batchnorm_eval_count | batch normalisations in eval mode | 0, 1, 2, …
+            | Above 0: their running statistics do not change.
+        dropout_count | dropout layers with p > 0 | 0, 1, 2, … | Compare runs: fewer regularise less.
+        update_ratio | ‖Δθ‖₂ / ‖θ₋‖₂ over all trainable parameters, Δθ the change of the step, θ₋ the weights before
+            | [0, ∞] | About 1e-3 is usual. Above 0.1: the learning rate is too high. 0: nothing changes.
+        update_ratio_median | median over the parameters with at least two dimensions of ‖Δθ_p‖₂ / ‖θ₋_p‖₂; without
+            those with ‖θ₋_p‖₂ = 0 | [0, ∞] | As update_ratio, without the influence of the largest parameter.
+        unchanged_count | parameters with a non-zero gradient whose values the step has not changed in any bit
+            | 0, 1, 2, … | Above 0: not in the optimizer, a learning rate of 0, or updates that rounding removes.
+        unchanged/<parameter> | checked steps in a row without a change, but with a gradient | 1, 2, 3, …
+            | Growing: the parameter never trains.
+        clip_factor | ‖g‖₂ right before the update / ‖g‖₂ after the backward pass | [0, ∞]
+            | Below 1: the gradient was clipped. Near 0 at every step: clipping sets the learning rate.
+    """
+
+    _without = Remembered(dict[str, int])
+    _zero = Remembered(dict[str, int])
+    _unchanged = Remembered(dict[str, int])
+    _trained = Remembered(list[str])
+    """Parameters that have had a non-zero gradient."""
+    _checks = Remembered(int)
+    _batches = Remembered(int)  # checked batches with targets
+    _single_class_batches = Remembered(int)
+    _rows = Remembered(SeenRows)
+    # Values between the points of one step, and that step
+    _step = Remembered(0, saved=False)
+    _with_gradient = Remembered(list[str], saved=False)
+    _norm = Remembered[Tensor | None](lambda: None, saved=False)
+    _copy = Remembered[WeightCopy | None](lambda: None, saved=False)
+    _is_suspicious = Remembered(False, saved=False)
+    _layers = LayerWeights(frozenset(), frozenset())
+
+    def __init__(self, *, interval: int = 50, names: str = "", top: int = 8) -> None:
+        require(interval >= 1, f"training_checks.interval is {interval}; it must be at least 1 step.")
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, also=EARLY_STEPS)
+        self.point_schedules = {HookPoint.POST_BACKWARD: EVERY_STEP}
+        self._budget = SeriesBudget(self.name, names, top, bottom=0)
+
+    def start(self, run: RunInfo) -> None:
+        """Find the weights of layers.
+
+        Raises:
+            UsageError: a pattern of names matches no parameter.
+        """
+        self._layers = LayerWeights.of(run.model)
+        self._budget.check_names(trainable(run.model))
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Measure at POST_BACKWARD; keep the weights at PRE_UPDATE, and measure the update at POST_STEP."""
+        if ctx.hook_point is HookPoint.PRE_UPDATE:
+            return self._before_update(ctx)
+        if ctx.hook_point is HookPoint.POST_STEP:
+            return self._after_update(ctx)
+        metrics: dict[str, Any] = {}
+        if ctx.loss is not None:
+            metrics["loss"] = unsharded(torch.as_tensor(ctx.loss))
+        if ctx.grad_norm is not None:
+            metrics["grad_norm"] = ctx.grad_norm
+        if self.step_schedule.is_due(ctx.step):
+            metrics |= self._check(ctx)
+        elif ctx.step <= ROWS_UNTIL:
+            self._rows.add(parts_of(ctx.batch_data), ctx.epoch)
+        return metrics
+
+    def _check(self, ctx: RunDataContext) -> dict[str, Any]:
+        """Return the metrics of a checked step at POST_BACKWARD."""
+        self._checks += 1
+        self._step, self._copy = ctx.step, None
+        parameters = {name: value for name, value in trainable(ctx.model).items() if not value.is_meta}
+        parts = parts_of(ctx.batch_data)
+        self._norm = joint_norm(live_gradients(parameters.values())) if ctx.grad_norm is None else ctx.grad_norm
+        metrics = self._gradient_metrics(parameters) | self._precision_metrics(ctx, parameters)
+        rows = len(parts[0].inputs) if parts else 0
+        facts = loss_facts(ctx.backward_passes, rows)
+        if ctx.backward_passes and ctx.step > 1:
+            facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
+        metrics |= facts | self._data_metrics(parts, ctx.epoch) | module_modes(ctx.model)
+        counts = ("without_gradient_count", "never_gradient_count", "leftover_gradient_count")
+        has_untrained = ctx.step > 1 and any(metrics.get(name, 0) for name in counts)
+        has_wrong_loss = any(metrics.get(name, 0) for name in ("doubly_normalised", "loss_is_summed"))
+        self._is_suspicious = has_untrained or has_wrong_loss
+        return metrics
+
+    def _gradient_metrics(self, parameters: Mapping[str, nn.Parameter]) -> Numbers:
+        """Return the metrics of missing and zero gradients, and of dead units."""
+        counts = nonzero_counts(parameters)
+        self._without = _continued(self._without, [name for name in parameters if name not in counts])
+        self._zero = _continued(self._zero, [name for name, count in counts.items() if not count])
+        self._with_gradient = [name for name, count in counts.items() if count]
+        trained = {*self._trained, *self._with_gradient}
+        self._trained = [name for name in parameters if name in trained]
+        never = {name: self._checks for name in parameters if name not in trained}
+        metrics = self._family("without_gradient", self._without) | self._family("zero_gradient", self._zero)
+        metrics |= self._family("never_gradient", never)
+        sizes = {name: parameters[name].numel() for name in counts}
+        weights = [name for name in counts if name in self._layers.weights and not _is_sparse(parameters[name])]
+        elements = sum(sizes[name] for name in weights)
+        if elements:
+            metrics["gradient_zero_fraction"] = 1 - sum(counts[name] for name in weights) / elements
+        by_units = [name for name in weights if name in self._layers.by_units and counts[name]]
+        if by_units:
+            # A weight without zeros has no dead units, and need not be read again.
+            shares = dead_row_shares(parameters, [name for name in by_units if counts[name] < sizes[name]])
+            dead = {name: share for name, share in shares.items() if share}
+            metrics |= {f"dead_units/{name}": dead[name] for name in self._budget.choose(dead)}
+            metrics["dead_units_max"] = max(dead.values(), default=0.0)
+        return metrics
+
+    def _precision_metrics(self, ctx: RunDataContext, parameters: Mapping[str, nn.Parameter]) -> Numbers:
+        has_parameter = any(parameter.dtype is torch.float16 for parameter in parameters.values())
+        is_used = has_parameter or any(one.is_float16 for one in ctx.backward_passes)
+        scale = {} if ctx.loss_scale is None else {"loss_scale": ctx.loss_scale}
+        return {"float16_used": int(is_used), **scale}
+
+    def _data_metrics(self, parts: list[BatchPart], epoch: int) -> Numbers:
+        targets = target_facts(parts)
+        metrics = input_facts(parts) | targets | self._rows.add(parts, epoch)
+        if "target_class_count" in targets:
+            self._batches += 1
+            self._single_class_batches += targets["target_class_count"] == 1
+            metrics["single_class_batch_fraction"] = self._single_class_batches / self._batches
+        return metrics
+
+    def _before_update(self, ctx: RunDataContext) -> Metrics:
+        """Keep the weights, and return the effect of clipping."""
+        parameters = trainable(ctx.model)
+        if self._step != ctx.step or any(parameter.is_meta for parameter in parameters.values()):
+            return {}
+        self._copy = WeightCopy.of(ctx.model)
+        before, self._norm = self._norm, None
+        if before is None or not self._with_gradient:
+            return {}
+        return {"clip_factor": joint_norm(live_gradients(parameters.values())).to(before) / before}
+
+    def _after_update(self, ctx: RunDataContext) -> Metrics:
+        """Return the metrics of the update, after one transfer to the host."""
+        copy, self._copy = self._copy, None
+        if self._step != ctx.step or copy is None:
+            return {}
+        parameters = {name: value for name, value in trainable(ctx.model).items() if name in copy}
+        if not parameters:
+            return {}
+        table = torch.stack([copy.change_norms(parameters), copy.norms(parameters)]).tolist()
+        changes, weights = (dict(zip(parameters, row, strict=True)) for row in table)
+        names = [name for name in self._with_gradient if changes.get(name) == 0]
+        self._unchanged = _continued(self._unchanged, names)
+        metrics = self._family("unchanged", self._unchanged)
+        matrices = [name for name, value in parameters.items() if value.ndim >= 2 and weights[name]]
+        if matrices:
+            metrics["update_ratio_median"] = median(changes[name] / weights[name] for name in matrices)
+        change, weight = math.hypot(*changes.values()), math.hypot(*weights.values())
+        if weight:
+            metrics["update_ratio"] = change / weight
+            self._is_suspicious = not change / weight <= LARGE_UPDATE  # true for NaN
+        return metrics
+
+    def _family(self, family: str, values: Mapping[str, int]) -> Numbers:
+        """Return the number of parameters in a family, and the values of those within the budget."""
+        chosen = {f"{family}/{name}": values[name] for name in self._budget.choose(values)}
+        return {f"{family}_count": len(values), **chosen}
+
+    def is_urgent(self, metrics: Metrics) -> bool | Tensor:
+        """Return whether the metrics of one of the first steps show a mistake."""
+        if self._step > LAST_URGENT or not self._checks:
+            return False
+        is_suspicious, self._is_suspicious = self._is_suspicious, False
+        loss = metrics.get("loss")
+        if is_suspicious or not isinstance(loss, Tensor):
+            return is_suspicious
+        return loss.isnan()
+
+
+def _continued(counts: Mapping[str, int], names: list[str]) -> dict[str, int]:
+    """Return the counts of ``names``, increased by 1; the counts of other names end."""
+    return {name: counts.get(name, 0) + 1 for name in names}
+
+
+def _is_sparse(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
