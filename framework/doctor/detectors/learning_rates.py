@@ -134,7 +134,7 @@ class LearningRateTooLow(Detector):
     source = "update-to-data ratio of about 1e-3, Karpathy, cs231n notes"
     applies_to = "every optimizer, outside of a warm-up and of the end of a schedule"
     thresholds = {
-        "ratio": Threshold(3e-5, "30 times below the usual 1e-3; fine-tuning has 1e-4"),
+        "ratio": Threshold(1e-4, "10 times below the usual 1e-3; only counts if the loss does not fall"),
         "certain": Threshold(5e-6, "about 1e5 steps would be needed to replace the weights"),
         "fall": Threshold(0.03, "a training that works falls by more within 50 steps"),
     }

@@ -42,7 +42,7 @@ class ClippingTooStrong(Detector):
             if before.at(int(step)) > 0
         ]
         factor = median_of(np.array(factors))
-        if not (median_of(fraction.values) > self.limit("clipped") and factor < self.limit("factor")):
+        if not (median_of(fraction.values) > self.limit("clipped") and 0 < factor < self.limit("factor")):
             return
         yield self.finding(
             "info" if history.is_adam_like else "warning",
