@@ -10,6 +10,7 @@ import torch
 from loopscope.hooks import TrainingHook
 from loopscope.tensors import reductions
 from loopscope.training import Ranks
+from loopscope.training_hooks.checks import batch_facts, gradient_counts
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +54,8 @@ class TransferCount(TorchFunctionMode):
         self.undoing.enter_context(Scalars(self.read))
         # so that sums take the way of an accelerator, which reads nothing
         self.undoing.enter_context(patch.object(reductions, "is_readable", lambda tensor: False))
+        for module in (batch_facts, gradient_counts):
+            self.undoing.enter_context(patch.object(module, "is_on_host", lambda tensor: False))
         return super().__enter__()
 
     def __exit__(self, *exception):

@@ -10,6 +10,8 @@ from loopscope.data import MicroBatches
 from loopscope.state import visited
 from torch import Tensor
 
+from .host_tensors import is_on_host
+
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 OTHER_NAMES = ("mask", "ids", "index", "indices", "length", "weight", "position")
 """Parts of the names of integer tensors that are neither inputs nor targets, unless they are the first ones."""
@@ -63,7 +65,7 @@ def _as_tensor(leaf: Any) -> Tensor | None:
             leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
         except (TypeError, ValueError):  # arrays of texts or objects, or with negative strides
             return None
-    is_plain = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided
+    is_plain = isinstance(leaf, Tensor) and is_on_host(leaf) and leaf.layout is torch.strided
     return leaf if is_plain and leaf.ndim > 0 and leaf.numel() > 0 else None
 
 

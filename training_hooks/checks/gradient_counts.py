@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loopscope.tensors import groups_of, is_sharded, local_shards, over_shards
+from loopscope.tensors import groups_of, is_sharded, local_shards, over_shards, widest
 from torch import Tensor, nn
+
+from .host_tensors import is_on_host
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -41,41 +43,42 @@ class LayerWeights:
 
 
 @torch.no_grad()
-def nonzero_counts(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the number of non-zero elements of each gradient, by parameter; without parameters that have none.
+def count_gradients(
+    parameters: Mapping[str, nn.Parameter], by_units: Collection[str]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Return the number of non-zero elements of each gradient, and the share of dead rows of some, by parameter.
 
-    Infinite and NaN elements are not zero. All gradients are read to the host in one transfer.
-    """
-    with_gradient = {name: value for name, value in parameters.items() if value.grad is not None}
-    gradients = local_shards([value.grad for value in with_gradient.values() if value.grad is not None])
-    if not gradients:
-        return {}
-    counts = [torch.count_nonzero(_stored(gradient)) for gradient in gradients]
-    totals = _summed(counts, list(with_gradient.values()))
-    return {name: int(total) for name, total in zip(with_gradient, totals, strict=True)}
-
-
-@torch.no_grad()
-def dead_row_shares(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> dict[str, float]:
-    """Return for each named weight the share of rows whose gradient is exactly zero.
-
-    Weights without a dense gradient are left out, and shards that divide rows.
+    Infinite and NaN elements are not zero, and a row is dead if it is exactly zero. Parameters without a gradient are
+    left out, and of the dead rows sparse gradients and shards that divide rows. All numbers reach the host together.
 
     Args:
         parameters: parameters by name.
-        names: weights of at least two dimensions, of which dimension 0 has the output units.
+        by_units: names of weights of at least two dimensions, of which dimension 0 has the output units.
     """
-    chosen = {name: parameters[name] for name in names if _has_whole_rows(parameters[name].grad)}
-    if not chosen:
-        return {}
-    shards = local_shards([value.grad for value in chosen.values() if value.grad is not None])
-    counts = [(shard.flatten(1) == 0).all(dim=1).sum() for shard in shards]
-    totals = _summed(counts, list(chosen.values()))
-    return {name: total / len(chosen[name]) for name, total in zip(chosen, totals, strict=True)}
+    live = {name: value for name, value in parameters.items() if value.grad is not None}
+    if not live:
+        return {}, {}
+    shards = local_shards([value.grad for value in live.values() if value.grad is not None])
+    counts = [torch.count_nonzero(_stored(shard)) for shard in shards]
+    rows = [name in by_units and _has_whole_rows(parameter.grad) for name, parameter in live.items()]
+    dead = [_dead_rows(shard, count) for shard, count, chosen in zip(shards, counts, rows, strict=True) if chosen]
+    with_rows = [name for name, chosen in zip(live, rows, strict=True) if chosen]
+    totals = _summed([*counts, *dead], [*live.values(), *(live[name] for name in with_rows)])
+    nonzero = {name: int(total) for name, total in zip(live, totals, strict=False)}
+    shares = {name: total / len(live[name]) for name, total in zip(with_rows, totals[len(live) :], strict=True)}
+    return nonzero, shares
+
+
+def _dead_rows(gradient: Tensor, nonzero: Tensor) -> Tensor:
+    """Return the number of rows without a non-zero element, zero-dimensional."""
+    # Without zeros there is no dead row. The search for them takes two to three times as long as the count.
+    if is_on_host(nonzero) and int(nonzero) == gradient.numel():
+        return torch.zeros_like(nonzero)
+    return (~gradient.flatten(1).any(dim=1)).sum()
 
 
 def _has_whole_rows(gradient: Any) -> bool:
-    if gradient is None or gradient.is_sparse:
+    if gradient.is_sparse:
         return False
     if not is_sharded(gradient):
         return True
@@ -85,8 +88,7 @@ def _has_whole_rows(gradient: Any) -> bool:
 def _summed(counts: list[Tensor], parameters: list[nn.Parameter]) -> list[float]:
     """Return counts of this rank's shards, summed over the ranks with shards."""
     device = counts[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    values = torch.stack([count.to(device, wide) for count in counts])
+    values = torch.stack([count.to(device, widest(device)) for count in counts])
     totals: list[float] = over_shards(values, groups_of(parameters)).tolist()
     return totals
 

@@ -12,10 +12,9 @@ from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
 from loopscope.tensors import joint_norm, live_gradients, trainable, unsharded
 from torch import Tensor, nn
 
-from ..measures import SeriesBudget
-from ..updates.weight_copies import WeightCopy
+from ..measures import SeriesBudget, WeightCopy
 from .batch_facts import BatchPart, input_facts, parts_of, target_facts
-from .gradient_counts import LayerWeights, dead_row_shares, nonzero_counts
+from .gradient_counts import LayerWeights, count_gradients
 from .loss_facts import loss_facts
 from .module_modes import module_modes
 from .seen_rows import SeenRows
@@ -35,9 +34,9 @@ Numbers = dict[str, float]
 class TrainingChecks(TrainingHook):
     """Measure what shows common mistakes of training scripts: in the loss, the gradients, the data and the updates.
 
-    The hook only measures. It reports the loss and the gradient norm of every step, and the rest on checked steps: 1,
-    2, 3, 5, 10, 20, and one step in ``interval``. Metrics of the first three steps that show a mistake are delivered at
-    once.
+    The hook only measures. It reports loss, gradient norm and learning rate of every step, and the rest on checked
+    steps: 1, 2, 3, 5, 10, 20, and one step in ``interval``. Metrics of the first three steps that show a mistake are
+    delivered at once.
 
     The facts about the loss are those of its autograd graph, right before the backward pass. They are missing if the
     loop runs backward itself, and incomplete if the loss is computed within a compiled or custom function. The facts
@@ -66,6 +65,8 @@ class TrainingChecks(TrainingHook):
             | Compare the first values with uniform_loss. NaN: the run is broken.
         grad_norm | ‖g‖₂ over all parameters before clipping; reported every step | [0, ∞]
             | 0: nothing learns. Rising by orders of magnitude: the run diverges.
+        lr | learning rate of the first parameter group in the step; reported every step | [0, ∞)
+            | Should follow the intended schedule. NaN: the group has no numeric learning rate.
         without_gradient_count | trainable parameters without a gradient | 0, 1, 2, …
             | Above 0: parameters that the loss does not depend on, detached outputs, or layers that are not called.
         without_gradient/<parameter> | checked steps in a row without a gradient | 1, 2, 3, …
@@ -185,6 +186,8 @@ class TrainingChecks(TrainingHook):
             metrics["loss"] = unsharded(torch.as_tensor(ctx.loss))
         if ctx.grad_norm is not None:
             metrics["grad_norm"] = ctx.grad_norm
+        if ctx.lr is not None:
+            metrics["lr"] = ctx.lr
         if self.step_schedule.is_due(ctx.step):
             metrics |= self._check(ctx)
         elif ctx.step <= ROWS_UNTIL:
@@ -212,7 +215,7 @@ class TrainingChecks(TrainingHook):
 
     def _gradient_metrics(self, parameters: Mapping[str, nn.Parameter]) -> Numbers:
         """Return the metrics of missing and zero gradients, and of dead units."""
-        counts = nonzero_counts(parameters)
+        counts, dead_shares = count_gradients(parameters, self._layers.by_units)
         self._without = _continued(self._without, [name for name in parameters if name not in counts])
         self._zero = _continued(self._zero, [name for name, count in counts.items() if not count])
         self._with_gradient = [name for name, count in counts.items() if count]
@@ -226,13 +229,11 @@ class TrainingChecks(TrainingHook):
         elements = sum(sizes[name] for name in weights)
         if elements:
             metrics["gradient_zero_fraction"] = 1 - sum(counts[name] for name in weights) / elements
-        by_units = [name for name in weights if name in self._layers.by_units and counts[name]]
-        if by_units:
-            # A weight without zeros has no dead units, and need not be read again.
-            shares = dead_row_shares(parameters, [name for name in by_units if counts[name] < sizes[name]])
+        shares = {name: share for name, share in dead_shares.items() if counts[name]}
+        if shares:
             dead = {name: share for name, share in shares.items() if share}
             metrics |= {f"dead_units/{name}": dead[name] for name in self._budget.choose(dead)}
-            metrics["dead_units_max"] = max(dead.values(), default=0.0)
+            metrics["dead_units_max"] = max(shares.values())
         return metrics
 
     def _precision_metrics(self, ctx: RunDataContext, parameters: Mapping[str, nn.Parameter]) -> Numbers:

@@ -13,10 +13,11 @@ from .spectra import (
     stable_rank,
 )
 from .splitmix import splitmix64
+from .weight_copies import WeightCopy
 
 __all__ = [
     "Alerts", "Families", "FamilyFile", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "SeriesBudget",
-    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "is_overflowed", "jackknife_variance",
+    "WeightCopy", "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "is_overflowed", "jackknife_variance",
     "leading_share", "notice", "on_host", "participation_ratio", "refuse_missing_rates", "reported_series",
     "sharded_like", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

@@ -13,9 +13,8 @@ from loopscope.hooks import Metrics, ModelDataContext, OptimizerGroup, RunInfo
 from loopscope.tensors import gradients, groups_of, laid_out_like, local_shards, norm_of_each, over_shards, trainable
 from torch import Tensor, nn
 
-from ..measures import FamilyFile, SeriesBudget, notice, stacked
+from ..measures import FamilyFile, SeriesBudget, WeightCopy, notice, stacked
 from .second_moments import WITHOUT_MOMENTS, SecondMoment, coupled_decay, second_moment, square_of_epsilon, step_of
-from .weight_copies import WeightCopy
 
 PIECE = 2**16
 """Elements that are processed together."""

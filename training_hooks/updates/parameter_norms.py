@@ -22,8 +22,7 @@ from loopscope.tensors import (
 )
 from torch import Tensor
 
-from ..measures import FamilyFile, SeriesBudget, stacked
-from .weight_copies import WeightCopy
+from ..measures import FamilyFile, SeriesBudget, WeightCopy, stacked
 
 CLIPPED_BELOW = 1 - 1e-6
 """A step is clipped if its gradient norm after clipping is less than this multiple of the norm before."""

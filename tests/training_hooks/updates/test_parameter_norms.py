@@ -12,9 +12,9 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.training import Precision
 from loopscope.training_hooks.clipping import GradClip
+from loopscope.training_hooks.measures import WeightCopy
 from loopscope.training_hooks.updates import ParameterNorms
 from loopscope.training_hooks.updates.parameter_norms import zero_fractions
-from loopscope.training_hooks.updates.weight_copies import WeightCopy
 from torch import nn
 from torch.amp import GradScaler
 
