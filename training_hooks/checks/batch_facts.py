@@ -15,7 +15,7 @@ from .host_tensors import is_on_host
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 OTHER_NAMES = ("mask", "ids", "index", "indices", "length", "weight", "position")
 """Parts of the names of integer tensors that are neither inputs nor targets, unless they are the first ones."""
-MOST_ELEMENTS = 2**20
+MOST_ELEMENTS = 2**18
 """Elements of which statistics are computed, of the first rows."""
 MOST_BINS = 2**20
 """The largest class for which classes are counted in bins."""
@@ -141,6 +141,6 @@ def padded_count(targets: Tensor) -> int:
 
 
 def _first_rows(tensor: Tensor) -> Tensor:
-    """Return the first rows of a tensor, detached: as many as have about 2²⁰ elements, but at least one."""
+    """Return the first rows of a tensor, detached: as many as have about 2¹⁸ elements, but at least one."""
     row_size = max(1, tensor.numel() // len(tensor))
     return tensor.detach()[: max(1, MOST_ELEMENTS // row_size)]

@@ -43,7 +43,7 @@ class TrainingChecks(TrainingHook):
     about the data are those of this process's part of the batch, and only of tensors on the CPU. Inputs x are the first
     floating-point tensor of the batch, or else the first integer tensor with two or more dimensions; targets are the
     tensor named labels, label, targets, target or y, or else the last integer tensor. Of large batches the statistics
-    are those of the first rows, with about a million elements.
+    are those of the first rows, with about 260,000 elements.
 
     Assumes that a parameter without a gradient is a mistake, which is wrong for frozen layers that keep
     ``requires_grad``, experts without tokens and layers that a step skips at random. Rows repeat without a mistake if

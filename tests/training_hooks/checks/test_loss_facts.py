@@ -1,0 +1,52 @@
+"""Metrics of losses from descriptions of their backward passes."""
+
+import math
+
+import pytest
+from loopscope.hooks import BackwardPass
+from loopscope.training_hooks.checks.loss_facts import averages, is_summed, loss_facts
+
+
+@pytest.mark.parametrize(
+    ("divisor", "micro_batches", "rows", "expected"),
+    [
+        (1, 1, 32, True),
+        (2, 1, 32, True),  # ½·Σx²
+        (4, 4, 32, True),  # the sum of each of 4 micro-batches, averaged over them
+        (32, 1, 32, False),
+        (128, 4, 32, False),
+        (2, 1, 2, False),
+        (1, 1, 1, True),
+        (1, 1, 0, True),  # unknown rows
+        (512, 1, 0, False),
+    ],
+)
+def test_rows_distinguish_sums_from_means(divisor: float, micro_batches: int, rows: int, expected: bool) -> None:
+    assert is_summed(BackwardPass(reduction="sum", divisor=divisor), micro_batches, rows) == expected
+
+
+def test_means_and_sums_by_tokens_are_not_summed() -> None:
+    assert not is_summed(BackwardPass(reduction="mean"), 1, 32)
+    assert not is_summed(BackwardPass(reduction="sum", is_divided_by_tensor=True), 1, 32)
+    assert not is_summed(BackwardPass(), 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "expected"),
+    [([4.0] * 4, True), ([1.0] * 4, False), ([1.0], False), ([1.75, 7 / 3], True), ([2.0, 2.0, 2.0], False)],
+)
+def test_weights_of_averaged_micro_batches_add_up(divisors: list[float], expected: bool) -> None:
+    assert averages([BackwardPass(divisor=divisor) for divisor in divisors]) == expected
+
+
+def test_tokens_average_micro_batches() -> None:
+    assert averages([BackwardPass(is_divided_by_tensor=True)] * 2)
+    assert not averages([BackwardPass(is_divided_by_tensor=True), BackwardPass()])
+
+
+def test_facts_of_a_cross_entropy() -> None:
+    facts = loss_facts([BackwardPass(reduction="mean", class_count=10, divisor=2.0)] * 2)
+    assert facts["uniform_loss"] == math.log(10)
+    assert (facts["micro_batches"], facts["loss_divisor"], facts["averages_micro_batches"]) == (2, 2.0, 1)
+    assert "uniform_loss" not in loss_facts([BackwardPass()])
+    assert loss_facts([]) == {}
