@@ -1,0 +1,1 @@
+"""Trainings with one planted fault each."""

@@ -1,0 +1,1 @@
+"""Healthy trainings, usual and unusual ones."""

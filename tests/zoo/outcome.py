@@ -1,0 +1,149 @@
+"""The outcome of a case: its findings, and whether the cause is among them."""
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from loopscope.doctor import Diagnosis, Finding, History, diagnose
+from loopscope.runs import read_history
+
+from tests.zoo.case import CASES, Case
+from tests.zoo.recorder import Recorder
+
+Result = Literal["first", "among three", "later", "missed", "wrong cause", "not shown", "clean", "false alarm", "error"]
+SHOWN = 3
+"""Findings in the table of a case."""
+LOSS = "training_metrics/loss"
+GLANCES = (0, 1, 2, 3, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 400)
+"""Steps up to which a record is read, to determine when the cause was first a finding."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the doctor reports about a case."""
+
+    name: str
+    result: Result
+    findings: tuple[tuple[str, str], ...] = ()
+    """Severity and id of every finding, most important first."""
+    first_step: int | None = None
+    """The last step that was read when the cause was first a finding; ``None`` if it never is."""
+    losses: tuple[float, float] = (float("nan"), float("nan"))
+    """Mean losses of the first and the last tenth of the steps."""
+    steps: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def case(self) -> Case:
+        """The case that was trained."""
+        return CASES[self.name]
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the first finding is the cause, or a healthy training has no warning."""
+        return self.result in ("first", "clean") or (self.case.hidden and self.result in ("among three", "not shown"))
+
+    @property
+    def delay(self) -> int | None:
+        """Steps from the first one at which the cause could be known to the finding."""
+        return None if self.first_step is None else max(0, self.first_step - self.case.knowable)
+
+
+def train(case: Case, folder: Path) -> Recorder:
+    """Train a case with its hooks in a folder, from fixed seeds and default settings."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    recorder = Recorder(folder, case.group)
+    case.build(recorder)
+    return recorder
+
+
+def outcome_of(name: str, keep: Path | None = None) -> Outcome:
+    """Train a case and return its outcome; an exception becomes an outcome with its text.
+
+    Args:
+        name: the name of the case.
+        keep: a folder for the records, which is kept; by default a temporary one.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import_module("tests.zoo.table")
+    case, started = CASES[name], time.process_time()
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) if keep is None else keep / name
+            recorder = train(case, folder)
+            check_same_findings(recorder)
+            return judged(case, recorder, time.process_time() - started)
+    except Exception as error:
+        return Outcome(name, "error", error=f"{type(error).__name__}: {error}")
+
+
+def check_same_findings(recorder: Recorder) -> None:
+    """Raise an AssertionError if the scope and the record of a training have other findings."""
+    for from_record, from_scope in zip(recorder.diagnoses(), recorder.scope_diagnoses(), strict=False):
+        read, live = [[finding.id for finding in item] for item in (from_record, from_scope)]
+        assert read == live, f"the record has the findings {read}, but scope.diagnose() has {live}"
+
+
+def judged(case: Case, recorder: Recorder, seconds: float) -> Outcome:
+    """Return the outcome of a training; of several scopes, that of the one with the most important findings."""
+    diagnoses = recorder.diagnoses()
+    worst = max(range(len(diagnoses)), key=lambda index: len(diagnoses[index].at_least("warning")))
+    diagnosis, folder = diagnoses[worst], recorder.runs[worst]
+    history = read_history(folder)
+    return Outcome(
+        case.name,
+        result_of(case, diagnosis),
+        tuple((finding.severity, finding.id) for finding in diagnosis),
+        first_step(case, folder, history.step),
+        mean_losses(history),
+        history.step,
+        seconds,
+    )
+
+
+def result_of(case: Case, diagnosis: Diagnosis) -> Result:
+    """Compare the findings with the planted cause."""
+    serious = diagnosis.at_least("warning")
+    if case.kind == "healthy":
+        return "false alarm" if serious else "clean"
+    places = [place for place, finding in enumerate(diagnosis) if finding.id in case.expected]
+    if not places:
+        return "wrong cause" if serious else "not shown" if case.hidden else "missed"
+    if places[0] == 0:
+        return "first"
+    return "among three" if places[0] < SHOWN else "later"
+
+
+def first_step(case: Case, folder: Path, steps: int) -> int | None:
+    """Return the smallest glance at the record at which the cause is a finding."""
+    knowable = [case.knowable, case.knowable + 1]
+    for step in sorted({*GLANCES, *knowable, steps}):
+        if step >= case.knowable and any(is_cause(case, finding) for finding in diagnose(read_history(folder, step))):
+            return step
+    return None
+
+
+def is_cause(case: Case, finding: Finding) -> bool:
+    """Return whether a finding names the planted cause."""
+    return finding.id in case.expected
+
+
+def mean_losses(history: History) -> tuple[float, float]:
+    """Return the mean losses of the first and the last tenth of the steps; NaN without a recorded loss."""
+    values: Sequence[float] = history.curve(LOSS).values.tolist()
+    tenth = max(1, len(values) // 10)
+    if not values:
+        return float("nan"), float("nan")
+    return float(np.mean(values[:tenth])), float(np.mean(values[-tenth:]))
