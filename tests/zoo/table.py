@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from tests.zoo.case import CASES, Case
-from tests.zoo.faults import rates
+from tests.zoo.faults import data, loops, numerics, parameters, rates, trainers
 from tests.zoo.healthy import usual
 from tests.zoo.outcome import SHOWN, Outcome
 
-MODULES = (rates, usual)
+MODULES = (numerics, rates, parameters, data, loops, trainers, usual)
 HEAD = "| case | model | way | cause | findings | result | at step | loss |\n|---|---|---|---|---|---|---|---|\n"
 
 

@@ -55,7 +55,7 @@ def adamw_rate_on_gpt_too_low(recorder: Recorder) -> None:
     gpt_training(lambda model: adamw(model, lr=1e-6)).run(recorder)
 
 
-@fault("cnn", causes.RATE_DECAYED, knowable=10)
+@fault("cnn", causes.COSINE_PER_BATCH, knowable=10)
 def cosine_steps_per_batch(recorder: Recorder) -> None:
     """A cosine schedule over 10 epochs steps after every batch, so the learning rate falls to 0 and rises again."""
     training = cnn_training(epochs=4)
@@ -141,13 +141,13 @@ def clipping_with_wrong_argument(recorder: Recorder) -> None:
     lstm_training(lambda model: sgd(model, lr=0.1), clip=1e-3).run(recorder)
 
 
-@fault("mlp", causes.BETAS, knowable=0)
+@fault("mlp", causes.MOMENTUM, knowable=0)
 def betas_swapped(recorder: Recorder) -> None:
     """Adam with betas=(0.999, 0.9)."""
     mlp_training(lambda model: torch.optim.Adam(model.parameters(), 1e-3, betas=(0.999, 0.9))).run(recorder)
 
 
-@fault("cnn", (*causes.BETAS, "unusual-momentum", *causes.RATE_TOO_HIGH), knowable=0)
+@fault("cnn", causes.MOMENTUM, knowable=0)
 def momentum_of_0999(recorder: Recorder) -> None:
     """SGD on a convolutional network with momentum 0.999 in place of 0.9."""
     cnn_training(lambda model: sgd(model, lr=0.05, momentum=0.999)).run(recorder)

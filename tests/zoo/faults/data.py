@@ -1,0 +1,295 @@
+"""Faults of data, labels and losses."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import ConcatDataset, TensorDataset
+
+from tests.zoo import causes
+from tests.zoo.case import fault
+from tests.zoo.data import (
+    BLOCK,
+    PADDING,
+    VOCABULARY,
+    clusters,
+    curve,
+    generator,
+    images,
+    loader,
+    padded_sums,
+    text,
+    waves,
+)
+from tests.zoo.models import ConvNet, Gpt, LstmClassifier, letter_loss, mlp
+from tests.zoo.recorder import Recorder
+from tests.zoo.training import (
+    Training,
+    adam,
+    adamw,
+    cnn_training,
+    gpt_training,
+    lstm_training,
+    mlp_training,
+    regression_training,
+    sgd,
+)
+
+
+@fault("mlp", causes.REPEATED_ROWS)
+def data_duplicated_by_the_loader(recorder: Recorder) -> None:
+    """The loader appends the same shard of 64 rows twenty times, so that a perceptron memorises it."""
+    shard = clusters(64, 1, spread=2.5)
+    rows = loader(ConcatDataset([shard] * 20))
+    validation = [*loader(clusters(256, 3, spread=2.5), 256)]
+    mlp_training(model=mlp(256, 256), batches=rows, validation=validation).run(recorder)
+
+
+@fault("gpt", causes.REPEATED_ROWS)
+def every_worker_yields_the_same_text(recorder: Recorder) -> None:
+    """Each of eight workers yields the whole text of 100 rows, so that every row occurs eight times in an epoch."""
+    rows = text(100).tensors[0].repeat(8, 1)
+    gpt_training(lambda model: adamw(model, lr=3e-3), batches=loader(TensorDataset(rows), 16), epochs=4).run(recorder)
+
+
+@fault("mlp", causes.OVERFITTING, knowable=40)
+def perceptron_overfits_tiny_data(recorder: Recorder) -> None:
+    """A wide perceptron is trained on 64 noisy rows for a hundred epochs, and its validation loss rises."""
+    rows = loader(clusters(64, 1, spread=2.5))
+    validation = [*loader(clusters(512, 3, spread=2.5), 512)]
+    mlp_training(model=mlp(256, 256), batches=rows, validation=validation, epochs=100).run(recorder)
+
+
+@fault("cnn", causes.OVERFITTING, knowable=60)
+def cnn_overfits_noisy_images(recorder: Recorder) -> None:
+    """A convolutional network memorises 96 very noisy images."""
+    rows, validation = loader(images(96, 1, noise=2.5)), [*loader(images(256, 4, noise=2.5), 128)]
+    training = cnn_training(lambda net: adam(net, lr=1e-2), ConvNet(width=16), batches=rows, validation=validation)
+    training.epochs = 60
+    training.run(recorder)
+
+
+@fault("mlp", causes.LABELS_UNRELATED, hidden=True)
+def labels_are_shuffled(recorder: Recorder) -> None:
+    """The labels were sorted, so that they do not belong to their rows."""
+    points, labels = clusters(6400, 1).tensors
+    rows = loader(TensorDataset(points, labels.sort().values))
+    validation = [*loader(clusters(256, 3), 256)]
+    mlp_training(batches=rows, validation=validation, epochs=1).run(recorder)
+
+
+@fault("cnn", causes.LABELS_UNRELATED, hidden=True)
+def images_are_shuffled_without_their_labels(recorder: Recorder) -> None:
+    """The images were shuffled in place, and their labels were not."""
+    pixels, labels = images(1280, 1).tensors
+    order = torch.randperm(len(pixels), generator=generator(7))
+    training = cnn_training(batches=loader(TensorDataset(pixels[order], labels)))
+    training.run(recorder)
+
+
+@fault("mlp", causes.INPUT_SCALE)
+def pixels_from_0_to_255(recorder: Recorder) -> None:
+    """A perceptron gets raw pixels from 0 to 255."""
+    pixels, labels = images(1280, 1).tensors
+    raw = ((pixels - pixels.min()) / (pixels.max() - pixels.min()) * 255).round().flatten(1)
+    model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    mlp_training(lambda net: sgd(net, lr=0.01), model, batches=loader(TensorDataset(raw, labels)), validation=None).run(
+        recorder
+    )
+
+
+@fault("lstm", causes.INPUT_SCALE)
+def sequences_with_a_huge_offset(recorder: Recorder) -> None:
+    """The waves are prices around 5,000, and the LSTM gets them without normalisation."""
+    values, labels = waves(1280, 1).tensors
+    rows = loader(TensorDataset(5000 + 20 * values, labels))
+    lstm_training(lambda model: adam(model, lr=1e-2), batches=rows, validation=None).run(recorder)
+
+
+@fault("mlp", causes.INPUT_SCALE)
+def one_feature_is_a_year(recorder: Recorder) -> None:
+    """The features of a regression contain a year and an income, next to standardised ones."""
+    points, targets = curve(1280, 1).tensors
+    points = points.clone()
+    points[:, 3] = 2000 + 8 * points[:, 3]
+    points[:, 4] = 40_000 + 12_000 * points[:, 4]
+    rows = loader(TensorDataset(points, targets))
+    regression_training(batches=rows, validation=None).run(recorder)
+
+
+@fault("gpt", causes.NO_MASK, hidden=True)
+def gpt_without_causal_mask(recorder: Recorder) -> None:
+    """The attention of a GPT has no causal mask, so that it sees the letter that it predicts."""
+    gpt_training(lambda model: adamw(model, lr=3e-3), Gpt(causal=False), epochs=3).run(recorder)
+
+
+@fault("mlp", causes.DOUBLE_SOFTMAX)
+def softmax_before_cross_entropy(recorder: Recorder) -> None:
+    """A perceptron ends with a softmax, and cross_entropy applies another one."""
+    mlp_training(model=nn.Sequential(*mlp(), nn.Softmax(dim=-1))).run(recorder)
+
+
+class ProbableWaves(LstmClassifier):
+    """An LSTM classifier that returns probabilities."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return probabilities in place of logits."""
+        return torch.softmax(super().forward(values), dim=-1)
+
+
+@fault("lstm", causes.DOUBLE_SOFTMAX)
+def probabilities_into_cross_entropy(recorder: Recorder) -> None:
+    """An LSTM returns probabilities for its users, and the training passes them to CrossEntropyLoss."""
+    lstm_training(lambda model: adam(model, lr=1e-2), ProbableWaves(), epochs=4).run(recorder)
+
+
+@fault("mlp", causes.DOUBLE_SOFTMAX)
+def sigmoid_before_bce_with_logits(recorder: Recorder) -> None:
+    """A binary classifier ends with a sigmoid, and binary_cross_entropy_with_logits applies another one."""
+    points, labels = clusters(1280, 1).tensors
+    rows = loader(TensorDataset(points, (labels < 5).float()[:, None]))
+    model = nn.Sequential(*mlp(out=1), nn.Sigmoid())
+
+    def loss(net: nn.Module, batch: list[Tensor]) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(net(batch[0]), batch[1])
+
+    mlp_training(model=model, batches=rows, loss=loss, validation=None).run(recorder)
+
+
+def summed_class_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Return the sum of the cross-entropy over the rows."""
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+@fault("cnn", causes.SUMMED)
+def loss_is_summed_under_sgd(recorder: Recorder) -> None:
+    """The loss of a convolutional network is summed over 32 rows, at a learning rate for means."""
+    cnn_training(lambda model: sgd(model, lr=0.05), loss=summed_class_loss).run(recorder)
+
+
+@fault("gpt", causes.SUMMED)
+def loss_of_tokens_is_summed(recorder: Recorder) -> None:
+    """The loss of a GPT is summed over 512 tokens, and SGD has a learning rate for means."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        letters = batch[0]
+        logits = model(letters[:, :-1]).flatten(0, 1)
+        return functional.cross_entropy(logits, letters[:, 1:].flatten(), reduction="sum")
+
+    gpt_training(lambda model: sgd(model, lr=0.02), loss=loss, clip=None).run(recorder)
+
+
+@fault("gpt", causes.PADDING)
+def padding_counts_in_the_loss(recorder: Recorder) -> None:
+    """A GPT learns sums of about 9 letters in rows of 33, and predicts their padding, too."""
+    rows, validation = loader(padded_sums(1600, 1), 16), [*loader(padded_sums(64, 2), 64)]
+    gpt_training(lambda model: adamw(model, lr=3e-3), batches=rows, validation=validation).run(recorder)
+
+
+@fault("lstm", causes.PADDING)
+def padding_counts_in_the_loss_of_an_lstm(recorder: Recorder) -> None:
+    """An LSTM language model predicts the padding of short rows."""
+
+    class LetterLstm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(VOCABULARY, 32, padding_idx=PADDING)
+            self.lstm = nn.LSTM(32, 64, batch_first=True)
+            self.head = nn.Linear(64, VOCABULARY)
+
+        def forward(self, letters: Tensor) -> Tensor:
+            return self.head(self.lstm(self.tokens(letters))[0])
+
+    model, rows = LetterLstm(), loader(padded_sums(1600, 1), 16)
+    Training(model, adam(model, lr=3e-3), rows, letter_loss, epochs=2, clip=1.0).run(recorder)
+
+
+@fault("gpt", (*causes.IGNORED_LABELS, *causes.NONFINITE), way="attach step")
+def some_batches_have_only_ignored_labels(recorder: Recorder) -> None:
+    """Long prompts push all labels of some batches of 2 rows out of the context, so that their mean loss is NaN."""
+    model = Gpt()
+    optimizer = adamw(model, lr=1e-3)
+    rows = text(2 * 200).tensors[0]
+    prompts = torch.randint(8, 60, (len(rows), 1), generator=generator(2))
+    labels = rows[:, 1:].masked_fill(torch.arange(BLOCK)[None, :] < prompts, -100)
+    batches = [*zip(rows[:, :-1].split(2), labels.split(2), strict=True)]
+    with recorder.attach(model, optimizer, loop="step", length=200) as scope:
+        for letters, targets in scope.batches(batches):
+            scope.backward(functional.cross_entropy(model(letters).flatten(0, 1), targets.flatten()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@fault("gpt", causes.IGNORED_LABELS)
+def mask_of_labels_is_inverted(recorder: Recorder) -> None:
+    """The mask of a masked language model is inverted: only the separators at fixed places count in the loss."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        letters = batch[0][:, :BLOCK]
+        chosen = torch.zeros_like(letters, dtype=torch.bool)
+        chosen[::8, 31] = True
+        return functional.cross_entropy(model(letters).flatten(0, 1), letters.masked_fill(~chosen, -100).flatten())
+
+    gpt_training(model=Gpt(causal=False), loss=loss).run(recorder)
+
+
+@fault("mlp", causes.LEAK, hidden=True)
+def validation_rows_are_in_the_training_data(recorder: Recorder) -> None:
+    """Rows were augmented before the split, so that all validation rows are in the training data, too."""
+    data = clusters(320, 1, spread=2.5)
+    validation = [*loader(TensorDataset(data.tensors[0][:128], data.tensors[1][:128]), 128)]
+    mlp_training(model=mlp(128, 128), batches=loader(data), validation=validation, epochs=25).run(recorder)
+
+
+@fault("cnn", causes.SORTED_DATA)
+def images_sorted_by_class(recorder: Recorder) -> None:
+    """The images are sorted by class, as in their folders, and not shuffled."""
+    pixels, labels = images(1280, 1).tensors
+    order = labels.argsort(stable=True)
+    rows = loader(TensorDataset(pixels[order], labels[order]), shuffle=False)
+    cnn_training(lambda model: sgd(model, lr=0.05), batches=rows, epochs=5).run(recorder)
+
+
+@fault("lstm", causes.SORTED_DATA)
+def sequences_sorted_by_class(recorder: Recorder) -> None:
+    """Sequences are read from one file per class, one after the other."""
+    values, labels = waves(1280, 1).tensors
+    order = labels.argsort(stable=True)
+    rows = loader(TensorDataset(values[order], labels[order]), shuffle=False)
+    lstm_training(lambda model: adam(model, lr=1e-2), batches=rows).run(recorder)
+
+
+@fault("mlp", ("targets-not-normalised", "initial-loss-high", *causes.INPUT_SCALE), hidden=True)
+def targets_in_thousands(recorder: Recorder) -> None:
+    """The targets of a regression are prices around 50,000, so that 200 steps of Adam cannot reach them."""
+    points, targets = curve(1280, 1).tensors
+    rows = loader(TensorDataset(points, 50_000 + 8_000 * targets))
+    regression_training(batches=rows, validation=None).run(recorder)
+
+
+@fault("mlp", (*causes.LABELS_UNRELATED, "targets-off-by-one"), hidden=True)
+def labels_of_the_next_row(recorder: Recorder) -> None:
+    """The labels are shifted by one row, since one row was dropped from the points and not from the labels."""
+    points, labels = clusters(6400, 1).tensors
+    rows = loader(TensorDataset(points[1:], labels[:-1]))
+    mlp_training(batches=rows, epochs=1).run(recorder)
+
+
+@fault("mlp", ("targets-broadcast", "loss-shapes-differ"), hidden=True)
+def targets_broadcast_in_the_loss(recorder: Recorder) -> None:
+    """Predictions of shape (32, 1) minus targets of shape (32,) give a table of 32 x 32 differences."""
+    points, targets = curve(1280, 1).tensors
+    rows = loader(TensorDataset(points, targets.squeeze(1)))
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    regression_training(batches=rows, loss=loss, validation=None).run(recorder)
+
+
+@fault("cnn", ("augmentation-too-strong", *causes.LABELS_UNRELATED), hidden=True)
+def rows_are_mixed_by_a_wrong_reshape(recorder: Recorder) -> None:
+    """Images of shape (32, 16, 16, 1) are reshaped where they should be permuted, which mixes their pixels."""
+    pixels, labels = images(6400, 1, noise=1.0).tensors
+    mixed = pixels.expand(-1, 4, -1, -1).permute(0, 2, 3, 1).reshape(-1, 4, 16, 16)[:, :1]
+    rows = loader(TensorDataset(mixed[torch.randperm(6400, generator=generator(1))], labels))
+    cnn_training(batches=rows, validation=None, epochs=1).run(recorder)

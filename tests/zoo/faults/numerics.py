@@ -1,0 +1,183 @@
+"""Faults of numbers: NaN from data, modules and optimizers, and 16-bit formats."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from tests.zoo import causes
+from tests.zoo.case import fault
+from tests.zoo.data import clusters, curve, loader, text
+from tests.zoo.models import Block, Gpt, LstmClassifier, class_loss, mlp, square_loss
+from tests.zoo.recorder import Recorder
+from tests.zoo.training import Training, adam, adamw, gpt_training, lstm_training, mlp_training, sgd
+
+
+@fault("mlp", causes.NONFINITE, knowable=121)
+def nan_loss_at_one_step(recorder: Recorder) -> None:
+    """The loss is a mean over the marked rows of a batch; in step 121 no row is marked, and 0/0 is NaN."""
+    points, targets = curve(32 * 200, 1).tensors
+    marks = torch.rand(len(points), 1, generator=torch.Generator().manual_seed(3)) < 0.5
+    marks[32 * 120 : 32 * 121] = False
+    rows = loader(TensorDataset(points, targets, marks), shuffle=False)
+
+    def marked_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        inputs, values, mask = batch
+        return ((model(inputs) - values).square() * mask).sum() / mask.sum()
+
+    model = mlp(out=1)
+    Training(model, adam(model), rows, marked_loss, epochs=1).run(recorder)
+
+
+@fault("gpt", causes.NONFINITE)
+def adam_without_epsilon(recorder: Recorder) -> None:
+    """Adam with eps=0 divides 0 by 0 for the embedding of a letter that the first batch does not contain."""
+    gpt_training(lambda model: torch.optim.Adam(model.parameters(), 1e-3, eps=0.0)).run(recorder)
+
+
+@fault("mlp", causes.HALF_PRECISION)
+def adam_on_half_weights(recorder: Recorder) -> None:
+    """The weights of a perceptron are float16, in which Adam's eps of 1e-8 is 0."""
+    data = clusters(1280, 1).tensors
+    rows = loader(TensorDataset(data[0].half(), data[1]))
+    mlp_training(adam, mlp().half(), batches=rows, validation=None).run(recorder)
+
+
+@fault("lstm", causes.HALF_PRECISION, hidden=True)
+def autocast_in_float16_without_scaler(recorder: Recorder) -> None:
+    """An LSTM under autocast in float16 without a scaler, with a loss that is divided by 10,000."""
+
+    def loss_in_half(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return class_loss(model, batch) / 10_000
+
+    lstm_training(loss=loss_in_half, clip=None).run(recorder)
+
+
+class GatedBlock(Block):
+    """A block whose output is divided by the root of a learned gate, which may become negative."""
+
+    def __init__(self) -> None:
+        super().__init__(48, 4, 0.0, causal=True)
+        self.gate = nn.Parameter(torch.tensor(0.04))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Scale the change of the block by the root of the gate."""
+        return hidden + (super().forward(hidden) - hidden) * torch.sqrt(self.gate)
+
+
+@fault("gpt", causes.NONFINITE, knowable=5)
+def nan_born_in_block_5(recorder: Recorder) -> None:
+    """In the sixth block of a GPT the root of a learned gate is NaN as soon as the gate is negative."""
+    model = Gpt(layers=6)
+    model.blocks[5] = GatedBlock()
+    gates = [{"params": [model.blocks[5].gate], "lr": 1e-2, "weight_decay": 20.0}]
+    others = [weight for name, weight in model.named_parameters() if not name.endswith("gate")]
+    optimizer = torch.optim.AdamW([{"params": others}, *gates], 1e-3)
+    gpt_training(lambda _: optimizer, model, epochs=1).run(recorder)
+
+
+class CosineClassifier(nn.Module):
+    """A perceptron without biases, whose last hidden layer is divided by its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(20, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Return the logits of normalised features."""
+        hidden = self.trunk(points)
+        return self.head(8 * hidden / (hidden.square().sum(1, keepdim=True).sqrt() + 1e-6))
+
+
+@fault("mlp", causes.NONFINITE, knowable=80)
+def empty_row_has_a_nan_gradient(recorder: Recorder) -> None:
+    """Row 2,537 of the data is empty; the root of its length 0 has a finite value and a NaN gradient."""
+    points, labels = clusters(32 * 150, 1).tensors
+    points[2537] = 0.0
+    model = CosineClassifier()
+    Training(model, adam(model), loader(TensorDataset(points, labels), shuffle=False), epochs=1).run(recorder)
+
+
+@fault("lstm", causes.NONFINITE, knowable=1)
+def missing_values_in_the_data(recorder: Recorder) -> None:
+    """Sequences have missing values, which were read as NaN."""
+    training = lstm_training()
+    values, labels = next(iter(loader(training.batches.dataset, 1280, shuffle=False)))
+    values[::37, 5] = float("nan")
+    training.batches = loader(TensorDataset(values, labels))
+    training.run(recorder)
+
+
+@fault("gpt", causes.ROUNDED_AWAY)
+def bfloat16_weights_with_tiny_rate(recorder: Recorder) -> None:
+    """A GPT has bfloat16 weights and a learning rate of 1e-5, so that most updates are rounded away."""
+    gpt_training(lambda model: adamw(model, lr=1e-5), Gpt(std=0.1).bfloat16()).run(recorder)
+
+
+@fault("mlp", causes.ROUNDED_AWAY)
+def bfloat16_weights_with_sgd(recorder: Recorder) -> None:
+    """A perceptron has bfloat16 weights and is trained by SGD at a learning rate of 1e-4."""
+    points, labels = clusters(1280, 1).tensors
+    rows = loader(TensorDataset(points.bfloat16(), labels))
+    mlp_training(lambda model: sgd(model, lr=1e-4), mlp().bfloat16(), batches=rows, validation=None).run(recorder)
+
+
+@fault("mlp", causes.SKIPPED_STEPS)
+def scaler_skips_every_step(recorder: Recorder) -> None:
+    """Every batch has an empty row with a NaN gradient, so that the loss scaler skips every step."""
+    points, labels = clusters(1280, 1).tensors
+    points[::16] = 0.0
+    model = CosineClassifier()
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu")
+    rows = loader(TensorDataset(points, labels), shuffle=False)
+    with recorder.attach(model, optimizer, scaler=scaler) as scope:
+        for _ in range(4):
+            for batch in scope.batches(rows):
+                with torch.autocast("cpu", torch.float16):
+                    loss = class_loss(model, batch)
+                scope.backward(loss)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
+@fault("mlp", causes.NONFINITE, knowable=1)
+def logarithm_of_zero(recorder: Recorder) -> None:
+    """The targets of a regression are logarithms of counts, and some counts are 0."""
+    points, targets = curve(1280, 1).tensors
+    counts = targets.exp().mul(2).floor()
+    rows = loader(TensorDataset(points, counts.log()))
+    model = mlp(out=1)
+    Training(model, adam(model), rows, square_loss, epochs=3).run(recorder)
+
+
+@fault("gpt", causes.NONFINITE, knowable=60, way="attach step")
+def probabilities_of_zero_in_the_loss(recorder: Recorder) -> None:
+    """A focal loss computes the logarithm of a softmax, which is 0 for a letter that is very unlikely."""
+    model = Gpt()
+    optimizer = adamw(model, lr=3e-3)
+    rows = text(16 * 150).tensors[0]
+    with recorder.attach(model, optimizer, loop="step", length=150) as scope:
+        for step, letters in enumerate(scope.batches(rows.split(16)), start=1):
+            logits = model(letters[:, :-1]).flatten(0, 1)
+            temperature = max(0.01, 1 - step / 65)  # an annealed temperature
+            likelihood = functional.softmax(logits / temperature, dim=-1)
+            chances = likelihood.gather(1, letters[:, 1:].reshape(-1, 1))
+            scope.backward(-((1 - chances) ** 2 * chances.log()).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@fault("lstm", causes.EXPLODING, knowable=1)
+def lstm_gradients_explode(recorder: Recorder) -> None:
+    """An LSTM has recurrent weights three times too large, long sequences, SGD, and no clipping."""
+    model = LstmClassifier(layers=2)
+    with torch.no_grad():
+        for name, weight in model.lstm.named_parameters():
+            weight.mul_(8 if "weight_hh" in name else 1)
+    training = lstm_training(lambda net: sgd(net, lr=0.1), model, clip=None)
+    values, labels = next(iter(loader(training.batches.dataset, 1280, shuffle=False)))
+    training.batches, training.validation = loader(TensorDataset(values.repeat(1, 4, 1), labels)), None
+    training.run(recorder)
