@@ -53,8 +53,8 @@ QUESTIONS = {
     "Grokking: when and how does the model generalise?": "phases fourier attention weight_tracking gradient_projection"
     " parameter_delta path_length",
     "Stability: is the training healthy?": "training_checks training_metrics training_diagnostics loss_spikes"
-    " weight_updates parameter_norms optimizer_health activations first_nonfinite gradient_flow norms attention_logits adam_dynamics"
-    " matrix_updates grad_clip qk_clip",
+    " weight_updates parameter_norms optimizer_health activations first_nonfinite gradient_flow norms attention_logits"
+    " adam_dynamics matrix_updates grad_clip qk_clip",
     "Curvature: how sharp is the loss, and how large may a step be?": "sharpness hessian lr_probe",
     "Spikes: what caused a step?": "batch_rows step_history what_if",
     "Noise: how noisy is a gradient, and what reduces the noise?": "gradient_noise_scale variance batch_dynamics"

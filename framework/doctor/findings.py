@@ -141,12 +141,14 @@ class Diagnosis:
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings, most important first; consequences follow their causes.
 
-    The order is by severity, then causes before consequences, then confidence, then the first step.
+    Remarks of severity ``info`` come last, and causes before their consequences; then the order is by severity,
+    confidence and first step.
     """
     all_findings = list(findings)
     return sorted(
         all_findings,
         key=lambda finding: (
+            finding.severity == "info",
             is_consequence(finding, all_findings),
             -SEVERITIES.index(finding.severity),
             -finding.confidence,

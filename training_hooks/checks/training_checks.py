@@ -22,11 +22,10 @@ from .seen_rows import SeenRows
 EARLY_STEPS = (2, 3, 5, 10, 20)
 """Checked steps in addition to one in ``interval``."""
 LAST_URGENT = 3
-"""The last step whose metrics are delivered at once if they show a mistake."""
+"""The last step whose checks are delivered at once."""
+EVERY_STEP_METRICS = frozenset({"loss", "grad_norm", "lr"})
 ROWS_UNTIL = 200
 """The last step at which the rows of every step are remembered; later only those of checked steps."""
-LARGE_UPDATE = 0.3
-"""Update ratio above which the metrics of the first steps are urgent."""
 Numbers = dict[str, float]
 
 
@@ -35,8 +34,8 @@ class TrainingChecks(TrainingHook):
     """Measure what shows common mistakes of training scripts: in the loss, the gradients, the data and the updates.
 
     The hook only measures. It reports loss, gradient norm and learning rate of every step, and the rest on checked
-    steps: 1, 2, 3, 5, 10, 20, and one step in ``interval``. Metrics of the first three steps that show a mistake are
-    delivered at once.
+    steps: 1, 2, 3, 5, 10, 20, and one step in ``interval``. Those of the first three
+    steps are delivered at once.
 
     The facts about the loss are those of its autograd graph, right before the backward pass. They are missing if the
     loop runs backward itself, and incomplete if the loss is computed within a compiled or custom function. The facts
@@ -67,6 +66,8 @@ class TrainingChecks(TrainingHook):
             | 0: nothing learns. Rising by orders of magnitude: the run diverges.
         lr | learning rate of the first parameter group in the step; reported every step | [0, ∞)
             | Should follow the intended schedule. NaN: the group has no numeric learning rate.
+        lr | learning rate of the first parameter group; reported every step, if the group has a number | [0, ∞)
+            | Compare with the schedule that you planned: a scheduler that is called too often ends it early.
         without_gradient_count | trainable parameters without a gradient | 0, 1, 2, …
             | Above 0: parameters that the loss does not depend on, detached outputs, or layers that are not called.
         without_gradient/<parameter> | checked steps in a row without a gradient | 1, 2, 3, …
@@ -157,7 +158,6 @@ class TrainingChecks(TrainingHook):
     _with_gradient = Remembered(list[str], saved=False)
     _norm = Remembered[Tensor | None](lambda: None, saved=False)
     _copy = Remembered[WeightCopy | None](lambda: None, saved=False)
-    _is_suspicious = Remembered(False, saved=False)
     _layers = LayerWeights(frozenset(), frozenset())
 
     def __init__(self, *, interval: int = 50, names: str = "", top: int = 8) -> None:
@@ -188,6 +188,8 @@ class TrainingChecks(TrainingHook):
             metrics["grad_norm"] = ctx.grad_norm
         if ctx.lr is not None:
             metrics["lr"] = ctx.lr
+        if ctx.lr is not None and not (isinstance(ctx.lr, float) and math.isnan(ctx.lr)):
+            metrics["lr"] = ctx.lr
         if self.step_schedule.is_due(ctx.step):
             metrics |= self._check(ctx)
         elif ctx.step <= ROWS_UNTIL:
@@ -207,10 +209,6 @@ class TrainingChecks(TrainingHook):
         if ctx.backward_passes and ctx.step > 1:
             facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
         metrics |= facts | self._data_metrics(parts, ctx.epoch) | module_modes(ctx.model)
-        counts = ("without_gradient_count", "never_gradient_count", "leftover_gradient_count")
-        has_untrained = ctx.step > 1 and any(metrics.get(name, 0) for name in counts)
-        has_wrong_loss = any(metrics.get(name, 0) for name in ("doubly_normalised", "loss_is_summed"))
-        self._is_suspicious = has_untrained or has_wrong_loss
         return metrics
 
     def _gradient_metrics(self, parameters: Mapping[str, nn.Parameter]) -> Numbers:
@@ -281,7 +279,6 @@ class TrainingChecks(TrainingHook):
         change, weight = math.hypot(*changes.values()), math.hypot(*weights.values())
         if weight:
             metrics["update_ratio"] = change / weight
-            self._is_suspicious = not change / weight <= LARGE_UPDATE  # true for NaN
         return metrics
 
     def _family(self, family: str, values: Mapping[str, int]) -> Numbers:
@@ -289,15 +286,9 @@ class TrainingChecks(TrainingHook):
         chosen = {f"{family}/{name}": values[name] for name in self._budget.choose(values)}
         return {f"{family}_count": len(values), **chosen}
 
-    def is_urgent(self, metrics: Metrics) -> bool | Tensor:
-        """Return whether the metrics of one of the first steps show a mistake."""
-        if self._step > LAST_URGENT or not self._checks:
-            return False
-        is_suspicious, self._is_suspicious = self._is_suspicious, False
-        loss = metrics.get("loss")
-        if is_suspicious or not isinstance(loss, Tensor):
-            return is_suspicious
-        return loss.isnan()
+    def is_urgent(self, metrics: Metrics) -> bool:
+        """Return whether these are the metrics of one of the first checks, which show most mistakes."""
+        return self._step <= LAST_URGENT and not metrics.keys() <= EVERY_STEP_METRICS
 
 
 def _continued(counts: Mapping[str, int], names: list[str]) -> dict[str, int]:

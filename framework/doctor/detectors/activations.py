@@ -40,7 +40,7 @@ class DeadUnits(Detector):
         if not dead:
             metric = "training_checks/dead_units"
             dead = self._affected(history.family(metric))
-        if not dead:
+        if not dead or not _loses_gradients(history):
             return
         worst = max(dead, key=lambda name: dead[name].last)
         curve = dead[worst]
@@ -63,6 +63,14 @@ class DeadUnits(Detector):
             for name, curve in layers.items()
             if len(curve) >= count and bool(np.all(curve.values[-count:] > self.limit("share")))
         }
+
+
+def _loses_gradients(history: History) -> bool:
+    """Return whether some units have no gradient; units that are only nearly constant still have one."""
+    if "training_checks/zero_gradient_count" not in history.curves:
+        return True  # unknown
+    names = ("dead_units_max", "zero_gradient_count", "without_gradient_count")
+    return any(history.last(f"training_checks/{name}") > 0.3 for name in names)
 
 
 @DetectorRegistry.register

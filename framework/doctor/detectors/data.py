@@ -38,8 +38,7 @@ class RowsRepeated(Detector):
         if not max(within_epoch, within_batch) > self.limit("share"):
             return
         is_harmful = any(TrainValidationDiverging().detect(history))
-        place = "batch" if within_batch > self.limit("share") else "epoch"
-        share = within_batch if place == "batch" else within_epoch
+        place, share = ("batch", within_batch) if within_batch > within_epoch else ("epoch", within_epoch)
         yield self.finding(
             "warning" if is_harmful else "info",
             repeated.first_step_where(repeated.values > self.limit("share")) or 1,

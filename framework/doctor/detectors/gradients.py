@@ -1,6 +1,5 @@
 """Detectors of gradients that are missing, left over, vanishing or exploding."""
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -127,7 +126,7 @@ class VanishingGradients(Detector):
     source = "Glorot and Bengio 2010; He et al., arXiv 1502.01852"
     thresholds = {
         "ratio": Threshold(1e-4, "healthy layers of one network differ by a factor of 10 to 100"),
-        "count": Threshold(2, "a single weight may have no effect by design"),
+        "count": Threshold(2, "a single parameter may have no effect by design"),
     }
     needs = ("parameter_norms",)
     explains = frozenset({"loss-not-falling", "no-better-than-uniform"})
@@ -139,20 +138,18 @@ class VanishingGradients(Detector):
             return
         tiny: dict[str, float] = {}
         for name, curve in history.family("parameter_norms/grad_norm").items():
-            is_weight = name.endswith("weight") or "weight_" in name
-            ratios = [
-                value / max(total.at(int(step)), 1e-30) for step, value in zip(curve.steps, curve.values, strict=True)
-            ]
-            recent = [ratio for ratio in ratios[-3:] if math.isfinite(ratio)]
-            if is_weight and len(ratios) > 1 and recent and 0 < max(recent) < self.limit("ratio"):
-                tiny[name] = recent[-1]
-        if len(tiny) >= self.limit("count") and (falls_short(history, 0.5) or not len(history.loss)):
+            totals = [max(total.at(int(step)), 1e-30) for step in curve.steps]
+            recent = (curve.values / np.array(totals))[-3:]
+            if len(curve) > 1 and 0 < np.max(recent) < self.limit("ratio"):
+                tiny[name] = float(recent[-1])
+        has_weight = any("weight" in name for name in tiny)  # a bias before a normalisation has no effect by design
+        if has_weight and len(tiny) >= self.limit("count") and falls_short(history, 0.5):
             worst = min(tiny, key=lambda name: tiny[name])
             yield self.finding(
                 "warning",
                 total.first_step,
-                f"The gradients of {len(tiny)} weights are more than {1 / self.limit('ratio'):,.0f} times smaller than "
-                f"the joint gradient ({listed(sorted(tiny), 3)}), so these layers hardly learn.",
+                f"The gradients of {len(tiny)} parameters are more than {1 / self.limit('ratio'):,.0f} times smaller "
+                f"than the joint gradient ({listed(sorted(tiny), 3)}), so these layers hardly learn.",
                 "Use an initialisation that keeps the size of activations, residual connections or normalisation; the "
                 "hook gradient_flow shows where the gradient shrinks.",
                 Evidence(
@@ -197,7 +194,8 @@ class ExplodingGradients(Detector):
                 first * self.limit("growth"),
             )
             return
-        is_spike = norms.values > max(usual, 1e-12) * self.limit("spike")
+        # Gradients fall with the loss, so the median alone would make the first steps of a good training spikes.
+        is_spike = (norms.values > max(usual, 1e-12) * self.limit("spike")) & (norms.values > 10 * first)
         if is_spike.sum() >= 2:
             yield self._finding(
                 norms.first_step_where(is_spike) or 0,

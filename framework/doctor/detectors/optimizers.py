@@ -155,7 +155,14 @@ class WeightsShrink(Detector):
     }
     needs = ("parameter_norms",)
     explains = frozenset(
-        {"no-better-than-uniform", "loss-not-falling", "vanishing-gradients", "dead-units", "loss-rising"}
+        {
+            "no-better-than-uniform",
+            "learning-rate-too-high",
+            "loss-not-falling",
+            "vanishing-gradients",
+            "dead-units",
+            "loss-rising",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -169,7 +176,7 @@ class WeightsShrink(Detector):
         if share < self.limit("shrinkage") and is_failing:
             yield self.finding(
                 "critical" if share < 0.1 else "warning",
-                norms.first_step_where(norms.values < self.limit("shrinkage") * norms.first) or norms.last_step,
+                norms.first_step,
                 f"The weights have shrunk to {share:.0%} of their initial norm under a weight decay of {decay:g}, "
                 "and the "
                 "loss does not fall.",

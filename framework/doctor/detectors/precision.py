@@ -7,6 +7,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
+from .learning_rates import lr_curve
 
 CHECKS = "training_checks"
 
@@ -104,6 +105,12 @@ class Float16WithoutScaler(Detector):
         )
 
 
+def _rate_was_zero(history: History, steps: "np.typing.NDArray[np.int64]") -> bool:
+    """Return whether the learning rate was 0 at one of these steps, where a step has no effect by design."""
+    rate = lr_curve(history)
+    return any(rate.at(int(step)) == 0 for step in steps)
+
+
 @DetectorRegistry.register
 class OptimizerWithoutEffect(Detector):
     """Finds steps of the optimizer that change no weight."""
@@ -127,7 +134,7 @@ class OptimizerWithoutEffect(Detector):
         has_rate = any(group.get("lr", 1) != 0 for group in history.facts.get("groups", ({},)))
         if is_idle.sum() < self.limit("checks") or not is_idle[-1] or not has_rate or not norms.last > 0:
             return
-        if np.any(history.curve("training_metrics/lr").values[-2:] == 0):
+        if _rate_was_zero(history, ratios.steps[is_idle]):
             return
         yield self.finding(
             "critical",
