@@ -19,7 +19,7 @@ QUICK := not slow and not statistical and not process and not ranks and not comp
 # do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)
 
-.PHONY: pictures types run fast fast-oldest fast-newest fast-matrix test slow coverage dist oracle oracle-update shape lint docs site bench fastai matrix xla clean
+.PHONY: pictures types run fast fast-oldest fast-newest fast-matrix test slow coverage dist oracle oracle-update shape lint docs site bench fastai matrix xla zoo clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -143,6 +143,11 @@ fastai:
 # environment is separate because timm needs a torchvision that matches torch's build.
 matrix: .venv-trainers/.installed
 	.venv-trainers/bin/python -m tests.trainer_matrix $(ARGS)
+
+# Trains every case of docs/zoo.md, with a planted fault or healthy, and compares the doctor's findings with the cause;
+# ARGS=--write renews the page.
+zoo: $(STAMP)
+	$(BIN)/python -m tests.zoo $(ARGS)
 
 .venv-trainers/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

@@ -4,6 +4,7 @@ import os
 import random
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -80,7 +81,8 @@ def outcome_of(name: str, keep: Path | None = None) -> Outcome:
     import_module("tests.zoo.table")
     case, started = CASES[name], time.process_time()
     try:
-        with tempfile.TemporaryDirectory() as temporary:
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as temporary:
+            warnings.simplefilter("ignore")  # notices about the planted faults
             folder = Path(temporary) if keep is None else keep / name
             recorder = train(case, folder)
             check_same_findings(recorder)

@@ -43,15 +43,15 @@ def adam_on_half_weights(recorder: Recorder) -> None:
     mlp_training(adam, mlp().half(), batches=rows, validation=None).run(recorder)
 
 
-@fault("lstm", causes.HALF_PRECISION, hidden=True)
+@fault("mlp", causes.HALF_PRECISION, hidden=True)
 def autocast_in_float16_without_scaler(recorder: Recorder) -> None:
-    """An LSTM under autocast in float16 without a scaler, with a loss that is divided by 10,000."""
+    """A perceptron under autocast in float16 without a scaler, with a loss that is divided by 10,000."""
 
     def loss_in_half(model: nn.Module, batch: list[Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.float16):
             return class_loss(model, batch) / 10_000
 
-    lstm_training(loss=loss_in_half, clip=None).run(recorder)
+    mlp_training(loss=loss_in_half).run(recorder)
 
 
 class GatedBlock(Block):
