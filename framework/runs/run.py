@@ -1,7 +1,7 @@
 """The life cycle of a run in any loop: the lock of its folder, the start of its hooks, its record and its summary."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..doctor import LiveDiagnosis, diagnose, start_facts
 from ..durable_files import plain_json
 from ..engine import HookManager
-from ..errors import LoopscopeError, warn
+from ..errors import LoopscopeError, UsageError, warn
 from ..hooks import ENDLESS, ConfiguredHook, MetricSink, RunInfo, TrainingHook
 from ..loops import NoProgress, Progress
 from ..state import TrainingState, optimizers_of
@@ -111,8 +111,12 @@ class Run:
         self.info = replace(self.info, metric_infos=self.manager.hooks.metric_infos())
         self.record = replace(self.record, facts=self._facts())
 
-    def _facts(self) -> dict[str, Any]:
-        """Return the start-up facts of the training as plain JSON values."""
+    def _facts(self) -> Mapping[str, Any]:
+        """Return the start-up facts of the training as plain JSON values; those of the run that this one continues."""
+        if self.earlier is not None:
+            with suppress(UsageError):  # a rewind has a new folder, without a record
+                return RunRecord.read(self.folder.path).facts
+            return {}
         state, task, info = self.manager.state, self.manager.task, self.info
         facts = start_facts(state.model, optimizers_of(state), state.also.values())
         planned = {} if info.steps >= ENDLESS else {"planned_steps": info.steps}
