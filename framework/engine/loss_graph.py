@@ -3,7 +3,7 @@
 This module alone depends on the attributes of torch's autograd nodes, which have no documented equivalent:
 
 - ``name()`` and ``next_functions`` are public. The names of the nodes are those of torch's derivatives.yaml.
-- ``_saved_<argument>`` is read of numbers only (``_saved_reduction``, ``_saved_dim``, ``_saved_self_sym_sizes``). For a
+- ``_saved_<argument>`` is read of numbers only (``_saved_reduction``, ``_saved_dim``, ``_saved_ignore_index``). For a
   tensor it would call the unpack hooks of ``saved_tensors_hooks``, which run a checkpointed region again, and raise
   after the backward pass.
 - ``_raw_saved_<argument>.data`` is the saved tensor itself; it is read only if no hook has packed it.
@@ -27,6 +27,8 @@ MOST_NODES = 12
 """Length of the path."""
 MOST_VISITED = 64
 """Nodes visited in the search for a loss function among the terms of a sum."""
+MOST_TARGETS = 2**16
+"""Targets whose classes are counted."""
 LOSSES = frozenset(
     {"NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
     | {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MultiMarginLoss", "MultilabelMarginLoss"}
@@ -68,6 +70,8 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         divisor=divisor,
         is_divided_by_tensor=is_divided_by_tensor,
         class_count=_class_count(nodes, names),
+        ignore_index=_ignore_index(nodes, names),
+        **_target_facts(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
         is_float16=any(_output(node)[1] is torch.float16 for node in nodes),
     )
@@ -196,11 +200,33 @@ def _class_count(nodes: list[Any], names: list[str]) -> int:
     is_cross_entropy = any(name in ("NllLoss", "NllLoss2D", "Neg", "Gather") for name in names[:position])
     if not shape or not is_cross_entropy:
         return 0
-    dimension = getattr(nodes[position], "_saved_dim", None)
-    if dimension is None:
-        return 0
-    signed = dimension - 2**64 if dimension >= 2**63 else dimension  # read as an unsigned number
-    return shape[signed] if -len(shape) <= signed < len(shape) else 0
+    dimension = _signed(getattr(nodes[position], "_saved_dim", None))
+    return shape[dimension] if dimension is not None and -len(shape) <= dimension < len(shape) else 0
+
+
+def _ignore_index(nodes: list[Any], names: list[str]) -> int:
+    """Return the target that the loss function leaves out, −100 if it is unknown."""
+    positions = [index for index, name in enumerate(names) if name in ("NllLoss", "NllLoss2D")]
+    index = _signed(getattr(nodes[positions[0]], "_saved_ignore_index", None)) if positions else None
+    return -100 if index is None else index
+
+
+def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
+    """Return facts about the targets of a cross-entropy on the CPU; reading those of an accelerator would wait."""
+    positions = [index for index, name in enumerate(names) if name in ("NllLoss", "NllLoss2D")]
+    targets = _saved(nodes[positions[0]], "target") if positions else None
+    if not isinstance(targets, Tensor) or targets.device.type != "cpu" or not targets.numel():
+        return {}
+    counted = targets[targets != _ignore_index(nodes, names)]
+    return {
+        "ignored_fraction": 1 - counted.numel() / targets.numel(),
+        "target_classes": len(counted[:MOST_TARGETS].unique()),
+    }
+
+
+def _signed(number: int | None) -> int | None:
+    """Return an integer of a node, which reads negative numbers as unsigned ones of 64 bits."""
+    return number - 2**64 if number is not None and number >= 2**63 else number
 
 
 def _is_doubly_normalised(names: list[str]) -> bool:

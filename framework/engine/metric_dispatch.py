@@ -379,6 +379,13 @@ class MetricDispatch:
         if alerts:
             self._for_each_sink(alerts[-1].step or 0, methodcaller("alert", alerts))
 
+    def report(self, alert: Alert, source: str, epoch: int) -> None:
+        """Send an alert about the loop itself to the sinks; ``source`` stands in place of a hook's name."""
+        alert.hook, alert.epoch = source, epoch
+        self._alerts.append(alert)
+        with self._isolation.visit():
+            self._send_alerts()
+
     @property
     def has_pending(self) -> bool:
         """Whether metrics would be lost if the run stopped now."""

@@ -21,6 +21,12 @@ class BackwardPass(NamedTuple):
     """Whether the loss is divided or multiplied by a tensor, such as a number of tokens; ``divisor`` leaves it out."""
     class_count: int = 0
     """Number of classes if the loss is a cross-entropy, else 0."""
+    ignore_index: int = -100
+    """The target that a cross-entropy leaves out, −100 by default."""
+    ignored_fraction: float | None = None
+    """Share of the targets of the cross-entropy that it leaves out; ``None`` if it is unknown, as on accelerators."""
+    target_classes: int | None = None
+    """Number of different targets of the cross-entropy among the others; ``None`` if it is unknown."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
     is_float16: bool = False

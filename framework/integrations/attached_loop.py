@@ -23,7 +23,7 @@ from ..console import RunConsole
 from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
 from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require, short_path
-from ..hooks import ENDLESS, StatePart, treatments
+from ..hooks import ENDLESS, Alert, StatePart, treatments
 from ..isolation import borrowed_modes, borrowed_parameters
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
@@ -74,7 +74,7 @@ class AttachedLoop:
         self._stored: StoredState | None = None
         self._at_exit: Callable[[str], None] = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
-        self._has_noticed_draws = False
+        self._has_noticed_draws = self._has_noticed_train_mode = False
         self.settings: Mapping[str, Any] = {}
         """Further settings for the record, such as the arguments of a Trainer."""
         self._accumulate = 1
@@ -394,11 +394,12 @@ class AttachedLoop:
         """Return the result of an evaluation of a custom loop, isolated unless ``isolate_evaluation=False``."""
         manager = self.manager
         if not self.options.isolate_evaluation:
-            with manager.untapped_pass():
+            with manager.untapped_pass(), self._noticed_train_mode():
                 return function()
 
         def run(model: nn.Module) -> Result:
             with (
+                self._noticed_train_mode(),
                 self._noticed_draws(manager.state.streams),
                 borrowed_parameters(manager.state.modules, optimizers_of(manager.state)),
             ):
@@ -406,6 +407,26 @@ class AttachedLoop:
 
         with unchanged_replica(self.driver.task.replica):
             return manager.in_eval_mode("evaluation", run)
+
+    @contextmanager
+    def _noticed_train_mode(self) -> Iterator[None]:
+        """Report the first evaluation that runs a model with dropout or batch normalisation in train mode."""
+        model = self.manager.task.model
+        modes: list[bool] = []
+
+        def note(module: nn.Module, inputs: Any) -> None:
+            modes.append(module.training)
+
+        handle = model.register_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if any(modes) and self.is_started and not self._has_noticed_train_mode and self._ranks.is_main:
+            self._has_noticed_train_mode = True
+            loop = self.driver.loop
+            sentence = "The evaluation ran the model in train mode."
+            self.manager.dispatch.report(Alert(sentence, metric="train_mode", step=loop.step), "evaluation", loop.epoch)
 
     @contextmanager
     def _noticed_draws(self, streams: RandomStreams) -> Iterator[None]:

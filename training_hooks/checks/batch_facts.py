@@ -77,6 +77,14 @@ def _is_auxiliary(name: str) -> bool:
     return any(part in name.lower() for part in OTHER_NAMES)
 
 
+def with_own_targets(parts: Sequence[BatchPart]) -> list[BatchPart]:
+    """Return the parts; sequences of tokens without targets are their own targets, as in language models."""
+    return [
+        BatchPart(part.inputs, part.inputs) if part.targets is None and _is_integer(part.inputs) else part
+        for part in parts
+    ]
+
+
 def input_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
     """Return mean, standard deviation and largest magnitude of floating-point inputs."""
     values = [_first_rows(part.inputs).float().flatten() for part in parts if part.inputs.is_floating_point()]
@@ -88,22 +96,26 @@ def input_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
     return dict(zip(("input_mean", "input_std", "input_max_abs"), numbers, strict=True))
 
 
-def target_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
+def target_facts(parts: Sequence[BatchPart], ignored: int = IGNORED) -> dict[str, float]:
     """Return the number of classes, the share of the most frequent one, and the shares of ignored and padded targets.
 
     Shares of classes are those among the targets that are not ignored.
+
+    Args:
+        parts: the micro-batches.
+        ignored: the target that the loss leaves out.
     """
     targets = [_first_rows(part.targets) for part in parts if part.targets is not None and _is_integer(part.targets)]
     if not targets:
         return {}
     elements = torch.cat([target.flatten().long() for target in targets])
-    counted = elements[elements != IGNORED]
+    counted = elements[elements != ignored]
     facts = {"ignored_target_fraction": 1 - len(counted) / len(elements)}
     if len(counted):
         counts = class_counts(counted)
         facts |= {"target_class_count": len(counts), "target_top_fraction": int(counts.max()) / len(counted)}
     if all(target.ndim == 2 for target in targets):
-        padded = sum(padded_count(target) for target in targets)
+        padded = sum(padded_count(target, ignored) for target in targets)
         facts["padding_fraction"] = padded / len(elements)
     return facts
 
@@ -121,11 +133,11 @@ def class_counts(elements: Tensor) -> Tensor:
     return torch.unique(elements, return_counts=True)[1]
 
 
-def padded_count(targets: Tensor) -> int:
+def padded_count(targets: Tensor, ignored: int = IGNORED) -> int:
     """Return the number of targets in trailing runs of padding, of a matrix with a row for each sequence.
 
-    The padding is an id with which most rows end. A run has at least three equal ids; ids of −100 are ignored by the
-    loss and are no padding here, and rows of zeros and ones are no sequences.
+    The padding is an id with which most rows end. A run has at least three equal ids; ids that the
+    loss ignores are no padding here, and rows of zeros and ones are no sequences.
 
     >>> padded_count(torch.tensor([[5, 6, 9, 9, 9], [7, 9, 9, 9, 9], [1, 2, 3, 4, 9]]))
     7
@@ -133,7 +145,7 @@ def padded_count(targets: Tensor) -> int:
     last = targets[:, -1]
     ids, counts = torch.unique(last, return_counts=True)
     padding = ids[counts.argmax()]
-    if int(padding) == IGNORED or 2 * int(counts.max()) <= len(last) or int(targets.max()) <= 1:
+    if int(padding) == ignored or 2 * int(counts.max()) <= len(last) or int(targets.max()) <= 1:
         return 0
     # the number of positions after which only the padding follows
     runs = (targets.flip(1) == padding).long().cumprod(dim=1).sum(dim=1)

@@ -13,7 +13,7 @@ from loopscope.tensors import joint_norm, live_gradients, trainable, unsharded
 from torch import Tensor, nn
 
 from ..measures import SeriesBudget, WeightCopy
-from .batch_facts import BatchPart, input_facts, parts_of, target_facts
+from .batch_facts import IGNORED, BatchPart, input_facts, parts_of, target_facts, with_own_targets
 from .gradient_counts import LayerWeights, count_gradients
 from .loss_facts import loss_facts
 from .module_modes import module_modes
@@ -111,14 +111,15 @@ class TrainingChecks(TrainingHook):
             | Far from 0 relative to input_std: inputs are not normalised.
         input_std | population standard deviation of the elements of x | [0, ∞) | Far from 1: inputs are not normalised.
         input_max_abs | max |x| | [0, ∞) | Near 255: images were not scaled.
-        target_class_count | number of different targets, without −100 | 1, 2, 3, …
+        target_class_count | number of different targets that the loss does not ignore | 0, 1, 2, …
             | 1 in every batch: see single_class_batch_fraction.
         target_top_fraction | share of the most frequent target among those that are not −100 | [0, 1]
             | Near 1: the classes are unbalanced, or padding counts as a target.
-        ignored_target_fraction | share of targets equal to −100 | [0, 1] | 1: the loss has no target.
+        ignored_target_fraction | share of targets that the loss ignores, by default those equal to −100 | [0, 1]
+            | 1: the loss has no target.
         padding_fraction | share of targets in runs of at least three equal ids at the end of a row, of the id with
-            which most rows end; of targets with two dimensions | [0, 1]
-            | Above 0: padding counts as a target. Replace it by −100.
+            which most rows end; of targets with two dimensions, and of tokens without separate targets, under a mean
+            cross-entropy | [0, 1] | Above 0: padding counts as a target. Replace it by −100.
         repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had | [0, 1]
             | Above 0: the loader draws with replacement, or the epoch has the data twice. Missing rows: only those of
             the first 200 steps and of checked steps are known.
@@ -208,7 +209,7 @@ class TrainingChecks(TrainingHook):
         facts = loss_facts(ctx.backward_passes, rows)
         if ctx.backward_passes and ctx.step > 1:
             facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
-        metrics |= facts | self._data_metrics(parts, ctx.epoch) | module_modes(ctx.model)
+        metrics |= facts | self._data_metrics(parts, ctx) | module_modes(ctx.model)
         return metrics
 
     def _gradient_metrics(self, parameters: Mapping[str, nn.Parameter]) -> Numbers:
@@ -240,9 +241,21 @@ class TrainingChecks(TrainingHook):
         scale = {} if ctx.loss_scale is None else {"loss_scale": ctx.loss_scale}
         return {"float16_used": int(is_used), **scale}
 
-    def _data_metrics(self, parts: list[BatchPart], epoch: int) -> Numbers:
-        targets = target_facts(parts)
-        metrics = input_facts(parts) | targets | self._rows.add(parts, epoch)
+    def _data_metrics(self, parts: list[BatchPart], ctx: RunDataContext) -> Numbers:
+        """Return the metrics of inputs and targets; padding only if the loss takes a mean over all of its targets."""
+        passes = ctx.backward_passes
+        ignored = passes[0].ignore_index if passes else IGNORED
+        targets = target_facts(parts, ignored)
+        if not passes or any(one.reduction != "mean" or one.is_divided_by_tensor for one in passes):
+            targets.pop("padding_fraction", None)
+        elif passes[0].class_count and "padding_fraction" not in targets:
+            of_inputs = target_facts(with_own_targets(parts), ignored)
+            targets |= {name: value for name, value in of_inputs.items() if name == "padding_fraction"}
+        shares = [one.ignored_fraction for one in passes if one.ignored_fraction is not None]
+        if shares and len(shares) == len(passes):  # the targets that the loss really got
+            targets["ignored_target_fraction"] = sum(shares) / len(shares)
+            targets["target_class_count"] = max(one.target_classes or 0 for one in passes)
+        metrics = input_facts(parts) | targets | self._rows.add(parts, ctx.epoch)
         if "target_class_count" in targets:
             self._batches += 1
             self._single_class_batches += targets["target_class_count"] == 1

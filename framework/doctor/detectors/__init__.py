@@ -10,7 +10,7 @@ from .learning_rates import (
 )
 from .losses import (
     AccumulationNotAveraged, DoublyNormalised, InitialLossHigh, LossNotFalling, LossRising, LossSpike, LossSummed,
-    NoBetterThanUniform, TrainValidationDiverging, ValidationBetter,
+    NoBetterThanUniform, TargetsNotNormalised, TrainValidationDiverging, ValidationBetter,
 )
 from .modes import BatchNormFrozen, EvalModeInTraining, EvaluationInTrainMode
 from .nonfinite import NonFinite, SkippedSteps
@@ -59,6 +59,7 @@ __all__ = [
     "ScheduleEndsEarly",
     "SkippedSteps",
     "TargetsIgnored",
+    "TargetsNotNormalised",
     "TrainValidationDiverging",
     "UntiedCopies",
     "ValidationBetter",

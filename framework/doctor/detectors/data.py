@@ -63,7 +63,14 @@ class OneClassBatches(Detector):
     thresholds = {"share": Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely")}
     needs = (CHECKS,)
     explains = frozenset(
-        {"loss-spike", "loss-not-falling", "exploding-gradients", "gradient-jump", "no-better-than-uniform"}
+        {
+            "dead-units",
+            "loss-spike",
+            "loss-not-falling",
+            "exploding-gradients",
+            "gradient-jump",
+            "no-better-than-uniform",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -194,15 +201,23 @@ class TargetsIgnored(Detector):
     explains = frozenset({"nonfinite", "loss-not-falling", "parameters-without-gradient"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the share of ignored targets is near 1."""
-        curve = history.curve(f"{CHECKS}/ignored_target_fraction")
-        share = median_of(curve.values)
-        if share > self.limit("share"):
-            yield self.finding(
-                "critical" if share == 1 else "warning",
-                1,
-                f"{share:.1%} of the labels are -100, which the loss ignores, so that hardly any target is trained.",
-                "Print a row of labels: those of tokens to predict must not be -100.",
-                Evidence(f"{CHECKS}/ignored_target_fraction", share, self.limit("share"), "0 to 0.95"),
-                confidence=0.9,
-            )
+        """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""
+        ignored = history.curve(f"{CHECKS}/ignored_target_fraction")
+        classes = history.curve(f"{CHECKS}/target_class_count")
+        share = median_of(ignored.values)
+        is_one_token = len(classes) > 2 and share > 0.1 and float(np.max(classes.values)) == 1
+        if not (share > self.limit("share") or is_one_token):
+            return
+        problem = (
+            "the others are all the same, such as padding" if is_one_token else "so that hardly any target is trained"
+        )
+        yield self.finding(
+            "critical" if share == 1 else "warning",
+            1,
+            f"{share:.1%} of the labels are ignored by the loss (-100), and {problem}."
+            if is_one_token
+            else f"{share:.1%} of the labels are ignored by the loss (-100), {problem}.",
+            "Print a row of labels: those of tokens to predict must not be -100, those of padding must be.",
+            Evidence(f"{CHECKS}/ignored_target_fraction", share, self.limit("share"), "0 to 0.95"),
+            confidence=0.9,
+        )

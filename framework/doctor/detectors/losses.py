@@ -160,6 +160,40 @@ class InitialLossHigh(Detector):
 
 
 @DetectorRegistry.register
+class TargetsNotNormalised(Detector):
+    """Finds a regression loss that is huge at the start, because its targets are."""
+
+    name = "targets-not-normalised"
+    symptom = "The loss is huge, or training is unstable"
+    cause = (
+        "The loss is no cross-entropy and starts at a huge value, so the targets, or the outputs, have large values. "
+        "Standardise the targets, and undo it for reports."
+    )
+    source = "a mean squared error of standardised targets starts near 1"
+    applies_to = "losses that are no cross-entropy, at the first step"
+    thresholds = {"loss": Threshold(1e4, "a deviation of 100 in targets or outputs")}
+    needs = (CHECKS,)
+    explains = frozenset({"activations-grow", "exploding-gradients", "loss-not-falling", "loss-spike", "dead-units"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the first loss is above the limit and inputs and weights are not the reason."""
+        loss, deviation = history.loss, history.curve(f"{CHECKS}/input_std").first
+        scale = (history.facts.get("weight_scales") or {}).get("median", 0)
+        is_known = history.last(f"{CHECKS}/class_count") == 0 and history.last(f"{CHECKS}/loss_is_summed") == 0
+        if loss.first_step != 1 or not is_known or not loss.first > self.limit("loss") or deviation > 10 or scale > 4:
+            return
+        yield self.finding(
+            "warning",
+            1,
+            f"The first loss is {loss.first:.3g}, so targets or outputs have a deviation of about "
+            f"{math.sqrt(loss.first):,.0f}.",
+            "Standardise the targets: (targets - targets.mean()) / targets.std().",
+            Evidence(f"{CHECKS}/loss", loss.first, self.limit("loss"), "near 1"),
+            confidence=0.7,
+        )
+
+
+@DetectorRegistry.register
 class LossRising(Detector):
     """Finds a loss that rises steadily, or is the negative of a cross-entropy."""
 
@@ -363,6 +397,7 @@ class TrainValidationDiverging(Detector):
     source = "early stopping, Prechelt 1998"
     thresholds = {
         "rise": Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below"),
+        "memorised_rise": Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss"),
         "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
     }
     needs = ("training_metrics",)
@@ -376,14 +411,15 @@ class TrainValidationDiverging(Detector):
             level = median_of(values[best + 1 :][-3:]) if best + 1 < len(values) else math.nan
             loss = history.loss
             train_then, train_now = loss.at(int(validation.steps[best])), end_level(loss)
-            is_rising = level > self.limit("rise") * values[best] and values[-1] > self.limit("rise") * values[best]
+            rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")
+            is_rising = level > rise * values[best] and values[-1] > rise * values[best]
             if is_rising and train_now < train_then and train_now < values[-1]:
                 yield self._finding(
                     int(validation.steps[best]),
                     f"The validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "
                     f"{values[-1]:.3g}, while the training loss falls to {train_now:.3g}: the model memorises its "
                     "training data.",
-                    Evidence(name, float(values[-1]), self.limit("rise") * float(values[best]), "near its minimum"),
+                    Evidence(name, float(values[-1]), rise * float(values[best]), "near its minimum"),
                     Evidence(f"{CHECKS}/loss", train_now),
                 )
                 return

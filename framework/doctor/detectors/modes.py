@@ -91,21 +91,20 @@ class EvaluationInTrainMode(Detector):
         "the batch. Call model.eval() before the evaluation, or use scope.evaluate."
     )
     source = "torch.nn.Module.eval"
-    applies_to = "models with dropout or batch normalisation"
-    needs = (CHECKS,)
+    applies_to = "models with dropout or batch normalisation that are evaluated in scope.evaluate"
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if passes without gradients ran in train mode."""
-        curve = history.curve(f"{CHECKS}/evaluations_in_train_mode")
-        affected = history.facts.get("dropouts", 0) + history.facts.get("batchnorms", 0)
-        if not curve.last > 0 or not affected:
+        """Return a finding from the alert of the loop, for a model with layers that modes affect."""
+        alerts = history.alerts_of("evaluation", "train_mode")
+        layers = history.facts.get("dropouts", 0) + history.facts.get("batchnorms", 0)
+        if not alerts or not layers:
             return
         yield self.finding(
             "warning",
-            curve.first_step_where(curve.values > 0) or 1,
+            int(alerts[0]["step"] or 0),
             "The model is evaluated in train mode: dropout is active in the evaluation, and batch normalisation uses "
             "and changes the statistics of its batches.",
-            "Call model.eval() before the evaluation and model.train() afterwards, or use scope.evaluate(function).",
-            Evidence(f"{CHECKS}/evaluations_in_train_mode", int(curve.last), 0, "0"),
-            confidence=0.85,
+            "Call model.eval() before the evaluation and model.train() afterwards.",
+            Evidence("evaluation/train_mode", 1, 0, "0"),
+            confidence=0.95,
         )

@@ -127,7 +127,20 @@ class OptimizerWithoutEffect(Detector):
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the weights were bit for bit the same after several checked steps."""
+        """Return a finding if steps change nothing, or if something restores the weights after each step."""
+        weights = history.curve("parameter_norms/total_weight_norm")
+        moves = history.last(f"{CHECKS}/update_ratio") > 0
+        if len(weights) >= 3 and moves and np.ptp(weights.values) == 0 and not weights.first == 0:
+            yield self.finding(
+                "critical",
+                weights.steps[1].item(),
+                "The weights are the same before every checked step, although steps change them: something restores "
+                "them after each step, such as load_state_dict.",
+                "Look for load_state_dict, deepcopy or torch.load within the loop.",
+                Evidence("parameter_norms/total_weight_norm", weights.last, None, "changes"),
+                confidence=0.9,
+            )
+            return
         ratios, unchanged = history.curve(f"{CHECKS}/update_ratio"), history.curve(f"{CHECKS}/unchanged_count")
         is_idle = ratios.values == 0
         norms = history.curve(f"{CHECKS}/grad_norm")
