@@ -130,7 +130,7 @@ class OptimizerWithoutEffect(Detector):
         """Return a finding if steps change nothing, or if something restores the weights after each step."""
         weights = history.curve("parameter_norms/total_weight_norm")
         moves = history.last(f"{CHECKS}/update_ratio") > 0
-        if len(weights) >= 3 and moves and np.ptp(weights.values) == 0 and not weights.first == 0:
+        if len(weights) >= 3 and moves and np.ptp(weights.values) == 0 and weights.first != 0:
             yield self.finding(
                 "critical",
                 weights.steps[1].item(),
