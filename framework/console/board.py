@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from ..hooks import Alert, Recovery, RunInfo, Series, always_on
+from ..hooks import Alert, RunInfo, Series, always_on
 from .grid import FALLING, FLAT, RISING, Cell, Group
 from .text import number_text, printable, shortened, value_text
 
@@ -19,8 +19,13 @@ LONGEST_VALUE = 20
 LARGEST = 1e300  # integers may be larger than any float
 MEAN = "ø "
 Groups = Mapping[str, Sequence[str]]
-Label = Literal["note", "warning", "alert"]
-LABEL_STYLES: Mapping[Label, str] = {"warning": "bold yellow", "alert": "bold yellow", "note": "bold cyan"}
+Label = Literal["note", "warning", "alert", "critical alert"]
+LABEL_STYLES: Mapping[Label, str] = {
+    "warning": "bold yellow",
+    "alert": "bold yellow",
+    "critical alert": "bold red",
+    "note": "bold cyan",
+}
 
 
 class Notice(NamedTuple):
@@ -154,8 +159,8 @@ class Board:
             track.epoch, track.step = epoch, value.steps[-1] if isinstance(value, Series) else step
 
     def count_alerts(self, alerts: Iterable[Alert]) -> None:
-        """Count alerts, but not recoveries."""
-        self.alerts.update(alert.kind for alert in alerts if not isinstance(alert, Recovery))
+        """Count alerts, but not recoveries and remarks."""
+        self.alerts.update(alert.kind for alert in alerts if alert.severity != "info")
 
     def age(self, track: Track) -> int:
         """Return the age of a value relative to the newest one, in epochs, or in steps for the step loop."""

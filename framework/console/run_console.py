@@ -17,6 +17,7 @@ from ..hooks import (
     MetricSink,
     Recovery,
     RunInfo,
+    Severity,
     SinkRegistry,
     TrainingHook,
     always_on,
@@ -34,6 +35,7 @@ from .text import cleaned
 
 MOST_SHOWN = 10  # alerts of one kind shown per strategy; SNAPSHOT lines count all, and a file has all
 Mode = Literal["normal", "live", "silent", "none"]
+Kind = tuple[str, Severity, bool]  # hook/metric, the severity, and whether it is a recovery
 
 
 class RunConsole(Display):
@@ -231,6 +233,8 @@ def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any]
 class Watch(MetricSink):
     """Shows alerts, at most one of a kind per epoch and SNAPSHOT interval and ten in all; finds a metric to plot.
 
+    Of alerts with severity ``info`` it shows the first of each kind.
+
     Args:
         live_metrics: full names of the metrics to show first, by group.
         notify: shows a notice.
@@ -245,9 +249,9 @@ class Watch(MetricSink):
         self.plotted = self._begin = ""
         self._wanted = [name for names in live_metrics.values() for name in names]
         self._notify, self._immediate = notify, immediate
-        self._epochs: dict[tuple[str, bool], list[int]] = {}  # epochs in which a kind was shown
-        self._since: set[tuple[str, bool]] = set()  # kinds shown since the last SNAPSHOT
-        self._waiting: dict[tuple[str, bool], list[Alert]] = {}
+        self._epochs: dict[Kind, list[int]] = {}  # epochs in which a kind was shown
+        self._since: set[Kind] = set()  # kinds shown since the last SNAPSHOT
+        self._waiting: dict[Kind, list[Alert]] = {}
 
     def set_run_context(self, run: RunInfo) -> None:
         """Start a strategy; alerts shown at its end name it."""
@@ -263,16 +267,18 @@ class Watch(MetricSink):
 
     def alert(self, alerts: Sequence[Alert]) -> None:
         """Show the first alert of each kind, and the number of further ones."""
-        kinds: dict[tuple[str, bool], list[Alert]] = {}
+        kinds: dict[Kind, list[Alert]] = {}
         for alert in alerts:
-            kinds.setdefault((alert.kind, isinstance(alert, Recovery)), []).append(alert)
+            kinds.setdefault((alert.kind, alert.severity, isinstance(alert, Recovery)), []).append(alert)
         for kind, same_kind in kinds.items():
             if not self._immediate:
                 self._waiting.setdefault(kind, []).extend(same_kind)
             elif kind not in self._since and same_kind[0].epoch not in (epochs := self._epochs.setdefault(kind, [])):
                 epochs.append(same_kind[0].epoch)
-                if len(epochs) <= MOST_SHOWN:
-                    remark = " Further ones are only counted." * (len(epochs) == MOST_SHOWN)
+                is_remark = same_kind[0].severity == "info" and not isinstance(same_kind[0], Recovery)
+                most = 1 if is_remark else MOST_SHOWN
+                if len(epochs) <= most:
+                    remark = " Further ones are only recorded." * (len(epochs) == most)
                     self._show(same_kind, f" in epoch {same_kind[0].epoch}", remark)
                 self._since.add(kind)
 
@@ -289,5 +295,6 @@ class Watch(MetricSink):
 
     def _show(self, alerts: Sequence[Alert], where: str, remark: str = "") -> None:
         more = f" (and {len(alerts) - 1:,} more{where})" if len(alerts) > 1 else ""
-        label: Label = "note" if isinstance(alerts[0], Recovery) else "alert"
+        severity = alerts[0].severity
+        label: Label = "note" if severity == "info" else "critical alert" if severity == "critical" else "alert"
         self._notify(Notice(label, f"{self._begin}{alerts[0].kind}: {' '.join(str(alerts[0]).split())}{more}{remark}"))

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from ..errors import counted, short_path
 from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
-from ..runs import ATTACHED, SUMMARY, TRAINED, ExperimentRunner, RunFolder, allowed_words
+from ..runs import ATTACHED, SUMMARY, TRAINED, ExperimentRunner, RunFolder, allowed_words, read_alerts
 from ..training import TrainingTask
 from .text import duration_text, number_text, printable
 
@@ -258,8 +259,7 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
             if name != ALERTS and (folder.path / name).exists():
                 files[kind][generic] = None
         if (folder.path / ALERTS).exists():
-            count = (folder.path / ALERTS).read_bytes().count(b"\n")
-            alerts.append(f"{count:,}" + f" of {folder.name}" * many)
+            alerts.append(alert_counts(folder.path, f" of {folder.name}" if many else ""))
     lines = [
         f"Results: {short_path(above)}/ with {', '.join(folder.name for folder in folders)}"
         if many
@@ -273,6 +273,12 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
             f"      loopscope plot {shlex.quote(short_path(above if many else first.path))} --metrics {plotted}"
         )
     return Text("\n".join(map(printable, lines)), no_wrap=True)  # so that a command can be copied as one line
+
+
+def alert_counts(folder: Path, owner: str) -> str:
+    """Return the number of a run's alerts, and that of remarks; recoveries do not count."""
+    counts = Counter(alert["severity"] == "info" for alert in read_alerts(folder) if not alert.get("is_over"))
+    return f"{counts[False]:,}{owner}" + (f" (and {counted(counts[True], 'remark')})" if counts[True] else "")
 
 
 def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:

@@ -17,7 +17,7 @@ from rich.segment import Segment
 
 from ..doctor import FindingNotice
 from ..errors import RunNotice
-from ..hooks import Alert
+from ..hooks import Alert, AlertNotice
 from .board import Label
 from .text import printable
 
@@ -115,7 +115,7 @@ def show_warnings(
     previous = warnings.showwarning
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
-        if isinstance(message, Alert) and not alerts:
+        if isinstance(message, (Alert, AlertNotice)) and not alerts:
             return
         if not issubclass(category, kind):
             previous(message, category, *where, **rest)

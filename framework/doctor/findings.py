@@ -2,16 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..errors import UsageError
+from ..hooks import SEVERITIES, Severity
 from .diagnosis_text import diagnosis_lines
 
 SCHEMA = 1
 """Version of the JSON of a diagnosis; it changes when a field is renamed or removed."""
-Severity = Literal["info", "warning", "critical"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""All severities, the mildest first."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 from ..state import RandomStreams
 
 LOGGER = logging.getLogger("loopscope")
-"""Receives starts, evaluations, checkpoints and ends of runs (INFO), alerts and left-out hooks (WARNING), and failures
-(ERROR). Programs set its level and handlers; without handlers nothing is shown."""
+"""Receives starts, evaluations, checkpoints, ends of runs and alerts of severity info (INFO), other alerts and left-out
+hooks (WARNING), and failures (ERROR). Programs set its level and handlers; without handlers nothing is shown."""
 LOGGER.addHandler(logging.NullHandler())  # otherwise Python would print warnings to standard error
 
 

@@ -375,7 +375,8 @@ class MetricDispatch:
             if alert.step and (rows := self._rows_of(alert.step)) is not None:
                 alert.rows = rows[:MOST_ROWS].tolist()
         for alert in alerts:
-            log(self._isolation.streams, logging.WARNING, "Alert of %s at step %s: %s", alert.hook, alert.step, alert)
+            level = logging.INFO if alert.severity == "info" else logging.WARNING
+            log(self._isolation.streams, level, "Alert of %s at step %s: %s", alert.hook, alert.step, alert)
         if alerts:
             self._for_each_sink(alerts[-1].step or 0, methodcaller("alert", alerts))
 
@@ -561,4 +562,4 @@ def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]], epoch: in
             alerts.append(alert)
         # All alerts are recorded before the first warning, which raises if a filter makes alerts errors.
         for alert in alerts[begin:]:
-            warn_at(alert, code.co_filename, code.co_firstlineno)
+            warn_at(alert.warning(), code.co_filename, code.co_firstlineno)

@@ -1,6 +1,6 @@
 """Base classes, contexts, metrics, taps and registries for hook authors."""
 
-from .alerts import ALERTS, Alert, Recovery
+from .alerts import ALERTS, SEVERITIES, Alert, AlertNotice, Recovery, Severity, alert_fields
 from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
 from .backward_passes import BackwardPass
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
@@ -33,8 +33,10 @@ __all__ = [
     "GROUPS",
     "KEYWORDS",
     "SET_AT",
+    "SEVERITIES",
     "STEP_POINTS",
     "Alert",
+    "AlertNotice",
     "AttentionCall",
     "AttentionTap",
     "BackwardPass",
@@ -72,6 +74,7 @@ __all__ = [
     "RunInfo",
     "ScoreBlock",
     "Series",
+    "Severity",
     "SinkRegistry",
     "StatePart",
     "StepSchedule",
@@ -80,6 +83,7 @@ __all__ = [
     "TrainingHook",
     "UndeclaredCommitError",
     "WrittenCall",
+    "alert_fields",
     "always_on",
     "build_hooks",
     "bulk_hooks",

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..durable_files import path_exists, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
-from ..hooks import ALERTS
+from ..hooks import ALERTS, alert_fields
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, record_of
 from .curves import NUMBERS, check_size, series_in
 from .explanations import read_explained
@@ -143,9 +143,10 @@ def _read_alerts(shown: ShownRun, path: Path) -> None:
         check_size(path, MOST_ALERT_BYTES)
     lines = path.read_bytes().splitlines() if path_exists(path) else []
     for line in lines[:MOST_ALERTS]:
-        with suppress(ValueError, LookupError, TypeError, RecursionError):
-            alert = json.loads(line)
-            texts = {name: shortened(str(alert[name]), LONGEST_TEXT) for name in ("hook", "metric", "sentence")}
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, UsageError):
+            alert = alert_fields(json.loads(line))
+            names = ("hook", "metric", "severity", "id", "sentence")
+            texts = {name: shortened(str(alert[name]), LONGEST_TEXT) for name in names}
             rows = alert.get("rows")
             if isinstance(rows, list) and rows and {int}.issuperset(map(type, rows)):
                 texts["rows"] = f"rows {listed(rows, FEW_ROWS)}"

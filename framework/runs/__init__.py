@@ -15,7 +15,7 @@ from .replay import Record, RecordSink, ReplaySink, forward_emits, record_of
 from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
 from .run import Display, Run, attempt, create_manager
-from .run_history import read_history
+from .run_history import read_alerts, read_history
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .validation import DivergedError, Stretch
@@ -59,7 +59,7 @@ __all__ = [
     "field_names",
     "forward_emits",
     "load_reference",
-    "read_history",
+    "read_alerts", "read_history",
     "read_initial",
     "read_outcome",
     "read_provenance",

@@ -9,7 +9,7 @@ from typing import Any
 from ..doctor import History
 from ..durable_files import path_exists
 from ..errors import UsageError
-from ..hooks import ALERTS
+from ..hooks import ALERTS, alert_fields
 from .records import RunRecord, read_status
 from .replay import Record, forward_emits, record_of
 
@@ -39,17 +39,16 @@ def read_history(folder: Path, until: int | None = None) -> History:
     except UsageError:  # a run without a sink that keeps metrics
         return history
     forward_emits(path, sink.read(path), take)
-    for alert in _alerts(folder / ALERTS):
+    for alert in read_alerts(folder):
         if until is None or alert["step"] <= until:
             history.add_alert(alert)
     return history
 
 
-def _alerts(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the alerts of a file; a line that is not an alert is left out."""
+def read_alerts(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the alerts and recoveries of the run in a folder, oldest first; a line that is not an alert is left out."""
+    path = folder / ALERTS
     lines = path.read_bytes().splitlines() if path_exists(path) else []
     for line in lines:
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            alert = json.loads(line)
-            if isinstance(alert["step"], int) and {"hook", "metric", "sentence"} <= alert.keys():
-                yield alert
+        with suppress(ValueError, TypeError, AttributeError, RecursionError, UsageError):
+            yield alert_fields(json.loads(line))

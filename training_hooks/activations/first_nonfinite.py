@@ -167,7 +167,14 @@ class FirstNonfinite(TrainingHook):
         due = [finding for finding in self._findings if finding[0] <= step]
         self._findings = [finding for finding in self._findings if finding[0] > step]
         for _, sentence, producing_step in due:
-            yield Alert(sentence, metric="step", step=max(producing_step, 1), value=math.nan)
+            yield Alert(
+                sentence,
+                metric="step",
+                step=max(producing_step, 1),
+                value=math.nan,
+                severity="critical",
+                id="nonfinite",
+            )
 
 
 def _is_nonfinite(loss: float | Tensor | None) -> bool:

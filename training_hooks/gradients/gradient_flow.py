@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, listed, require
-from loopscope.hooks import Alert, GradientTap, Metrics, Recovery, RunInfo
+from loopscope.hooks import Alert, GradientTap, Metrics, Recovery, RunInfo, Severity
 from loopscope.option_words import hook_option_text
 from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
@@ -21,6 +21,11 @@ from ..measures import FamilyFile, SeriesBudget, notice, reported_series, stacke
 SMALLEST_STACK = 2
 HYSTERESIS = 2.0  # a condition ends when the gain is back within its threshold by this factor
 LISTED = 5  # blocks that a warning names
+SERIOUS_GAIN = 1e4
+"""Factor over a whole chain above which its first and last blocks cannot learn at one learning rate; residual stacks
+stay within 100, and an optimizer that scales each parameter, such as Adam, compensates that."""
+IDS = {"smallest_gain": "vanishing-gradient", "largest_gain": "exploding-gradient"}
+"""The id of the doctor's finding, by the metric of the alert."""
 Chains = Mapping[str, Sequence[str]]
 """Names of modules that run one after another, first to last. The key is the name of their container in the model
 (``model`` for the model itself), or the pattern that matched them."""
@@ -269,11 +274,15 @@ class GradientFlow(TrainingHook):
         A block leaves a condition once its gain is within the threshold by a factor of 2, so gains that fluctuate
         around the threshold cause no repeated alerts. Steps with infinite or NaN norms are ignored. A block without a
         reported gain has one between the reported extremes, so it leaves the condition if all reported blocks do.
+
+        An alert is a warning if the gain of a whole chain is at most 1e-4 or at least 1e4, otherwise a remark.
         """
         gains = {name.removeprefix("gain/"): value for name, value in values.items() if name.startswith("gain/")}
         norms = [value for name, value in values.items() if name.startswith("norm/")]
         if not all(map(math.isfinite, norms)):
             return
+        total_gains = [value for name, value in values.items() if name.startswith("total_gain/")]
+        smallest, largest = min(total_gains, default=1.0), max(total_gains, default=1.0)
         low, high = self._vanishing_gain, self._amplifying_gain
         ascending = sorted(gains.items(), key=itemgetter(1))
         vanishing = {block: gain for block, gain in ascending if gain <= low}
@@ -282,12 +291,25 @@ class GradientFlow(TrainingHook):
         lingering = self._lingering(reported, {block: low * HYSTERESIS >= gain for block, gain in gains.items()})
         self._vanishing = sorted({*vanishing} | lingering)
         fault = f"vanishes (gain ≤ {low:g})"
-        yield from _changes(reported, self._vanishing, vanishing, fault, metric="smallest_gain", step=step, limit=low)
+        severity: Severity = "warning" if smallest <= 1 / SERIOUS_GAIN else "info"
+        yield from _changes(
+            reported, self._vanishing, vanishing, fault, metric="smallest_gain", step=step, limit=low, severity=severity
+        )
         reported = self._amplifying
         lingering = self._lingering(reported, {block: gain >= high / HYSTERESIS for block, gain in gains.items()})
         self._amplifying = sorted({*amplifying} | lingering)
         fault = f"is amplified (gain ≥ {high:g})"
-        yield from _changes(reported, self._amplifying, amplifying, fault, metric="largest_gain", step=step, limit=high)
+        severity = "warning" if largest >= SERIOUS_GAIN else "info"
+        yield from _changes(
+            reported,
+            self._amplifying,
+            amplifying,
+            fault,
+            metric="largest_gain",
+            step=step,
+            limit=high,
+            severity=severity,
+        )
 
     def _lingering(self, reported: Iterable[str], affected: Mapping[str, bool]) -> set[str]:
         """Return the reported blocks that have not recovered; ``affected`` tells it of the blocks with a known gain."""
@@ -306,6 +328,7 @@ def _changes(
     metric: str,
     step: int,
     limit: float,
+    severity: Severity,
 ) -> Iterator[Alert]:
     """Yield an alert if blocks are affected that were not ``reported``, or a recovery if no block is affected any more.
 
@@ -315,10 +338,10 @@ def _changes(
         named = listed([f"{block} ({gain:.2g})" for block, gain in gains.items()], LISTED)
         sentence = f"Step {step:,}: the backpropagated gradient {fault} in {named}."
         worst = next(iter(gains.values()))
-        yield Alert(sentence, metric=metric, step=step, value=worst, limit=limit)
+        yield Alert(sentence, metric=metric, step=step, value=worst, limit=limit, severity=severity, id=IDS[metric])
     elif reported and not affected:
         sentence = f"Step {step:,}: the backpropagated gradient no longer {fault} in any block."
-        yield Recovery(sentence, metric=metric, step=step, limit=limit)
+        yield Recovery(sentence, metric=metric, step=step, limit=limit, id=IDS[metric])
 
 
 def _describe_missing_blocks(model: nn.Module, pattern: str) -> str:

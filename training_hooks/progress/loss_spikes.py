@@ -16,6 +16,15 @@ SMALLEST_SPREAD = 1e-10  # below this standard deviation a step has no deviation
 CHUNK = 1024  # steps whose windows are in memory at once
 SIGNALS = {"loss": "loss", "grad_norm": "gradient norm"}
 """The watched signals: the prefix of the metrics, and the name in sentences."""
+IDS = {"loss": "loss-spike", "grad_norm": "gradient-spike"}
+"""The id of the doctor's finding about each signal."""
+MATERIAL = 0.5
+"""Rise of the loss above which a spike matters: by half of its mean, and by a tenth of its initial level. A spike of a
+tiny loss is many standard deviations high, and means nothing."""
+RECOVERED = 0.25
+"""Rise of the loss below which it has recovered from a spike."""
+HUGE = 10.0
+"""Rise of the loss that is a warning at once: ten times its mean, and twice its initial level."""
 
 
 def deviations(series: Tensor, window: int) -> Tensor:
@@ -55,11 +64,17 @@ SPIKES = """
         are bad.
 """
 """The metrics of one signal x; mean and σ are those of its previous ``window`` values."""
+RISE = """
+    loss_rise | (x − m) / (|m| + |ℓ| / 5), x the loss, m its mean over the `window` steps before, ℓ that over the first
+        `window` steps; both ignore infinite and NaN values | (−∞, ∞) | Above 0.5 after a spike, and still above 0.25
+        `window` / 8 steps after it: the spike is a warning. Above 10 at a spike: it is a warning at once.
+"""
+"""The height of a spike relative to the level of the loss."""
 
 
 @HookRegistry.register
 class LossSpikes(TrainingHook):
-    """Count spikes of the loss and of the gradient norm, and warn about each of them.
+    """Count spikes of the loss and of the gradient norm, and report each of them.
 
     A spike is a value above the mean of the previous ``window`` steps by more than ``threshold`` standard deviations.
     Spikes enter the window like other values, so only the start of a lasting rise is a spike; infinite and NaN values
@@ -82,7 +97,13 @@ class LossSpikes(TrainingHook):
     _previous = Remembered(partial(torch.zeros, len(SIGNALS), 0, dtype=torch.float64))
     """The newest ``window`` values of each signal."""
     _counts = Remembered(partial(torch.zeros, len(SIGNALS), dtype=torch.int64))
-    metrics = "".join(SPIKES.format(prefix=prefix, label=label) for prefix, label in SIGNALS.items())
+    _initial = Remembered(partial(torch.zeros, 0, dtype=torch.float64))
+    """The mean loss of the first window: no element until it is full, then one."""
+    _spike_step = Remembered(int)
+    """The step of a spike from which the loss may not have recovered, or 0."""
+    _peak = Remembered(float)
+    """The largest rise since that step."""
+    metrics = "".join(SPIKES.format(prefix=prefix, label=label) for prefix, label in SIGNALS.items()) + RISE
 
     def __init__(self, *, window: int = 128, threshold: float = 6.0) -> None:
         require(window >= 2, f"loss_spikes.window is {window}; it must be at least 2, for a standard deviation.")
@@ -115,10 +136,17 @@ class LossSpikes(TrainingHook):
             return {}
         deviation = deviations(series, self.window)[:, -1]
         self._counts = self._counts.to(new.device) + (deviation > self.threshold)
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, Any] = {"loss_rise": self._rise(series[0])}
         for prefix, value, count in zip(SIGNALS, deviation, self._counts, strict=True):
             metrics |= {f"{prefix}_deviation": value, f"{prefix}_spike_count": count}
         return metrics
+
+    def _rise(self, losses: Tensor) -> Tensor:
+        """Return the rise of the last of ``window`` + 1 losses above the mean of the others."""
+        mean = _finite_mean(losses[:-1])
+        if not len(self._initial):
+            self._initial = mean[None]
+        return (losses[-1] - mean) / (mean.abs() + self._initial.to(mean.device)[0].abs() / 5)
 
     def is_urgent(self, metrics: Metrics) -> bool | Tensor:
         """Return whether the step is a spike."""
@@ -126,12 +154,52 @@ class LossSpikes(TrainingHook):
         return torch.stack(flags).any()
 
     def check(self, values: Mapping[str, Any], step: int) -> Iterator[Alert]:
-        """Yield an alert for every signal that spikes at the step."""
+        """Yield an alert for every signal that spikes at the step, and for a loss that stays high after one."""
+        rise = values["loss_rise"]
+        yield from self._lasting_spike(rise, step)
         for prefix, label in SIGNALS.items():
             metric = f"{prefix}_deviation"
-            if (deviation := values[metric]) > self.threshold:
-                sentence = (
-                    f"The {label} spiked at step {step:,}: it was {deviation:.1f} standard deviations above "
-                    f"its mean over the previous {self.window} steps (the threshold is {self.threshold:g})."
-                )
-                yield Alert(sentence, metric=metric, step=step, value=deviation, limit=self.threshold)
+            deviation = values[metric]
+            if not deviation > self.threshold:
+                continue
+            sentence = (
+                f"The {label} spiked at step {step:,}: it was {deviation:.1f} standard deviations above "
+                f"its mean over the previous {self.window} steps (the threshold is {self.threshold:g})."
+            )
+            is_huge = prefix == "loss" and rise > HUGE
+            yield Alert(
+                sentence,
+                metric=metric,
+                step=step,
+                value=deviation,
+                limit=self.threshold,
+                severity="warning" if is_huge else "info",
+                id=IDS[prefix],
+            )
+            if prefix == "loss" and not is_huge and not self._spike_step:
+                self._spike_step, self._peak = step, rise
+
+    def _lasting_spike(self, rise: float, step: int) -> Iterator[Alert]:
+        """Yield a warning if the loss is still high ``window`` / 8 steps after a spike that matters."""
+        if not self._spike_step:
+            return
+        self._peak = max(self._peak, rise)
+        patience, steps_since = max(1, self.window // 8), step - self._spike_step
+        # A steep rise may start with a small spike, so the first steps say nothing about a recovery.
+        has_recovered = steps_since > patience // 2 and not rise > RECOVERED
+        if steps_since >= patience and self._peak > MATERIAL and not has_recovered:
+            sentence = (
+                f"The loss has not recovered from its spike at step {self._spike_step:,}: {steps_since} steps later "
+                f"its rise is {rise:.2g} (the limit is {RECOVERED:g})."
+            )
+            yield Alert(
+                sentence, metric="loss_rise", step=self._spike_step, value=rise, limit=RECOVERED, id=IDS["loss"]
+            )
+        if steps_since >= patience or has_recovered:
+            self._spike_step = 0
+
+
+def _finite_mean(values: Tensor) -> Tensor:
+    """Return the mean of the finite elements of a vector."""
+    finite = values.isfinite()
+    return torch.where(finite, values, 0.0).sum() / finite.sum()

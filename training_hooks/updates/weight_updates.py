@@ -1,25 +1,36 @@
 """Periodic checks of the gradients and of the optimizer's updates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, counted, require
-from loopscope.hooks import Alert, Metrics, RunInfo
+from loopscope.hooks import Alert, Metrics, RunInfo, Severity
+from loopscope.state import number_or
 from loopscope.tensors import trainable
 
 from ..measures import Alerts, notice
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
+from .update_severity import UpdateSeverity
 
 CONDITIONS = {
     "vanishing": ("has a vanishing gradient", "have vanishing gradients"),
     "exploding": ("has an exploding gradient", "have exploding gradients"),
+    "nonfinite": ("has a non-finite gradient", "have non-finite gradients"),
     "frozen": ("is frozen", "are frozen"),
     "rounded_away": ("loses its update to rounding", "lose their updates to rounding"),
 }
 """For each condition: the predicate of a sentence about one parameter, and about several."""
+IDS = {
+    "vanishing": "vanishing-gradient",
+    "exploding": "exploding-gradient",
+    "nonfinite": "nonfinite",
+    "frozen": "frozen-parameter",
+    "rounded_away": "rounded-updates",
+}
+"""For each condition: the id of the doctor's finding."""
 NORM = (
     "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k), but of all "
     "elements if that vanishes)"
@@ -40,8 +51,15 @@ class WeightUpdates(TrainingHook):
     momentum, weight decay and clipping; a step that the loss scaler skips has no update. Learning rates are those of
     the step itself. The hook checks a fixed sample of elements of each parameter (norms are scaled by √(n/k) for k
     sampled of n elements), or all elements with ``exact``; a notice at the start reports which. When a condition
-    appears or spreads to more parameters, a warning reports the step, the number of parameters and the worst of them.
+    appears or spreads to more parameters, an alert reports the step, the number of parameters and the worst of them.
     When the condition ends, a notice reports that.
+
+    A non-finite gradient is critical. The other conditions are warnings only where they are faults; otherwise the alert
+    is a remark. Exploding: the norm is also at least 100 times the median of its last 9 checks. Vanishing: a parameter
+    with two dimensions or more, at two checks in a row, whose norm is also at most 1e-4 times the largest one (or no
+    gradient was ever above the threshold). Frozen: the parameter has a gradient, and its learning rate is not 0.
+    Rounded away: at two checks in a row rounding removes more than half of the model's update, at a learning rate of at
+    least a tenth of the highest.
 
     Assumes that a sample represents its parameter: events in a few elements of a large parameter show in exact mode
     only. If a gradient vanishes in the sample (for example in an embedding, if no sampled row had a token), the hook
@@ -64,7 +82,8 @@ class WeightUpdates(TrainingHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_STEP})
     in_health = True
     monitor = Remembered[WeightUpdateMonitor](lambda hook: hook.new_monitor(), by_options=True)
-    _conditions = Remembered(partial(Alerts, CONDITIONS))
+    _conditions = Remembered(partial(Alerts, CONDITIONS, ids=IDS))
+    _severity = Remembered(UpdateSeverity)
     _kept_at = Remembered(int)
     _checks = Remembered(int)
     metrics = f"""
@@ -186,30 +205,66 @@ class WeightUpdates(TrainingHook):
         """Return the metrics and record conditions; infinite gradients are no condition under a loss scaler."""
         self._checks += 1
         is_scaled = ctx.loss_scale is not None
-        exploding = {
-            name: gradient
-            for name, gradient in gradients.items()
-            if gradient.is_exploding and (gradient.is_finite or not is_scaled)
-        }
-        vanishing = {name: gradient for name, gradient in gradients.items() if gradient.is_vanishing}
-        largest = self.monitor.top_k_largest_gradients(exploding, len(exploding))
-        smallest = self.monitor.top_k_largest_gradients(vanishing, len(vanishing))[::-1]
+        exploding = {name: item for name, item in gradients.items() if item.is_exploding and item.is_finite}
+        nonfinite = {name: item for name, item in gradients.items() if not (item.is_finite or is_scaled)}
+        vanishing = {name: item for name, item in gradients.items() if item.is_vanishing}
+        matrices = {name for name, parameter in trainable(ctx.model).items() if parameter.ndim >= 2}
         low, high = self.monitor.vanishing_grad_threshold, self.monitor.exploding_grad_threshold
-        for condition, pairs, limit in (("vanishing", smallest, low), ("exploding", largest, high)):
-            affected, worst = {name: f"‖g‖ = {norm:.3g}" for name, norm in pairs}, pairs[0][1] if pairs else None
-            self._conditions.update(
-                condition, affected, step=ctx.step, checked=len(gradients), worst=worst, limit=limit
-            )
+        vanished = self._severity.vanished(gradients, matrices, low)
+        exploded = self._severity.exploded(gradients)
+        self._update_gradients("vanishing", vanishing, gradients, ctx.step, limit=low, serious=vanished)
+        self._update_gradients("exploding", exploding, gradients, ctx.step, limit=high, serious=exploded)
+        self._update_gradients("nonfinite", nonfinite, gradients, ctx.step, severity="critical")
         return self.monitor.aggregate_gradient_stats(gradients)
+
+    def _update_gradients(
+        self,
+        condition: str,
+        affected: Mapping[str, GradientDiagnostics],
+        checked: Mapping[str, GradientDiagnostics],
+        step: int,
+        *,
+        limit: float | None = None,
+        serious: Set[str] | None = None,
+        severity: Severity = "warning",
+    ) -> None:
+        """Record the gradients in a condition, worst first."""
+        pairs = self.monitor.top_k_largest_gradients(affected, len(affected))
+        if condition == "vanishing":
+            pairs.reverse()
+        self._conditions.update(
+            condition,
+            {name: f"‖g‖ = {norm:.3g}" for name, norm in pairs},
+            step=step,
+            checked=len(checked),
+            worst=pairs[0][1] if pairs else None,
+            limit=limit,
+            serious=serious,
+            severity=severity,
+        )
 
     def _update_metrics(self, updates: Mapping[str, UpdateDiagnostics], ctx: RunDataContext) -> Metrics:
         smallest = self.monitor.top_k_smallest_updates(updates, len(updates))
-        frozen = [pair for pair in smallest if updates[pair[0]].is_frozen]
-        rounded_away = [pair for pair in smallest if updates[pair[0]].is_rounded_away]
         threshold = self.monitor.frozen_update_ratio_threshold
-        for condition, pairs, limit in (("frozen", frozen, threshold), ("rounded_away", rounded_away, None)):
-            affected, worst = {name: _describe(updates[name]) for name, _ in pairs}, pairs[0][1] if pairs else None
-            self._conditions.update(condition, affected, step=ctx.step, checked=len(updates), worst=worst, limit=limit)
+        initial_rates = [number_or(group.options.get("initial_lr"), 0.0) for group in ctx.optimizer_groups]
+        conditions = (
+            ("frozen", [pair for pair in smallest if updates[pair[0]].is_frozen], threshold),
+            ("rounded_away", [pair for pair in smallest if updates[pair[0]].is_rounded_away], None),
+        )
+        serious = {
+            "frozen": self._severity.frozen(updates),
+            "rounded_away": self._severity.rounded_away(updates, initial_rates),
+        }
+        for condition, pairs, limit in conditions:
+            self._conditions.update(
+                condition,
+                {name: _describe(updates[name]) for name, _ in pairs},
+                step=ctx.step,
+                checked=len(updates),
+                worst=pairs[0][1] if pairs else None,
+                limit=limit,
+                serious=serious[condition],
+            )
         smallest_ratios = {f"topk_frozen/{name}": ratio for name, ratio in smallest[: self.topk]}
         return self.monitor.aggregate_update_stats(updates) | smallest_ratios
 

@@ -1,4 +1,5 @@
 import io
+import json
 import re
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from loopscope.console import RunConsole, make_console, show_warnings
 from loopscope.console.board import Notice
 from loopscope.console.terminal import LastingConsole
 from loopscope.errors import RunNotice
-from loopscope.hooks import Alert, HookPoint
+from loopscope.hooks import Alert, HookPoint, Recovery
 from loopscope.training import TrainingTask
 from rich.console import Console
 from rich.text import Text
@@ -314,7 +315,10 @@ def test_end_lists_output_files_and_next_commands(tmp_path):
         folder.mkdir(parents=True)
         for name in (f"{summary['strategy']}.jsonl", f"{summary['strategy']}_final.pt", "summary.json"):
             (folder / name).touch()
-        (folder / "alerts.jsonl").write_text("{}\n" * index)
+        alerts = [Alert("High."), Alert("A spike.", severity="info"), Recovery("Over.")]
+        (folder / "alerts.jsonl").write_text(
+            "".join(f"{json.dumps(a.record() | {'step': 1})}\n" for a in alerts[index:])
+        )
     console = captured(terminal=False)
     shown = RunConsole(console=console)
     for sink in shown.sinks():
@@ -324,7 +328,7 @@ def test_end_lists_output_files_and_next_commands(tmp_path):
     assert console.file.getvalue().splitlines()[-6:] == [
         "Results: an exp/ with stride, fixed-random",
         "  record   STRATEGY.jsonl",
-        "  alerts   alerts.jsonl: 0 of stride, 1 of fixed-random",
+        "  alerts   alerts.jsonl: 1 of stride (and 1 remark), 0 of fixed-random (and 1 remark)",
         "  weights  STRATEGY_final.pt",
         "Next: loopscope show 'an exp/stride'",
         "      loopscope plot 'an exp' --metrics training_metrics/loss",

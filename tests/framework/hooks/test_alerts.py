@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopscope.errors import HookError
-from loopscope.hooks import ALERTS, Alert, HookPoint, Recovery, TrainingHook
+from loopscope.errors import HookError, UsageError
+from loopscope.hooks import ALERTS, Alert, AlertNotice, HookPoint, Recovery, TrainingHook
+from loopscope.runs import read_alerts
 from loopscope.sinks import CSVSink, JSONLSink
 
 from tests.framework.runs.small_experiment import SmallSteps, contents, registered, session
@@ -49,8 +50,8 @@ def test_alerts_are_recorded_despite_warning_filters(action, tmp_path):
     rows = [indices.tolist() for indices in session(tmp_path).runner.build_loader("plain").row_indices(1)]
     assert [alert["rows"] for alert in repeated[4:]] == [*rows, rows[-1]]
     del repeated[0]["rows"]
-    assert repeated[0] == {"epoch": 0, "step": 1, "hook": "anxious", "metric": "", "value": None, "limit": None,
-                       "is_over": False, "sentence": "All is lost."}  # fmt: skip
+    assert repeated[0] == {"epoch": 0, "step": 1, "hook": "anxious", "metric": "", "severity": "warning", "value": None,
+                       "id": "anxious", "limit": None, "is_over": False, "sentence": "All is lost."}  # fmt: skip
     excess, recovery = [alert for alert in alerts if alert not in repeated]
     fields = ("metric", "step", "value", "limit", "is_over")
     assert [excess[field] for field in fields] == ["level", 1, 7.5, 6.0, False]
@@ -58,6 +59,35 @@ def test_alerts_are_recorded_despite_warning_filters(action, tmp_path):
     shown = [item for item in caught if str(item.message) == "All is lost."]
     assert len(shown) == {"ignore": 0, "once": 1}.get(action, 8)
     assert {Path(item.filename).name for item in shown} <= {"test_alerts.py"}
+
+
+@pytest.mark.filterwarnings("error::loopscope.hooks.Alert")
+def test_remark_is_issued_as_a_notice(tmp_path):
+    """Severity and id are in the file, and a filter of alerts does not apply to a remark."""
+
+    class Calm(Anxious):
+        def check(self, values: Any, step: int) -> Any:
+            yield Alert("A spike.", metric="level", severity="info", id="loss-spike")
+
+    with registered(Calm), pytest.warns(AlertNotice, match="A spike"):
+        session(tmp_path, hooks=["anxious"], strategies=["plain"]).run()
+    first = alerts_of(tmp_path / "small/plain")[0]
+    assert (first["severity"], first["id"]) == ("info", "loss-spike")
+
+
+def test_unknown_severity_is_refused():
+    with pytest.raises(UsageError, match=r"Unknown severity of an alert: 'bad'\..*critical, info, warning"):
+        Alert("The loss spiked.", severity="bad")
+
+
+def test_alerts_of_earlier_versions_are_complete(tmp_path):
+    """Lines without severity and id get defaults, and other lines are left out."""
+    lines = [{"epoch": 0, "step": 3, "hook": "norms", "metric": "own_norm", "sentence": "High.", "is_over": is_over}
+             for is_over in (False, True)]  # fmt: skip
+    (tmp_path / ALERTS).write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "[]\n{}\n3\nno")
+    alert, recovery = read_alerts(tmp_path)
+    assert (alert["severity"], alert["id"]) == ("warning", "norms-own-norm")
+    assert recovery["severity"] == "info"
 
 
 @pytest.mark.filterwarnings("error::loopscope.hooks.Alert")

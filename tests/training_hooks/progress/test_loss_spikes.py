@@ -163,6 +163,38 @@ def test_spike_is_an_alert_at_its_step():
     assert events == [(step, step, metric, 6.0) for step in (31, 71) for metric in metrics]
 
 
+def severities(hook: LossSpikes, losses: list[float]) -> list[tuple[int, str]]:
+    """Return step and severity of every alert about the loss."""
+    alerts = []
+    for step, report in enumerate(watch(hook, losses)):
+        alerts += hook.check(report, step) if report else []
+    return [(alert.step, alert.severity) for alert in alerts if alert.metric.startswith("loss")]
+
+
+def test_spike_of_a_tiny_loss_is_a_remark():
+    """From an initial loss of 4, the loss falls to 0.001 and jumps to 0.05."""
+    losses = [4.0] * 16 + [0.001 + 0.0001 * (step % 2) for step in range(40)]
+    assert severities(LossSpikes(window=16), [*losses, *[0.05] * 8]) == [(56, "info")]
+
+
+def test_spike_that_recovers_is_a_remark():
+    losses = [*noise(40), 5.0, *noise(20, 1)]
+    assert severities(LossSpikes(window=16), losses) == [(40, "info")]
+
+
+@pytest.mark.parametrize("first", [5.0, 3.1])
+def test_spike_that_lasts_is_a_warning(first):
+    """The rise may start with a small spike, and the warning has the step of the spike."""
+    losses = [*noise(64), first, *[value + 4 for value in noise(20, 1)]]
+    found = severities(LossSpikes(window=32), losses)
+    assert found[0] == (64, "info")
+    assert [alert for alert in found if alert[1] == "warning"] == [(64, "warning")]
+
+
+def test_spike_far_above_the_initial_loss_warns_at_once():
+    assert severities(LossSpikes(window=16), [*noise(40), 90.0, *noise(20)]) == [(40, "warning")]
+
+
 def test_overflow_of_scaled_gradients_is_no_spike():
     """The scaler skips the step; without a scaler an infinite norm is a spike."""
     series = noise(60)
