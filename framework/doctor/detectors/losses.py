@@ -352,7 +352,7 @@ class LossSpike(Detector):
         """Return a finding about the first alert of a spike above the severity info."""
         alerts = [
             alert
-            for alert in history.alerts_of("loss_spikes", "loss_deviation")
+            for alert in history.alerts_of("loss_spikes", "loss_deviation", "loss_rise")
             if alert.get("severity", "warning") != "info"
         ]
         if not alerts:
@@ -367,7 +367,7 @@ class LossSpike(Detector):
             else alert["sentence"],
             "loopscope rewind RUN --spike looks for the cause; look at the rows of the batch"
             + (f": {', '.join(map(str, rows[:5]))}." if 0 < len(rows) <= 64 else "."),
-            Evidence("loss_spikes/loss_deviation", alert["value"], alert["limit"], "below 6"),
+            Evidence(f"loss_spikes/{alert['metric']}", alert["value"], alert["limit"], f"below {alert['limit']:g}"),
             confidence=0.7,
         )
 
