@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from ..checkpoints import StoppedError
-from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_console, printable, show_warnings, watch
+from ..console import Label, Mode, experiment_list, make_console, printable, show_warnings, watch
 from ..doctor import DetectorRegistry
 from ..errors import LoopscopeError, UsageError, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
@@ -17,14 +17,18 @@ from ..names import as_names
 from ..option_words import command_line_messages
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
+from .agents import agents, agents_parser
+from .alerts import alerts, alerts_parser
 from .compare import compare, compare_parser
 from .diff import diff, diff_parser
 from .doctor import doctor, doctor_parser
+from .hook_pages import hooks, hooks_parser
 from .jobs import ONE_OF_SEVERAL, train_in_parallel, train_one_of_several
 from .listing import ls, ls_parser, show, show_parser
 from .lost_rows import require_all_rows
 from .new import new, new_parser
 from .options import Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
+from .output import ReportedError, write_error
 from .parser import CommandParser, dashed, write_line
 from .plot import plot, plot_parser
 from .report import report, report_parser
@@ -57,6 +61,8 @@ def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
             _print_message(str(error))
             return error.status
         except LoopscopeError as error:
+            if "--json" in words and not isinstance(error, ReportedError) and is_main_process():
+                write_error(error)
             return refused(error, unless=warned)
         except KeyboardInterrupt:
             _print_message("interrupted.")
@@ -79,10 +85,9 @@ def _dispatch(command: str, *words: str) -> None:
         with show_warnings(_print_warning, alerts=False), user_errors(full_traceback="--traceback" in sys.argv):
             train_one_of_several()
         return
-    local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks, completion=_completion)
-    commands = local_commands | {
-        function.__name__: function for function in (ls, show, doctor, diff, new, plot, compare, report, rewind, verify)
-    }
+    local_commands = dict(run=_run, resume=_resume, replay=_replay, list=_list, completion=_completion)
+    functions = (agents, alerts, hooks, ls, show, doctor, diff, new, plot, compare, report, rewind, verify)
+    commands = local_commands | {function.__name__: function for function in functions}
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; put the options of a run after loopscope run EXPERIMENT.")
     if command not in commands:
@@ -113,7 +118,7 @@ def _completion(words: Sequence[str]) -> None:
     parsers = [
         *(list_parser(), hooks_parser(), resume_parser(), _replay_parser(_replay_sinks()), parser),
         *(ls_parser(), show_parser(), diff_parser(), new_parser(), plot_parser(), compare_parser(), report_parser()),
-        *(doctor_parser(), rewind_parser(), verify_parser()),
+        *(doctor_parser(), alerts_parser(), rewind_parser(), verify_parser(), agents_parser()),
     ]
     sys.stdout.write(completion_script(shells[0], parsers))
 
@@ -121,19 +126,6 @@ def _completion(words: Sequence[str]) -> None:
 def list_parser() -> CommandParser:
     """Build the parser of ``loopscope list``."""
     return CommandParser("list", "Show the experiments, their strategies and presets.")
-
-
-def hooks_parser() -> CommandParser:
-    """Build the parser of ``loopscope hooks``."""
-    parser = CommandParser("hooks [NAME]", "List all hooks, or show every metric and option of one hook.")
-    parser.add_argument("NAME", nargs="?", help="the name of a hook")
-    return parser
-
-
-def _hooks(words: Sequence[str]) -> None:
-    name = hooks_parser().parse(words)["NAME"]
-    page = hook_list(list(HookRegistry)) if name is None else hook_page(HookRegistry.get(name.replace("-", "_")))
-    make_console().print(page)
 
 
 def _run(words: Sequence[str]) -> None:

@@ -1,8 +1,6 @@
 """The command ``loopscope compare RUN...``: runs side by side, as tables, JSON or Markdown."""
 
-import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +10,8 @@ from ..console import in_columns, number_text, printable, shortened, split_colum
 from ..errors import listed, require
 from ..report import compare_runs, run_labels
 from .listing import WIDE, runs_in
-from .parser import NAMES, UNBOUNDED, CommandParser, line_width, write_line
+from .output import Output, add_output_options
+from .parser import NAMES, UNBOUNDED, CommandParser, line_width
 
 MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # limits of a table; JSON has everything
 Row = Mapping[str, Any]
@@ -21,15 +20,15 @@ Row = Mapping[str, Any]
 def compare_parser() -> CommandParser:
     """Build the parser of ``loopscope compare``."""
     parser = CommandParser(
-        "compare RUN... [--metrics PATTERN...] [--json | --markdown]",
+        "compare RUN... [--metrics PATTERN...] [--json | --markdown] [--all]",
         "Compare runs: final and best values, differing settings, and the first step at which records differ; for "
         "several seeds also mean, deviation and interval, and whether groups differ.",
     )
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or a folder with runs at any depth")
     metrics = "full names of metrics, or quoted patterns (default: the evaluation metrics)"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
-    parser.add_argument("--json", action="store_true", help="write one JSON object with everything")
-    parser.add_argument("--markdown", action="store_true", help="write Markdown tables")
+    add_output_options(parser, json_text="write one JSON object, with --all with everything")
+    parser.add_argument("--markdown", action="store_true", help="write Markdown tables, which are not cut")
     return parser
 
 
@@ -41,19 +40,26 @@ def compare(words: Sequence[str]) -> None:
     require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")
     runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder))}
     comparison = compare_runs(list(runs.values()), given["metrics"])
-    if given["json"]:
-        sys.stdout.write(json.dumps(comparison, indent=2) + "\n")
-        return
-    lay_out, mark = (_markdown, "## ") if given["markdown"] else (_columns, "")
-    for title, rows in _tables(comparison, last=bool(given["metrics"])).items():
+    if given["markdown"] and given["max_bytes"] is None:
+        given["max_bytes"] = 0
+    fields = ("partings", "differences", "tests", "spreads", "sentences", "runs")
+    output = Output.of("compare", words, given)
+    output.write(
+        comparison,
+        dict.fromkeys(fields, "first"),
+        lambda: [*_lines(comparison, last=bool(given["metrics"]), is_markdown=given["markdown"])],
+    )
+
+
+def _lines(comparison: dict[str, Any], *, last: bool, is_markdown: bool) -> Iterator[str]:
+    lay_out, mark = (_markdown, "## ") if is_markdown else (_columns, "")
+    for title, rows in _tables(comparison, last=last).items():
         texts = [{name: printable(_text(value)) for name, value in row.items()} for row in rows[:MOST_ROWS]]
-        more = [f"{len(rows) - MOST_ROWS:,} more rows with --json."] if len(rows) > MOST_ROWS else []
-        for line in [f"{mark}{title}", "", *lay_out(texts), *more, ""] if rows else ():
-            write_line(line)
+        more = [f"{len(rows) - MOST_ROWS:,} more rows with --json --all."] if len(rows) > MOST_ROWS else []
+        yield from [f"{mark}{title}", "", *lay_out(texts), *more, ""] if rows else ()
     width = min(line_width(), WIDE)
     for sentence in comparison["sentences"]:
-        for line in [f"- {_escaped(sentence)}"] if given["markdown"] else textwrap.wrap(sentence, width):
-            write_line(line)
+        yield from [f"- {_escaped(sentence)}"] if is_markdown else textwrap.wrap(sentence, width)
 
 
 def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
@@ -62,7 +68,7 @@ def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]
     labels = run_labels([Path(name) for name in names]) if names else []
     short = dict(zip(names, labels if len({*labels}) == len(names) else names, strict=True))
     if len(names) > MOST_METRICS:
-        comparison["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics with --json.")
+        comparison["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics with --json --all.")
 
     def seeds_row(row: Row) -> Row:
         kind, _, name = row["number"].partition(" ")

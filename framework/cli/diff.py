@@ -1,7 +1,7 @@
 """The command ``loopscope diff``: the first difference between two runs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from ..checkpoints import (
     read_digests,
 )
 from ..durable_files import read_tensors
-from ..errors import LoopscopeError, UsageError
+from ..errors import UsageError
 from ..report import differing_parts
 from ..runs import RunFolder, RunRecord, differences, require
-from .parser import CommandParser, write_line
+from .output import Output, ReportedError, add_output_options
+from .parser import CommandParser
 
 
 def diff_parser() -> CommandParser:
@@ -30,6 +31,7 @@ def diff_parser() -> CommandParser:
         "weights. Report the step and the tensor of the first difference, and exit with status 1 if there is one.",
     )
     parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
+    add_output_options(parser)
     return parser
 
 
@@ -37,25 +39,39 @@ def diff(words: Sequence[str]) -> None:
     """Compare two runs.
 
     Raises:
-        LoopscopeError: if the runs differ.
+        ReportedError: if the runs differ.
         UsageError: if the runs have nothing to compare.
     """
-    runs = diff_parser().parse(words)["RUN"]
+    parser = diff_parser()
+    given = parser.defaults | parser.parse(words)
+    runs = given["RUN"]
     remedy = "; loopscope verify RUN checks one run." if len(runs) == 1 else "."
     require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}{remedy}")
     records = [RunRecord.read(Path(run)) for run in runs]
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _digests(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
-    for row in differing_parts(dict(zip("ab", records, strict=True))):
-        write_line(f"{row['part']}: {row['name']}: {row['values']['a']} / {row['values']['b']}")
-    for text in compared:
-        write_line(text)
     problem = "cannot be compared: they share no checkpoint or digest of the same step, no JSONL and no final weights."
     require(bool(compared), f"{a.path} and {b.path} {problem}")
-    if divergence := next((place for _, place in checked if place), ""):
-        raise LoopscopeError(f"The runs differ {divergence}.")
-    write_line("The runs are identical.")
+    difference = next((place for _, place in checked if place), None)
+    content = {
+        "runs": runs,
+        "identical": difference is None,
+        "difference": difference,
+        "compared": compared,
+        "settings": [
+            {"part": row["part"], "name": row["name"], **row["values"]}
+            for row in differing_parts(dict(zip("ab", records, strict=True)))
+        ],
+    }
+    Output.of("diff", words, given).write(content, {"settings": "first"}, lambda: _lines(content))
+    if difference is not None:
+        raise ReportedError(f"The runs differ {difference}.")
+
+
+def _lines(content: Mapping[str, Any]) -> list[str]:
+    settings = [f"{row['part']}: {row['name']}: {row['a']} / {row['b']}" for row in content["settings"]]
+    return [*settings, *content["compared"], *(["The runs are identical."] if content["identical"] else [])]
 
 
 def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:

@@ -1,15 +1,14 @@
 """The command ``loopscope doctor RUN``: a diagnosis of a run, as text or JSON."""
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
-from ..errors import LoopscopeError, counted, listed, require
+from ..errors import counted, listed, require
 from ..runs import read_history, run_folders
-from .parser import CommandParser, line_width, write_line
+from .output import Kept, Output, ReportedError, add_output_options
+from .parser import CommandParser, line_width
 
 WIDE = 100  # the longest line of text
 
@@ -21,7 +20,7 @@ def doctor_parser() -> CommandParser:
         "Diagnose a run: what is wrong in its training, why, and what to do next. Works while it runs, too.",
     )
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    add_output_options(parser)
     severities = "exit with status 1 if a finding has at least this severity"
     parser.add("fail_on", Literal["info", "warning", "critical"] | None, severities)
     return parser
@@ -32,26 +31,28 @@ def doctor(words: Sequence[str]) -> None:
 
     Raises:
         UsageError: for bad input.
-        LoopscopeError: if ``--fail-on`` is given and a finding has at least its severity.
+        ReportedError: if ``--fail-on`` is given and a finding has at least its severity.
     """
     parser = doctor_parser()
     given = parser.defaults | parser.parse(words)
     require(len(given["RUN"]) == 1, f"loopscope doctor takes the folder of one run, but got {len(given['RUN'])}.")
     folders = run_folders(Path(given["RUN"][0]), "doctor")
     diagnoses = {folder: diagnose(read_history(folder)) for folder in folders}
-    if given["json"]:
-        sys.stdout.write(json.dumps(_as_json(diagnoses), indent=2) + "\n")
-    else:
-        for line in _lines(diagnoses):
-            write_line(line)
+    content = _as_json(diagnoses)
+    fields = ("missing", "findings", "runs")
+    cut: dict[str, Kept] = {name: "first" for name in fields if name in content}
+    Output.of("doctor", words, given).write(content, cut, lambda: _lines(diagnoses))
     if given["fail_on"] is not None:
         _fail_on(given["fail_on"], diagnoses)
 
 
 def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:
     """Return the diagnosis of one run, or those of several in a list."""
-    items = [{**diagnosis.as_dict(), "run": str(folder)} for folder, diagnosis in diagnoses.items()]
-    return items[0] if len(items) == 1 else {"schema": items[0]["schema"], "runs": items}
+    items = [
+        {"run": str(folder), "verdict": diagnosis.verdict, **diagnosis.as_dict()}
+        for folder, diagnosis in diagnoses.items()
+    ]
+    return items[0] if len(items) == 1 else {"runs": items}
 
 
 def _lines(diagnoses: dict[Path, Diagnosis]) -> list[str]:
@@ -66,7 +67,7 @@ def _lines(diagnoses: dict[Path, Diagnosis]) -> list[str]:
 
 
 def _fail_on(severity: Severity, diagnoses: dict[Path, Diagnosis]) -> None:
-    """Raise :class:`LoopscopeError` if a finding has at least a severity."""
+    """Raise :class:`ReportedError` if a finding has at least a severity."""
     failing = [str(folder) for folder, diagnosis in diagnoses.items() if diagnosis.at_least(severity)]
     if failing:
-        raise LoopscopeError(f"Findings of severity {severity} or higher: {listed(failing, 3)}.")
+        raise ReportedError(f"Findings of severity {severity} or higher: {listed(failing, 3)}.")

@@ -1,10 +1,10 @@
 """The commands ``loopscope ls`` and ``loopscope show``: the runs in a folder, and one run with its metrics."""
 
+import shlex
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +18,43 @@ from ..console import (
     shortened,
     value_text,
 )
-from ..errors import UsageError
-from ..hooks import ExperimentRegistry
+from ..doctor import finding_lines
+from ..errors import UsageError, counted
 from ..report import FoundRun, find_runs, inspect_run
 from ..runs import RunRecord, require, run_folders
-from .options import plain
-from .parser import NAMES, CommandParser, line_width, write_line
-from .run_parser import run_parser
+from .output import Output, add_output_options
+from .parser import NAMES, CommandParser, line_width
+from .run_content import changed_options, diagnosis_of, run_content, shown_content
 
 WIDE = 100  # columns of a terminal that shows full dates, and the longest line of text
 LARGEST_FAMILY = 3  # a family with more metrics than this is shown in one line
+MOST_LINES = 40  # lines of show, unless --all is given
+MOST_FINDINGS = 3
+CUT = ("metrics", "hooks_left_out", "hooks", "options", "findings", "runs")  # fields of show's JSON that may be cut
 
 
 def ls_parser() -> CommandParser:
     """Build the parser of ``loopscope ls``."""
     parser = CommandParser("ls [FOLDER]", "List the runs in FOLDER and its subfolders, one per line.")
     parser.add_argument("FOLDER", nargs="*", default=["output"], help="the folder to search (default: output)")
+    add_output_options(parser, json_text="write one JSON object, the newest run first")
     return parser
 
 
 def ls(words: Sequence[str]) -> None:
     """List the runs in a folder; raises :class:`UsageError` if it has none."""
-    given = ls_parser().parse(words)["FOLDER"]
-    require(len(given) == 1, f"loopscope ls takes one folder, but got {len(given)}: {', '.join(given)}.")
-    runs, width = runs_in(Path(given[0])), line_width()
-    for line in in_columns([_row(run, width) for run in runs], width, flexible=("run", "final")):
-        write_line(line)
+    parser = ls_parser()
+    given = parser.defaults | parser.parse(words)
+    folders = given["FOLDER"]
+    require(len(folders) == 1, f"loopscope ls takes one folder, but got {len(folders)}: {', '.join(folders)}.")
+    runs, width = runs_in(Path(folders[0])), line_width()
+    newest_first = sorted(runs, key=lambda run: -run.began)
+    content = {"count": len(runs), "runs": [run_content(run) for run in newest_first]} if given["json"] else {}
+
+    def lines() -> list[str]:
+        return list(in_columns([_row(run, width) for run in runs], width, flexible=("run", "final")))
+
+    Output.of("ls", words, given).write(content, {"runs": "first"}, lines)
 
 
 def runs_in(folder: Path) -> list[FoundRun]:
@@ -80,13 +91,17 @@ def _listed(numbers: Mapping[str, float]) -> str:
 
 def show_parser() -> CommandParser:
     """Build the parser of ``loopscope show``."""
-    parser = CommandParser("show RUN [--metrics PATTERN...]", "Show the options, the result and the metrics of a run.")
+    parser = CommandParser(
+        "show RUN [--metrics PATTERN...]", "Show the findings, the options, the result and the metrics of a run."
+    )
     about = (
         "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment for a short form of its strategies"
     )
     parser.add_argument("RUN", nargs="*", help=about)
     metrics = "show only these metrics, one per line: full names or quoted patterns"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
+    parser.add("points", int, "with --json and --metrics: show N values of each, at equal distances", default=12)
+    add_output_options(parser)
     return parser
 
 
@@ -95,19 +110,54 @@ def show(words: Sequence[str]) -> None:
     parser = show_parser()
     given = parser.defaults | parser.parse(words)
     require(len(given["RUN"]) == 1, f"loopscope show takes the folder of one run, but got {len(given['RUN'])}.")
-    folder, patterns, width = Path(given["RUN"][0]), given["metrics"], line_width()
-    lines: list[str] = []
-    for path in run_folders(folder, "show"):
-        run = inspect_run(path)
-        require(run.record is not None or path != folder, run.problem)
-        ended = result_line(run.summary).plain.partition(": ")[2] if run.summary else run.state
-        for label, text in [("", f"{path}: {ended}"), *(() if patterns else _fields(run, short=path != folder))]:
-            indent = f"  {label:12} " if label else ""
-            after = " " * (len(indent) or 4)
-            lines += textwrap.wrap(text, min(width, WIDE), initial_indent=indent, subsequent_indent=after)
-        lines += _metrics(run, patterns) if patterns or path == folder else ()
-    for line in lines:
-        write_line(shortened(line, width, keep_end=False))
+    require(given["points"] >= 1, f"--points is {given['points']}; it must be at least 1.")
+    folder, patterns = Path(given["RUN"][0]), given["metrics"]
+    runs = [inspect_run(path) for path in run_folders(folder, "show")]
+    for run in runs:
+        require(run.record is not None or run.path != folder, run.problem)
+    output = Output.of("show", words, given)
+    if output.is_json:
+        content = shown_content(runs, patterns, given["points"], is_single=runs[0].path == folder)
+        output.write(content, {name: "first" for name in CUT if name in content}, list)
+        return
+    lines = [line for run in runs for line in _lines_of(run, patterns, short=run.path != folder)]
+    if not given["all"] and len(lines) > MOST_LINES:
+        left = len(lines) - MOST_LINES + 1
+        lines = [*lines[: MOST_LINES - 1], f"  ... {left:,} more lines: {output.more}"]
+    output.write_lines([shortened(line, line_width(), keep_end=False) for line in lines])
+
+
+def _lines_of(run: FoundRun, patterns: Sequence[str], *, short: bool) -> Iterator[str]:
+    """Yield the lines of a run: its result, what is wrong, its fields, and its metrics."""
+    width = min(line_width(), WIDE)
+    ended = result_line(run.summary).plain.partition(": ")[2] if run.summary else run.state
+    yield from textwrap.wrap(f"{run.path}: {ended}", width, subsequent_indent="    ")
+    if not patterns:
+        yield from _finding_lines(run, width, short=short)
+    for label, text in () if patterns else _fields(run, short=short):
+        indent = f"  {label:12} "
+        yield from textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=" " * len(indent))
+    if patterns or not short:
+        yield from _metrics(run, patterns)
+
+
+def _finding_lines(run: FoundRun, width: int, *, short: bool) -> Iterator[str]:
+    """Yield the verdict of the diagnosis, and the most important findings; nothing for a run that cannot be read."""
+    diagnosis = diagnosis_of(run)
+    if diagnosis is None:
+        return
+    problems = diagnosis.at_least("warning")
+    if short or not problems:
+        remarks = len(diagnosis) - len(problems)
+        hint = f" {counted(remarks, 'remark')}: loopscope doctor {shlex.quote(str(run.path))}" if remarks else ""
+        text = diagnosis.verdict + (hint if not problems else "")
+        indent = f"  {'diagnosis':12} "
+        yield from textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=" " * len(indent))
+        return
+    for finding in problems[:MOST_FINDINGS]:
+        yield from (f"  {line}" for line in finding_lines(finding, width - 2))
+    if left := len(diagnosis) - len(problems[:MOST_FINDINGS]):
+        yield f"  {left:,} more: loopscope doctor {shlex.quote(str(run.path))}"
 
 
 def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
@@ -121,7 +171,7 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
         fields["treatments"] = record.treatments_text if record.treatments else ""
     if record is not None and not short:
         fields["began"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
-        fields["options"] = ", ".join(_changed_options(record)) or "the defaults"
+        fields["options"] = ", ".join(_option_texts(record)) or "the defaults"
         left_out = [*summary.get("hooks_left_out", ())]
         fields["hooks"] = ", ".join(name for name in record.hooks if name not in left_out) or "none"
         fields["left out"] = ", ".join(left_out)
@@ -130,16 +180,9 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
     yield from ((label, text) for label, text in fields.items() if text)
 
 
-def _changed_options(record: RunRecord) -> Iterator[str]:
-    """Yield the options that differ from the defaults or the preset; all options if the experiment is unknown."""
-    given, defaults = {**(record.options or record.config)}, {}
-    if isinstance(given.get("seed"), list):  # the seeds of all runs of the command
-        given["seed"] = record.config.get("seed")
-    with suppress(UsageError):
-        defaults = plain(run_parser(ExperimentRegistry.get(record.experiment), given.get("preset")).defaults)
-    for name, value in given.items():
-        if name != "strategy" and value != defaults.get(name):
-            yield f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+def _option_texts(record: RunRecord) -> Iterator[str]:
+    for name, value in changed_options(record).items():
+        yield f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:

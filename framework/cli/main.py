@@ -23,6 +23,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope ls [FOLDER]      list the runs in a folder: state, length, final metrics
   loopscope show RUN         show the options, the result and the metrics of a run
   loopscope doctor RUN       diagnose a run: what is wrong, why, and what to do next
+  loopscope alerts RUN       list the alerts and findings of a run, also since a step
   loopscope plot RUN...      plot metrics of runs against steps
   loopscope compare RUN...   compare final and best metrics, settings, and seeds
   loopscope report RUN...    write an HTML page with curves and tables of runs
@@ -35,6 +36,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope verify RUN       train a run again and compare it with its checkpoints
   loopscope diff RUN RUN     report the step and the tensor at which two runs diverge
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
+  loopscope agents           print a text about loopscope for a repository's AGENTS.md
   loopscope completion SHELL print a script that completes commands in a shell
   loopscope --version        print the versions of loopscope, Python, torch and NumPy
 

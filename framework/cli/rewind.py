@@ -1,19 +1,18 @@
 """The command ``loopscope rewind``: repeats some steps of a run bit for bit, with any hooks."""
 
-import json
 from collections.abc import Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from ..console import watch
+from ..console import Mode, watch
 from ..errors import listed, require
 from ..explaining import explain, explanation_lines, row_table, rows_by_step
-from ..hooks import ALERTS
 from ..report import inspect_run
-from ..runs import TRAINED, ExperimentRunner, Session, Stretch, read_outcome, run_folders
+from ..runs import TRAINED, ExperimentRunner, Session, Stretch, read_alerts, read_outcome, run_folders
 from ..training import is_main_process
 from .options import without_dots
+from .output import Kept, Output, add_output_options
 from .parser import CommandParser, line_width, write_line
 from .recorded_run import RecordedRun, add_hook_options, given_hooks
 from .user_errors import user_errors
@@ -42,6 +41,7 @@ def rewind_parser() -> CommandParser:
     parser.add("spike", bool, spike, default=False)
     add_hook_options(parser, "the original hooks")
     parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
+    add_output_options(parser)
     return parser
 
 
@@ -54,27 +54,43 @@ def rewind(words: Sequence[str]) -> None:
     require(one_step, "loopscope rewind needs one of --step N and --spike.")
     folder, *others = folders = run_folders(Path(given["RUN"][0]), "rewind")
     require(not others, f"{given['RUN'][0]} has {len(folders)} runs; rewind takes one of them: {listed(folders, 9)}.")
+    output = Output.of("rewind", words, given)
     with user_errors(full_traceback=given["traceback"]):
         run, hooks = RecordedRun.read(folder), given_hooks(given)
         if given["explain"] or given["spike"]:
             remedy = "--explain chooses its own hooks; remove --with-hooks, --hooks and --hook-config."
             require(not any(hooks.values()), remedy)
             require(given["until"] is None, "--explain applies to one step; remove --until.")
-            _explain(run, _step_of_alert(folder) if given["spike"] else given["step"])
+            alert = _first_alert(folder) if given["spike"] else {}
+            _explain(run, int(alert.get("step", given["step"] or 0)), alert, output)
         else:
             stretch = Stretch(given["step"], given["until"] or given["step"], given["from_start"])
-            _train(run.session(**hooks), stretch, run.runner)
+            _train(run.session(**hooks), stretch, run.runner, output)
 
 
-def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) -> None:
+def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any], output: Output) -> None:
     """Repeat the steps, report the folder of their metrics, and show the rows with the largest losses if measured."""
     if not is_main_process():
         session.rewind(stretch)
         return
-    path, since, compared = watch(session, "normal", methodcaller("rewind", stretch))
+    path, since, compared = watch(session, "none" if output.is_json else "normal", methodcaller("rewind", stretch))
     measured = ROWS_HOOK in session.options.hooks
     rows = rows_by_step(inspect_run(path).points, ROWS_HOOK, runner.describe_row) if measured else {}
-    for step in range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1):
+    steps = range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1)
+    content = {
+        "run": str(path.parent.parent),
+        "step": stretch.step,
+        "until": stretch.until,
+        "from_step": since,
+        "folder": str(path),
+        "identical_at": list(compared),
+        "rows": {str(step): [vars(row) for row in rows[step]] for step in steps if step in rows},
+    }
+    cut: dict[str, Kept] = {"rows": "first", "identical_at": "first"}
+    if output.is_json:
+        output.write(content, cut, list)
+        return
+    for step in steps:
         if step in rows:
             write_line(f"Step {step:,}: the largest losses of {len(rows[step])} rows")
             for line in row_table(rows[step], line_width()):
@@ -86,30 +102,34 @@ def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) ->
         write_line("The run has no checkpoint or digest in these steps, so they could not be compared.")
 
 
-def _explain(run: RecordedRun, step: int) -> None:
-    """Explain a step, and print the explanation."""
+def _explain(run: RecordedRun, step: int, alert: Mapping[str, Any], output: Output) -> None:
+    """Explain a step, or that of an alert, and print the explanation."""
     folder, treatments, describe_row = run.folder, [*run.record.treatments], run.runner.describe_row
+    if alert and not output.is_json:
+        write_line(f"Step {step:,}: {alert['sentence']}")
 
     def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
         config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
         repeated = run.session("none", [hook], config)
-        return Path(watch(repeated, "silent", methodcaller("rewind", stretch))[0])
+        mode: Mode = "none" if output.is_json else "silent"
+        return Path(watch(repeated, mode, methodcaller("rewind", stretch))[0])
 
     outcome = read_outcome(folder)
     last = None if outcome is None else outcome["steps"] + (outcome["status"] not in TRAINED)
     require(last is None or step <= last, f"--step is {step:,}, but the last step of the run in {folder} is {last}.")
     explanation = explain(train_again, folder, step, describe_row=describe_row, left_out=treatments, last=last)
-    for line in explanation_lines(explanation, line_width()):
-        write_line(line)
+    if output.is_json:
+        content = {"run": str(folder), "folder": str(explanation.folder), **explanation.as_dict()}
+        content |= {"alert": alert["sentence"]} if alert else {}
+        output.write(content, {"branches": "first", "rows": "first"}, list)
+    else:
+        for line in explanation_lines(explanation, line_width()):
+            write_line(line)
 
 
-def _step_of_alert(folder: Path) -> int:
-    """Return the step of the first alert; alerts about spikes take precedence."""
-    path = folder / ALERTS
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    alerts = [alert for alert in map(json.loads, lines) if not alert.get("is_over")]
+def _first_alert(folder: Path) -> dict[str, Any]:
+    """Return the first alert; alerts about spikes take precedence, then those that are more than remarks."""
+    alerts = [alert for alert in read_alerts(folder) if not alert.get("is_over")]
     remedy = "name the step with --step N --explain. The hook loss_spikes reports spikes."
     require(bool(alerts), f"{folder} has no alerts; {remedy}")
-    first = min(alerts, key=lambda alert: ("spike" not in alert["hook"], alert["step"]))
-    write_line(f"Step {first['step']:,}: {first['sentence']}")
-    return int(first["step"])
+    return min(alerts, key=lambda alert: ("spike" not in alert["hook"], alert["severity"] == "info", alert["step"]))

@@ -1,20 +1,22 @@
 """The command ``loopscope verify``: trains runs again, and compares them with their checkpoints and digests."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from ..checkpoints import checkpoints_by_moment
 from ..console import make_console, watch
 from ..errors import counted, listed, require, short_path
-from ..runs import RunFolder, Session, Stretch, run_folders
+from ..runs import DivergedError, RunFolder, Session, Stretch, run_folders
 from ..training import is_main_process
 from .options import without_dots
-from .parser import CommandParser, write_line
+from .output import Output, ReportedError, add_output_options
+from .parser import CommandParser
 from .recorded_run import RecordedRun, add_hook_options, given_hooks
 from .user_errors import user_errors
 
@@ -32,11 +34,12 @@ def verify_parser() -> CommandParser:
     parser.add("intervals", int, "train only N random intervals between two checkpoints (default: the whole run)")
     add_hook_options(parser, "only those that change the run")
     parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
+    add_output_options(parser)
     return parser
 
 
 def verify(words: Sequence[str]) -> None:
-    """Compare runs with their checkpoints and digests; raises :class:`LoopscopeError` at the first difference."""
+    """Compare runs with their checkpoints and digests; raises :class:`ReportedError` at the first difference."""
     parser = verify_parser()
     given = parser.defaults | parser.parse(without_dots(words))
     require(len(given["RUN"]) == 1, "loopscope verify takes the folder of a run: loopscope verify RUN.")
@@ -44,25 +47,45 @@ def verify(words: Sequence[str]) -> None:
     require(number is None or number >= 1, f"--intervals is {number}; it must be at least 1.")
     if not (hooks["with_hooks"] or hooks["hooks"]):
         hooks["with_hooks"] = "none"
+    compared: list[dict[str, Any]] = []
+    difference = None
     for folder in run_folders(Path(given["RUN"][0]), "verify"):
-        with user_errors(full_traceback=given["traceback"]):
-            run = RecordedRun.read(folder)
-            session = replace(run.session(**hooks), make_sinks=list)
-            if number is None:
-                _verify_whole(session)
-            else:
-                _verify_intervals(session, RunFolder(folder, run.record.strategy), number)
+        try:
+            with user_errors(full_traceback=given["traceback"]):
+                run = RecordedRun.read(folder)
+                session = replace(run.session(**hooks), make_sinks=list)
+                if number is None:
+                    compared += _verify_whole(session, folder, is_shown=not given["json"])
+                else:
+                    compared += _verify_intervals(session, RunFolder(folder, run.record.strategy), number)
+        except DivergedError as error:
+            difference = error
+            compared.append({"run": str(folder), "name": folder.name, "identical": False, "difference": str(error)})
+            break
+    content = {"identical": difference is None, "runs": compared}
+    if is_main_process():
+        identical = [row for row in compared if row["identical"]]
+        Output.of("verify", words, given).write(content, {"runs": "first"}, lambda: list(map(_line, identical)))
+    if difference is not None:
+        raise ReportedError(str(difference)) from difference
 
 
-def _verify_whole(session: Session) -> None:
+def _line(row: Mapping[str, Any]) -> str:
+    if "until" in row:
+        return f"{row['name']}, steps {row['step']:,} to {row['until']:,}: identical bit for bit"
+    return f"{row['name']}: identical bit for bit at {counted(len(row['steps']), 'step')}: {listed(row['steps'])}"
+
+
+def _verify_whole(session: Session, folder: Path, *, is_shown: bool) -> list[dict[str, Any]]:
     """Train the whole run again; on a terminal with a progress bar."""
-    is_shown = is_main_process() and make_console().is_terminal
-    compared = watch(session, "silent", Session.validate) if is_shown else session.validate()
-    for name, steps in compared.items() if is_main_process() else ():
-        write_line(f"{name}: identical bit for bit at {counted(len(steps), 'step')}: {listed(steps)}")
+    has_bar = is_shown and is_main_process() and make_console().is_terminal
+    compared = watch(session, "silent", Session.validate) if has_bar else session.validate()
+    return [
+        {"run": str(folder), "name": name, "identical": True, "steps": list(steps)} for name, steps in compared.items()
+    ]
 
 
-def _verify_intervals(session: Session, folder: RunFolder, number: int) -> None:
+def _verify_intervals(session: Session, folder: RunFolder, number: int) -> list[dict[str, Any]]:
     """Train random intervals between two checkpoints again."""
     steps = sorted({step for _, step in checkpoints_by_moment(folder.checkpoints)})
     intervals = [Stretch(start + 1, end) for start, end in pairwise([0, *steps])]
@@ -71,7 +94,9 @@ def _verify_intervals(session: Session, folder: RunFolder, number: int) -> None:
     require(bool(intervals), problem)
     # All processes of torchrun have the same port, so they draw the same intervals.
     drawn = Random(os.environ.get("MASTER_PORT")).sample(intervals, min(number, len(intervals)))
+    compared = []
     for interval in sorted(drawn, key=attrgetter("step")):
         session.rewind(interval, recorded=False)
-        if is_main_process():
-            write_line(f"{folder.name}, steps {interval.step:,} to {interval.until:,}: identical bit for bit")
+        row = {"run": str(folder.path), "name": folder.name, "identical": True}
+        compared.append({**row, "step": interval.step, "until": interval.until})
+    return compared

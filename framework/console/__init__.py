@@ -11,7 +11,8 @@ from .notebook import NotebookOutput
 from .run_console import Mode, RunConsole, watch
 from .runs_line import MARK, RunsLine, ProgressMessages
 from .tables import (
-    experiment_list, final_numbers, first_line, hook_list, hook_page, lost_rows_text, result_line, split_columns,
+    documented, experiment_list, final_numbers, first_line, hook_list, hook_page, lost_rows_text, points_text,
+    result_line, split_columns,
 )
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
@@ -26,6 +27,7 @@ __all__ = [
     "ProgressMessages",
     "RunConsole",
     "RunsLine",
+    "documented",
     "duration_text",
     "experiment_list",
     "final_numbers",
@@ -37,6 +39,7 @@ __all__ = [
     "make_console",
     "newest_table",
     "number_text",
+    "points_text",
     "printable",
     "result_line",
     "shortened",

@@ -1,9 +1,10 @@
 """The doctor: findings about a training, from its start-up facts, its metrics and its alerts."""
 
+from ..hooks import SEVERITIES, Severity
 from .detector import Detector, DetectorRegistry, Threshold
 from .diagnosis import all_detectors, diagnose
 from .diagnosis_text import diagnosis_lines, finding_lines
-from .findings import SCHEMA, SEVERITIES, Diagnosis, Evidence, Finding, Severity
+from .findings import SCHEMA, Diagnosis, Evidence, Finding
 from .history import Curve, History
 from .live import FindingNotice, LiveDiagnosis, diagnosis_with
 from .start_up_facts import start_facts

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ..errors import UsageError
+from ..hooks import Severity
 from ..registry import Registry
-from .findings import Evidence, Finding, Severity
+from .findings import Evidence, Finding
 from .history import History
 
 
