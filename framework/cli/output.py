@@ -19,6 +19,8 @@ MOST_BYTES = 4096
 LONGEST_TEXT = 400
 """Characters of a text in an output that is still too long after its lists were cut."""
 ALL = "--all"
+FEW_ENTRIES = 5
+"""Entries of a field that remain if others can be cut instead."""
 Kept = Literal["first", "last"]
 
 
@@ -109,21 +111,30 @@ class Output:
         """Return the content with the version of the schema, and without what exceeds the limit."""
         bounded: dict[str, Any] = {"schema": SCHEMA, **plain_json(content)}
         omitted: dict[str, int] = {}
-        for name, kept in cut.items():
-            if self._fits(bounded):
-                break
-            entries = bounded[name]
-            low, high = 0, len(entries)  # the number of entries that remain
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._fits(self._without(bounded, name, middle, kept, omitted)):
-                    low = middle
-                else:
-                    high = middle - 1
-            if low < len(entries):
-                bounded = self._without(bounded, name, low, kept, omitted)
-                omitted[name] = len(entries) - low
+        for floor in (FEW_ENTRIES, 0):  # some entries of every field are better than all of one
+            for name, kept in cut.items():
+                if self._fits(bounded):
+                    return bounded
+                number = self._largest_number(bounded, name, floor, kept, omitted)
+                if number < len(bounded[name]):
+                    omitted[name] = omitted.get(name, 0) + len(bounded[name]) - number
+                    bounded = self._without(bounded, name, number, kept, omitted)
         return bounded if self._fits(bounded) else _with_short_texts(bounded)
+
+    def _largest_number(
+        self, content: Mapping[str, Any], name: str, floor: int, kept: Kept, omitted: Mapping[str, int]
+    ) -> int:
+        """Return the largest number of a field's entries that fits; at least ``floor``, if there are so many."""
+        high = len(content[name])
+        low = min(floor, high)
+        while low < high:
+            middle = (low + high + 1) // 2
+            counts = {**omitted, name: omitted.get(name, 0) + len(content[name]) - middle}
+            if self._fits(self._without(content, name, middle, kept, counts)):
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _without(
         self, content: Mapping[str, Any], name: str, number: int, kept: Kept, omitted: Mapping[str, int]
@@ -132,8 +143,7 @@ class Output:
         entries = content[name]
         items = list(entries.items()) if isinstance(entries, Mapping) else entries
         part = items[:number] if kept == "first" else items[len(items) - number :]
-        counts = {**omitted, name: len(items) - number}
-        notes = [{"field": field, "omitted": count, "more": self.more} for field, count in counts.items()]
+        notes = [{"field": field, "omitted": count, "more": self.more} for field, count in omitted.items()]
         return {**content, name: dict(part) if isinstance(entries, Mapping) else part, "truncated": notes}
 
     def _fits(self, content: Mapping[str, Any]) -> bool:
@@ -153,8 +163,8 @@ def _without_limit(words: Sequence[str]) -> list[str]:
 
 
 def encoded(content: Mapping[str, Any]) -> str:
-    """Return JSON on one line."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False)
+    """Return JSON on one line, in ASCII, so that texts of files cannot control a terminal."""
+    return json.dumps(content, allow_nan=False)
 
 
 def plain_json(value: Any) -> Any:

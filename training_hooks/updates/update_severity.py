@@ -17,7 +17,7 @@ TINY_SHARE = 1e-4
 """A gradient has vanished only if it is below this share of the largest one: when a loss has been minimised, all
 gradients are small together."""
 PATIENCE = 2
-"""Consecutive checks after which a matrix without gradient is a fault: a factor of LoRA and the inside of a branch that
+"""Consecutive checks after which a gradient of exactly 0 is a fault: a factor of LoRA and the inside of a branch that
 starts with zeros have none at the first step, and an expert may get no token in one."""
 LOST_SHARE = 0.5
 """Share of the driven elements that rounding must remove. Norm gains near 1 always lose theirs in bfloat16."""
@@ -54,12 +54,13 @@ class UpdateSeverity(Remembering):
         largest = max((_finite(gradient.l2_norm) for gradient in gradients.values()), default=0.0)
         has_always_vanished = max(largest, self._largest_norm) <= threshold
         self._largest_norm = max(largest, self._largest_norm)
-        return {
-            name
-            for name in vanishing & matrices
-            if self._without_gradient[name] >= PATIENCE
-            and (has_always_vanished or gradients[name].l2_norm <= TINY_SHARE * largest)
-        }
+        vanished = set()
+        for name in vanishing & matrices:
+            norm, lasts = gradients[name].l2_norm, self._without_gradient[name] >= PATIENCE
+            is_far_below = norm <= TINY_SHARE * largest
+            if (is_far_below and (lasts or norm > 0)) or (has_always_vanished and lasts):
+                vanished.add(name)
+        return vanished
 
     def exploded(self, gradients: Mapping[str, GradientDiagnostics]) -> Set[str]:
         """Return the parameters whose gradient is finite, above the threshold, and far above its earlier norms."""

@@ -56,10 +56,10 @@ class WeightUpdates(TrainingHook):
 
     A non-finite gradient is critical. The other conditions are warnings only where they are faults; otherwise the alert
     is a remark. Exploding: the norm is also at least 100 times the median of its last 9 checks. Vanishing: a parameter
-    with two dimensions or more, at two checks in a row, whose norm is also at most 1e-4 times the largest one (or no
-    gradient was ever above the threshold). Frozen: the parameter has a gradient, and its learning rate is not 0.
-    Rounded away: at two checks in a row rounding removes more than half of the model's update, at a learning rate of at
-    least a tenth of the highest.
+    with two dimensions or more whose norm is also at most 1e-4 times the largest one, or, at two checks in a row, if no
+    gradient was ever above the threshold; a norm of exactly 0 counts at two checks in a row. Frozen: the parameter has
+    a gradient, and its learning rate is not 0. Rounded away: at two checks in a row rounding removes more than half of
+    the model's update, at a learning rate of at least a tenth of the highest.
 
     Assumes that a sample represents its parameter: events in a few elements of a large parameter show in exact mode
     only. If a gradient vanishes in the sample (for example in an embedding, if no sampled row had a token), the hook

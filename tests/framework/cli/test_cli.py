@@ -87,7 +87,7 @@ def test_list_names_every_experiment_with_strategies_and_presets(capfd) -> None:
 
 def test_hooks_command_lists_every_hook(capfd) -> None:
     """The list shows the kind, the hook points and a one-line summary of each hook."""
-    text = shown(["hooks"], capfd)
+    text = shown(["hooks", "--all"], capfd)
     assert all(name in text for name in HookRegistry.names())
     assert all(kind in text for kind in ("observer", "intervention", "committing", "POST_EPOCH", "Clip the"))
 
@@ -95,7 +95,7 @@ def test_hooks_command_lists_every_hook(capfd) -> None:
 def test_hook_help_shows_every_metric(capfd) -> None:
     """The help of a hook shows formula, range and reading of each of its metrics."""
     for hook in HookRegistry:
-        text = " ".join(shown(["hooks", hook.name.replace("_", "-")], capfd).split())
+        text = " ".join(shown(["hooks", hook.name.replace("_", "-"), "--all"], capfd).split())
         for info in hook().describe_metrics():
             assert f"{hook.name}/{info.name} " in text + " "
             assert all(" ".join(words.split())[:12] in text for words in (info.formula, info.range, info.reading))

@@ -58,7 +58,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def comparison(capsys, *words: str | Path) -> dict[str, Any]:
-    text = output(capsys, *words, "--json")
+    text = output(capsys, *words, "--json", "--all")
     assert text.isascii()
     return json.loads(text)
 
@@ -140,7 +140,7 @@ def test_docs_list_every_key(capsys) -> None:
     compared = comparison(capsys, "runs")
     rows = {row["list"].strip("`"): set(code(row["keys of its entries"])) for row in table_with(PAGE, "list")}
     assert rows.pop("sentences") == set()
-    assert rows == {name: set(entries[0]) for name, entries in compared.items() if name != "sentences"}
+    assert rows == {name: set(entries[0]) for name, entries in compared.items() if name not in ("schema", "sentences")}
     assert all(f"`{key}`" in PAGE.read_text() for key in compared["runs"][0]["metrics"][LOSS])
 
 
@@ -269,7 +269,7 @@ def test_invalid_input_is_refused_in_a_sentence(words, sentence: str, capsys) ->
     Path("empty").mkdir()
     assert main(["compare", *words]) == 2
     printed = capsys.readouterr()
-    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert (bool(printed.out), printed.err.count("\n")) == ("--json" in words, 1)
     assert sentence in printed.err
 
 
@@ -322,8 +322,8 @@ def test_lines_fit_and_pipe_has_complete_rows(columns: int, capsys, monkeypatch)
         for name in ("模型" * 8, "b" * 30):
             run(f"{name}/seed-{seed}", [1.0], seed, emits=[(10, "POST_EPOCH", metrics)], config={"text": name})
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = output(capsys, "runs", "--metrics", "h/**")
+    text = output(capsys, "runs", "--metrics", "h/**", "--all")
     assert [line for line in text.splitlines() if cell_len(line) > columns] == []
-    assert "18 more metrics with --json" in text
+    assert "18 more metrics with --json --all" in text
     monkeypatch.delenv("COLUMNS")
     assert len([line for line in output(capsys, "runs").splitlines() if line.startswith("b" * 30 + "/seed-0")]) >= 1

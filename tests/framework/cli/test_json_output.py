@@ -28,9 +28,9 @@ RUN, OTHER = "out/small/plain", "out/small/other-order"
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two runs with checkpoints and some alerts, and return the folder that contains ``out``."""
     folder = tmp_path_factory.mktemp("json")
-    words = "--strategy plain other-order --hooks norms --save-checkpoints 1 --epochs 2 --no-console-output".split()
+    words = ["--strategy", "plain", "other-order", "--hooks", "norms", "--save-checkpoints", "1", "--epochs", "2"]
     with registered(Small):
-        assert main(["run", "small", *words, "--output-dir", str(folder / "out")]) == 0
+        assert main(["run", "small", *words, "--no-console-output", "--output-dir", str(folder / "out")]) == 0
     alerts = [
         Alert(f"Spike {step}.", metric="loss", step=step, severity="info" if step % 2 else "warning")
         for step in range(40)

@@ -202,7 +202,7 @@ def test_runs_are_found_at_any_depth(runs: Path, tmp_path: Path, capsys, monkeyp
         (["ls", "nowhere"], "nowhere does not exist"),
         (["ls", "a_file"], "a_file is not a folder"),
         (["ls", "empty", "nowhere"], "loopscope ls takes one folder, but got 2: empty, nowhere."),
-        (["ls", "--all"], "Unknown option '--all'"),
+        (["ls", "--odd"], "Unknown option '--odd'"),
         (["show"], "loopscope show takes the folder of one run, but got 0."),
         (["show", "empty"], "contains none"),
         (["show", "output/small/plain", "--metrics", "norms/total_grad_nrm"], "the nearest: norms/total_grad_norm"),

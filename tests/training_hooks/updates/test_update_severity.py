@@ -46,6 +46,10 @@ def test_matrix_without_gradient_is_a_fault_if_that_lasts():
     assert severities(check(lambda step: {"weight": float(step > 1)})) == [(1, "info", "vanishing-gradient")]
 
 
+def test_tiny_gradient_of_a_deep_model_is_a_fault_at_once():
+    assert severities(check(lambda step: {"weight": 1e-9})) == [(1, "warning", "vanishing-gradient")]
+
+
 def test_bias_without_gradient_is_a_remark():
     """A normalisation after the layer removes the effect of its bias."""
     assert severities(check(lambda step: {"bias": 1e-9})) == [(1, "info", "vanishing-gradient")]
