@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..console import final_numbers
-from ..doctor import Diagnosis, Finding, diagnose
+from ..doctor import Diagnosis, diagnose
 from ..durable_files import read_json
 from ..errors import UsageError
 from ..hooks import SEVERITIES, ExperimentRegistry
@@ -118,7 +118,7 @@ def diagnosis_of(run: FoundRun) -> Diagnosis | None:
         if run.summary:
             findings = read_json(run.path / SUMMARY).get("findings")
             if isinstance(findings, list):
-                return Diagnosis([Finding.of(content) for content in findings if isinstance(content, Mapping)])
+                return Diagnosis.of(findings)
         return diagnose(read_history(run.path))
     return None
 

@@ -149,6 +149,9 @@ class RunConsole(Display):
             self._live.board.results.append(shown)
         self._stop_progress()
         self._print(tables.result_line(shown))
+        width = self.console.width if self.console.is_terminal else None
+        if findings := tables.findings_text(summary, width):
+            self._print(findings)
         if self.console.is_terminal:
             for hook, rows in shown["hook_tables"].items():
                 self._print(tables.hook_table(shown["strategy"], hook, rows, self.console.width))

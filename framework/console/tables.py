@@ -18,10 +18,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..doctor import Diagnosis, brief_lines
 from ..errors import counted, short_path
 from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
 from ..runs import ATTACHED, SUMMARY, TRAINED, ExperimentRunner, RunFolder, allowed_words, read_alerts
 from ..training import TrainingTask
+from .board import LABEL_STYLES
 from .text import duration_text, number_text, printable
 
 REMARKS = ("treatments", "failed hooks")
@@ -244,6 +246,17 @@ def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
     return table
 
 
+def findings_text(summary: Mapping[str, Any], width: int | None) -> Text | None:
+    """Return the most important findings of a run in two lines each; ``None`` if it has none above ``info``."""
+    lines = brief_lines(Diagnosis.of(summary.get("findings", ())), width)
+    styles = {"critical": LABEL_STYLES["critical alert"], "warning": LABEL_STYLES["warning"]}
+    shown = []
+    for line in lines:
+        label, colon, rest = printable(line).partition(":")
+        shown.append(Text.assemble((f"{label}{colon}", styles[label]), rest) if label in styles else Text(f"{line}"))
+    return Text("\n", no_wrap=True).join(shown) if shown else None
+
+
 def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
     """Return the locations of record, alerts and weights, and the next commands; ``plotted`` names a metric."""
     folders = [RunFolder(Path(summary["output_dir"]), summary["strategy"]) for summary in summaries]
@@ -267,12 +280,20 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
     ]
     texts = {"record": ", ".join(files["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
     lines += [f"  {kind:9}{text}" for kind, text in {**texts, "weights": ", ".join(files["weights"])}.items() if text]
-    lines.append(f"Next: loopscope show {shlex.quote(short_path(first.path))}")
+    ill = [folder for folder, summary in zip(folders, summaries, strict=True) if has_problem(summary)]
+    next_commands = [("doctor", folder) for folder in ill[:1]] + [("show", first)]
+    for index, (command, folder) in enumerate(next_commands):
+        lines.append(f"{'      ' if index else 'Next: '}loopscope {command} {shlex.quote(short_path(folder.path))}")
     if plotted and files["record"] and find_spec("matplotlib"):
         lines.append(
             f"      loopscope plot {shlex.quote(short_path(above if many else first.path))} --metrics {plotted}"
         )
     return Text("\n".join(map(printable, lines)), no_wrap=True)  # so that a command can be copied as one line
+
+
+def has_problem(summary: Mapping[str, Any]) -> bool:
+    """Return whether the diagnosis of a run has a finding above ``info``."""
+    return bool(Diagnosis.of(summary.get("findings", ())).at_least("warning"))
 
 
 def alert_counts(folder: Path, owner: str) -> str:

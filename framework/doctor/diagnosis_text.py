@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 MOST_EVIDENCE = 3
 """Measured values in the text of a finding; JSON has all."""
+MOST_BRIEF = 3
+"""Findings at the end of a run."""
 INDENT = "    "
 
 
@@ -42,6 +44,28 @@ def finding_lines(finding: "Finding", width: int = 100) -> Iterator[str]:
             yield from textwrap.wrap(
                 text, width, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False
             )
+
+
+def brief_lines(diagnosis: "Diagnosis", width: int | None = None, most: int = MOST_BRIEF) -> list[str]:
+    """Return two lines for each of the most important findings above ``info``: what is wrong, and what to do next.
+
+    Args:
+        diagnosis: the findings.
+        width: the largest length of a line, or ``None`` without a limit.
+        most: the largest number of findings; the number of the others is stated.
+    """
+    findings = diagnosis.at_least("warning")
+    lines = []
+    for finding in findings[:most]:
+        when = f"from step {finding.step:,}" if finding.step else "before the first step"
+        lines += [f"{finding.severity}: {finding.id}, {when}: {finding.why}", f"{INDENT}next: {finding.next}"]
+    if left := len(findings) - len(findings[:most]):
+        lines.append(f"{INDENT}{left} more with loopscope doctor.")
+    return [line if width is None else _cut(line, width) for line in lines]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: max(width - 3, 0)].rstrip()}..."
 
 
 def evidence_text(evidence: "Sequence[Evidence]") -> str:

@@ -107,6 +107,15 @@ class Diagnosis:
         """Return the findings as lines of text."""
         return "\n".join(diagnosis_lines(self))
 
+    @classmethod
+    def of(cls, findings: Iterable[Mapping[str, Any]]) -> "Diagnosis":
+        """Return the diagnosis of a summary, whose findings are plain values.
+
+        Raises:
+            UsageError: for content without the required fields.
+        """
+        return cls([Finding.of(content) for content in findings])
+
     @property
     def severity(self) -> Severity | None:
         """The highest severity among the findings, or ``None`` without any."""

@@ -79,7 +79,8 @@ class LiveDiagnosis(MetricSink):
 
 def report(finding: Finding) -> None:
     """Issue a finding as a Python warning, which displays show as a line."""
-    sentence = f"{finding.severity} {finding.id}, step {finding.step:,}: {finding.why} Next: {finding.next}"
+    label = "critical " if finding.severity == "critical" else ""  # displays add "warning: "
+    sentence = f"{label}{finding.id}, step {finding.step:,}: {finding.why} Next: {finding.next}"
     code = report.__code__
     warn_at(FindingNotice(sentence), code.co_filename, code.co_firstlineno)
 

@@ -24,7 +24,7 @@ LISTED = 5  # blocks that a warning names
 SERIOUS_GAIN = 1e4
 """Factor over a whole chain above which its first and last blocks cannot learn at one learning rate; residual stacks
 stay within 100, and an optimizer that scales each parameter, such as Adam, compensates that."""
-IDS = {"smallest_gain": "vanishing-gradient", "largest_gain": "exploding-gradient"}
+IDS = {"smallest_gain": "vanishing-gradients", "largest_gain": "exploding-gradients"}
 """The id of the doctor's finding, by the metric of the alert."""
 Chains = Mapping[str, Sequence[str]]
 """Names of modules that run one after another, first to last. The key is the name of their container in the model

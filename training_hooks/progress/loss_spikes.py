@@ -16,7 +16,7 @@ SMALLEST_SPREAD = 1e-10  # below this standard deviation a step has no deviation
 CHUNK = 1024  # steps whose windows are in memory at once
 SIGNALS = {"loss": "loss", "grad_norm": "gradient norm"}
 """The watched signals: the prefix of the metrics, and the name in sentences."""
-IDS = {"loss": "loss-spike", "grad_norm": "gradient-spike"}
+IDS = {"loss": "loss-spike", "grad_norm": "gradient-jump"}
 """The id of the doctor's finding about each signal."""
 MATERIAL = 0.5
 """Rise of the loss above which a spike matters: by half of its mean, and by a tenth of its initial level. A spike of a

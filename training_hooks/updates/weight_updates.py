@@ -24,10 +24,10 @@ CONDITIONS = {
 }
 """For each condition: the predicate of a sentence about one parameter, and about several."""
 IDS = {
-    "vanishing": "vanishing-gradient",
-    "exploding": "exploding-gradient",
+    "vanishing": "vanishing-gradients",
+    "exploding": "exploding-gradients",
     "nonfinite": "nonfinite",
-    "frozen": "frozen-parameter",
+    "frozen": "optimizer-without-effect",
     "rounded_away": "rounded-updates",
 }
 """For each condition: the id of the doctor's finding."""

@@ -347,3 +347,29 @@ def test_hook_tables_are_referenced_in_pipes():
         else:
             where = "hook_tables in output/mod_arithmetic/stride/summary.json"
             assert lines[1:] == [f"stride: 2 tables of hooks: overflow (2 rows), other (1 row): {where}"]
+
+
+PROBLEM = {"id": "loss-rising", "severity": "critical", "step": 40, "evidence": [], "why": "The loss rises.",
+           "next": "Halve the learning rate.", "confidence": 0.9}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [40, 120])
+def test_findings_follow_the_result(width):
+    """At most three are shown, in two lines each that fit the terminal, and the doctor is the next command."""
+    findings = [{**PROBLEM, "id": f"loss-rising-{number}"} for number in range(5)] + [{**PROBLEM, "severity": "info"}]
+    console = captured(terminal=True, width=width)
+    shown = RunConsole(console=console)
+    shown.strategy_ended({**SUMMARY, "findings": findings})
+    shown.ended([{**SUMMARY, "findings": findings}])
+    lines = [line.rstrip() for line in plain(console.file.getvalue()).splitlines()]
+    begin = next(index for index, line in enumerate(lines) if line.startswith("critical: loss-rising-0, from"))
+    assert lines[begin + 1].startswith("    next: Halve the")
+    assert lines[begin + 6] == "    2 more with loopscope doctor."
+    assert all(len(line) <= width for line in lines[begin : begin + 7])
+    assert "Next: loopscope doctor output/mod_arithmetic/stride" in lines
+
+
+def test_remarks_are_not_shown_at_the_end():
+    console = captured(terminal=False)
+    RunConsole(console=console).strategy_ended({**SUMMARY, "findings": [{**PROBLEM, "severity": "info"}]})
+    assert len(console.file.getvalue().splitlines()) == 1

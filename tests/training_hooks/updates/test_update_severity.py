@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loopscope.doctor import all_detectors
 from loopscope.hooks import Alert, HookPoint, OptimizerGroup, RunDataContext
-from loopscope.training_hooks.updates import WeightUpdates
+from loopscope.training_hooks.gradients import gradient_flow
+from loopscope.training_hooks.progress import loss_spikes
+from loopscope.training_hooks.updates import WeightUpdates, weight_updates
 from torch import nn
 
 from tests.training_hooks.epoch_end import epoch_end
 
+IDS_OF_HOOKS = {*weight_updates.IDS.values(), *loss_spikes.IDS.values(), *gradient_flow.IDS.values()}
 Sizes = Callable[[int], Mapping[str, float]]
 
 
@@ -42,17 +46,17 @@ def severities(alerts: list[Alert]) -> list[tuple[int, str, str]]:
 def test_matrix_without_gradient_is_a_fault_if_that_lasts():
     """At the first check it may be a factor of LoRA."""
     lasting = severities(check(lambda step: {"weight": 0.0}))
-    assert lasting == [(1, "info", "vanishing-gradient"), (2, "warning", "vanishing-gradient")]
-    assert severities(check(lambda step: {"weight": float(step > 1)})) == [(1, "info", "vanishing-gradient")]
+    assert lasting == [(1, "info", "vanishing-gradients"), (2, "warning", "vanishing-gradients")]
+    assert severities(check(lambda step: {"weight": float(step > 1)})) == [(1, "info", "vanishing-gradients")]
 
 
 def test_tiny_gradient_of_a_deep_model_is_a_fault_at_once():
-    assert severities(check(lambda step: {"weight": 1e-9})) == [(1, "warning", "vanishing-gradient")]
+    assert severities(check(lambda step: {"weight": 1e-9})) == [(1, "warning", "vanishing-gradients")]
 
 
 def test_bias_without_gradient_is_a_remark():
     """A normalisation after the layer removes the effect of its bias."""
-    assert severities(check(lambda step: {"bias": 1e-9})) == [(1, "info", "vanishing-gradient")]
+    assert severities(check(lambda step: {"bias": 1e-9})) == [(1, "info", "vanishing-gradients")]
 
 
 def test_small_gradients_of_a_solved_task_are_remarks():
@@ -65,9 +69,9 @@ def test_small_gradients_of_a_solved_task_are_remarks():
 
 def test_large_gradients_are_a_fault_if_they_were_smaller():
     """A sum over tokens makes them large from the start."""
-    assert severities(check(lambda step: {"weight": 1e3})) == [(1, "info", "exploding-gradient")]
+    assert severities(check(lambda step: {"weight": 1e3})) == [(1, "info", "exploding-gradients")]
     grown = severities(check(lambda step: {"weight": 1e3 if step > 3 else 1.0}))
-    assert grown == [(4, "warning", "exploding-gradient")]
+    assert grown == [(4, "warning", "exploding-gradients")]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -78,7 +82,7 @@ def test_nonfinite_gradient_is_critical(value):
 @pytest.mark.parametrize(("lr", "severity"), [(0.1, "warning"), (0.0, "info"), (math.nan, "warning")])
 def test_frozen_parameters_are_a_fault_with_a_learning_rate(lr, severity):
     """It is NaN if no optimizer has the parameter."""
-    assert severities(check(lambda step: {}, lr=lr, moves=False)) == [(3, severity, "frozen-parameter")]
+    assert severities(check(lambda step: {}, lr=lr, moves=False)) == [(3, severity, "optimizer-without-effect")]
 
 
 def test_frozen_parameter_without_gradient_is_a_remark():
@@ -109,3 +113,7 @@ def test_lost_updates_of_a_gain_are_a_remark():
 
 def test_lost_updates_at_the_end_of_a_decay_are_remarks():
     assert rounding(gain_only=False, rates={1: 1e-3, 2: 5e-5, 3: 5e-5, 4: 5e-5}) == ["info"]
+
+
+def test_ids_of_alerts_are_those_of_findings():
+    assert {detector.name for detector in all_detectors()} >= IDS_OF_HOOKS
