@@ -8,7 +8,7 @@ from ..durable_files import write_atomically
 from ..errors import listed
 from ..optional_packages import require_package
 from ..report import MARK, ShownRun, page_of, read_shown, run_labels
-from ..runs import require, run_folders
+from ..runs import ATTACHED, require, run_folders
 from .parser import CommandParser, write_line
 from .plot import is_free
 
@@ -49,14 +49,17 @@ def report(words: Sequence[str]) -> None:
 
 
 def sentence_of(shown: ShownRun) -> str:
-    """Return a sentence with the experiment of a run, its result and its treatments."""
+    """Return a sentence with the experiment of a run, its result, its treatments and its failed hooks."""
     run, last = shown.run, shown.last
-    title = f"{run.record.experiment}/{run.record.strategy}" if run.record else str(run.path)
+    title = f"{run.record.experiment}/{run.record.strategy}: " if run.record else f"{run.path}: "
+    if run.record and run.record.experiment == ATTACHED:
+        title = ""
     if run.summary:
         result = result_line(run.summary).plain.partition(": ")[2]
         result += f"; error: {run.summary['error']}" if run.summary["error"] else ""
     else:
         result = UNENDED[run.state] + (f", recorded up to epoch {last[0]:,}, step {last[1]:,}" if last else "")
     failed = ", ".join(str(error["hook"]) for error in run.summary.get("hook_errors", ()))
-    parts = (result, f"treatments: {shown.treatments or 'none'}", f"failed hooks: {failed}" if failed else "")
-    return f"{shown.label} ({title}): {'; '.join(filter(None, parts))}."
+    treatments = f"treatments: {shown.treatments}" if shown.treatments else ""
+    parts = (result, treatments, f"failed hooks: {failed}" if failed else "")
+    return f"{title}{'; '.join(filter(None, parts))}."

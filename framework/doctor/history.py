@@ -43,6 +43,25 @@ class Curve:
         if len(self._steps) > MOST_POINTS:
             self._steps, self._values, self._stride = self._steps[::2], self._values[::2], self._stride * 2
 
+    @classmethod
+    def of_points(cls, steps: Sequence[float], values: Sequence[float]) -> "Curve":
+        """Return the curve that :meth:`add` makes of these points, at once.
+
+        >>> Curve.of_points([1, 2, 4], [3.0, math.inf, 5.0]).first_nonfinite
+        2
+        """
+        curve, count = cls(), len(steps)
+        while count > MOST_POINTS * curve._stride:
+            curve._stride *= 2
+        curve._seen = count
+        curve._steps = list(map(int, steps[:: curve._stride]))
+        curve._values = list(map(float, values[:: curve._stride]))
+        if count:
+            curve._last = int(steps[-1]), float(values[-1])
+            nonfinite = np.flatnonzero(~np.isfinite(np.asarray(values, dtype=np.float64)))
+            curve.first_nonfinite = int(steps[int(nonfinite[0])]) if len(nonfinite) else None
+        return curve
+
     def __len__(self) -> int:
         return len(self.steps)
 

@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 
 from ..errors import listed, shortened
 from ..hooks import HookRegistry, MetricInfo
+from .alert_section import alert_section, is_phase, phase_section
 from .comparison import compare_over_seeds, differing_parts, evaluations
 from .curves import Curve
-from .panels import COLOURS
+from .diagnosis_section import badge, run_cards, verdict_of
 from .record_scan import Scan
+from .relevance import finding_marks, order_of
+from .result_table import result_table
 from .run_reader import ShownRun, ThinnedRows
+from .run_styles import RunStyle, styles_of
 from .seeds import mean_curve
 from .tables import cells, table, text
 
@@ -28,6 +32,7 @@ MORE_PIXELS, DIGITS = 8, 6  # a factor for maps and always-on hooks; significant
 MOST_POINTS = 600_000  # about as many as fit into the largest page
 LONGEST_SENTENCE, MOST_HOOKS = 1000, 30
 TEMPLATES = Path(__file__).with_name("template")
+WAITING = '<figure class="waiting"></figure>'  # keeps the place of a chart until it is drawn
 MARK = "<!-- A report of loopscope. -->"
 SPREAD = ("number", "group", "count", "mean", "deviation", "low", "high", "remark")
 SEED_TEST = ("difference", "low", "high", "test", "seeds", "t", "p", "holm", "remark")
@@ -35,28 +40,86 @@ COSTS = ("seconds", "calls", "state_bytes", "peak_bytes")
 
 
 def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> bytes:
-    """Return the page, with curves thinned until it fits into ``LARGEST_PAGE`` bytes."""
+    """Return the page, with curves thinned until it fits into ``LARGEST_PAGE`` bytes.
+
+    Args:
+        runs: the runs, with their content.
+        sentences: a sentence per run about its state.
+        title: the heading.
+    """
     from plotly.offline import get_plotlyjs
 
-    parts = {name: (TEMPLATES / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    problems = [f"{shown.label}: {problem}" for shown in runs for problem in shown.problems]
-    for name, lines in (("runs", sentences), ("problems", problems)):
-        parts[name] = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in lines)
-    parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "tables": tables_of(runs)}
     compared = _compared(runs)
-    parts["seeds"], seeds = _seed_tables(compared), _completed(compared["runs"])
-    parts["rewinds"], stretches = _rewinds(runs)
-    drawn = [*runs, *stretches]
-    groups = [row["group"] for row in compared["runs"]] + [shown.label for shown in stretches]
+    rewinds, stretches = _rewinds(runs)
+    drawn, order = [*runs, *stretches], order_of(runs)
+    groups = [row["group"] or row["run"] for row in compared["runs"]] + [shown.label for shown in stretches]
+    styles = styles_of(groups, [bool(shown.treatments) for shown in drawn])
+    parts = {name: (TEMPLATES / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "rewinds": rewinds}
+    parts |= _answer(runs, sentences, styles[: len(runs)])
+    parts |= {"tables": tables_of(runs), "seeds": _seed_tables(compared)}
     described = [
-        {"label": shown.label, "treatments": shortened(shown.treatments), "alerts": shown.alerts, "group": group}
-        for shown, group in zip(drawn, groups, strict=True)
+        {"label": shown.label, "treatments": shortened(shown.treatments), "alerts": shown.alerts, **vars(style)}
+        for shown, style in zip(drawn, styles, strict=True)
     ]
-    # Grey replaces black, which is invisible on a dark page.
-    data: dict[str, Any] = {"runs": described, "colours": [*COLOURS[:-1], "#808080"]}
-    always = {hook.name for hook in HookRegistry if hook.always}
-    names = list(dict.fromkeys(name for shown in drawn for name in (*shown.points, *shown.lists)))
-    names.sort(key=lambda name: ((hook := name.partition("/")[0]) not in always, hook))
+    data: dict[str, Any] = {"runs": described, "lead": order.lead, "first": order.first}
+    data["findings"] = [*finding_marks(runs, order)]
+    opened = len(order.first) - len(order.lead)
+    parts |= {"keyplaces": WAITING * len(order.lead), "places": WAITING * opened}
+    parts |= {"legend": legend_of(drawn, styles), "marks": marks_key(drawn, data["findings"])}
+    names = [*order.names]
+    names += dict.fromkeys(name for shown in stretches for name in (*shown.points, *shown.lists) if name not in names)
+    return _filled(parts, data, names, drawn, _completed(compared["runs"]))
+
+
+def legend_of(drawn: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
+    """Return the legend of all charts, whose boxes hide and show runs."""
+    names = [f"{run.label} (treated: {run.treatments})" if run.treatments else run.label for run in drawn]
+    return "".join(
+        f'<label><input type="checkbox" checked disabled>{style.swatch}<span>{text(name)}</span></label>'
+        for name, style in zip(names, styles, strict=True)
+    )
+
+
+def marks_key(drawn: Sequence[ShownRun], findings: Sequence[Mapping[str, Any]]) -> str:
+    """Return the meanings of the marks that the charts have; empty without marks."""
+    names = [name for shown in drawn for name in shown.points]
+    pairs = [pair for shown in drawn for pair in shown.points.values()]
+    present = {
+        "│ first step of a finding, with its number": any(finding["step"] > 0 for finding in findings),
+        "▼ alert": any(shown.alerts for shown in drawn),
+        "┊ change of phase": any(map(is_phase, names)),
+        "× value that is not finite": not all(np.isfinite(np.asarray(values)).all() for _, values in pairs),
+    }
+    items = "".join(f"<li>{meaning}</li>" for meaning, is_present in present.items() if is_present)
+    return f'<ul class="marks" aria-label="Marks in the charts">{items}</ul>' if items else ""
+
+
+def _answer(runs: Sequence[ShownRun], sentences: Sequence[str], styles: Sequence[RunStyle]) -> dict[str, str]:
+    """Return the parts of the page that tell what happened: verdict, findings, results, alerts, phases, problems."""
+    kind, verdict = verdict_of(runs)
+    problems = [f"{shown.label}: {problem}" for shown in runs for problem in shown.problems]
+    lines = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in problems)
+    phases = [name for shown in runs for name in shown.points if is_phase(name)]
+    return {
+        "kind": kind,
+        "verdict": badge(kind, verdict),
+        "cards": run_cards(runs, sentences, styles),
+        "results": result_table(runs, styles),
+        "alerts": alert_section(runs, styles),
+        "phases": phase_section(runs, styles, explained(phases)),
+        "problems": f'<section><h2>Not shown</h2><ul id="problems">{lines}</ul></section>' if problems else "",
+    }
+
+
+def _filled(
+    parts: dict[str, str],
+    data: dict[str, Any],
+    names: list[str],
+    drawn: Sequence[ShownRun],
+    seeds: Mapping[str, Sequence[int]],
+) -> bytes:
+    """Return the page with as many metrics, of the most relevant first, and points as fit into ``LARGEST_PAGE``."""
     count, pixels = len(names), MOST_PIXELS
     lengths = [len(values) for shown in drawn for _, values in shown.points.values()]
     while pixels > FEWEST_PIXELS and sum(min(length, 2 * pixels) for length in lengths) > MOST_POINTS:
@@ -231,8 +294,8 @@ def tables_of(runs: Sequence[ShownRun]) -> str:
         for name in names
     ]
     differences = table("Differences between the runs", ("", *records), differ)
-    profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs)
-    return differences + profile + table("Environment", ("", "of any run"), values)
+    profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs, folded=True)
+    return differences + profile + table("Environment", ("", "of any run"), values, folded=True)
 
 
 def packed(content: str) -> str:

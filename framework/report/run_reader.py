@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..doctor import SEVERITIES, Diagnosis
 from ..durable_files import path_exists, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS, alert_fields
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, record_of
 from .curves import NUMBERS, check_size, series_in
 from .explanations import read_explained
+from .run_diagnosis import diagnosis_of
 from .run_index import FoundRun, inspect_run
 
 MOST_ALERT_BYTES = 2**24
@@ -56,6 +58,8 @@ class ShownRun:
     last: tuple[int, int] | None = None  # epoch and step of the last emit
     left_out: int = 0  # values of metrics beyond ``MOST_METRICS``
     alerts: list[Mapping[str, Any]] = field(default_factory=list)
+    alert_records: list[Mapping[str, Any]] = field(default_factory=list)  # complete lines of the file
+    diagnosis: Diagnosis | None = None  # none of a run without readable settings, and of a rewind
     costs: Mapping[str, Any] = field(default_factory=dict)  # by hook
     problems: list[str] = field(default_factory=list)
     rewinds: list["ShownRun | str"] = field(default_factory=list)  # ordered by first step; explanations are HTML
@@ -94,6 +98,10 @@ def read_shown(folder: Path, label: str, most: int) -> ShownRun:
     shown = _read(folder, label, most)
     with _noted(shown.problems):
         _read_rewinds(shown, folder / REWINDS, most)
+    if shown.run.record is not None:
+        with _noted(shown.problems):
+            last_step = shown.last[1] if shown.last else 0
+            shown.diagnosis = diagnosis_of(folder, shown.run.record, shown.points, shown.alert_records, last_step)
     return shown
 
 
@@ -150,7 +158,12 @@ def _read_alerts(shown: ShownRun, path: Path) -> None:
             rows = alert.get("rows")
             if isinstance(rows, list) and rows and {int}.issuperset(map(type, rows)):
                 texts["rows"] = f"rows {listed(rows, FEW_ROWS)}"
-            shown.alerts.append({"step": operator.index(alert["step"]), **texts})
+            severity = alert.get("severity")
+            texts["severity"] = severity if severity in SEVERITIES else ""
+            texts["id"] = shortened(str(alert.get("id") or ""), LONGEST_TEXT)
+            is_over = alert.get("is_over") is True
+            shown.alerts.append({"step": operator.index(alert["step"]), "is_over": is_over, **texts})
+            shown.alert_records.append(alert)
     missing = len(lines) - len(shown.alerts)
     require(
         not missing,

@@ -20,14 +20,30 @@ def text(value: object, most: int = LONGEST_CELL) -> str:
 
 
 def table(
-    title: str, heading: Sequence[str], rows: Sequence[Sequence[object]], *, level: int = 2, most: int = MOST_TABLE_ROWS
+    title: str,
+    heading: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    level: int = 2,
+    most: int = MOST_TABLE_ROWS,
+    folded: bool = False,
 ) -> str:
-    """Return an HTML table under a heading of this level, or ``None.`` if it has no rows."""
+    """Return an HTML table under a heading of this level, or in a folded section; empty if it has no rows."""
+    if not rows:
+        return ""
     lines = [f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows[:most]]
     head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
-    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    body = scrolled(title, f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>")
     more = f"<p>The first {len(lines):,} of {len(rows):,} rows.</p>" if len(lines) < len(rows) else ""
-    return f"<section><h{level}>{text(title)}</h{level}>{more}{body if lines else '<p>None.</p>'}</section>"
+    name = f"<h{level}>{text(title)}</h{level}>"
+    if folded:
+        return f"<section><details><summary>{name}</summary>{more}{body}</details></section>"
+    return f"<section>{name}{more}{body}</section>"
+
+
+def scrolled(name: str, content: str) -> str:
+    """Return content that scrolls within the page, also by keyboard."""
+    return f'<div class="wide" role="region" aria-label="{text(name)}" tabindex="0">{content}</div>'
 
 
 def cells(row: Mapping[str, Any], names: Sequence[str]) -> list[Any]:

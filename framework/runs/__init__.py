@@ -15,7 +15,7 @@ from .replay import Record, RecordSink, ReplaySink, forward_emits, record_of
 from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
 from .run import Display, Run, attempt, create_manager
-from .run_history import read_alerts, read_history
+from .run_history import history_without_metrics, read_alerts, read_history
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .validation import DivergedError, Stretch
@@ -58,6 +58,7 @@ __all__ = [
     "environment",
     "field_names",
     "forward_emits",
+    "history_without_metrics",
     "load_reference",
     "read_alerts", "read_history",
     "read_initial",

@@ -25,10 +25,7 @@ def read_history(folder: Path, until: int | None = None) -> History:
         UsageError: if the folder has no run, or its record is damaged.
     """
     run = RunRecord.read(folder)
-    planned = run.facts.get("planned_steps")
-    history = History(run.facts, run.training or run.config, planned, [*run.hooks])
-    with suppress(UsageError):  # a summary that cannot be read
-        history.status = read_status(folder) or "running"
+    history = history_without_metrics(folder, run)
 
     def take(emit: Record) -> None:
         if until is None or emit.step <= until:
@@ -42,6 +39,14 @@ def read_history(folder: Path, until: int | None = None) -> History:
     for alert in read_alerts(folder):
         if until is None or alert["step"] <= until:
             history.add_alert(alert)
+    return history
+
+
+def history_without_metrics(folder: Path, run: RunRecord) -> History:
+    """Return the start-up facts, the settings and the status of the run in a folder as a history."""
+    history = History(run.facts, run.training or run.config, run.facts.get("planned_steps"), [*run.hooks])
+    with suppress(UsageError):  # a summary that cannot be read
+        history.status = read_status(folder) or "running"
     return history
 
 

@@ -1,5 +1,5 @@
 "use strict";
-const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200, PAPER = 660;
+const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200, PAPER = 660, DECADES = 2, HEIGHT = 248, NEAR = 0.05;
 const at = id => document.getElementById(id);
 // Text of runs enters the page only in these two ways: as a text node, or escaped in Plotly's labels.
 const make = (tag, text, settings) => Object.assign(document.createElement(tag), text === undefined ? {} : {textContent: text}, settings);
@@ -27,6 +27,19 @@ function smoothed(values, points, log) {
   });
 }
 
+// A vertical axis is logarithmic on demand, or if positive values span more than two decades.
+function isLog(metric) {
+  if (state.logY) return true;
+  if (metric.isWide === undefined) {
+    let [least, largest] = [Infinity, -Infinity];
+    for (const curve of metric.curves) for (const value of curve.values) {
+      if (typeof value === "number") [least, largest] = [Math.min(least, value), Math.max(largest, value)];
+    }
+    metric.isWide = least > 0 && largest / least > 10 ** DECADES;
+  }
+  return metric.isWide;
+}
+
 const isHidden = run => state.hidden.has(run);
 const finite = values => values.map(value => Number.isFinite(value) ? value : null);
 
@@ -39,14 +52,16 @@ function linesOf(metric) {
 
 const nameOf = line => line.group ? `${line.group}: mean of ${line.runs.length} seeds` : data.runs[line.runs[0]].label;
 
+const dashOf = run => run.dash.length ? run.dash.map(length => `${length}px`).join(",") : "solid";
+
 function tracesOf(metric) {
   if (!metric.curves.length) return mapsOf(metric).map(mapTrace);
-  const traces = [];
+  const traces = [], log = isLog(metric);
   for (const {run, name, steps, group, low, high, ...line} of linesOf(metric)) {
-    const values = line.values.map(number), smooth = series => finite(state.smooth > 1 ? smoothed(series, state.smooth, state.logY) : series);
-    const trace = {type: "scatter", mode: steps.length > 60 ? "lines" : "lines+markers", x: steps, line: {color: run.colour, width: group ? 2.4 : 1.6, dash: run.dash}, name, marker: {size: 4}};
+    const values = line.values.map(number), smooth = series => finite(state.smooth > 1 ? smoothed(series, state.smooth, log) : series);
+    const trace = {type: "scatter", mode: steps.length > 60 ? "lines" : "lines+markers", x: steps, line: {color: run.colour, width: group ? 2.4 : 1.6, dash: dashOf(run)}, name, marker: {size: 4}};
     if (group) {
-      const least = Math.min(...[...values, ...high.map(number)].filter(value => value > 0)) / 10, floor = value => state.logY && value <= 0 ? least : value;
+      const least = Math.min(...[...values, ...high.map(number)].filter(value => value > 0)) / 10, floor = value => log && value <= 0 ? least : value;
       const side = {...trace, mode: "lines", line: {width: 0}, hoverinfo: "skip"};
       trace.text = steps.map((_, index) => `${low[index]} to ${high[index]}`);
       traces.push({...side, y: smooth(low.map(number).map(floor))}, {...side, y: smooth(high.map(number)), fill: "tonexty", fillcolor: `${run.colour}33`});
@@ -57,7 +72,7 @@ function tracesOf(metric) {
   }
   data.runs.forEach((run, index) => {
     const alerts = isHidden(index) ? [] : run.alerts.filter(alert => metric.name === `${alert.hook}/${alert.metric}` || (!alert.metric && metric.name.startsWith(`${alert.hook}/`)));
-    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}, ${alert.severity}: ${alert.sentence}${alert.rows ? ` (${alert.rows})` : ""}`))));
+    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.severity ? `${alert.severity}: ` : ""}${alert.sentence}${alert.rows ? ` (${alert.rows})` : ""}`))));
   });
   return traces;
 }
@@ -94,42 +109,96 @@ function phases() {
   return shapes.slice(0, MOST_SHAPES);
 }
 
+// Vertical lines at the first steps of findings, with their numbers; and the limits of their measured values.
+function findingMarks(metric) {
+  const style = getComputedStyle(document.documentElement), colour = kind => style.getPropertyValue(`--${kind}`).trim();
+  const shapes = [], byStep = new Map(), isLead = data.lead.includes(metric.name);
+  for (const finding of data.findings) {
+    const evidence = finding.metrics.find(item => item.name === metric.name);
+    if (isHidden(finding.run) || !(evidence || (isLead && finding.severity !== "info"))) continue;
+    if (finding.step > 0) byStep.set(finding.step, [...(byStep.get(finding.step) || []), finding]);
+    if (evidence && isWithin(metric, evidence.limit)) shapes.push({
+      type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: evidence.limit, y1: evidence.limit, layer: "below",
+      line: {color: colour(finding.severity), width: 1, dash: "dash"},
+      label: {text: `limit of ${finding.number}`, textposition: "end", yanchor: "bottom", font: {size: 10, color: colour(finding.severity)}},
+    });
+  }
+  for (const step of byStep.keys()) shapes.push({
+    type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, layer: "below",
+    line: {color: colour(byStep.get(step)[0].severity), width: 1},
+  });
+  return {shapes, annotations: numbersOf(byStep, metric, colour)};
+}
+
+// The numbers of findings above their first steps; those of near steps share a label.
+function numbersOf(byStep, metric, colour) {
+  const place = step => state.logX ? Math.log10(Math.max(step, 0.5)) : step;
+  const ends = metric.curves.flatMap(curve => [curve.steps[0], curve.steps.at(-1)]).map(place);
+  const width = Math.max(...ends) - Math.min(...ends), labels = [];
+  for (const step of [...byStep.keys()].sort((one, other) => one - other)) {
+    const last = labels.at(-1), numbers = byStep.get(step).map(finding => finding.number);
+    if (last && place(step) - last.x < NEAR * width) last.numbers.push(...numbers);
+    else labels.push({x: place(step), numbers, colour: colour(byStep.get(step)[0].severity)});
+  }
+  return labels.map(({x, numbers, colour: fill}) => ({
+    x, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false, text: `<b>${[...new Set(numbers)].sort((one, other) => one - other).join(", ")}</b>`,
+    bgcolor: fill, borderpad: 2, font: {size: 10, color: getComputedStyle(document.documentElement).getPropertyValue("--back").trim()},
+  }));
+}
+
+function isWithin(metric, limit) {
+  if (typeof limit !== "number" || (isLog(metric) && limit <= 0)) return false;
+  const values = metric.curves.flatMap(curve => curve.values.filter(value => typeof value === "number"));
+  const [least, largest] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+  return limit >= least && limit <= largest;
+}
+
 function marks(x, height, symbol, color, text) {
-  return {type: "scatter", mode: "markers", yaxis: "y2", x, y: x.map(() => height), text, hoverinfo: "x+text", marker: {symbol, color, size: 9}, showlegend: false};
+  return {type: "scatter", mode: "markers", yaxis: "y2", x, y: x.map(() => height), text, hoverinfo: "x+text", marker: {symbol, color, size: symbol === "x" ? 5 : 9}, showlegend: false};
 }
 
 function layoutOf(metric) {
   const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
-  const axis = {automargin: true, gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint")};
+  const axis = {automargin: true, gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint"), exponentformat: "power", minexponent: 4};
   const range = state.range && (state.logX ? state.range.map(step => Math.log10(Math.max(step, 0.5))) : state.range);
+  const found = findingMarks(metric);
   const layout = {
-    margin: {l: 60, r: 10, t: 44, b: 40}, hovermode: "x", showlegend: false, font: {color: colour("--text"), family: "system-ui, sans-serif"},
+    annotations: found.annotations,
+    height: HEIGHT, margin: {l: 52, r: 8, t: 20, b: 36}, hovermode: "x", showlegend: false, font: {size: 11, color: colour("--text"), family: "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif"},
     paper_bgcolor: colour("--back"), plot_bgcolor: colour("--back"),
-    xaxis: {...axis, title: {text: "step"}, type: state.logX ? "log" : "linear", ...(range ? {range} : {autorange: true})},
-    yaxis: {...axis, type: state.logY ? "log" : "linear", autorange: true},
+    xaxis: {...axis, title: {text: "step", standoff: 4}, type: state.logX ? "log" : "linear", ...(range ? {range} : {autorange: true})},
+    yaxis: {...axis, type: isLog(metric) ? "log" : "linear", autorange: true},
     yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
-    shapes: phases(), width: state.printed ? PAPER : undefined,
+    shapes: [...phases(), ...found.shapes], width: state.printed ? PAPER : undefined,
   };
   return metric.curves.length ? layout : mapLayout(metric, layout, axis);
 }
 
 function chartOf(metric) {
-  const figure = make("figure"), caption = make("figcaption"), plot = make("div", undefined, {className: "plot"});
-  caption.append(make("h3", metric.name));
-  for (const part of ["formula", "range", "reading"]) if (metric[part]) caption.append(make("p", `${part}: ${metric[part]}`));
-  const thinner = metric.curves.filter(curve => curve.steps.length < curve.points);
-  if (thinner.length) caption.append(make("p", `Each pixel shows its smallest and largest value: ${thinner.map(curve => `${curve.steps.length} of ${curve.points} points of ${data.runs[curve.run].label}`).join(", ")}.`));
-  const cut = metric.maps.map(map => ({...map, width: Math.max(...map.rows.map(row => row.length))})).filter(map => map.rows.length < map.seen || map.width < map.longest);
-  if (cut.length) caption.append(make("p", `Shown: ${cut.map(map => `${map.rows.length} of ${map.seen} lists, the first ${map.width} of ${map.longest} numbers of ${data.runs[map.run].label}`).join("; ")}.`));
+  const figure = make("figure"), caption = make("figcaption"), heading = make("h3");
+  const plot = make("div", undefined, {className: metric.curves.length ? "plot" : "plot tall"});
+  const slash = metric.name.lastIndexOf("/") + 1;
+  heading.append(make("span", metric.name.slice(0, slash), {className: "hook"}), metric.name.slice(slash));
+  caption.append(heading);
   const behind = make("details");
-  behind.append(make("summary", `Table of ${metric.name}`));
-  behind.addEventListener("toggle", () => { if (behind.open && behind.children.length < 2) behind.append(tableOf(metric)); });
+  behind.append(make("summary", "About and numbers"));
+  behind.addEventListener("toggle", () => { if (behind.open && behind.children.length < 2) behind.append(...aboutOf(metric), tableOf(metric)); });
   figure.append(caption, plot, behind);
   return {figure, plot, metric, isNew: true};
 }
 
+// Formula, range and reading of a metric, and what its chart leaves out.
+function aboutOf(metric) {
+  const lines = ["formula", "range", "reading"].filter(part => metric[part]).map(part => `${part}: ${metric[part]}`);
+  const thinner = metric.curves.filter(curve => curve.steps.length < curve.points);
+  if (thinner.length) lines.push(`Each pixel shows its smallest and largest value: ${thinner.map(curve => `${curve.steps.length} of ${curve.points} points of ${data.runs[curve.run].label}`).join(", ")}.`);
+  const cut = metric.maps.map(map => ({...map, width: Math.max(...map.rows.map(row => row.length))})).filter(map => map.rows.length < map.seen || map.width < map.longest);
+  if (cut.length) lines.push(`Shown: ${cut.map(map => `${map.rows.length} of ${map.seen} lists, the first ${map.width} of ${map.longest} numbers of ${data.runs[map.run].label}`).join("; ")}.`);
+  return lines.map(line => make("p", line));
+}
+
 function tableOf(metric) {
-  const rows = new Map(), wide = make("div", undefined, {className: "wide"}), table = make("table");
+  const rows = new Map(), wide = make("div", undefined, {className: "wide", tabIndex: 0, role: "region", ariaLabel: `Numbers of ${metric.name}`}), table = make("table");
   const runs = [...metric.curves, ...metric.maps.map(map => ({...map, values: map.rows.map(row => row.join(", "))}))];
   const means = metric.means.flatMap(mean => [["", mean.values], [", from", mean.low], [", to", mean.high]].map(([part, values]) => ({title: nameOf(mean) + part, steps: mean.steps, values})));
   const columns = [...runs.map(curve => ({...curve, title: data.runs[curve.run].label})), ...means];
@@ -147,12 +216,13 @@ function tableOf(metric) {
 }
 
 function draw() {
+  document.querySelectorAll("figure.waiting").forEach(place => place.remove());
   for (const [name, chart] of charts) if (!state.shown.includes(name)) { Plotly.purge(chart.plot); chart.figure.remove(); charts.delete(name); }
   for (const name of state.shown) {
     const metric = metrics.get(name);
     if (!charts.has(name)) charts.set(name, chartOf(metric));
     const chart = charts.get(name);
-    if (!chart.figure.isConnected) at("charts").append(chart.figure);
+    if (!chart.figure.isConnected) at(data.lead.includes(name) ? "key-charts" : "charts").append(chart.figure);
     Plotly.react(chart.plot, tracesOf(metric), layoutOf(metric), {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]});
     if (chart.isNew) listen(chart);
     chart.isNew = false;
@@ -200,22 +270,30 @@ function showAll(names) {
   for (const {input, name} of boxes) input.checked = state.shown.includes(name);
 }
 
+function showFinding(finding) {
+  const names = finding.metrics.map(item => item.name).filter(name => metrics.has(name));
+  if (!names.length) return;
+  showAll([...state.shown.filter(name => !names.includes(name)), ...names]);
+  const {figure} = charts.get(names[0]);
+  figure.scrollIntoView({block: "center"});
+  document.querySelectorAll("figure.found").forEach(other => other.classList.remove("found"));
+  figure.classList.add("found");
+  figure.querySelector("summary").focus({preventScroll: true});
+}
+
 const metricsOf = run => data.metrics.filter(metric => [...metric.curves, ...metric.maps].some(item => item.run === run)).map(metric => metric.name);
 
 const boxes = [];
 function controls() {
-  data.runs.forEach((run, index) => {
-    const {line} = box(run.treatments ? `${run.label} (treated: ${run.treatments})` : run.label, true, isShown => { state.hidden[isShown ? "delete" : "add"](index); draw(); });
-    const swatch = make("span", undefined, {className: "swatch"});
-    swatch.style.background = run.colour;
-    line.insertBefore(swatch, line.lastChild);
-    at("shown-runs").append(line);
+  document.querySelectorAll("#shown-runs input").forEach((input, index) => {
+    input.disabled = false;
+    input.addEventListener("change", () => { state.hidden[input.checked ? "delete" : "add"](index); draw(); });
   });
   const groups = new Map();
   for (const name of metrics.keys()) {
     const hook = name.split("/")[0];
     if (!groups.has(hook)) {
-      const group = make("details", undefined, {open: state.shown.some(shown => shown.split("/")[0] === hook)});
+      const group = make("details");
       group.append(make("summary", hook));
       groups.set(hook, group);
       at("metrics").append(group);
@@ -224,6 +302,8 @@ function controls() {
     groups.get(hook).append(line);
     boxes.push({line, input, name});
   }
+  for (const [hook, group] of groups) group.firstChild.textContent = `${hook} (${group.children.length - 1})`;
+  at("all-title").textContent = `All ${metrics.size} metrics, by hook`;
   const on = (id, kind, change) => at(id).addEventListener(kind, change);
   on("controls", "submit", event => event.preventDefault());
   on("log-x", "change", event => { state.logX = event.target.checked; draw(); });
@@ -240,10 +320,18 @@ function controls() {
     button.hidden = false;
     button.addEventListener("click", () => { showAll(metricsOf(Number(button.dataset.run)).slice(0, MOST_CHARTS)); at("charts").scrollIntoView(); });
   }
+  for (const button of document.querySelectorAll("button[data-finding]")) {
+    const finding = data.findings.find(one => one.number === Number(button.dataset.finding));
+    button.hidden = !finding.metrics.length;
+    button.addEventListener("click", () => showFinding(finding));
+  }
   on("find", "input", event => {
     const words = event.target.value.toLowerCase().split(/\s+/);
     boxes.forEach(({line, name}) => { line.hidden = !words.every(word => name.toLowerCase().includes(word)); });
-    for (const group of groups.values()) group.open = true;
+    for (const group of groups.values()) {
+      group.hidden = ![...group.querySelectorAll("label")].some(line => !line.hidden);
+      group.open = words.some(Boolean) && !group.hidden;
+    }
   });
   at("controls").hidden = false;
 }
@@ -256,6 +344,7 @@ function setTheme(theme, printed) {
 }
 at("theme").addEventListener("click", () => setTheme((root.dataset.theme || (darkness.matches ? "dark" : "light")) === "dark" ? "light" : "dark"));
 darkness.addEventListener("change", () => setTheme(root.dataset.theme || ""));
+addEventListener("beforeprint", () => document.querySelectorAll(".run details").forEach(one => { one.open = true; }));
 addEventListener("beforeprint", () => setTheme("light", root.dataset.theme || "system"));  // print with the light theme
 addEventListener("afterprint", () => {
   setTheme(state.printed === "system" ? "" : state.printed);
@@ -265,15 +354,9 @@ addEventListener("afterprint", () => {
 async function start() {
   document.head.append(make("script", await unpacked("library")));
   data = JSON.parse(await unpacked("data"));
-  const groups = [...new Set(data.runs.map(run => run.group))], bySeed = groups.length > 1 && groups.length < data.runs.length;  // if true, the seeds of a group share a colour
-  data.runs.forEach((run, index) => {
-    const place = bySeed ? groups.indexOf(run.group) : index, colours = data.colours.length;
-    run.colour = data.colours[place % colours];
-    run.dash = run.treatments ? "dash" : place < colours ? "solid" : "dot";
-  });
   metrics = new Map(data.metrics.map(metric => [metric.name, metric]));
   const ofRewinds = [...document.querySelectorAll("button[data-run]")].flatMap(button => metricsOf(Number(button.dataset.run)).slice(0, FIRST));
-  state.shown = [...new Set([...data.metrics.slice(0, FIRST).map(metric => metric.name), ...ofRewinds])].slice(0, MOST_CHARTS);
+  state.shown = [...new Set([...data.first.filter(name => metrics.has(name)), ...ofRewinds])].slice(0, MOST_CHARTS);
   controls();
   draw();
 }

@@ -1,0 +1,150 @@
+"""The order of metrics by relevance: those that explain the run come first, the others in the order of the record."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..hooks import HookRegistry
+from .run_reader import ShownRun
+
+LOSSES = ("training_checks/loss", "training_metrics/loss")
+"""The training loss of steps, and of epochs."""
+VALIDATION = re.compile(r"(val|valid|validation|eval|test|dev)(_|$)")
+FURTHER = ("lr", "learning_rate"), ("grad_norm", "total_grad_norm", "gradient_norm")
+"""Last parts of the names of metrics that nearly every reader wants: of each kind, the one with most points."""
+MOST_EVIDENCE = 4  # charts of the findings' metrics
+FEWEST = MOST_LEAD = 4  # charts that are open at first; charts at the top of the page
+
+
+@dataclass(frozen=True)
+class MetricOrder:
+    """Names of metrics: all by relevance, those at the top of the page, and those that are open at first."""
+
+    names: Sequence[str]
+    lead: Sequence[str]
+    first: Sequence[str]
+
+
+def order_of(runs: Sequence[ShownRun]) -> MetricOrder:
+    """Order the metrics of runs by relevance."""
+    sizes = _sizes(runs)
+    main = list(filter(None, [_loss(sizes), _validation(sizes)]))
+    evidence = [name for name in evidence_metrics(runs, sizes) if name not in main and sizes[name] > 1][:MOST_EVIDENCE]
+    evaluations = [name for name in validation_numbers(sizes) if direction_of(name) < 0][:1]
+    further = [longest for kind in FURTHER if (longest := _longest(sizes, kind))]
+    first = list(dict.fromkeys([*main, *evidence, *evaluations, *further]))
+    others = [name for name in sizes if name not in first]
+    hooks = _hook_ranks(runs, evidence, others)
+    others.sort(key=lambda name: hooks[_hook(name)])
+    names = [*first, *others]
+    opened = names[: max(FEWEST, len(first))]
+    return MetricOrder(names, opened[:MOST_LEAD], opened)
+
+
+def evidence_metrics(runs: Sequence[ShownRun], sizes: Mapping[str, int]) -> list[str]:
+    """Return the recorded metrics behind the findings above ``info``, in the order of the findings."""
+    names = []
+    for shown in runs:
+        for finding in shown.diagnosis.at_least("warning") if shown.diagnosis else ():
+            names += [name for item in finding.evidence if (name := recorded_name(item.metric, sizes))]
+    return list(dict.fromkeys(names))
+
+
+def recorded_name(metric: str, sizes: Mapping[str, int]) -> str:
+    """Return the recorded metric that a finding names, or the first of the family that it names; empty for none."""
+    if metric in sizes:
+        return metric
+    return next((name for name in sizes if name.startswith(f"{metric}/")), "")
+
+
+def _sizes(runs: Sequence[ShownRun]) -> dict[str, int]:
+    """Return the names of all metrics with their largest number of points, in the order of the records."""
+    sizes: dict[str, int] = {}
+    for shown in runs:
+        for name, (steps, _) in shown.points.items():
+            sizes[name] = max(sizes.get(name, 0), len(steps))
+        for name, rows in shown.lists.items():
+            sizes[name] = max(sizes.get(name, 0), len(rows.rows))
+    return sizes
+
+
+def _loss(sizes: Mapping[str, int]) -> str:
+    """Return the training loss; empty if none was recorded."""
+    known = [name for name in LOSSES if name in sizes]
+    if known:
+        return max(known, key=sizes.__getitem__)
+    return next((name for name in sizes if _last_part(name) in ("loss", "train_loss")), "")
+
+
+def _validation(sizes: Mapping[str, int]) -> str:
+    """Return the validation loss, or else another number of the validation; empty if none was recorded."""
+    names = validation_numbers(sizes)
+    losses = [name for name in names if "loss" in _last_part(name)]
+    return next(iter([*losses, *names]), "")
+
+
+def validation_numbers(names: Iterable[str]) -> list[str]:
+    """Return the results of the validation; those of the training's own evaluation if there are any.
+
+    >>> validation_numbers(["a/val_loss", "training_metrics/val_acc", "checks/eval_mode"])
+    ['training_metrics/val_acc']
+    """
+    numbers = [name for name in names if _is_validation(name) and direction_of(name)]
+    always = [hook.name for hook in HookRegistry if hook.always]
+    return [name for name in numbers if _hook(name) in always] or numbers
+
+
+def direction_of(name: str) -> int:
+    """Return 1 if lower values of a metric are better, −1 if higher ones are, 0 if neither is known."""
+    last = _last_part(name)
+    if any(word in last for word in ("loss", "perplexity", "ppl", "error")):
+        return 1
+    return -1 if "acc" in last else 0
+
+
+def _is_validation(name: str) -> bool:
+    return VALIDATION.match(_last_part(name)) is not None
+
+
+def _longest(sizes: Mapping[str, int], last_parts: Sequence[str]) -> str:
+    names = [name for name in sizes if _last_part(name) in last_parts]
+    return max(names, key=sizes.__getitem__, default="")
+
+
+def _hook_ranks(runs: Sequence[ShownRun], evidence: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Return the place of each hook: always-on hooks, those behind findings, those with alerts, the others."""
+    always = [hook.name for hook in HookRegistry if hook.always]
+    alerted = [str(alert["hook"]) for shown in runs for alert in shown.alerts]
+    hooks = dict.fromkeys([*always, *map(_hook, evidence), *alerted, *map(_hook, names)])
+    return {hook: rank for rank, hook in enumerate(hooks)}
+
+
+def _hook(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _finite(limit: float | None) -> float | None:
+    return limit if limit is not None and math.isfinite(limit) else None
+
+
+def finding_marks(runs: Sequence[ShownRun], order: MetricOrder) -> Iterator[dict[str, object]]:
+    """Yield the findings of all runs as plain values for the charts, numbered over the page."""
+    names = dict.fromkeys(order.names, 0)
+    number = 0
+    for index, shown in enumerate(runs):
+        for finding in shown.diagnosis or ():
+            number += 1
+            pairs = [(recorded_name(item.metric, names), item.limit) for item in finding.evidence]
+            metrics = [{"name": name, "limit": _finite(limit)} for name, limit in pairs if name]
+            yield {
+                "number": number,
+                "run": index,
+                "severity": finding.severity,
+                "step": finding.step,
+                "metrics": metrics,
+            }

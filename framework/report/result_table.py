@@ -1,0 +1,108 @@
+"""The table of results: a row per run with its final and best numbers, and the settings that differ."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .comparison import differing_parts
+from .relevance import LOSSES, direction_of, validation_numbers
+from .run_reader import ShownRun
+from .run_styles import RunStyle
+from .tables import scrolled, text
+
+MOST_NUMBERS, MOST_SETTINGS, LONGEST_SETTING = 4, 4, 24
+SETTINGS = ("config", "training", "hooks", "treatments")
+"""Parts of a record whose differences are settings; the others describe the machine."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The last and the best value of a metric; ``best`` is NaN if neither direction is better."""
+
+    last: float
+    best: float = math.nan
+    best_step: int = 0
+
+
+def result_table(runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
+    """Return the table as HTML; empty if no run could be read."""
+    names = _number_names(runs)
+    records = {shown.label: shown.run.record for shown in runs if shown.run.record}
+    differing = [row for row in differing_parts(records) if row["part"] in SETTINGS] if len(records) > 1 else []
+    shown_settings = differing[:MOST_SETTINGS]
+    heading = ["run", "steps", *names, *(row["name"] for row in shown_settings)]
+    results = {name: [_result(shown, name) for shown in runs] for name in names.values()}
+    rows = []
+    for index, (shown, style) in enumerate(zip(runs, styles, strict=True)):
+        cells = [f'<th scope="row">{style.swatch}{text(shown.label)}</th>', _cell(_steps(shown))]
+        for name in names.values():
+            is_best = len(runs) > 1 and index == _best_run(name, results[name])
+            cells.append(_number_cell(results[name][index], is_best=is_best))
+        for row in shown_settings:
+            cells.append(_cell(text(row["values"].get(shown.label), LONGEST_SETTING)))
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    head = "".join(f'<th scope="col">{text(name)}</th>' for name in heading)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    left = len(differing) - len(shown_settings)
+    more = f'<p class="note">{left:,} more settings differ; see below.</p>' if left > 0 else ""
+    return scrolled("Results", table) + more
+
+
+def _number_names(runs: Sequence[ShownRun]) -> dict[str, str]:
+    """Return the metrics of the columns by their heading: the training loss, then numbers of the validation."""
+    recorded = dict.fromkeys(name for shown in runs for name in shown.points)
+    losses = [name for name in reversed(LOSSES) if name in recorded][:1]
+    validation = sorted(validation_numbers(recorded), key=lambda name: -direction_of(name))
+    accuracies = [name for name in recorded if _last_part(name) in ("train_acc", "acc", "accuracy")]
+    chosen = list(dict.fromkeys([*losses, *validation, *accuracies]))[:MOST_NUMBERS]
+    names: dict[str, str] = {}
+    for name in chosen:
+        heading = "training loss" if name in losses else _last_part(name)
+        names[name if heading in names else heading] = name
+    return names
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _result(shown: ShownRun, name: str) -> Result | None:
+    if name not in shown.points:
+        return None
+    steps, values = (np.asarray(part, dtype=np.float64) for part in shown.points[name])
+    direction, finite = direction_of(name), np.isfinite(values)
+    if not direction or not finite.any():
+        return Result(float(values[-1]))
+    place = int(np.argmin(np.where(finite, direction * values, np.inf)))
+    return Result(float(values[-1]), float(values[place]), int(steps[place]))
+
+
+def _best_run(name: str, results: Sequence[Result | None]) -> int | None:
+    """Return the place of the run with the best last value; ``None`` if no direction is better."""
+    direction = direction_of(name)
+    lasts = {index: direction * result.last for index, result in enumerate(results) if result}
+    finite = {index: value for index, value in lasts.items() if math.isfinite(value)}
+    return min(finite, key=finite.__getitem__) if direction and len(finite) > 1 else None
+
+
+def _steps(shown: ShownRun) -> str:
+    summary: Mapping[str, int] = shown.run.summary
+    steps = summary["steps"] if summary else shown.last[1] if shown.last else None
+    return "" if steps is None else f"{steps:,}"
+
+
+def _cell(content: str) -> str:
+    return f"<td>{content}</td>"
+
+
+def _number_cell(result: Result | None, *, is_best: bool) -> str:
+    """Return a cell with the last value, and below it the best with its step."""
+    if result is None:
+        return "<td>–</td>"
+    last = f'<b class="{"best" if is_best else "last"}">{result.last:.4g}</b>'
+    if not math.isfinite(result.last):
+        last = f'<b class="bad">{result.last}</b>'
+    best = f"<small>best {result.best:.4g} at {result.best_step:,}</small>" if math.isfinite(result.best) else ""
+    return f"<td>{last}{best}</td>"
