@@ -7,12 +7,9 @@ from typing import Any, Self, TypeVar
 
 from rich.console import Group
 from rich.jupyter import JupyterMixin
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from ..checkpoints import allocate_saved, flatten_state
-from ..console import number_text, printable
 from ..data import Loader
 from ..doctor import Diagnosis, diagnosis_with
 from ..errors import UsageError, require
@@ -27,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class AttachedScope(JupyterMixin):
-    """A view of the hooks attached to a training: folder, hooks and newest metrics; notebooks show it as a table."""
+    """A view of the hooks attached to a training: folder, hooks, findings and metrics; notebooks show a summary."""
 
     def __init__(self, attached: AttachedLoop) -> None:
         self._attached = attached
@@ -59,17 +56,20 @@ class AttachedScope(JupyterMixin):
             return diagnosis_with(attached.run.diagnosis.history, attached.manager.dispatch.pending())
 
     def __rich__(self) -> Group:
-        """Return the run's progress and its newest numbers as a table."""
-        attached, status = self._attached, "not started"
-        if attached.is_started:
-            loop = attached.manager.state.loop
-            status = f"{'closed' if attached.is_closed else 'running'}, epoch {loop.epoch}, step {loop.step}"
-        table = Table("metric", "value")
-        for name, value in self.last_metrics().items():
-            if isinstance(value, (int, float)):
-                table.add_row(Text(printable(name)), number_text(value))
-        title = Text(printable(f"{status}: {self.folder}"))
-        return Group(title, table) if table.rows else Group(title)
+        """Return progress, verdict and findings of the run, and its newest numbers, the most relevant first."""
+        from .scope_view import scope_view
+
+        with preserved_streams():
+            return scope_view(f"{self._progress()}: {self.folder}", self.diagnose(), self.last_metrics())
+
+    def _progress(self) -> str:
+        """Return whether the run is open, and its epoch and step."""
+        attached = self._attached
+        if not attached.is_started:
+            return "not started"
+        loop, planned = attached.manager.state.loop, attached.run.diagnosis.history.planned_steps
+        steps = f"step {loop.step:,}" + (f" of {planned:,} ({loop.step / planned:.0%})" if planned else "")
+        return f"{'closed' if attached.is_closed else 'running'}, epoch {loop.epoch}, {steps}"
 
 
 class Scope(AttachedScope):

@@ -1,6 +1,6 @@
 """The top of the page: the verdict about all runs, and the findings of each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ..doctor import SEVERITIES, Diagnosis, Finding, evidence_text
 from ..errors import counted, listed
@@ -9,7 +9,7 @@ from .run_styles import RunStyle
 from .tables import text
 
 LONGEST_SENTENCE, LONGEST_STATE = 1000, 300
-MOST_OPEN = 4  # findings of the page with all details; the others are lines that open
+MOST_OPEN = 3  # findings of the page with all details; the others are lines that open
 MOST_NAMED = 4  # runs in the verdict
 SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●", "none": "✔", "unknown": "?"}
 
@@ -17,9 +17,11 @@ SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●", "none": "✔", "u
 def verdict_of(runs: Sequence[ShownRun]) -> tuple[str, str]:
     """Return the most severe kind of finding of all runs (or ``none`` or ``unknown``), and the verdict in words."""
     if len(runs) == 1:
-        return severity_of(runs[0].diagnosis), _words_of(runs[0].diagnosis)
+        (diagnosis,) = (shown.diagnosis for shown in runs)
+        first = f": {_name(diagnosis.findings[0])}" if diagnosis and _has_problem(diagnosis) else ""
+        return severity_of(diagnosis), _words_of(diagnosis) + first
     severities = {shown.label: severity_of(shown.diagnosis) for shown in runs}
-    named = [f"{label} ({kind})" for label, kind in severities.items() if kind in ("critical", "warning")]
+    named = [f"{shown.label} ({_most_important(shown.diagnosis)})" for shown in runs if _has_problem(shown.diagnosis)]
     unread = [label for label, kind in severities.items() if kind == "unknown"]
     unknown = f" {counted(len(unread), 'run')} could not be diagnosed: {listed(unread, MOST_NAMED)}." if unread else ""
     if not named:
@@ -36,6 +38,20 @@ def severity_of(diagnosis: Diagnosis | None) -> str:
     return diagnosis.severity if diagnosis.severity in ("critical", "warning") else "none"
 
 
+def _has_problem(diagnosis: Diagnosis | None) -> bool:
+    return severity_of(diagnosis) in ("critical", "warning")
+
+
+def _most_important(diagnosis: Diagnosis | None) -> str:
+    """Return severity and name of the first finding."""
+    return f"{diagnosis.findings[0].severity}: {_name(diagnosis.findings[0])}" if diagnosis else ""
+
+
+def _name(finding: Finding) -> str:
+    """Return the id of a finding as words."""
+    return finding.id.replace("-", " ")
+
+
 def _words_of(diagnosis: Diagnosis | None) -> str:
     """Return the numbers of findings in words."""
     if diagnosis is None:
@@ -46,37 +62,45 @@ def _words_of(diagnosis: Diagnosis | None) -> str:
     return " and ".join(filter(None, [critical, warning])) or "No problem was found."
 
 
-def run_cards(runs: Sequence[ShownRun], sentences: Sequence[str], styles: Sequence[RunStyle]) -> str:
-    """Return a card per run with its state and its findings, in the order of the runs; findings are numbered."""
+def run_cards(
+    runs: Sequence[ShownRun], sentences: Sequence[str], styles: Sequence[RunStyle], charted: Collection[int]
+) -> str:
+    """Return a card per run with its state and its findings, in the order of the runs; findings are numbered.
+
+    Args:
+        runs: the runs of the page.
+        sentences: a sentence per run about its state.
+        styles: the styles of the runs.
+        charted: the numbers of findings with a chart.
+    """
     opened, cards, number = _opened(runs), [], 1
     for shown, sentence, style in zip(runs, sentences, styles, strict=True):
-        cards.append(_card(shown, sentence, style, number, opened, is_only=len(runs) == 1))
+        cards.append(_card(shown, sentence, style, _findings(shown.diagnosis, number, opened, charted), len(runs) == 1))
         number += len(shown.diagnosis or ())
     return "".join(cards)
 
 
 def _opened(runs: Sequence[ShownRun]) -> frozenset[int]:
-    """Return the numbers of the findings with all details: the first of each run, then the second, and so on."""
+    """Return the numbers of the findings with all details: the first of each run, or the first ones of a single run."""
     ranked, number = [], 1
     for shown in runs:
         diagnosis = list(shown.diagnosis or ())
         problems = [place for place, finding in enumerate(diagnosis, number) if finding.severity != "info"]
         ranked += [(rank, place) for rank, place in enumerate(problems)]
         number += len(diagnosis)
-    return frozenset(place for _, place in sorted(ranked)[:MOST_OPEN])
+    firsts = [place for rank, place in ranked if rank == 0]
+    return frozenset((firsts if len(firsts) > 1 else [place for _, place in ranked])[:MOST_OPEN])
 
 
-def _card(
-    shown: ShownRun, sentence: str, style: RunStyle, number: int, opened: frozenset[int], *, is_only: bool
-) -> str:
-    kind, diagnosis = severity_of(shown.diagnosis), shown.diagnosis
-    verdict = "" if is_only else f'<p class="result">{badge(kind, _words_of(diagnosis))}</p>'
+def _card(shown: ShownRun, sentence: str, style: RunStyle, findings: str, is_only: bool) -> str:
+    kind = severity_of(shown.diagnosis)
+    verdict = "" if is_only else f'<p class="result">{badge(kind, _words_of(shown.diagnosis))}</p>'
     heading = f"<h3>{style.swatch}{text(shown.label)}</h3>"
     state = f'<p class="state">{text(sentence, LONGEST_STATE)}</p>'
-    return f'<article class="run {kind}">{heading}{verdict}{state}{_findings(diagnosis, number, opened)}</article>'
+    return f'<article class="run {kind}">{heading}{verdict}{state}{findings}</article>'
 
 
-def _findings(diagnosis: Diagnosis | None, number: int, opened: frozenset[int]) -> str:
+def _findings(diagnosis: Diagnosis | None, number: int, opened: Collection[int], charted: Collection[int]) -> str:
     """Return the findings: problems, with or without all details, and folded remarks."""
     if diagnosis is None:
         return ""
@@ -84,43 +108,46 @@ def _findings(diagnosis: Diagnosis | None, number: int, opened: frozenset[int]) 
     problems = [(place, finding) for place, finding in numbered if finding.severity != "info"]
     remarks = [(place, finding) for place, finding in numbered if finding.severity == "info"]
     missing = "".join(f'<p class="missing">{text(line, LONGEST_SENTENCE)}</p>' for line in diagnosis.missing)
-    folded = _list(remarks, frozenset(place for place, _ in remarks)) + missing
+    folded = _list(remarks, [place for place, _ in remarks], charted) + missing
     title = counted(len(remarks), "remark") if remarks else "What the diagnosis could not check"
-    return _list(problems, opened) + (_folded(title, folded) if folded else "")
+    return _list(problems, opened, charted) + (_folded(title, folded) if folded else "")
 
 
 def _folded(title: str, content: str) -> str:
     return f"<details><summary>{text(title)}</summary>{content}</details>"
 
 
-def _list(numbered: Sequence[tuple[int, Finding]], opened: frozenset[int]) -> str:
-    items = "".join(_finding(number, finding, is_open=number in opened) for number, finding in numbered)
+def _list(numbered: Sequence[tuple[int, Finding]], opened: Collection[int], charted: Collection[int]) -> str:
+    items = "".join(
+        _finding(number, finding, is_open=number in opened, has_chart=number in charted) for number, finding in numbered
+    )
     return f'<ol class="findings">{items}</ol>' if items else ""
 
 
-def _finding(number: int, finding: Finding, *, is_open: bool) -> str:
+def _finding(number: int, finding: Finding, *, is_open: bool, has_chart: bool) -> str:
     """Return a finding: severity, name, first step and confidence; why, next, and the measured values."""
     when = f"from step {finding.step:,}" if finding.step else "before the first step"
-    name = finding.id.replace("-", " ")
+    name = _name(finding)
     about = f"{when} · {finding.confidence:.0%} certain" if is_open else when
     head = (
         f'<span class="number">{number}</span><h4>{text(name[:1].upper() + name[1:])}</h4>'
         f'{badge(finding.severity, finding.severity)}<span class="about">{about}</span>'
     )
-    button = f'<button type="button" class="jump" data-finding="{number}" hidden>Show chart</button>'
-    body = "".join(_lines(finding))
-    content = f'<div class="head">{head}{button}</div>{body}'
+    button = f'<button type="button" class="jump" data-finding="{number}" disabled>Show chart</button>'
+    body = "".join(_lines(finding, button if has_chart else ""))
+    content = f'<div class="head">{head}</div>{body}'
     if not is_open:
-        certain = f'<p class="about">{finding.confidence:.0%} certain {button}</p>'
+        certain = f'<p class="about">{finding.confidence:.0%} certain</p>'
         content = f'<details><summary class="head">{head}</summary>{certain}{body}</details>'
     return f'<li class="finding {finding.severity}" id="finding-{number}" value="{number}">{content}</li>'
 
 
-def _lines(finding: Finding) -> Iterator[str]:
+def _lines(finding: Finding, button: str) -> Iterator[str]:
     yield f'<p class="why">{text(finding.why, LONGEST_SENTENCE)}</p>'
     yield f'<p class="next"><b>Next</b> {text(finding.next, LONGEST_SENTENCE)}</p>'
     if finding.evidence:
-        yield f'<p class="evidence"><b>Measured</b> {text(evidence_text(finding.evidence), LONGEST_SENTENCE)}</p>'
+        measured = text(evidence_text(finding.evidence), LONGEST_SENTENCE)
+        yield f'<p class="evidence"><b>Measured</b> {measured} {button}</p>'
 
 
 def badge(kind: str, words: str) -> str:

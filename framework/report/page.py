@@ -56,17 +56,18 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
     styles = styles_of(groups, [bool(shown.treatments) for shown in drawn])
     parts = {name: (TEMPLATES / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "rewinds": rewinds}
-    parts |= _answer(runs, sentences, styles[: len(runs)])
+    marks = [*finding_marks(runs, order)]
+    parts |= _answer(runs, sentences, styles[: len(runs)], [mark["number"] for mark in marks if mark["metrics"]])
     parts |= {"tables": tables_of(runs), "seeds": _seed_tables(compared)}
     described = [
         {"label": shown.label, "treatments": shortened(shown.treatments), "alerts": shown.alerts, **vars(style)}
         for shown, style in zip(drawn, styles, strict=True)
     ]
-    data: dict[str, Any] = {"runs": described, "lead": order.lead, "first": order.first}
-    data["findings"] = [*finding_marks(runs, order)]
+    data: dict[str, Any] = {"runs": described, "findings": marks, "main": order.main}
+    data |= {"lead": order.lead, "first": order.first}
     opened = len(order.first) - len(order.lead)
     parts |= {"keyplaces": WAITING * len(order.lead), "places": WAITING * opened}
-    parts |= {"legend": legend_of(drawn, styles), "marks": marks_key(drawn, data["findings"])}
+    parts |= {"legend": legend_of(drawn, styles), "marks": marks_key(drawn, marks)}
     names = [*order.names]
     names += dict.fromkeys(name for shown in stretches for name in (*shown.points, *shown.lists) if name not in names)
     return _filled(parts, data, names, drawn, _completed(compared["runs"]))
@@ -95,7 +96,9 @@ def marks_key(drawn: Sequence[ShownRun], findings: Sequence[Mapping[str, Any]]) 
     return f'<ul class="marks" aria-label="Marks in the charts">{items}</ul>' if items else ""
 
 
-def _answer(runs: Sequence[ShownRun], sentences: Sequence[str], styles: Sequence[RunStyle]) -> dict[str, str]:
+def _answer(
+    runs: Sequence[ShownRun], sentences: Sequence[str], styles: Sequence[RunStyle], charted: Sequence[int]
+) -> dict[str, str]:
     """Return the parts of the page that tell what happened: verdict, findings, results, alerts, phases, problems."""
     kind, verdict = verdict_of(runs)
     problems = [f"{shown.label}: {problem}" for shown in runs for problem in shown.problems]
@@ -104,7 +107,7 @@ def _answer(runs: Sequence[ShownRun], sentences: Sequence[str], styles: Sequence
     return {
         "kind": kind,
         "verdict": badge(kind, verdict),
-        "cards": run_cards(runs, sentences, styles),
+        "cards": run_cards(runs, sentences, styles, charted),
         "results": result_table(runs, styles),
         "alerts": alert_section(runs, styles),
         "phases": phase_section(runs, styles, explained(phases)),

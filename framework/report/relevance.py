@@ -4,7 +4,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ..doctor import Finding
 from ..hooks import HookRegistry
 from .run_reader import ShownRun
 
@@ -19,36 +21,48 @@ FEWEST = MOST_LEAD = 4  # charts that are open at first; charts at the top of th
 
 @dataclass(frozen=True)
 class MetricOrder:
-    """Names of metrics: all by relevance, those at the top of the page, and those that are open at first."""
+    """Names of metrics: all by relevance, losses, those at the top of the page, and those that are open at first."""
 
     names: Sequence[str]
+    main: Sequence[str]
     lead: Sequence[str]
     first: Sequence[str]
 
 
 def order_of(runs: Sequence[ShownRun]) -> MetricOrder:
     """Order the metrics of runs by relevance."""
-    sizes = _sizes(runs)
+    alerted = [str(alert["hook"]) for shown in runs for alert in shown.alerts]
+    findings = [finding for shown in runs for finding in shown.diagnosis or ()]
+    return ordered(_sizes(runs), findings, alerted)
+
+
+def ordered(sizes: Mapping[str, int], findings: Sequence[Finding], alerted: Sequence[str] = ()) -> MetricOrder:
+    """Order metrics by relevance: losses, evidence, accuracy, learning rate, gradient norm, then the others by hook.
+
+    Args:
+        sizes: the number of points of each metric, in the order of the record.
+        findings: those of the diagnosis; the metrics of those above ``info`` are evidence.
+        alerted: names of hooks with alerts.
+    """
     main = list(filter(None, [_loss(sizes), _validation(sizes)]))
-    evidence = [name for name in evidence_metrics(runs, sizes) if name not in main and sizes[name] > 1][:MOST_EVIDENCE]
+    recorded = evidence_metrics(findings, sizes)
+    evidence = [name for name in recorded if name not in main and sizes[name] > 1][:MOST_EVIDENCE]
     evaluations = [name for name in validation_numbers(sizes) if direction_of(name) < 0][:1]
     further = [longest for kind in FURTHER if (longest := _longest(sizes, kind))]
     first = list(dict.fromkeys([*main, *evidence, *evaluations, *further]))
     others = [name for name in sizes if name not in first]
-    hooks = _hook_ranks(runs, evidence, others)
-    others.sort(key=lambda name: hooks[_hook(name)])
+    always = [hook.name for hook in HookRegistry if hook.always]
+    hooks = list(dict.fromkeys([*always, *map(_hook, recorded), *alerted, *map(_hook, others)]))
+    others.sort(key=lambda name: hooks.index(_hook(name)))
     names = [*first, *others]
     opened = names[: max(FEWEST, len(first))]
-    return MetricOrder(names, opened[:MOST_LEAD], opened)
+    return MetricOrder(names, main, opened[:MOST_LEAD], opened)
 
 
-def evidence_metrics(runs: Sequence[ShownRun], sizes: Mapping[str, int]) -> list[str]:
+def evidence_metrics(findings: Sequence[Finding], sizes: Mapping[str, int]) -> list[str]:
     """Return the recorded metrics behind the findings above ``info``, in the order of the findings."""
-    names = []
-    for shown in runs:
-        for finding in shown.diagnosis.at_least("warning") if shown.diagnosis else ():
-            names += [name for item in finding.evidence if (name := recorded_name(item.metric, sizes))]
-    return list(dict.fromkeys(names))
+    items = [item for finding in findings if finding.severity != "info" for item in finding.evidence]
+    return list(dict.fromkeys(filter(None, [recorded_name(item.metric, sizes) for item in items])))
 
 
 def recorded_name(metric: str, sizes: Mapping[str, int]) -> str:
@@ -112,14 +126,6 @@ def _longest(sizes: Mapping[str, int], last_parts: Sequence[str]) -> str:
     return max(names, key=sizes.__getitem__, default="")
 
 
-def _hook_ranks(runs: Sequence[ShownRun], evidence: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    """Return the place of each hook: always-on hooks, those behind findings, those with alerts, the others."""
-    always = [hook.name for hook in HookRegistry if hook.always]
-    alerted = [str(alert["hook"]) for shown in runs for alert in shown.alerts]
-    hooks = dict.fromkeys([*always, *map(_hook, evidence), *alerted, *map(_hook, names)])
-    return {hook: rank for rank, hook in enumerate(hooks)}
-
-
 def _hook(name: str) -> str:
     return name.partition("/")[0]
 
@@ -132,7 +138,7 @@ def _finite(limit: float | None) -> float | None:
     return limit if limit is not None and math.isfinite(limit) else None
 
 
-def finding_marks(runs: Sequence[ShownRun], order: MetricOrder) -> Iterator[dict[str, object]]:
+def finding_marks(runs: Sequence[ShownRun], order: MetricOrder) -> Iterator[dict[str, Any]]:
     """Yield the findings of all runs as plain values for the charts, numbered over the page."""
     names = dict.fromkeys(order.names, 0)
     number = 0

@@ -112,10 +112,10 @@ function phases() {
 // Vertical lines at the first steps of findings, with their numbers; and the limits of their measured values.
 function findingMarks(metric) {
   const style = getComputedStyle(document.documentElement), colour = kind => style.getPropertyValue(`--${kind}`).trim();
-  const shapes = [], byStep = new Map(), isLead = data.lead.includes(metric.name);
+  const shapes = [], byStep = new Map(), isMain = data.main.includes(metric.name);
   for (const finding of data.findings) {
     const evidence = finding.metrics.find(item => item.name === metric.name);
-    if (isHidden(finding.run) || !(evidence || (isLead && finding.severity !== "info"))) continue;
+    if (isHidden(finding.run) || !(evidence || (isMain && finding.severity !== "info"))) continue;
     if (finding.step > 0) byStep.set(finding.step, [...(byStep.get(finding.step) || []), finding]);
     if (evidence && isWithin(metric, evidence.limit)) shapes.push({
       type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: evidence.limit, y1: evidence.limit, layer: "below",
@@ -322,7 +322,7 @@ function controls() {
   }
   for (const button of document.querySelectorAll("button[data-finding]")) {
     const finding = data.findings.find(one => one.number === Number(button.dataset.finding));
-    button.hidden = !finding.metrics.length;
+    button.disabled = false;
     button.addEventListener("click", () => showFinding(finding));
   }
   on("find", "input", event => {
@@ -344,7 +344,7 @@ function setTheme(theme, printed) {
 }
 at("theme").addEventListener("click", () => setTheme((root.dataset.theme || (darkness.matches ? "dark" : "light")) === "dark" ? "light" : "dark"));
 darkness.addEventListener("change", () => setTheme(root.dataset.theme || ""));
-addEventListener("beforeprint", () => document.querySelectorAll(".run details").forEach(one => { one.open = true; }));
+addEventListener("beforeprint", () => document.querySelectorAll(".finding details").forEach(one => { one.open = true; }));
 addEventListener("beforeprint", () => setTheme("light", root.dataset.theme || "system"));  // print with the light theme
 addEventListener("afterprint", () => {
   setTheme(state.printed === "system" ? "" : state.printed);
