@@ -60,7 +60,8 @@ class AttachedScope(JupyterMixin):
         from .scope_view import scope_view
 
         with preserved_streams():
-            return scope_view(f"{self._progress()}: {self.folder}", self.diagnose(), self.last_metrics())
+            diagnosis = self.diagnose() if self._attached.is_started else None
+            return scope_view(f"{self._progress()}: {self.folder}", diagnosis, self.last_metrics())
 
     def _progress(self) -> str:
         """Return whether the run is open, and its epoch and step."""

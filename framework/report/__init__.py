@@ -2,6 +2,7 @@
 
 from .comparison import compare_runs, differing_parts
 from .curves import read_curves
+from .diagnosis_section import diagnosis_words
 from .explanations import BRANCHES, departure_text, removed_text
 from .run_index import FoundRun, find_runs, inspect_run, read_run
 from .page import MARK, page_of
@@ -11,7 +12,8 @@ from .relevance import ordered
 from .run_reader import ShownRun, read_shown
 
 __all__ = [
-    "BRANCHES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "departure_text", "differing_parts",
-    "find_runs", "hook_panels", "hook_picture", "inspect_run", "matcher", "metric_picture", "ordered", "page_of", "plot",
-    "read_curves", "read_run", "read_runs", "read_shown", "removed_text", "run_labels", "save_picture", "seeds_picture",
+    "BRANCHES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "departure_text", "diagnosis_words",
+    "differing_parts", "find_runs", "hook_panels", "hook_picture", "inspect_run", "matcher", "metric_picture",
+    "ordered", "page_of", "plot", "read_curves", "read_run", "read_runs", "read_shown", "removed_text", "run_labels",
+    "save_picture", "seeds_picture",
 ]

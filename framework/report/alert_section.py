@@ -13,8 +13,8 @@ from .tables import scrolled, text
 LONGEST_SENTENCE = 300
 MOST_GROUPS, MOST_PHASES = 200, 100
 ABOUT_ALERTS = (
-    "A hook raises an alert at a step at which a value is beyond its limit. <b>Critical</b>: the training cannot "
-    "succeed. <b>Warning</b>: it is probably worse than it could be. <b>Info</b>: healthy runs may have it, too. "
+    "A hook raises an alert at a step at which a value is beyond its limit. <strong>Critical</strong>: the training cannot "
+    "succeed. <strong>Warning</strong>: it is probably worse than it could be. <strong>Info</strong>: healthy runs may have it, too. "
     "In a chart, ▼ marks the alerts about its metric."
 )
 UNRATED = " Alerts without a severity are older than the version that records it."
@@ -101,7 +101,7 @@ def _phases(shown: ShownRun) -> Iterator[tuple[str, float, int]]:
 
 
 def _meaning(name: str, info: Mapping[str, Any]) -> str:
-    return f"<p><b>{text(name)}</b>: {text(info['formula'], LONGEST_SENTENCE)}. {text(info['reading'])}</p>"
+    return f"<p><strong>{text(name)}</strong>: {text(info['formula'], LONGEST_SENTENCE)}. {text(info['reading'])}</p>"
 
 
 def _section(id_: str, title: str, content: str) -> str:

@@ -19,7 +19,7 @@ def verdict_of(runs: Sequence[ShownRun]) -> tuple[str, str]:
     if len(runs) == 1:
         (diagnosis,) = (shown.diagnosis for shown in runs)
         first = f": {_name(diagnosis.findings[0])}" if diagnosis and _has_problem(diagnosis) else ""
-        return severity_of(diagnosis), _words_of(diagnosis) + first
+        return severity_of(diagnosis), diagnosis_words(diagnosis) + first
     severities = {shown.label: severity_of(shown.diagnosis) for shown in runs}
     named = [f"{shown.label} ({_most_important(shown.diagnosis)})" for shown in runs if _has_problem(shown.diagnosis)]
     unread = [label for label, kind in severities.items() if kind == "unknown"]
@@ -52,7 +52,7 @@ def _name(finding: Finding) -> str:
     return finding.id.replace("-", " ")
 
 
-def _words_of(diagnosis: Diagnosis | None) -> str:
+def diagnosis_words(diagnosis: Diagnosis | None) -> str:
     """Return the numbers of findings in words."""
     if diagnosis is None:
         return "There is no diagnosis, since the run could not be read."
@@ -94,7 +94,7 @@ def _opened(runs: Sequence[ShownRun]) -> frozenset[int]:
 
 def _card(shown: ShownRun, sentence: str, style: RunStyle, findings: str, is_only: bool) -> str:
     kind = severity_of(shown.diagnosis)
-    verdict = "" if is_only else f'<p class="result">{badge(kind, _words_of(shown.diagnosis))}</p>'
+    verdict = "" if is_only else f'<p class="result">{badge(kind, diagnosis_words(shown.diagnosis))}</p>'
     heading = f"<h3>{style.swatch}{text(shown.label)}</h3>"
     state = f'<p class="state">{text(sentence, LONGEST_STATE)}</p>'
     return f'<article class="run {kind}">{heading}{verdict}{state}{findings}</article>'
@@ -144,10 +144,10 @@ def _finding(number: int, finding: Finding, *, is_open: bool, has_chart: bool) -
 
 def _lines(finding: Finding, button: str) -> Iterator[str]:
     yield f'<p class="why">{text(finding.why, LONGEST_SENTENCE)}</p>'
-    yield f'<p class="next"><b>Next</b> {text(finding.next, LONGEST_SENTENCE)}</p>'
+    yield f'<p class="next"><strong>Next</strong> {text(finding.next, LONGEST_SENTENCE)}</p>'
     if finding.evidence:
         measured = text(evidence_text(finding.evidence), LONGEST_SENTENCE)
-        yield f'<p class="evidence"><b>Measured</b> {measured} {button}</p>'
+        yield f'<p class="evidence"><strong>Measured</strong> {measured} {button}</p>'
 
 
 def badge(kind: str, words: str) -> str:

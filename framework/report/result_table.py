@@ -101,8 +101,8 @@ def _number_cell(result: Result | None, *, is_best: bool) -> str:
     """Return a cell with the last value, and below it the best with its step."""
     if result is None:
         return "<td>–</td>"
-    last = f'<b class="{"best" if is_best else "last"}">{result.last:.4g}</b>'
+    last = f'<strong class="{"best" if is_best else "last"}">{result.last:.4g}</strong>'
     if not math.isfinite(result.last):
-        last = f'<b class="bad">{result.last}</b>'
+        last = f'<strong class="bad">{result.last}</strong>'
     best = f"<small>best {result.best:.4g} at {result.best_step:,}</small>" if math.isfinite(result.best) else ""
     return f"<td>{last}{best}</td>"

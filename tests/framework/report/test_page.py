@@ -41,7 +41,7 @@ def test_page_has_every_recorded_number(finished: Path) -> None:
 def test_page_describes_runs_and_metrics(finished: Path) -> None:
     """Status, treatments, formulas and readings are shown, and the loss comes first."""
     both = reported(finished)
-    assert "clipped (small/clipped): stopped at the limit after 5 epochs, 15 steps" in both.text
+    assert "small/clipped: stopped at the limit after 5 epochs, 15 steps" in both.text
     assert "treatments: grad_clip (gradients)" in both.text
     assert [run["treatments"] for run in both.data["runs"]] == ["grad_clip (gradients)", ""]
     by_name = {metric["name"]: metric for metric in both.data["metrics"]}
@@ -71,7 +71,7 @@ def test_text_of_runs_is_escaped(tmp_path: Path) -> None:
     report = reported(folder)
     assert [tag for tag, _ in report.tags].count("script") == 3
     assert not {"b", "i"} & {tag for tag, _ in report.tags}
-    assert "(<script>/only): " in report.text
+    assert "<script>/only: killed" in report.text
     assert "treatments: <i> (<b>?)" in report.text
     assert report.curve(f"{BAD}/loss") == {1: 1.0}
     assert report.data["runs"][0]["alerts"][0]["sentence"] == BAD
@@ -144,8 +144,8 @@ def test_damaged_and_empty_runs_are_partly_shown(tmp_path: Path, capsys) -> None
     assert report.curve("m/loss") == {1: 1.0, 2: 2.0}
     assert "only.jsonl cannot be read after 2 emits" in report.text
     assert "2 lines of" in report.text
-    assert "only (exp/only): damaged, recorded up to epoch 0, step 2; treatments: none." in report.text
-    assert "empty (exp/empty): killed, or ended without a summary" in report.text
+    assert "exp/only: damaged, recorded up to epoch 0, step 2." in report.text
+    assert "exp/empty: killed, or ended without a summary" in report.text
     assert "experiment_config.json cannot be read: it is not JSON" in capsys.readouterr().out
 
 
