@@ -15,6 +15,7 @@ from loopscope.durable_files import write_json
 from loopscope.hooks import ALERTS
 from loopscope.runs import CONFIG, REWINDS, SUMMARY
 
+from tests.framework.report.faulty_runs import faulty_run, healthy_run
 from tests.framework.report.pages import ended_run, reported, seeded_runs
 from tests.framework.report.plotted import record
 
@@ -55,6 +56,29 @@ class Page:
             assert time.monotonic() < end, expression
             time.sleep(0.02)
         return value
+
+    def unfold(self) -> None:
+        """Open the folded controls."""
+        self.run("document.querySelectorAll('#controls details').forEach(one => { one.open = true; })")
+
+    def resize(self, width: int, height: int = 900, theme: str = "light") -> None:
+        """Set the size of the window's content and the system's theme."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        self.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
+
+    def press(self, *keys: str) -> None:
+        """Press keys in the element with the focus."""
+        self.chrome.switch_to.active_element.send_keys(*keys)
+
+    def tab_to(self, condition: str) -> None:
+        """Press the tab key until the element with the focus meets a condition."""
+        for _ in range(60):
+            self.press(Keys.TAB)
+            if self.get(f"(one => {condition})(document.activeElement)"):
+                return
+        raise AssertionError(condition)
 
     def click(self, selector: str) -> None:
         self.chrome.find_element("css selector", selector).click()
@@ -98,15 +122,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(chrome: Chrome) -> Iterator[Page]:
     """Open pages; after the test, check that there were no requests and no errors."""
     yield Page(chrome)
+    chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     assert chrome.execute_script("return performance.getEntriesByType('resource').map(one => one.name)") == []
     assert chrome.get_log("browser") == []
 
 
 def test_page_opens_with_sentences_and_curves(page: Page, written: Path) -> None:
     page.open(written)
-    assert len(page.chrome.find_elements("css selector", "#runs li")) == 6
+    assert len(page.chrome.find_elements("css selector", "article.run")) == 6
     assert page.get("[...charts.keys()]") == [
-        f"training_metrics/{name}" for name in ("loss", "lr", "val_acc", "train_acc")
+        f"training_metrics/{name}" for name in ("loss", "val_acc", "lr", "train_acc")
     ]
     assert page.get("[...document.querySelectorAll('figure path.js-line, figure path.point')].length") >= 24
     assert "4 of 7 metrics are shown." in page.get("document.getElementById('state').textContent")
@@ -127,24 +153,21 @@ def test_runs_are_hidden_and_shown(page: Page, written: Path) -> None:
 def test_metric_can_be_selected_by_keyboard(page: Page, written: Path) -> None:
     """Tab reaches the search field and the checkbox, and the space key selects the metric."""
     page.open(written)
-    for _ in range(40):
-        page.chrome.switch_to.active_element.send_keys(Keys.TAB)
-        if page.get("document.activeElement.id") == "find":
-            break
-    page.chrome.switch_to.active_element.send_keys("m/phase")
+    page.tab_to("one.id === 'all-title'")
+    page.press(Keys.ENTER)
+    page.tab_to("one.id === 'find'")
+    page.press("m/phase")
     assert page.get("boxes.filter(one => one.line.checkVisibility()).map(one => one.name)") == ["m/phase"]
-    for _ in range(20):
-        page.chrome.switch_to.active_element.send_keys(Keys.TAB)
-        if page.get("document.activeElement.parentNode.textContent.trim()") == "m/phase":
-            break
+    page.tab_to("one.parentNode.textContent.trim() === 'm/phase'")
     assert not page.get("charts.has('m/phase')")
-    page.chrome.switch_to.active_element.send_keys(Keys.SPACE)
+    page.press(Keys.SPACE)
     assert page.get("charts.get('m/phase').plot.data[0].y") == [0] * 4 + [1] * 5
 
 
 @pytest.mark.slow
 def test_zoom_by_fields_or_dragging_affects_all_charts(page: Page, written: Path) -> None:
     page.open(written, "m/loss", "m/spectrum")
+    page.unfold()
     page.set("#from", "2")
     page.set("#to", "6")
     for plot in (LOSS, SPECTRUM):
@@ -165,6 +188,7 @@ def test_zoom_by_fields_or_dragging_affects_all_charts(page: Page, written: Path
 @pytest.mark.slow
 def test_axes_are_logarithmic_and_curves_smooth(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
+    page.unfold()
     page.click("#log-x")
     page.click("#log-y")
     assert page.get(f"['xaxis', 'yaxis'].map(axis => {LOSS}._fullLayout[axis].type)") == ["log", "log"]
@@ -200,6 +224,7 @@ def test_spectra_phases_and_alerts_are_drawn(page: Page, written: Path) -> None:
 @pytest.mark.slow
 def test_means_over_seeds_replace_runs(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
+    page.unfold()
     page.click("#means")
     named = page.points()
     assert named == [[f"{group}: mean of 3 seeds", 7] for group in "ab" for _ in range(3)]
@@ -274,6 +299,99 @@ def test_printed_page_has_charts_and_tables(page: Page, written: Path) -> None:
     page.wait(f"String({look}) === {json.dumps(','.join(map(str, on_screen)))}")
 
 
+WIDTHS = (400, 1000, 1440)
+LOOK = "getComputedStyle(document.body).backgroundColor"
+CONTRAST = Path(__file__).with_name("contrast.js")
+
+
+@pytest.fixture(scope="module")
+def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diagnosed")
+    reported(faulty_run(folder), healthy_run(folder))
+    return folder / "exp/page.html"
+
+
+def test_answer_is_above_the_fold(page: Page, diagnosed: Path) -> None:
+    """At 1440 by 900 pixels: verdict, findings, results, legend, and the curves of loss and validation."""
+    page.resize(1440)
+    page.open(diagnosed)
+    parts = ("#verdict", "#finding-1", "#finding-2", "#results table", "#shown-runs")
+    parts += ("#key-charts figure:nth-of-type(1) .plot", "#key-charts figure:nth-of-type(2) .plot")
+    for part in parts:
+        low, high = page.get(
+            f"(one => [one.top, one.bottom])(document.querySelector('{part}').getBoundingClientRect())"
+        )
+        assert 0 <= low < high <= 900, part
+    assert not page.get("['#log-x', '#find'].some(name => document.querySelector(name).checkVisibility())")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_page_does_not_scroll_sideways(width: int, page: Page, diagnosed: Path) -> None:
+    page.resize(width)
+    page.open(diagnosed)
+    page.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    page.wait("document.querySelector('figure td')")
+    assert page.get("document.documentElement.scrollWidth") <= width
+    assert page.get("[...document.querySelectorAll('.plot')].every(one => one.clientWidth <= innerWidth)")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_page_follows_the_theme_with_contrast(theme: str, page: Page, diagnosed: Path) -> None:
+    """Every text has a contrast of at least 4.5 in both themes."""
+    page.resize(1440, theme=theme)
+    page.open(diagnosed)
+    page.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    assert page.get(LOOK) == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[theme]
+    assert page.get(
+        f"charts.values().next().value.plot.layout.paper_bgcolor === '{'#ffffff' if theme == 'light' else '#14171b'}'"
+    )
+    assert page.chrome.execute_script(CONTRAST.read_text("utf-8")) >= 4.5
+
+
+def test_legend_names_every_run(page: Page, diagnosed: Path) -> None:
+    """The lines of the legend have the colours of the curves."""
+    page.open(diagnosed)
+    labels = page.get("[...document.querySelectorAll('#shown-runs label')].map(one => one.textContent.trim())")
+    colours = page.get("[...document.querySelectorAll('#shown-runs line')].map(one => one.getAttribute('stroke'))")
+    loss = "charts.get('training_checks/loss').plot.data.filter(one => one.name)"
+    assert (labels, colours) == (["faulty", "healthy"], page.get(f"{loss}.map(one => one.line.color)"))
+
+
+def test_findings_mark_their_first_step(page: Page, diagnosed: Path) -> None:
+    """The loss and the metric of the evidence have the number of the finding; the latter has its limit, too."""
+    page.open(diagnosed)
+    number = "layout.annotations.map(one => [one.x, one.text])"
+    for name, count in (("training_checks/loss", 1), ("loss_spikes/loss_deviation", 2), ("training_metrics/lr", 0)):
+        plot = f"charts.get('{name}').plot"
+        assert page.get(f"{plot}.{number}") == [[5, "<b>2</b>"]] * (count > 0)
+        assert page.get(f"{plot}.layout.shapes.length") == count
+
+
+def test_keyboard_reaches_findings_and_their_charts(page: Page, diagnosed: Path) -> None:
+    """Enter on *Show chart* moves the focus to the chart of the evidence."""
+    page.resize(1440)
+    page.open(diagnosed)
+    page.tab_to("one.dataset.finding === '2'")
+    page.press(Keys.ENTER)
+    assert page.get("document.activeElement.closest('figure').querySelector('h3').textContent") == (
+        "loss_spikes/loss_deviation"
+    )
+    page.tab_to("one.closest('.wide')")
+
+
+def test_layout_does_not_shift(page: Page, diagnosed: Path) -> None:
+    observe = (
+        "window.shift = 0; new PerformanceObserver(list => list.getEntries().forEach(one => { shift += one.value; }))"
+    )
+    source = {"source": f"{observe}.observe({{type: 'layout-shift', buffered: true}})"}
+    added = page.chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", source)
+    page.resize(1440)
+    page.open(diagnosed)
+    page.get("document.body.offsetHeight")
+    assert page.get("shift") < 0.01
+    page.chrome.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
 NAN, INF = math.nan, math.inf
 BAD = "</script><script>throw 1</script><img src=x onerror=alert(1)>%{x}"
 UNUSUAL: dict[str, list[tuple[int, dict[str, Any]]]] = {
@@ -303,7 +421,7 @@ def test_unusual_runs_are_drawn(page: Page, tmp_path: Path) -> None:
     (folders[6] / ALERTS).write_text(json.dumps({"epoch": 0, "step": -1, "hook": "m", "metric": "", "sentence": BAD}))
     with run_lock(folders[8]):
         report = reported(*folders)
-    assert "running (exp/running): still running, recorded up to epoch 0, step 3" in report.text
+    assert "exp/running: still running, recorded up to epoch 0, step 3" in report.text
     page.open(folders[0].parent / "page.html")
     assert not page.get("at('seeds').checkVisibility()")
     names = page.get("[...metrics.keys()]")
@@ -314,6 +432,7 @@ def test_unusual_runs_are_drawn(page: Page, tmp_path: Path) -> None:
     assert page.get("charts.size") == len(names)
     page.run("document.querySelectorAll('figure details').forEach(one => { one.open = true; })")
     page.wait(f"document.querySelectorAll('figure table').length === {len(names)}")
+    page.unfold()
     page.click("#log-y")
     assert page.get(
         "charts.get('m/loss').plot.data.filter(one => one.name && one.name.endsWith('huge')).map(one => one.y[1])"
@@ -339,6 +458,7 @@ def test_two_thousand_metrics_load_and_can_be_searched(page: Page, tmp_path: Pat
     began = time.monotonic()
     page.open(folder.parent / "page.html")
     assert time.monotonic() - began < 10
+    page.unfold()
     page.set("#find", "m/1777")
     assert page.get("boxes.filter(one => !one.line.hidden).map(one => one.name)") == ["m/1777"]
     page.run("boxes.find(one => !one.line.hidden).input.click()")

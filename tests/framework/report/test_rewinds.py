@@ -41,7 +41,7 @@ def run(explanation: Explanation, tmp_path: Path) -> Path:
 
 
 def section(page: ReadPage) -> str:
-    return page.text.partition("Rewinds of")[2].partition("Differences between the runs")[0]
+    return page.text.partition("Rewinds of")[2].partition("Environment of any run")[0]
 
 
 def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -> None:
