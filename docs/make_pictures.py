@@ -29,7 +29,7 @@ STRATEGIES = ["stride", "target"]
 SHOWN_EPOCH = 130
 """The epoch of `stride` in which the picture of the live screen is taken."""
 COLUMNS, LINES = 100, 30
-WIDTH, HEIGHT = 1200, 1060  # of the page, in pixels
+WIDTH, HEIGHT = 1440, 900  # of the page, in pixels
 
 
 class Camera(Display):
@@ -66,8 +66,7 @@ def photograph_page(page: Path) -> None:
     try:
         driver.implicitly_wait(10)
         driver.get(page.as_uri())
-        driver.find_element("css selector", ".main-svg")  # waits until curves are drawn
-        driver.execute_script("document.getElementById('charts').scrollIntoView()")
+        driver.find_element("css selector", "#key-charts figure:last-child .main-svg")  # waits until curves are drawn
         driver.save_screenshot(str(FOLDER / "page.png"))
     finally:
         driver.quit()

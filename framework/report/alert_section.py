@@ -13,9 +13,9 @@ from .tables import scrolled, text
 LONGEST_SENTENCE = 300
 MOST_GROUPS, MOST_PHASES = 200, 100
 ABOUT_ALERTS = (
-    "A hook raises an alert at a step at which a value is beyond its limit. <strong>Critical</strong>: the training cannot "
-    "succeed. <strong>Warning</strong>: it is probably worse than it could be. <strong>Info</strong>: healthy runs may have it, too. "
-    "In a chart, ▼ marks the alerts about its metric."
+    "A hook raises an alert at a step at which a value is beyond its limit. <strong>Critical</strong>: the training "
+    "cannot succeed. <strong>Warning</strong>: it is probably worse than it could be. <strong>Info</strong>: healthy "
+    "runs may have it, too. In a chart, ▼ marks the alerts about its metric."
 )
 UNRATED = " Alerts without a severity are older than the version that records it."
 ABOUT_PHASES = "A dotted vertical line in every chart marks a change of the phase."

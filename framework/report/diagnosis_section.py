@@ -77,7 +77,20 @@ def run_cards(
     for shown, sentence, style in zip(runs, sentences, styles, strict=True):
         cards.append(_card(shown, sentence, style, _findings(shown.diagnosis, number, opened, charted), len(runs) == 1))
         number += len(shown.diagnosis or ())
-    return "".join(cards)
+    return "".join(cards) + _unchecked(runs)
+
+
+def _unchecked(runs: Sequence[ShownRun]) -> str:
+    """Return what the diagnoses could not check, each sentence once with its runs; empty if nothing."""
+    labels: dict[str, list[str]] = {}
+    for shown in runs:
+        for sentence in shown.diagnosis.missing if shown.diagnosis else ():
+            labels.setdefault(sentence, []).append(shown.label)
+    lines = []
+    for sentence, affected in labels.items():
+        where = "" if len(affected) == len(runs) else f"{listed(affected, MOST_NAMED)}: "
+        lines.append(f'<p class="missing">{text(where + sentence, LONGEST_SENTENCE)}</p>')
+    return _folded("What the diagnosis could not check", "".join(lines)) if lines else ""
 
 
 def _opened(runs: Sequence[ShownRun]) -> frozenset[int]:
@@ -107,10 +120,10 @@ def _findings(diagnosis: Diagnosis | None, number: int, opened: Collection[int],
     numbered = list(enumerate(diagnosis, number))
     problems = [(place, finding) for place, finding in numbered if finding.severity != "info"]
     remarks = [(place, finding) for place, finding in numbered if finding.severity == "info"]
-    missing = "".join(f'<p class="missing">{text(line, LONGEST_SENTENCE)}</p>' for line in diagnosis.missing)
-    folded = _list(remarks, [place for place, _ in remarks], charted) + missing
-    title = counted(len(remarks), "remark") if remarks else "What the diagnosis could not check"
-    return _list(problems, opened, charted) + (_folded(title, folded) if folded else "")
+    html = _list(problems, opened, charted)
+    if remarks:
+        html += _folded(counted(len(remarks), "remark"), _list(remarks, [place for place, _ in remarks], charted))
+    return html
 
 
 def _folded(title: str, content: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..hooks import HookRegistry
 from .comparison import differing_parts
 from .relevance import LOSSES, direction_of, validation_numbers
 from .run_reader import ShownRun
@@ -55,7 +56,8 @@ def _number_names(runs: Sequence[ShownRun]) -> dict[str, str]:
     recorded = dict.fromkeys(name for shown in runs for name in shown.points)
     losses = [name for name in reversed(LOSSES) if name in recorded][:1]
     validation = sorted(validation_numbers(recorded), key=lambda name: -direction_of(name))
-    accuracies = [name for name in recorded if _last_part(name) in ("train_acc", "acc", "accuracy")]
+    always = [hook.name for hook in HookRegistry if hook.always]
+    accuracies = [f"{hook}/train_acc" for hook in always if f"{hook}/train_acc" in recorded]
     chosen = list(dict.fromkeys([*losses, *validation, *accuracies]))[:MOST_NUMBERS]
     names: dict[str, str] = {}
     for name in chosen:
@@ -80,11 +82,11 @@ def _result(shown: ShownRun, name: str) -> Result | None:
 
 
 def _best_run(name: str, results: Sequence[Result | None]) -> int | None:
-    """Return the place of the run with the best last value; ``None`` if no direction is better."""
+    """Return the place of the run with the best last value; ``None`` if all are equal, or no direction is better."""
     direction = direction_of(name)
     lasts = {index: direction * result.last for index, result in enumerate(results) if result}
     finite = {index: value for index, value in lasts.items() if math.isfinite(value)}
-    return min(finite, key=finite.__getitem__) if direction and len(finite) > 1 else None
+    return min(finite, key=finite.__getitem__) if direction and len({*finite.values()}) > 1 else None
 
 
 def _steps(shown: ShownRun) -> str:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The palette of Okabe and Ito (2008), in an order in which neighbours differ in lightness. Yellow is left out, and grey
-# replaces black, since they are invisible on a white or a dark page.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+from .panels import COLOURS as PLOTTED
+
+COLOURS = (*PLOTTED[:-1], "#808080")
+"""The colours of plots, with grey in place of black, which is invisible on a dark page."""
 DASHES: Sequence[Sequence[int]] = ((), (2, 3), (9, 3, 2, 3), (12, 4))
 """Lengths of strokes and gaps in pixels, one pattern for each use of all colours."""
 TREATED: Sequence[Sequence[int]] = ((6, 4), (6, 4, 1, 4), (14, 3, 5, 3), (3, 2))

@@ -112,17 +112,18 @@ function phases() {
 // Vertical lines at the first steps of findings, with their numbers; and the limits of their measured values.
 function findingMarks(metric) {
   const style = getComputedStyle(document.documentElement), colour = kind => style.getPropertyValue(`--${kind}`).trim();
-  const shapes = [], byStep = new Map(), isMain = data.main.includes(metric.name);
+  const byStep = new Map(), byLimit = new Map(), isMain = data.main.includes(metric.name);
   for (const finding of data.findings) {
     const evidence = finding.metrics.find(item => item.name === metric.name);
     if (isHidden(finding.run) || !(evidence || (isMain && finding.severity !== "info"))) continue;
     if (finding.step > 0) byStep.set(finding.step, [...(byStep.get(finding.step) || []), finding]);
-    if (evidence && isWithin(metric, evidence.limit)) shapes.push({
-      type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: evidence.limit, y1: evidence.limit, layer: "below",
-      line: {color: colour(finding.severity), width: 1, dash: "dash"},
-      label: {text: `limit of ${finding.number}`, textposition: "end", yanchor: "bottom", font: {size: 10, color: colour(finding.severity)}},
-    });
+    if (evidence && isWithin(metric, evidence.limit)) byLimit.set(evidence.limit, [...(byLimit.get(evidence.limit) || []), finding]);
   }
+  const shapes = [...byLimit].map(([limit, findings]) => ({
+    type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: limit, y1: limit, layer: "below",
+    line: {color: colour(findings[0].severity), width: 1, dash: "dash"},
+    label: {text: `limit of ${findings.map(finding => finding.number).join(", ")}`, textposition: "end", yanchor: "bottom", font: {size: 10, color: colour(findings[0].severity)}},
+  }));
   for (const step of byStep.keys()) shapes.push({
     type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, layer: "below",
     line: {color: colour(byStep.get(step)[0].severity), width: 1},
