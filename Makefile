@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := not slow and not statistical and not process and not ranks and not compile and not browser and not trainer \
-	and not gpu and not xla
+	and not gpu and not xla and not fake_device
 # Limit of processor time for a quick test, in seconds; CI hosts are slower. make test has no limit, so that its results
 # do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)

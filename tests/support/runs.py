@@ -59,13 +59,15 @@ class Case:
 CASES = [Case(model, optimizer, loop) for loop in LOOPS for model in MODELS for optimizer in OPTIMIZERS]
 
 
-def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[TrainingTask, TrainingState]:
+def build(
+    case: Case, *, steps: int = STEPS_PER_EPOCH, device: str = "cpu", **options: Any
+) -> tuple[TrainingTask, TrainingState]:
     """Build a small run, with the same bytes at every call. ``options`` are fields of :class:`TrainingTask`."""
     seed_everything(3)
-    model = MODELS[case.model]()
+    model = MODELS[case.model]().to(device)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    data = data_for(case.model)
+    data = tuple(tensor.to(device) for tensor in data_for(case.model))
     settings: dict[str, Any] = {
         "loader": TensorLoader(data, BATCH, random_order(ROWS, 1)),
         "compute_loss": mean_loss,
@@ -175,6 +177,8 @@ def train(
     offload_state: bool = False,
     introduce: Callable[[TrainingTask, TrainingState], None] = lambda task, state: None,
     checkpoint_every: int = 0,
+    device: str = "cpu",
+    guardian_device: torch.device | None = None,
     **options: Any,
 ) -> Run:
     """Run a loop with ``hooks`` and return an error of the types in ``raises``; other errors propagate.
@@ -182,7 +186,7 @@ def train(
     ``save`` is called at every checkpoint; ``every_step`` digests the state after every step; ``introduce`` receives
     task and state before the training; ``options`` are fields of the task.
     """
-    task, state = build(case, steps=steps, **options)
+    task, state = build(case, steps=steps, device=device, **options)
     introduce(task, state)
     sink = RecordingSink()
     manager = manager_class(
@@ -195,6 +199,7 @@ def train(
         audit=audit,
         reference_weights=reference_weights,
         offload_state=offload_state,
+        guardian_device=guardian_device,
     )
     run = Run(case, task, state, manager, sink, [], [], None)
 
