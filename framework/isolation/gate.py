@@ -253,7 +253,7 @@ class Isolation:
         # seen & (seen - 1) is 0 exactly for powers of two
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
         if is_full or key in self._rewriting_calls:
-            tripwire.record_bytes(everywhere=self._audit.enabled)
+            tripwire.record_bytes()
         return is_full
 
     def _check_quickly(self, call: Call) -> None:

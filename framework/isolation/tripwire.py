@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import Part, TrainingState, described_tensor, differing, digest_of, hook_contents
+from ..state import Part, TrainingState, described_tensor, differing, hook_contents
 from ..tensors import PLAIN, addresses, local_shards
 from .guardian import Objects
+from .recorded_bytes import RecordedBytes
 from .watch_list import WatchList, same_values, step_tensors
 
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
@@ -78,7 +79,7 @@ class Tripwire:
         self._rest: Sweep = ()
         self._attribute_addresses = b""
         self._swept: list[Tensor] = []
-        self._bytes: dict[int, tuple[Tensor, int]] = {}
+        self._bytes = RecordedBytes()
         self._owned: dict[int, bool] = {}
         self._settings: dict[str, Any] = {}
         self._hooks: dict[str, Any] = {}
@@ -96,21 +97,19 @@ class Tripwire:
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
         self._attribute_addresses = self.watch.attribute_addresses
-        self._bytes = {}
+        self._bytes = RecordedBytes()
 
-    def record_bytes(self, *, everywhere: bool) -> None:
+    def record_bytes(self) -> None:
         """Record digests of the swept tensors, so that a check can compare bytes instead of versions.
 
         A write that leaves the bytes equal is allowed: ``clip_grad_norm_`` with an infinite limit, used to measure a
-        norm, multiplies by 1. Unless ``everywhere``, tensors on an accelerator are left out, since digests are computed
-        on the host.
+        norm, multiplies by 1.
         """
         if not self._bytes:
             modules = self._state.modules
             tensors = (*modules.parameters(), *modules.buffers(), *self._sweep()[1])
-            readable = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
-            self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in readable}
-            self._owned = _owned_storages(readable)
+            self._bytes = RecordedBytes(tensors)
+            self._owned = _owned_storages(tensors)
             self._settings, self._hooks = self._state.flags.read_slow(), hook_contents(self._state)
 
     def check_bytes(self, culprit: object) -> None:
@@ -118,7 +117,7 @@ class Tripwire:
         if not self._bytes:
             return
         try:
-            changes = self._named((tensor, old, digest_of(tensor)) for tensor, old in self._bytes.values())
+            changes = self._named(self._bytes.changed())
             now = self._state.flags.read_slow()
             changes += [name for name, value in self._settings.items() if now[name] != value]
             # Also tables that were replaced where there were none: reading all of them takes longer than a sweep.
@@ -136,7 +135,7 @@ class Tripwire:
             return False
         triples = zip(self._swept, self._quick[-1], now[-1], strict=True)
         written = [tensor for tensor, old, new in triples if old != new]
-        return all(id(tensor) in self._bytes and self._bytes[id(tensor)][1] == digest_of(tensor) for tensor in written)
+        return not self._bytes.changed(written)
 
     def check_quickly(self, culprit: object) -> None:
         """Make a quick sweep; raise :class:`StateMutationError`, which names ``culprit`` and the changes."""
@@ -198,7 +197,7 @@ class Tripwire:
 
     def release(self) -> None:
         """Drop the results of the last sweep, so that they keep no gradients and batches alive."""
-        self._quick, self._rest, self._swept, self._bytes, self._hooks = (), (), [], {}, {}
+        self._quick, self._rest, self._swept, self._bytes, self._hooks = (), (), [], RecordedBytes(), {}
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         """Return the contents of tables, the frequently replaced tensors and all versions, with the swept tensors."""
@@ -268,7 +267,7 @@ class Tripwire:
         attribute_tensors = watch.tensors_of(now[0])
         if not self._moved_with_equal_bytes(previous[-1], now[-1]):
             changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
-        changes += [] if changes else self._named(zip(attribute_tensors, previous[-2], now[-2], strict=False))
+        changes += [] if changes else self._named(_different(attribute_tensors, previous[-2], now[-2]))
         return changes + [watch.place([container], (), self._state.names()) for container in watch.empty if container]
 
     def _moved_with_equal_bytes(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
@@ -280,7 +279,7 @@ class Tripwire:
         if len(previous) != len(now) or len(now) != len(self._swept):
             return False
         moved = [tensor for tensor, old, new in zip(self._swept, previous, now, strict=True) if old != new]
-        is_equal = all(self._owned.get(id(item)) and self._bytes[id(item)][1] == digest_of(item) for item in moved)
+        is_equal = all(self._owned.get(id(item)) for item in moved) and not self._bytes.changed(moved)
         self.rewritten = self.rewritten or (is_equal and bool(moved))
         return is_equal
 
@@ -289,17 +288,19 @@ class Tripwire:
     ) -> list[str]:
         """Return the names of tensors whose version or pointer differs: of the quick sweep, then on attributes."""
         return (
-            []
-            if previous == now
-            else self._named(zip([*self._sweep()[1], *attribute_tensors], previous, now, strict=False))
+            [] if previous == now else self._named(_different([*self._sweep()[1], *attribute_tensors], previous, now))
         )
 
-    def _named(self, triples: Iterable[tuple[Tensor, int, int]]) -> list[str]:
-        changed = [tensor for tensor, old, new in triples if old != new]
+    def _named(self, changed: list[Tensor]) -> list[str]:
         tensors = self._state.tensors() if changed else {}
         # a sweep reads this rank's shard of a DTensor
         names = {id(part): name for name, tensor in tensors.items() for part in (tensor, *local_shards([tensor]))}
         return [f"{names.get(id(item), 'a tensor of the batch')} ({described_tensor(item)})" for item in changed]
+
+
+def _different(tensors: Iterable[Tensor], previous: tuple[int, ...], now: tuple[int, ...]) -> list[Tensor]:
+    """List the tensors whose numbers differ."""
+    return [tensor for tensor, old, new in zip(tensors, previous, now, strict=False) if old != new]
 
 
 def _owned_storages(tensors: Iterable[Tensor]) -> dict[int, bool]:

@@ -13,6 +13,7 @@ from .shards import (
     over_shards, replicated_like, resharded_afterwards, unsharded,
 )
 from .storage import COMPRESSED, PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_uninitialised
+from .sums_on_device import device_sums, has_device_sums
 from .vectors import (
     WIDE, Vector, accumulate, axpy, copied, cosine, dot, gradients, joint_norm, live_gradients, max_abs, minus,
     norm, norm_of_each, norms, overwrite, scaled, trainable, widened,
@@ -21,9 +22,9 @@ from .vectors import (
 __all__ = [
     "COMPRESSED", "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "TensorProperties", "Vector",
     "accumulate", "addresses", "as_matrices", "attached", "axpy", "byte_tensors", "bytes_at", "completed",
-    "copied", "cosine",
-    "cosine_of", "dot", "dtensor_class", "flat_products", "fully_sharded_modules", "gradients", "groups_of",
-    "in_bytes", "inner_products", "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "is_uninitialised",
+    "copied", "cosine", "cosine_of", "device_sums", "dot", "dtensor_class", "flat_products", "fully_sharded_modules",
+    "gradients", "groups_of", "has_device_sums", "in_bytes", "inner_products", "inner_tensors", "is_cut_off",
+    "is_partial", "is_sharded", "is_uninitialised",
     "joint_norm", "laid_out_like", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus", "norm",
     "norm_of_each", "norms", "norms_of", "over_shards", "overwrite", "pointer_and_bits", "power_of_two",
     "replicated_like",

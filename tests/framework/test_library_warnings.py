@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from loopscope.cli import diff
 from loopscope.durable_files import save_tensors
 from loopscope.engine.failures import HookFailures
 from loopscope.errors import HookError, StateMutationError, library_warnings_ignored
-from loopscope.isolation import Call, Isolation, tripwire
+from loopscope.isolation import Call, Isolation, recorded_bytes, tripwire
 from loopscope.runs.reference import load_reference
 from loopscope.runs.resume import checkpoint_errors
 from loopscope.state import LoopState
@@ -167,13 +168,20 @@ def test_values_that_torch_reads_safely_are_storable() -> None:
 
 @pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize(
-    ("place", "audit"), [("_column", False), ("_version", False), ("digest_of", False), ("differing", True)]
+    ("module", "place", "audit"),
+    [
+        (tripwire, "_column", False),
+        (tripwire, "_version", False),
+        (recorded_bytes, "digest_of", False),
+        (tripwire, "differing", True),
+    ],
+    ids=["_column", "_version", "digest_of", "differing"],
 )
 def test_warning_while_reading_is_no_mutation(
-    place: str, audit: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, place: str, audit: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warning while the state is read hides no mutation, and is not reported as one."""
-    monkeypatch.setattr(tripwire, place, with_warning(getattr(tripwire, place)))
+    monkeypatch.setattr(module, place, with_warning(getattr(module, place)))
     isolation = Isolation(scene.state, audit=audit)
     with isolation.visit():
         isolation.observe(CALL, lambda: None)
