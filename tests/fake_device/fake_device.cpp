@@ -1,9 +1,9 @@
 // The device "fake": an accelerator for tests, which needs none.
 //
-// torch reserves the device type PrivateUse1 for backends outside of torch. This one allocates its tensors in host memory
-// and computes with the kernels of the CPU, on CPU tensors that share the memory of the arguments. To Python code it is
-// an accelerator: its tensors mix with those of the CPU only where CUDA allows it, it has a random generator of its own,
-// and backward passes run in autograd's thread of the device. It counts where the host would wait for a device.
+// torch reserves the device type PrivateUse1 for backends outside of torch. This one allocates its tensors in host
+// memory and computes with the kernels of the CPU, on CPU tensors that share the memory of the arguments. To Python code
+// it is an accelerator: its tensors mix with those of the CPU only where CUDA allows it, it has a random generator of
+// its own, and backward passes run in autograd's thread of the device. It counts where the host would wait for a device.
 
 #include <torch/extension.h>
 
@@ -34,7 +34,7 @@ bool is_fake(const Tensor& tensor) { return tensor.defined() && tensor.device().
 std::atomic<int64_t> items{0};           // numbers read by the host: item(), float(), bool()
 std::atomic<int64_t> copies_to_host{0};  // cpu(), tolist()
 std::atomic<int64_t> copies_to_device{0};
-std::atomic<int64_t> waits{0};  // operations during which CUDA waits, since the shape or kind of the result depends on it
+std::atomic<int64_t> waits{0};  // operations within which CUDA waits for a number
 
 // Operations of which CUDA's implementation waits for a number: a size, an equality or an error code.
 const std::set<std::string> kWaiting = {
@@ -45,7 +45,8 @@ const std::set<std::string> kWaiting = {
 };
 // Indices may be on the host, and copies are what moves tensors between devices.
 const std::set<std::string> kMixing = {
-    "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::copy_", "aten::_foreach_copy_",
+    "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::copy_",
+    "aten::_foreach_copy_",
 };
 
 // Memory
@@ -76,16 +77,27 @@ c10::Storage shared(const c10::Storage& storage, c10::Device device) {
   auto release = [](void* owner) { delete static_cast<c10::Storage*>(owner); };
   c10::DataPtr memory(storage.mutable_data(), owner, release, device);
   c10::Allocator* of_device = device == kDevice ? &allocator : c10::GetAllocator(device.type());
-  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), of_device, /*resizable=*/true);
+  constexpr bool resizable = true;
+  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), of_device, resizable);
 }
 
-// Returns a tensor of the shape of another one, on a storage.
+// Gives a new tensor the shape of another one.
+Tensor with_shape_of(const Tensor& like, Tensor tensor) {
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) tensor._set_conj(true);
+  if (like.is_neg()) tensor._set_neg(true);
+  return tensor;
+}
+
 Tensor tensor_on(c10::Storage storage, const Tensor& like, c10::DispatchKeySet keys) {
-  Tensor result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype());
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
-  if (like.is_conj()) result._set_conj(true);
-  if (like.is_neg()) result._set_neg(true);
-  return result;
+  return with_shape_of(like, at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype()));
+}
+
+// Returns a view, which is a normal tensor even in inference mode if its base is one.
+Tensor view_of(const Tensor& base, const Tensor& like) {
+  c10::Storage storage = base.storage();
+  return with_shape_of(like, at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage),
+                                                                      base.key_set(), like.dtype()));
 }
 
 // Random generator
@@ -230,19 +242,21 @@ class CallOnHost {
                 "Expected all tensors to be on the same device, but '", host_argument_, "' of ", name_, " is on cpu");
   }
 
-  // Returns the storage on the device that has the memory of a storage on the host.
-  c10::Storage storage_on_device(const c10::Storage& storage) const {
+  // Returns the argument on the device that has the memory of a tensor on the host, or an undefined tensor.
+  Tensor argument_sharing(const Tensor& result) const {
+    const void* memory = result.storage().data();
     for (const auto& [fake, host] : pairs_) {
-      if (storage.data() && storage.data() == fake.storage().data()) return fake.storage();
+      if (memory && memory == fake.storage().data()) return fake;
     }
-    return shared(storage, kDevice);
+    return {};
   }
 
   // Gives a tensor the shape and memory that an operation in place has given its counterpart on the host.
   void adopt_changes(const Tensor& fake, const Tensor& host) const {
     if (host.sizes() == fake.sizes() && host.strides() == fake.strides() && host.data_ptr() == fake.data_ptr()) return;
     auto* target = fake.unsafeGetTensorImpl();
-    target->set_storage_keep_dtype(storage_on_device(host.storage()));
+    const Tensor base = argument_sharing(host);
+    target->set_storage_keep_dtype(base.defined() ? base.storage() : shared(host.storage(), kDevice));
     target->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
   }
 
@@ -259,7 +273,8 @@ class CallOnHost {
     for (const auto& [fake, host] : pairs_) {
       if (host.is_same(result)) return fake;
     }
-    return tensor_on(storage_on_device(result.storage()), result, kFakeKeys);
+    const Tensor base = argument_sharing(result);
+    return base.defined() ? view_of(base, result) : tensor_on(shared(result.storage(), kDevice), result, kFakeKeys);
   }
 
   const c10::OperatorHandle& op_;

@@ -235,7 +235,7 @@ def drop_a_gradient(scene):
 
 @mutation(DETECTED_BY_TRIPWIRE)
 def give_data_another_shape(scene):
-    scene.parameter.data = torch.zeros(1)
+    scene.parameter.data = scene.parameter.new_zeros(1)
 
 
 @mutation(DETECTED_BY_TRIPWIRE)
@@ -255,7 +255,7 @@ def transpose_the_data(scene):
 
 @mutation(DETECTED_BY_TRIPWIRE)
 def give_a_gradient_another_shape(scene):
-    scene.parameter.grad.data = torch.zeros(2)
+    scene.parameter.grad.data = scene.parameter.new_zeros(2)
 
 
 @mutation(DETECTED_BY_TRIPWIRE)
@@ -322,7 +322,7 @@ def parametrize_a_weight(scene):
 
 @mutation(DETECTED_BY_TRIPWIRE)
 def make_a_buffer_depend_on_a_parameter(scene):
-    scene.model.register_buffer("extra", torch.ones(2))
+    scene.model.register_buffer("extra", torch.ones(2, device=scene.parameter.device))
     with torch.enable_grad():
         for buffer in [b for b in scene.model.buffers() if b.is_floating_point()]:
             buffer.mul_(scene.parameter.sum())

@@ -55,11 +55,12 @@ def range_metrics(rates: Tensor, losses: Tensor, *, skip: int, divergence: float
     best = finite_losses.cummin(dim=0).values
     # b + (divergence − 1)·|b| is divergence·b for b > 0, and above b also for a negative loss.
     exceeds = ~finite | (finite_losses > best + (divergence - 1) * best.abs())
+    # take(), since indexing by a tensor of one number reads it on the host
     return {
-        "suggested_lr": torch.where(falls.any(), rates[steepest], math.nan),
-        "min_loss_lr": torch.where(finite.any(), rates[lowest], math.nan),
-        "min_loss": torch.where(finite.any(), finite_losses[lowest], math.nan),
-        "divergence_lr": torch.where(exceeds.any(), rates[exceeds.int().argmax()], math.nan),
+        "suggested_lr": torch.where(falls.any(), rates.take(steepest), math.nan),
+        "min_loss_lr": torch.where(finite.any(), rates.take(lowest), math.nan),
+        "min_loss": torch.where(finite.any(), finite_losses.take(lowest), math.nan),
+        "divergence_lr": torch.where(exceeds.any(), rates.take(exceeds.int().argmax()), math.nan),
     }
 
 

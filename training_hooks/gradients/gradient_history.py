@@ -147,14 +147,17 @@ class GradientHistory(Remembering):
         """
         if self._rows is not None and self._waiting:
             rows = self._rows[: len(self)]
-            new_indices = [index % self.capacity for index in range(self.count - self._waiting, self.count)]
-            first, last = new_indices[0], new_indices[-1] + 1
+            first, last = (self.count - self._waiting) % self.capacity, (self.count - 1) % self.capacity + 1
             # A range of rows is a view; a range that wraps around the end of the buffer needs a copy.
-            new_rows = rows[first:last] if first < last else torch.cat([rows[first:], rows[:last]])
+            ranges = [slice(first, last)] if first < last else [slice(first, self.capacity), slice(0, last)]
+            new_rows = rows[ranges[0]] if first < last else torch.cat([rows[part] for part in ranges])
             products = row_products(new_rows, rows)
             self._gram = self._gram.to(products.device)
-            self._gram[new_indices, : len(self)] = products
-            self._gram[: len(self), new_indices] = products.T
+            # By slices, since a list of indices would be copied to the device.
+            sizes = [part.stop - part.start for part in ranges]
+            for part, values in zip(ranges, products.split(sizes), strict=True):
+                self._gram[part, : len(self)] = values
+                self._gram[: len(self), part] = values.T
             self._waiting = 0
         if self.count <= self.capacity:
             return self._gram[: self.count, : self.count]

@@ -1,5 +1,6 @@
 """Loss and gradient norm of every single row of a batch."""
 
+import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import DebugInterventionHook, Metrics, ModelDataContext, RunInfo
@@ -61,4 +62,6 @@ class BatchRows(DebugInterventionHook):
         indices = run_ctx.row_indices
         metrics: dict[str, object] = {} if indices is None else {"index": indices.tolist()}
         share = losses.max() / losses.sum()
-        return metrics | {"loss": losses.tolist(), "gradient_norm": norms.tolist(), "largest_loss_share": share}
+        wide = torch.promote_types(losses.dtype, norms.dtype)
+        loss, norm = torch.stack([losses.to(wide), norms.to(wide)]).tolist()  # one transfer
+        return metrics | {"loss": loss, "gradient_norm": norm, "largest_loss_share": share}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -102,11 +103,7 @@ def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tens
     sizes = [parameter.numel() for parameter in parameters]
     # m̂ = m/(1 − β₁ᵗ) and √v̂ = √v/√(1 − β₂ᵗ); t may differ between parameters, so the corrections have a value for
     # every element, shape (elements,)
-    corrections = ((1 - beta**steps).to(before) for beta in map(float, group.options["betas"]))
-    first, second = (
-        torch.cat([value.expand(size) for value, size in zip(correction, sizes, strict=True)])
-        for correction in corrections
-    )
+    first, second = (_repeated(1 - float(beta) ** steps, sizes, before) for beta in group.options["betas"])
     squares = "max_exp_avg_sq" if group.options["amsgrad"] else "exp_avg_sq"
     moment = flatten_together([state["exp_avg"] for state in states]).div_(first)
     root = flatten_together([state[squares] for state in states]).sqrt_().div_(second.sqrt_())
@@ -123,10 +120,23 @@ def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tens
     return Update(moment, root, denominator, adaptive, -shrinkage * before, before)
 
 
+def _repeated(values: Tensor, counts: Sequence[int], like: Tensor) -> Tensor:
+    """Repeat each value as often as ``counts`` says, on the device of ``like``; values of the host are not copied."""
+    if values.is_cpu:
+        return torch.cat([like.new_full((count,), value) for value, count in zip(values.tolist(), counts, strict=True)])
+    return torch.cat([value.expand(count) for value, count in zip(values.to(like), counts, strict=True)])
+
+
 def _rounded_denominator(state: Mapping[str, Tensor], squares: str, group: OptimizerGroup) -> Tensor:
     """Return √v̂ + ε as torch computes it in the dtype of v, where a small ε rounds to 0 in float16."""
     correction = (1 - float(group.options["betas"][1]) ** unsharded(state["step"]).double()).sqrt()
     return (state[squares].sqrt() / correction).add_(group.options["eps"])
+
+
+@lru_cache(maxsize=8)
+def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the levels of the percentiles; cached, since every copy to a device waits for it."""
+    return torch.tensor(list(PERCENTILES.values()), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ def moment_metrics(sums: Sums, rates: Tensor) -> dict[str, Tensor]:
     """
     first, second, update, gradient = (value.sqrt() for value in (sums.first, sums.second, sums.update, sums.gradient))
     decay, coupled = sums.decay.sqrt(), sums.coupled_decay.sqrt()
-    levels = torch.tensor(list(PERCENTILES.values()), dtype=rates.dtype, device=rates.device)
+    levels = _levels(rates.dtype, rates.device)
     update_gradient = cosine_of(-sums.update_gradient, sums.update, sums.gradient)
     # decay_share = ‖ηλθ₋‖/(‖ηλθ₋‖ + ‖η·m̂/(√v̂+ε)‖)
     return {

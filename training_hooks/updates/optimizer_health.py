@@ -211,9 +211,8 @@ class OptimizerHealth(InterventionHook):
             if decay := coupled_decay(group):
                 gradient = (-gradient if group.options.get("maximize") else gradient) + decay * copy[name]
             sums = ratio_sums(gradient, moment, square_of_epsilon(group, parameter.dtype))
-            step = torch.as_tensor(step_of(state, group) or 0).to(moment.stored.device, torch.float64)
             parameters[name] = parameter
-            columns.append(torch.stack([*sums, step.reshape(())]))
+            columns.append(torch.stack([*sums, _number_on(moment.stored.device, step_of(state, group))]))
         return parameters, columns, missing
 
     def _families(
@@ -286,6 +285,13 @@ def _largest_ratio(group: OptimizerGroup, step: float) -> float:
         return math.inf
     beta = group.betas[1]
     return (1 - beta**step) / (1 - beta) if beta < 1 else math.inf
+
+
+def _number_on(device: torch.device, step: Any) -> Tensor:
+    """Return a number of steps on a device, float64, without a copy of a number of the host."""
+    if isinstance(step, Tensor) and step.device == device:
+        return step.detach().reshape(()).double()
+    return torch.full((), float(step or 0), dtype=torch.float64, device=device)
 
 
 def _gradient_on_rank(parameter: nn.Parameter) -> Tensor:

@@ -1,0 +1,235 @@
+"""Every shipped hook on the simulated accelerator: neutral, with the CPU's numbers, and with few synchronisations."""
+
+from collections.abc import Sequence
+from functools import cache
+from math import isclose, isnan
+from typing import Any
+
+import pytest
+import torch
+from loopscope.engine import HookManager
+from loopscope.errors import UsageError
+from loopscope.hooks import HookPoint, StepSchedule, TrainingHook
+from loopscope.isolation.tripwire import Tripwire
+from torch.utils._pytree import tree_leaves
+
+from tests.contracts.test_hooks import COMMITTING, HEALTH, QUIET, fires, make
+from tests.fake_device.device import Synchronisations, count_synchronisations, on_fake_device
+from tests.support import Case, Run, SpyHook, at, differences, train
+from tests.support.cases import slow_unless
+
+pytestmark = [pytest.mark.fake_device, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
+STEPS = 9
+CASES = [
+    Case("transformer", "sgd_momentum", "step"),
+    Case("tied", "adamw_fused", "epoch"),
+    Case("batchnorm_mlp", "adamw_foreach", "epoch"),
+]
+"""One case per model. Adam on the transformer would amplify rounding: its key biases have gradients of pure noise."""
+ALL = QUIET + COMMITTING
+MEASURED = {"train_loss": 1.0, "val_loss": 1.0, "train_acc": 0.5, "val_acc": 0.5}
+SIZE = 8
+GROUPS = [tuple(ALL[start : start + SIZE]) for start in range(0, len(ALL), SIZE)]
+
+
+def every_case_and_group(quick: Sequence[Case] = CASES[:1]) -> pytest.MarkDecorator:
+    """Parametrize over cases and groups of hooks, with one process each; ``slow`` outside of ``quick``."""
+    rows = [
+        pytest.param(case, names, id=f"{case}-{names[0]}", marks=slow_unless(case in quick))
+        for case in CASES
+        for names in GROUPS
+    ]
+    return pytest.mark.parametrize(("case", "names"), rows)
+
+
+def reseed(task: Any, state: Any) -> None:
+    """Seed all generators after the model was created, since only the CPU's has drawn its weights."""
+    torch.manual_seed(11)
+
+
+@cache
+def reference(case: Case, device: str) -> dict[str, torch.Tensor]:
+    model = train(case, audit=False, device=device, every_step=False).task.model
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def run(case: Case, name: str, device: str, **options: Any) -> Run:
+    """Train with a hook, or without any; ``error`` is set if it refuses the model or the loop."""
+    hooks = [quiet(make(name))] if name else []
+    settings: dict[str, Any] = {"audit": False, "introduce": reseed, "raises": (UsageError,)}
+    return train(case, hooks, device=device, reference_weights=reference(case, device), **(settings | options))
+
+
+def quiet(hook: TrainingHook) -> TrainingHook:
+    """Leave out the evaluation of a hook, which is user code and may wait any number of times."""
+    if hook.name == "weight_average":
+        hook.evaluate = False
+    return hook
+
+
+@cache
+def bare(case: Case) -> Run:
+    return run(case, "", "fake")
+
+
+def departure(case: Case, name: str) -> str:
+    """Return in which way a hook's run on the device differs from those without it and on the CPU, or nothing."""
+    here, there = run(case, name, "cpu"), run(case, name, "fake")
+    if here.error or there.error:
+        return (
+            "" if str(here.error) == str(there.error) else f"{here.error!r} on the CPU, {there.error!r} on the device"
+        )
+    digests = zip(bare(case).digests, there.digests, strict=True)
+    changed = [entry for pair in digests for entry in differences(*pair)]
+    if changed and name in QUIET:
+        return f"changed {changed[:3]}"
+    return unequal_numbers(here.sink.rows(f"{name}/"), there.sink.rows(f"{name}/"))
+
+
+def unequal_numbers(expected: list[Any], measured: list[Any]) -> str:
+    """Return the first number that differs by more than rounding."""
+    if sorted(row[:3] for row in expected) != sorted(row[:3] for row in measured):
+        return f"{len(expected)} numbers on the CPU, {len(measured)} on the device"
+    for first, second in zip(expected, measured, strict=True):
+        pairs = zip(tree_leaves(first[3]), tree_leaves(second[3]), strict=True)
+        if not all(are_equal(*pair) for pair in pairs) and first[0] not in NOISE:
+            return f"{first} on the CPU, {second[3]} on the device"
+    return ""
+
+
+NOISE = {
+    "gradient_noise_scale/noise_scale_error": "a standard error of few samples amplifies the rounding of a difference",
+    "parameter_norms/zero_fraction/blocks.0.attention.qkv.bias": "the gradients of the key biases are rounding errors",
+}
+"""Metrics of rounding errors, which attention kernels of CPU and device make differently."""
+
+
+def are_equal(first: float, second: float) -> bool:
+    if isnan(first) or isnan(second):
+        return isnan(first) and isnan(second)
+    return isclose(first, second, rel_tol=1e-4, abs_tol=1e-6)
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+@every_case_and_group()
+@on_fake_device
+def test_hook_is_neutral_with_the_numbers_of_the_cpu(case, names):
+    departures = {name: departure(case, name) for name in names}
+    failures = {name: text for name, text in departures.items() if text}
+    assert not failures, failures
+
+
+def test_every_hook_runs_on_the_device():
+    """Each hook is called in a loop of the cases."""
+    assert all(any(fires(name, case.loop) for case in CASES) for name in ALL)
+    assert {name for names in GROUPS for name in names} == {*ALL}
+
+
+# Synchronisations
+
+
+class CountingManager(HookManager):
+    """A manager that counts the synchronisations of each dispatch with listeners, and of all others."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.counts: list[Synchronisations] = []
+        self.without_listeners = 0
+
+    def fire(self, point: HookPoint) -> None:
+        with count_synchronisations() as count:
+            super().fire(point)
+        if self.hooks.listeners.at[point]:
+            self.counts.append(count)
+        else:
+            self.without_listeners += count.total
+
+
+def counted(case: Case, hook: TrainingHook | None, steps: int = STEPS) -> CountingManager | None:
+    """Train with a hook and return the manager; ``None`` if the hook refuses the case."""
+    trained = train(
+        case,
+        [hook] if hook else [],
+        steps=steps,
+        audit=False,
+        device="fake",
+        every_step=False,
+        raises=(UsageError,),
+        reference_weights=reference(case, "fake"),
+        manager_class=CountingManager,
+        evaluate=lambda model: dict(MEASURED),
+    )
+    return None if trained.error else trained.manager
+
+
+LIMITS = {}
+"""The largest number of synchronisations in one dispatch, for the hooks with more than one; 1 for all others.
+
+One is the transfer of the metrics, at points of epochs, or of a decision of the hook. The numbers are exact: lower one
+when a hook needs fewer.
+"""
+
+
+def largest_counts(case: Case, names: Sequence[str]) -> dict[str, int]:
+    """Return the largest number of synchronisations in a dispatch of each hook that accepts a case.
+
+    The comparison of the bytes in the first calls, which the hooks of a dispatch share, is left out: it is one more
+    (``test_comparing_bytes_copies_one_result_to_the_host``).
+    """
+    Tripwire.record_bytes = lambda self: None  # in this process only
+    managers = {name: counted(case, quiet(make(name))) for name in names}
+    return {
+        name: max((count.total for count in manager.counts), default=0)
+        for name, manager in managers.items()
+        if manager is not None
+    }
+
+
+@every_case_and_group(quick=CASES[1:2])
+@on_fake_device
+def test_dispatch_synchronises_at_most_so_often(case, names):
+    exceeded = {name: count for name, count in largest_counts(case, names).items() if count > LIMITS.get(name, 1)}
+    assert not exceeded, exceeded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+@on_fake_device
+def test_limits_of_synchronisations_are_exact(names):
+    counts = [largest_counts(case, names) for case in CASES]
+    largest = {name: max(count.get(name, 0) for count in counts) for name in names}
+    assert {name: count for name, count in largest.items() if count > 1} == {
+        name: limit for name, limit in LIMITS.items() if name in names
+    }
+
+
+@on_fake_device
+def test_steps_without_due_hooks_do_not_synchronise():
+    """A hook that is due at the first step only costs no synchronisation at the others."""
+    hook = make("norms")
+    hook.step_schedule = StepSchedule(mode="stride", every_n_steps=100)
+    manager = counted(CASES[0], hook)
+    assert manager is not None
+    assert [count.total for count in manager.counts[1:]] == [0] * (STEPS - 1)
+    assert manager.without_listeners == 0
+
+
+@on_fake_device
+def test_loop_without_hooks_does_not_synchronise_in_dispatches():
+    for case in CASES:
+        manager = counted(case, None)
+        assert manager is not None
+        assert manager.without_listeners == 0
+
+
+@on_fake_device
+def test_reading_two_numbers_synchronises_twice():
+    """The counter detects a hook that reads its numbers one by one."""
+
+    def reads(ctx: Any) -> dict[str, float]:
+        first, second, *_ = ctx.model.parameters()
+        return {"value": float(first.sum()) + float(second.sum())}
+
+    manager = counted(CASES[0], at(SpyHook, HookPoint.POST_STEP)(reads))
+    assert manager is not None
+    assert manager.counts[4].total == 2
