@@ -162,7 +162,30 @@ def counted(case: Case, hook: TrainingHook | None, steps: int = STEPS) -> Counti
     return None if trained.error else trained.manager
 
 
-LIMITS = {}
+LIMITS = {
+    # Passes on other batches: each is copied to the device, and results decide what is measured next.
+    "counterfactual": 43,
+    "counterfactual_validator": 139,
+    "hessian": 77,
+    "lr_probe": 14,
+    "sharpness": 92,
+    "step_history": 4,
+    "what_if": 79,
+    # Eigenvalues and singular values, for which CUDA waits: once per shape of matrices
+    "batch_dynamics": 2,
+    "matrix_updates": 4,
+    "subspace_gradient_info": 2,
+    "weight_tracking": 3,
+    # Indices and factors that the host computes
+    "attention": 9,
+    "fourier": 4,
+    "qk_clip": 3,
+    # The first call copies tables or empty sums to the device; later ones synchronise once at most.
+    "gradient_noise_scale": 2,
+    "path_length": 3,
+    "training_diagnostics": 2,
+    "weight_updates": 2,
+}
 """The largest number of synchronisations in one dispatch, for the hooks with more than one; 1 for all others.
 
 One is the transfer of the metrics, at points of epochs, or of a decision of the hook. The numbers are exact: lower one

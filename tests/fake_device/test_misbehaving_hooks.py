@@ -24,7 +24,7 @@ from tests.support.spies import SpyHook
 pytestmark = pytest.mark.fake_device
 POSSIBLE = sorted(name for name in MUTATIONS if "numpy" not in name or "generator" in name)
 """All mutations but the writes through NumPy, which has no access to the memory of an accelerator."""
-PARTS = 4
+PARTS = 12
 QUICK_PART = 0
 
 
