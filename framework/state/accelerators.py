@@ -47,7 +47,12 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the random generators of all devices of the kind of ``device``."""
     module = _backend(device.type)
-    getattr(module, "manual_seed_all", module.manual_seed)(seed)
+    for name in ("manual_seed_all", "manual_seed"):
+        if hasattr(module, name):
+            getattr(module, name)(seed)
+            return
+    for used in devices_in_use():
+        set_generator_state(used, torch.Generator(used).manual_seed(seed).get_state())
 
 
 def refuse_unprotected(devices: set[torch.device]) -> None:
@@ -66,7 +71,11 @@ def refuse_unprotected(devices: set[torch.device]) -> None:
 
 
 def _backend(kind: str) -> Any:
-    return torch.get_device_module(kind)
+    """Return the module of a backend, such as ``torch.cuda``, or an object without functions if there is none."""
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:
+        return object()
 
 
 @cache

@@ -13,6 +13,7 @@ from loopscope.hooks import HookPoint
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import CSVSink, JSONLSink
 from loopscope.state import RandomStreams, TrainingState, accelerators, seed_everything, without_on_demand
+from loopscope.training.profiler import start_peak_measurement
 from torch import nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,7 +26,7 @@ from tests.support import MODELS, OPTIMIZERS, ActingHook, Case, SpyHook, at, dat
 
 pytestmark = [pytest.mark.fake_device, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
 DEVICE = "fake"
-TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32, "epochs": 3}
+TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32, "epochs": 2}
 QUIET = {"display": "none", "overwrite": True, "audit": True}
 
 
@@ -35,7 +36,7 @@ QUIET = {"display": "none", "overwrite": True, "audit": True}
 def session(folder: Path, **options: Any) -> Session:
     """Create a session of the experiment mod_arithmetic on the device, with hooks that have state."""
     config = ModArithmeticConfig(output_dir=folder, **TINY)
-    hooks = ["norms", "model_smoothing", "path_length", "weight_updates"]
+    hooks = ["norms", "model_smoothing", "path_length"]
     run_options = RunOptions(strategies=["stride"], hooks=hooks, checkpoint_every_steps=1, **options)
     return Session(ModArithmeticRunner(config, torch.device(DEVICE)), run_options, lambda: [CSVSink(), JSONLSink()])
 
@@ -73,6 +74,25 @@ def test_devices_generator_is_protected():
 def test_checkpoints_contain_the_devices_generator():
     run = train(Case(), audit=False, device=DEVICE)
     assert [name for name in run.final if "generator" in name and DEVICE in name]
+
+
+OPTIONAL = [("is_initialized",), ("current_device",), ("manual_seed",), ("manual_seed", "manual_seed_all")]
+
+
+@pytest.mark.parametrize("missing", OPTIONAL, ids=str)
+@on_fake_device
+def test_backend_may_lack_optional_functions(missing):
+    """Like statistics of memory, streams and events, which this backend never has."""
+    for name in missing:
+        delattr(torch.fake, name)
+    assert not any(hasattr(torch.fake, name) for name in ("memory_allocated", "Stream", "Event", "synchronize"))
+    draws = []
+    for _ in range(2):
+        accelerators.seed_generators(torch.device(DEVICE, 0), 5)
+        draws.append(torch.rand(3, device=DEVICE))
+    assert torch.equal(*draws)
+    assert RandomStreams(1).save().accelerators
+    assert start_peak_measurement() is None
 
 
 # A custom loop
@@ -143,6 +163,7 @@ def test_attached_loop_keeps_its_bytes(tmp_path, scaled, guardian):
     bare.train()
     hooks = [*HOOKS, at(ActingHook, HookPoint.POST_STEP, HookPoint.POST_EPOCH)(spoil)]
     options = QUIET | {"guardian_device": guardian, "scaler": attached.scaler, "loss": attached.loss}
+    options |= {"loader": attached.loader}
     with loopscope.attach(attached.model, attached.optimizer, hooks=hooks, out=tmp_path, **options) as scope:
         attached.train(scope)
     assert len(bare.digests) == 6

@@ -14,6 +14,7 @@ from torch import nn
 
 DEVICE = torch.device("mps", 0)
 OPTIONAL = ("is_initialized", "manual_seed_all")
+SEEDING = ("manual_seed",)
 GENERATOR = ("get_rng_state", "set_rng_state")
 
 
@@ -54,7 +55,7 @@ def install(monkeypatch):
     accelerators._has_readable_generator.cache_clear()
 
 
-@pytest.mark.parametrize("missing", [(), *[(name,) for name in OPTIONAL], OPTIONAL], ids=str)
+@pytest.mark.parametrize("missing", [(), *[(name,) for name in OPTIONAL], OPTIONAL, SEEDING], ids=str)
 def test_streams_are_isolated_without_optional_functions(install, missing):
     """`torch.mps` has neither of them."""
     generator = install(*missing)
@@ -74,6 +75,17 @@ def test_unreadable_generator_is_left_out(install, missing):
         seed_everything(7)
     assert saved.accelerators == ()
     assert torch.equal(generator.get_state(), original)
+
+
+def test_backend_without_module_is_left_out(install, monkeypatch):
+    """``torch.get_device_module`` raises for a third-party backend that registered none."""
+    original = accelerators._backend
+    install()
+    monkeypatch.setattr(accelerators, "_backend", original)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: (_ for _ in ()).throw(RuntimeError("no module")))
+    assert accelerators.devices_in_use() == []
+    with pytest.raises(UsageError, match="cannot read the random generator"):
+        accelerators.refuse_unprotected({DEVICE})
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError])
