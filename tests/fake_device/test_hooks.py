@@ -49,8 +49,9 @@ def reseed(task: Any, state: Any) -> None:
 
 @cache
 def reference(case: Case, device: str) -> dict[str, torch.Tensor]:
-    model = train(case, audit=False, device=device, every_step=False).task.model
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Return weights that training on the CPU has found, for hooks that compare with them."""
+    model = train(case, audit=False, every_step=False).task.model
+    return {name: parameter.detach().clone().to(device) for name, parameter in model.named_parameters()}
 
 
 def run(case: Case, name: str, device: str, **options: Any) -> Run:
