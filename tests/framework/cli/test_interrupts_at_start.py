@@ -1,11 +1,13 @@
 """Ctrl-C and SIGTERM while the command starts: one sentence, and the status of the signal."""
 
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,12 @@ COMMANDS = {
     "program": ["-c", f"import sys; sys.argv[0] = 'loopscope'; {CALL}"],
     "script": ["-c", f"import sys; {CALL}"],
 }
+SENTENCES = {
+    signal.SIGINT: ("loopscope: interrupted.\n", "loopscope: stopped by sigint.\n"),
+    signal.SIGTERM: ("loopscope: stopped by sigterm.\n",),
+}
+"""The sentences of each signal in lower case: before a run, and in a run."""
+SENTENCE = r"loopscope: (?:interrupted|[Ss]topped by \w+)\."
 # Seconds after the first import of the command: while torch is imported, while the registries are filled, in the run.
 MOMENTS = [0.0, 0.4, *[pytest.param(moment, marks=pytest.mark.slow) for moment in (0.1, 0.2, 0.8, 1.2, 1.6, 2.5, 4.5)]]
 
@@ -31,6 +39,21 @@ def default_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
+def when_started(command: list[str], output: Path) -> "subprocess.Popen[bytes]":
+    """Start a command whose imports (option -v) and messages go to a file, and return once it has imported its package.
+
+    A pipe without a reader would stop the command after 64 KiB, in the middle of a line.
+    """
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-v", *command], stdout=subprocess.DEVNULL, stderr=file, cwd=output.parent
+        )
+    while b"import 'loopscope.cli'" not in output.read_bytes():
+        assert process.poll() is None, output.read_text()[-2000:]
+        time.sleep(0.01)
+    return process
+
+
 @pytest.mark.parametrize("seconds", MOMENTS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
 @pytest.mark.parametrize("command", COMMANDS)
@@ -38,19 +61,17 @@ def test_signal_at_start_gives_one_sentence(tmp_path, command, number, seconds):
     """No traceback is shown, wherever the command is; a script that calls main() is no exception."""
     words = [*COMMANDS[command], "run", "mod_arithmetic", *SIZES.split()]
     with default_interrupts():
-        # -v prints the imports, which show that the command has started.
-        process = subprocess.Popen(
-            [sys.executable, "-v", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-        )
-    messages = iter(process.stderr or ())
-    assert any("import 'loopscope.cli'" in line for line in messages)
+        process = when_started(words, tmp_path / "output")
     time.sleep(seconds)
     process.send_signal(number)
-    _, rest = process.communicate(timeout=120)
-    printed = [line for line in rest.splitlines() if not line.startswith(("#", "import ", "code object"))]
-    assert process.returncode == 128 + number, printed[-20:]
-    assert "Traceback" not in rest
-    assert any(line.startswith("loopscope: ") for line in printed)
+    assert process.wait(120) == 128 + number
+    output = (tmp_path / "output").read_text()
+    assert len(re.findall(SENTENCE, output)) == 1, output[-2000:]
+    # It starts a line, or continues one that -v had begun.
+    sentences = re.findall(rf"^(?:(?:# |import |code object ).*)?({SENTENCE}\n)", output, re.MULTILINE)
+    assert len(sentences) == 1, output[-2000:]
+    assert sentences[0].lower() in SENTENCES[number]
+    assert "Traceback" not in output
 
 
 def test_script_handles_signals_again_afterwards():
