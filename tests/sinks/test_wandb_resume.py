@@ -83,7 +83,7 @@ def logs_in(folder):
 def synced(folders):
     """Send offline records with the command ``wandb sync``."""
     wandb = Path(sys.executable).with_name("wandb")
-    subprocess.run([wandb, "sync", "--yes", *folders], check=True, capture_output=True, timeout=60, cwd=folders[0])
+    subprocess.run([wandb, "sync", "--yes", *folders], check=True, capture_output=True, timeout=240, cwd=folders[0])
 
 
 @pytest.mark.process

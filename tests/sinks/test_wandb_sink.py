@@ -214,11 +214,11 @@ def test_hanging_client_delays_run_briefly(tmp_path, monkeypatch, silent_server)
     """A client without an answer costs less than a second and gives up in the background."""
     monkeypatch.setattr(client_sink, "LONGEST_WAIT", DEFAULT_WAIT)
     monkeypatch.setattr(client_sink, "PATIENCE", 8.0)
-    alone = min(seconds_of(tmp_path, JSONLSink()) for _ in range(3))
+    alone = min(seconds_of(tmp_path, JSONLSink()) for _ in range(6))
     with pytest.warns(RunNotice, match=rf"still sending .*loopscope replay {tmp_path} --to wandb --project demo"):
-        hanging = min(seconds_of(tmp_path, WandbSink(project="demo")) for _ in range(3))
+        hanging = min(seconds_of(tmp_path, WandbSink(project="demo")) for _ in range(6))
     assert DEFAULT_WAIT <= hanging < alone + 1.0
-    assert client_sink._abandoned[-1].wait(60) == 3
+    assert client_sink._abandoned[-1].wait(240) == 3
     assert silent_server
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
 
@@ -271,7 +271,7 @@ def test_client_survives_killed_run(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         pid = int(run.stdout.readline())
         os.killpg(run.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(pid)

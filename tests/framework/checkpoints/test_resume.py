@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -559,23 +560,28 @@ def test_file_size_limit_costs_only_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> None:
-    """Checkpoints are skipped with a notice, and training does not wait for the disk."""
+    """Checkpoints are skipped with a notice, and training ends while the disk still writes the first one."""
     monkeypatch.setattr(Checkpointing, "take", TAKE)
-    write = checkpoint_files._DigestingFile.write
-    begun: list[float] = []
+    write, trained = checkpoint_files._DigestingFile.write, threading.Event()
+    waits, evaluations = list[bool](), list[Any]()
 
     def slow(file: Any, data: Any) -> int:
-        if not begun:
-            begun.append(time.monotonic())
-            time.sleep(1.5)
+        if not waits:
+            waits.append(False)
+            waits[0] = trained.wait(60)
         return write(file, data)
 
+    def should_stop(runner: Any, evaluation: Any) -> bool:
+        evaluations.append(evaluation)
+        if len(evaluations) == STEPS_PER_EPOCH:
+            trained.set()
+        return False
+
     monkeypatch.setattr(checkpoint_files._DigestingFile, "write", slow)
-    seen: list[float] = []
-    monkeypatch.setattr(SmallSteps, "should_stop", lambda self, evaluation: bool(seen.append(time.monotonic())))
+    monkeypatch.setattr(SmallSteps, "should_stop", should_stop)
     with pytest.warns(RunNotice, match="is skipped because the previous one is still being written"):
         session(tmp_path, SmallSteps, strategies=["plain"], checkpoint_every_steps=1, epochs=1).run()
-    assert seen[-1] - begun[0] < 1.5
+    assert waits == [True]
     assert steps_in(tmp_path, SmallSteps)
 
 

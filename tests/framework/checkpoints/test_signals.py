@@ -187,12 +187,12 @@ def when_training(words: list[str], folder: Path, number: int) -> tuple[int | No
     """Send a signal to a training process, and return its exit status and its output."""
     log = folder.with_suffix(".log")
     process = start([*words, "--output-dir", str(folder)], log)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while not list(folder.glob("small/plain/checkpoints/step_*")) and time.monotonic() < until:
         time.sleep(0.01)
     assert process.pid is not None
     os.kill(process.pid, number)
-    process.join(60)
+    process.join(240)
     return process.exitcode, log.read_text()
 
 

@@ -111,7 +111,7 @@ def test_every_parallel_kind_matches_one_process(kind, count, words, tmp_path):
     """Weights and records of every experiment agree within tolerance; tied_lm is refused for kinds with fsdp."""
     if words is TEXT and "fsdp" in kind:
         process = torchrun(tmp_path / "run", count, *words, "--parallel", kind)
-        _, error = process.communicate(timeout=120)
+        _, error = process.communicate(timeout=240)
         assert error.count("Hook 'embedding_provenance'") == 1, error  # a part of the experiment
         assert "fully_shard" in error
         return
@@ -163,7 +163,7 @@ def test_refused_launch_reports_once_and_writes_nothing(tmp_path):
         ),
     ):
         process = torchrun(tmp_path / "run", 2, *words)
-        _, error = process.communicate(timeout=120)
+        _, error = process.communicate(timeout=240)
         assert process.returncode == 1, error  # the exit status of torchrun
         assert error.count(sentence) == 1, error
         assert "exitcode  : 2" in error, error

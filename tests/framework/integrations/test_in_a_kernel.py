@@ -108,7 +108,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     nbformat.write(nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, CELLS.values()))), path)
     # In a separate process with the kernel's Python, since nbclient leaves sockets open.
     words = [sys.executable, "-c", "from nbclient.cli import main; main()", "--allow-errors", "--inplace", str(path)]
-    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    subprocess.run(words, check=True, capture_output=True, timeout=300)
     return dict(zip(CELLS, [cell.outputs for cell in nbformat.read(path, as_version=4).cells], strict=True))
 
 

@@ -51,7 +51,7 @@ class Page:
         return self.chrome.execute_script(f"return {expression}")
 
     def wait(self, expression: str) -> Any:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not (value := self.get(expression)):
             assert time.monotonic() < end, expression
             time.sleep(0.02)
