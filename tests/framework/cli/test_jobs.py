@@ -101,8 +101,9 @@ def test_refusal_of_every_run_is_reported_once(tmp_path: Path) -> None:
     process = begun(tmp_path, "--hooks", "fourier", "--seed", "0", "1", "--jobs", "2")
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
-    assert output.startswith("loopscope: Hook 'fourier'")
-    assert output.count("\n") == 1
+    # A status line is printed every half minute, so on a busy machine there may be some.
+    (line,) = [line for line in output.splitlines() if " of 2 runs done, " not in line]
+    assert line.startswith("loopscope: Hook 'fourier'")
     assert contents(tmp_path) == {}
 
 
