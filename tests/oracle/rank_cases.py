@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.oracle import experiments, hook_cases, product
 from tests.oracle.recording import Case, attached_case, isolated_case, run_case, state_of
 
-COUNT, TIMEOUT = 2, 300
+COUNT, TIMEOUT = 2, 3600
 ROOT = Path(__file__).parents[2]
 HOOKS = ("gradient_noise_scale", "grad_clip", "hessian.finite", "norms", "weight_average", "weight_updates")
 
