@@ -56,7 +56,7 @@ QUESTIONS = {
     " weight_updates parameter_norms optimizer_health activations first_nonfinite gradient_flow norms attention_logits"
     " adam_dynamics matrix_updates grad_clip qk_clip",
     "Curvature: how sharp is the loss, and how large may a step be?": "sharpness hessian lr_probe",
-    "Spikes: what caused a step?": "batch_rows step_history what_if",
+    "Spikes: what caused a step?": "batch_rows hypothesis_test step_history what_if",
     "Noise: how noisy is a gradient, and what reduces the noise?": "gradient_noise_scale variance batch_dynamics"
     " subspace_gradient_info weight_average model_smoothing",
     "Data order: what is its effect?": "counterfactual counterfactual_validator consecutive hessian batch_dynamics",

@@ -8,17 +8,30 @@ from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjecti
 from .counterfactual import Counterfactual, CounterfactualValidator
 from .curvature import Hessian, LrProbe, Sharpness
 from .experts import MoeRouter
-from .explaining import StepHistory, WhatIf
+from .explaining import HypothesisTest, StepHistory, WhatIf
 from .gradients import (
-    BatchDynamics, Consecutive, GradientFlow, GradientNoiseScale, GradientProjection, Norms, SubspaceGradientInfo,
+    BatchDynamics,
+    Consecutive,
+    GradientFlow,
+    GradientNoiseScale,
+    GradientProjection,
+    Norms,
+    SubspaceGradientInfo,
     Variance,
 )
 from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
 from .outputs import OutputLogits, TokenLoss
 from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import (
-    AdamDynamics, MatrixUpdates, OptimizerHealth, ParameterDelta, ParameterNorms, PathLength, WeightTracking,
-    WeightUpdateMonitor, WeightUpdates,
+    AdamDynamics,
+    MatrixUpdates,
+    OptimizerHealth,
+    ParameterDelta,
+    ParameterNorms,
+    PathLength,
+    WeightTracking,
+    WeightUpdateMonitor,
+    WeightUpdates,
 )
 
 __all__ = [
@@ -40,6 +53,7 @@ __all__ = [
     "GradientOverflow",
     "GradientProjection",
     "Hessian",
+    "HypothesisTest",
     "LossSpikes",
     "LrProbe",
     "MatrixUpdates",

@@ -1,27 +1,37 @@
 """The command ``loopscope doctor RUN``: a diagnosis of a run, as text or JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal
 
+from ..console import watch
 from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
 from ..errors import counted, listed, require
-from ..runs import read_history, run_folders
+from ..explaining import try_changes
+from ..runs import ATTACHED, RunRecord, Stretch, read_history, run_folders
 from .output import Kept, Output, ReportedError, add_output_options
 from .parser import CommandParser, line_width
+from .recorded_run import RecordedRun
 
 WIDE = 100  # the longest line of text
+BRANCHES, STEPS = 4, 10
 
 
 def doctor_parser() -> CommandParser:
     """Build the parser of ``loopscope doctor``."""
     parser = CommandParser(
-        "doctor RUN [--json] [--fail-on SEVERITY]",
+        "doctor RUN [--test] [--json] [--fail-on SEVERITY]",
         "Diagnose a run: what is wrong in its training, why, and what to do next. Works while it runs, too.",
     )
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
     add_output_options(parser)
     severities = "exit with status 1 if a finding has at least this severity"
+    test = "rewind the run to before each finding, and try one change at a time in branches; trains about 30 branches"
+    parser.add("test", bool, test, default=False)
+    parser.add("branches", int, "with --test: branches of each kind, at least 4", default=BRANCHES)
+    parser.add("steps", int, "with --test: steps of a branch, at least 2", default=STEPS)
     parser.add("fail_on", Literal["info", "warning", "critical"] | None, severities)
     return parser
 
@@ -37,13 +47,36 @@ def doctor(words: Sequence[str]) -> None:
     given = parser.defaults | parser.parse(words)
     require(len(given["RUN"]) == 1, f"loopscope doctor takes the folder of one run, but got {len(given['RUN'])}.")
     folders = run_folders(Path(given["RUN"][0]), "doctor")
+    is_changed = (given["branches"], given["steps"]) != (BRANCHES, STEPS)
+    require(given["test"] or not is_changed, "--branches and --steps are options of the tests; add --test.")
     diagnoses = {folder: diagnose(read_history(folder)) for folder in folders}
+    if given["test"]:
+        diagnoses = {
+            folder: _with_tests(folder, diagnosis, given["branches"], given["steps"])
+            for folder, diagnosis in diagnoses.items()
+        }
     content = _as_json(diagnoses)
     fields = ("missing", "findings", "runs")
     cut: dict[str, Kept] = {name: "first" for name in fields if name in content}
     Output.of("doctor", words, given).write(content, cut, lambda: _lines(diagnoses))
     if given["fail_on"] is not None:
         _fail_on(given["fail_on"], diagnoses)
+
+
+def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int) -> Diagnosis:
+    """Return the diagnosis with tests of its findings in branches of the rewound run."""
+    if RunRecord.read(folder).experiment == ATTACHED:
+        sentence = (
+            "A custom training loop cannot be rewound from its record; call scope.diagnose(test=True) while it trains."
+        )
+        return replace(diagnosis, untested=[sentence])
+    run = RecordedRun.read(folder)
+
+    def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
+        config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
+        return Path(watch(run.session("none", [hook], config), "silent", methodcaller("rewind", stretch))[0])
+
+    return try_changes(train_again, folder, diagnosis, read_history(folder), branches=branches, steps=steps)
 
 
 def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:

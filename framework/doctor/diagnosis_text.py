@@ -28,7 +28,7 @@ def diagnosis_lines(diagnosis: "Diagnosis", width: int = 100, most: int | None =
         lines += finding_lines(finding, width)
     if left := len(diagnosis) - len(findings):
         lines.append(f"{left} more with loopscope doctor RUN.")
-    for sentence in diagnosis.missing:
+    for sentence in (*diagnosis.untested, *diagnosis.missing):
         lines += textwrap.wrap(sentence, width, subsequent_indent=INDENT)
     return lines
 
@@ -38,6 +38,7 @@ def finding_lines(finding: "Finding", width: int = 100) -> Iterator[str]:
     when = f"from step {finding.step:,}" if finding.step else "before the first step"
     yield f"{finding.severity}: {finding.id}, {when} (confidence {finding.confidence:.0%})"
     rows = [("why", finding.why), ("next", finding.next), ("measured", evidence_text(finding.evidence))]
+    rows += [("tested", item.sentence) for item in finding.tests]
     for label, text in rows:
         if text:
             indent = f"{INDENT}{label:9} "

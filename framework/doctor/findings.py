@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..hooks import SEVERITIES, Severity
+from .change_tests import ChangeTest
 from .diagnosis_text import diagnosis_lines
 
 SCHEMA = 1
@@ -48,6 +49,7 @@ class Finding:
         evidence: the values behind the finding.
         confidence: the probability that ``why`` is right, between 0 and 1.
         explains: ids of findings that are consequences of this one, if they start no earlier.
+        tests: the changes that were tried in branches of the training, with their effects.
     """
 
     id: str
@@ -58,10 +60,11 @@ class Finding:
     evidence: Sequence[Evidence] = ()
     confidence: float = 0.9
     explains: frozenset[str] = field(default=frozenset(), compare=False)
+    tests: Sequence[ChangeTest] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain values, as in the JSON of a diagnosis."""
-        return {
+        content: dict[str, Any] = {
             "id": self.id,
             "severity": self.severity,
             "step": self.step,
@@ -70,6 +73,7 @@ class Finding:
             "next": self.next,
             "confidence": round(self.confidence, 2),
         }
+        return content | ({"tests": [item.as_dict() for item in self.tests]} if self.tests else {})
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Finding":
@@ -80,8 +84,9 @@ class Finding:
         """
         try:
             evidence = [Evidence(**item) for item in content["evidence"]]
+            tests = [ChangeTest(**item) for item in content.get("tests", ())]
             names = ("id", "severity", "step", "why", "next", "confidence")
-            return cls(**{name: content[name] for name in names}, evidence=evidence)
+            return cls(**{name: content[name] for name in names}, evidence=evidence, tests=tests)
         except (KeyError, TypeError) as error:
             raise UsageError(f"{content!r} is not a finding of a diagnosis: {error}.") from error
 
@@ -96,6 +101,8 @@ class Diagnosis:
     findings: Sequence[Finding] = ()
     missing: Sequence[str] = ()
     """Sentences about hooks that were not active, so that their detectors had no values."""
+    untested: Sequence[str] = ()
+    """Sentences about findings whose cause could not be tested."""
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
@@ -142,7 +149,8 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Return the diagnosis as plain values, in the versioned schema."""
         content: dict[str, Any] = {"schema": SCHEMA, "findings": [finding.as_dict() for finding in self.findings]}
-        return content | ({"missing": list(self.missing)} if self.missing else {})
+        lists = {"missing": list(self.missing), "untested": list(self.untested)}
+        return content | {name: sentences for name, sentences in lists.items() if sentences}
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:

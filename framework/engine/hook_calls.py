@@ -20,6 +20,7 @@ from ..hooks import (
     ForwardResult,
     HookPoint,
     InterventionHook,
+    Metrics,
     ObserverServices,
     OptimizerGroup,
     RunDataContext,
@@ -50,6 +51,7 @@ from .metric_dispatch import MetricDispatch
 from .model_context import ModelContext
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
+BETWEEN_STEPS = "between two steps"
 
 Result = TypeVar("Result")
 
@@ -155,17 +157,7 @@ class HookCalls:
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
         point, step = listener.point, self._state.loop.step
         record = CommitRecord(hook.name, frozenset(hook.commits))
-        model_context = ModelContext(
-            self._task,
-            self._state,
-            record,
-            self._isolation.parameters,
-            mutates=hook.mutates,
-            device=self._guardian_device,
-            stream=(hook.name, listener.where, step),
-            loop=self._hooks.loop,
-            profiler=self._hooks.profiler,
-        )
+        model_context = self._create_model_context(hook, listener.where, record)
 
         def intervene() -> bool:
             # add() copies the tensors here, before the rollback.
@@ -180,6 +172,30 @@ class HookCalls:
         if returned and record.changes:
             record.apply()
             self._isolation.note_commit()
+
+    def _create_model_context(self, hook: InterventionHook, where: str, record: CommitRecord) -> ModelContext:
+        return ModelContext(
+            self._task,
+            self._state,
+            record,
+            self._isolation.parameters,
+            mutates=hook.mutates,
+            device=self._guardian_device,
+            stream=(hook.name, where, self._state.loop.step),
+            loop=self._hooks.loop,
+            profiler=self._hooks.profiler,
+        )
+
+    def call_between_steps(self, hook: InterventionHook) -> Metrics:
+        """Call an intervention that is not one of the run's hooks between two steps, and return its metrics.
+
+        The metrics must not contain tensors of the training state, which is rolled back. Errors are raised.
+        """
+        with self._isolation.visit():
+            context = self._create_context(HookPoint.POST_STEP)
+            with self._create_model_context(hook, BETWEEN_STEPS, CommitRecord(hook.name, frozenset())) as model_context:
+                intervene = partial(hook.intervene, context, model_context)
+                return self._hooks.run_rolled_back(hook, BETWEEN_STEPS, intervene)
 
     def _isolated_target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
         """Return the experiment's target gradient if a due hook needs it, computed in isolation."""

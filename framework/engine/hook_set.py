@@ -166,6 +166,11 @@ class HookSet:
         """Run code that is not a hook, such as the evaluation, isolated like an observer; requires a visit."""
         return self._run_in_gate(Call(name, where, self._state.loop.step, "The"), function, None)
 
+    def run_rolled_back(self, hook: InterventionHook, where: str, function: Callable[[], Result]) -> Result:
+        """Run the function of an intervention that is not one of the run's hooks; its errors are raised."""
+        call = Call(hook.name, where, self._state.loop.step, "Hook", is_shipped(type(hook)))
+        return self._run_in_gate(call, function, hook)
+
     @property
     def rolled_back_hook(self) -> str:
         """The name of a hook that is rolled back within a step, preferably a required one, or an empty text."""

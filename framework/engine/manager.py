@@ -118,6 +118,7 @@ class HookManager:
         """Context manager without taps, for the extra loss evaluations of a step by optimizers with a closure."""
         self._hook_calls = HookCalls(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
         self.save_step_streams = self._hook_calls.save_step_streams
+        self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
 
     def __del__(self) -> None:

@@ -20,6 +20,7 @@ from ..isolation import (
     borrowed_buffers,
     borrowed_extras,
     borrowed_gradients,
+    borrowed_group_options,
     borrowed_learning_rates,
 )
 from ..state import TrainingState, optimizers_of
@@ -30,6 +31,7 @@ from ..training import (
     Method,
     Profiler,
     TrainingTask,
+    advance_scheduler,
     borrowed_scaler,
     forward_backward,
     is_skipped,
@@ -283,6 +285,8 @@ class ModelContext(ModelDataContext):
         batch: Batch | None = None,
         *,
         learning_rates: Sequence[float] | None = None,
+        rate_factor: float = 1.0,
+        weight_decay: float | None = None,
         max_norm: float | None = None,
         passes: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it has no state
     ) -> Tensor:
@@ -291,15 +295,18 @@ class ModelContext(ModelDataContext):
         groups = self._task.optimizer.param_groups
         self._open.profiler.count_samples("forward_backward", step_batch)
         rates = borrowed_learning_rates(groups, learning_rates)
+        options = borrowed_group_options(groups, rate_factor=rate_factor, weight_decay=weight_decay)
         with borrowed_gradients(self._state.modules), borrowed_scaler(self._task), rates, torch.enable_grad():
             with passes:
                 loss = forward_backward(self._task, step_batch)
-            steps_scheduler = self._open.steps_scheduler and learning_rates is None
             skipped, closure = is_skipped(self._task), make_closure(self._task, step_batch, loss)
             if max_norm is not None:
                 clip(self.model.parameters(), max_norm)
-            count = self._state.loop.step
-            update(self._task, step_scheduler=steps_scheduler, skipped=skipped, closure=closure, count=count)
+            with options:
+                update(self._task, step_scheduler=False, skipped=skipped, closure=closure)
+            # After the changed options are restored, since a scheduler may derive the next learning rate from them.
+            if self._open.steps_scheduler and learning_rates is None and not skipped:
+                advance_scheduler(self._task, self._state.loop.step)
         return loss
 
     @override

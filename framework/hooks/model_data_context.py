@@ -170,15 +170,19 @@ class ModelDataContext(ABC):
         batch: "Batch | None" = None,
         *,
         learning_rates: Sequence[float] | None = None,
+        rate_factor: float = 1.0,
+        weight_decay: float | None = None,
         max_norm: float | None = None,
         passes: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it has no state
     ) -> Tensor:
         """Train one step on a batch (default: the current one) like the loop, and return the loss before the step.
 
         ``learning_rates`` has a value for each parameter group of the optimizer, for this step only; the scheduler is
-        then not stepped. ``max_norm`` clips the gradients like ``clip_gradients``. The forward and backward passes run
-        in the context manager ``passes``. Dropout masks come from the current random streams. A per-epoch scheduler is
-        not stepped, and commits of other hooks are not applied.
+        then not stepped. ``rate_factor`` multiplies the learning rates of all groups and ``weight_decay`` replaces
+        their weight decay, both for this step only; the scheduler is stepped as usual. ``max_norm`` clips the gradients
+        like ``clip_gradients``. The forward and backward passes run in the context manager ``passes``. Dropout masks
+        come from the current random streams. A per-epoch scheduler is not stepped, and commits of other hooks are not
+        applied.
         """
 
     @abstractmethod

@@ -3,7 +3,7 @@
 import atexit
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,11 @@ _OPEN: "dict[Path, AttachedLoop]" = {}
 """Loops of this process whose runs have started and are not closed, by folder."""
 
 
+def _has_no_open_step() -> bool:
+    """Return that no step is open, in a loop that does not know its steps."""
+    return False
+
+
 class AttachedLoop:
     """A loop that is not loopscope's own, from the options of :func:`.attach` to the end of its run.
 
@@ -78,8 +83,16 @@ class AttachedLoop:
         self.settings: Mapping[str, Any] = {}
         """Further settings for the record, such as the arguments of a Trainer."""
         self._accumulate = 1
+        self.hook_calls: AbstractContextManager[object] = nullcontext()
+        """Marks calls of the optimizer as those of a hook, in a loop that observes its optimizer."""
+        self.is_in_step: Callable[[], bool] = _has_no_open_step
         self.place: dict[str, Any] = {}
         """The position of the loop, in a form of the integration; part of the state."""
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """The needs of hooks that the loop does not meet, each with advice."""
+        return self._lacks
 
     def add_lacks(self, lacks: Mapping[str, str]) -> None:
         """Add needs of hooks that the loop does not meet, each with advice, before the run is built.

@@ -77,7 +77,8 @@ class CustomLoop(Transient):
         self._is_in_closure_step = self._is_in_backward = self._stepped_in_backward = False
         self._evaluations = 0
         """The evaluations of the closure in the step so far."""
-        self._hook_calls = HookCalls()
+        self._hook_calls = attached.hook_calls = HookCalls()
+        attached.is_in_step = self.is_in_step
         self._driver.can_cancel_steps = True
         self._warned: set[str] = set()
         self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
@@ -311,6 +312,10 @@ class CustomLoop(Transient):
             self._has_deferred_work = False
             with self._hook_calls:
                 self._attached.after_step()
+
+    def is_in_step(self) -> bool:
+        """Return whether a batch of the current step has been read, and its update has not been made."""
+        return bool(self._parts)
 
     def _finish_step(self) -> None:
         """End a step that is still open, without an update."""

@@ -18,6 +18,7 @@ from ..preserved_streams import preserved_streams
 from .attach_options import steps_in
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
+from .present_tests import check_testable, with_tests
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,16 +45,28 @@ class AttachedScope(JupyterMixin):
         newest = self._attached.manager.dispatch.last(point) if self._attached.is_built else {}
         return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
 
-    def diagnose(self) -> Diagnosis:
+    def diagnose(self, *, test: bool = False, branches: int = 4, steps: int = 10) -> Diagnosis:
         """Return the findings about the training up to now, most important first; ``print`` shows them.
 
         It reads what the hooks have measured; the group ``health`` measures most of what detectors need.
+
+        Args:
+            test: between two steps, also try one change at a time in branches from the present state, which are rolled
+                back bit for bit, and report the effects. Needs ``loss=``, and ``loader=`` or a last batch of 8 rows.
+            branches: number of unchanged branches, and of branches with each change.
+            steps: number of training steps of a branch.
+
+        Raises:
+            UsageError: if the loop cannot be tested, or not at this moment.
         """
         attached = self._attached
+        if test:
+            check_testable(attached)
         if not attached.is_started:
             return Diagnosis()
         with preserved_streams():
-            return diagnosis_with(attached.run.diagnosis.history, attached.manager.dispatch.pending())
+            diagnosis = diagnosis_with(attached.run.diagnosis.history, attached.manager.dispatch.pending())
+            return with_tests(attached, diagnosis, branches, steps) if test else diagnosis
 
     def __rich__(self) -> Group:
         """Return progress, verdict and findings of the run, and its newest numbers, the most relevant first."""

@@ -197,6 +197,33 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
 
 
 @contextmanager
+def borrowed_group_options(
+    groups: Sequence[dict[str, Any]], *, rate_factor: float, weight_decay: float | None
+) -> Iterator[None]:
+    """Multiply the learning rates of the parameter groups, and set their weight decay, for the body.
+
+    Raises:
+        LoopscopeError: if a learning rate to multiply is not a number.
+    """
+    is_scaled = rate_factor != 1
+    for index, group in enumerate(groups):
+        if is_scaled and math.isnan(float(learning_rate_of(group))):
+            raise LoopscopeError(
+                f"Parameter group {index} has no numeric learning rate (lr={group.get('lr')!r}), so take_step cannot "
+                "multiply it; call it without rate_factor, or give the optimizer a learning rate."
+            )
+    names = (["lr"] if is_scaled else []) + ([] if weight_decay is None else ["weight_decay"])
+    previous = [(group, name, group[name]) for group in groups for name in names if name in group]
+    try:
+        for group, name, value in previous:
+            group[name] = value * rate_factor if name == "lr" else weight_decay
+        yield
+    finally:
+        for group, name, value in previous:
+            group[name] = value
+
+
+@contextmanager
 def borrowed_parameters(owner: ModuleOrGroup, optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
     """Restore parameters after the body, bit for bit, and the state of optimizers that swap weights to evaluate.
 

@@ -148,7 +148,7 @@ class WhatIf(DebugInterventionHook):
         results = {
             "as_it_was": [branches.run(batch, draws=draws) for draws in range(5)],
             "fresh": [branches.run(other) for other in fresh],
-            "fresh_state": [branches.run(batch, prepared=_reset_optimizer)],
+            "fresh_state": [branches.run(batch, prepared=reset_optimizer)],
             "float32": [branches.run(batch, within=lambda: mode)],
         }
         if has_rates := not any(map(math.isnan, rates)):
@@ -282,7 +282,7 @@ class Branches:
         return (float(loss), *map(float, effects))  # type: ignore[return-value]
 
 
-def _reset_optimizer(model_ctx: ModelDataContext) -> None:
+def reset_optimizer(model_ctx: ModelDataContext) -> None:
     """Reset the optimizer: its initial sums, moments and step counts are zero."""
     for entries in model_ctx.optimizer_state.values():
         for value in entries.values():

@@ -1,0 +1,103 @@
+"""Results of tests: the effect of one change in branches of a training, and what it means for a finding."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .effects import Effect, Measure
+from .hypotheses import SYMPTOMS, Hypothesis
+
+if TYPE_CHECKING:
+    from .findings import Finding
+
+ODDS_FACTOR = 4.0
+"""Factor by which a confirming test multiplies the odds of a finding's confidence, and a refuting one divides them."""
+MOST_CONFIDENT = 0.99
+VERDICTS = {True: "confirmed", False: "refuted", None: "inconclusive"}
+
+
+@dataclass(frozen=True)
+class ChangeTest:
+    """A change that was tried in branches of the training, each rolled back.
+
+    Args:
+        change: the change in words.
+        effect: the removed share of the rise of the loss, or (``of`` is ``"loss"``) its further fall as a share of it.
+        error: half the width of the 95 % interval around ``effect``.
+        null: the root mean square of the effects of unchanged branches.
+        branches: the number of changed branches, and of unchanged ones.
+        confirms: whether the change removes the problem; ``None`` if the branches cannot decide.
+        of: ``"rise"`` if the loss of the unchanged branches rises, else ``"loss"``.
+    """
+
+    change: str
+    effect: float
+    error: float
+    null: float
+    branches: int
+    confirms: bool | None
+    of: Measure = "rise"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the test as plain values."""
+        numbers = {name: _rounded(getattr(self, name)) for name in ("effect", "error", "null")}
+        counts = {"branches": self.branches, "confirms": self.confirms, "of": self.of}
+        return {"change": self.change, **numbers, **counts}
+
+    @property
+    def sentence(self) -> str:
+        """The test in one sentence."""
+        if self.of == "rise":
+            verb = "removes {} of the rise" if self.effect >= 0 else "adds {} to the rise"
+        else:
+            verb = "lowers the loss by a further {}" if self.effect >= 0 else "raises the loss by {}"
+        numbers = f"±{_percent(self.error)}; unchanged branches ±{_percent(self.null)}; {self.branches} of each"
+        return f"{VERDICTS[self.confirms]}: {self.change} {verb.format(_percent(abs(self.effect)))} ({numbers})"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _percent(value: float) -> str:
+    """Return a share as a percentage of two digits."""
+    percentage = 100 * value
+    return f"{percentage:.0f} %" if percentage >= 10 or percentage == 0 else f"{percentage:.2g} %"
+
+
+def change_tests(
+    hypotheses: Iterable[Hypothesis], effects: Mapping[str, Effect], branches: int
+) -> Sequence[ChangeTest]:
+    """Return the tests of a finding from the effects of the changes, by the name of the hypothesis.
+
+    If a specific change removes the problem, smaller steps do not count as its cause, since they lessen any harm.
+    """
+    pairs = [(item, effects[item.name]) for item in hypotheses if item.name in effects]
+    verdicts = {item.name: effect.is_decisive(item.trivial_share) for item, effect in pairs}
+    # A learning rate that is too high by far is still too high after the change.
+    open_names = [item.name for item, effect in pairs if item.is_unspecific and effect.is_lost]
+    verdicts |= {name: verdicts[name] or None for name in open_names}
+    if any(verdicts[item.name] for item, _ in pairs if not item.is_unspecific):
+        verdicts |= {item.name: None for item, _ in pairs if item.is_unspecific and verdicts[item.name]}
+    return [
+        ChangeTest(item.words, effect.value, effect.error, effect.null, branches, verdicts[item.name], effect.measure)
+        for item, effect in pairs
+    ]
+
+
+def with_tests(finding: "Finding", tests: Sequence[ChangeTest]) -> "Finding":
+    """Return a finding with its tests, and with a confidence that takes them into account.
+
+    A confirming test multiplies the odds by 4. If all tests refute the finding, its odds are divided by 4, unless it is
+    a symptom: what was measured stays true, and only its cause is open.
+    """
+    confirms = [item.confirms for item in tests]
+    odds = finding.confidence / (1 - min(finding.confidence, MOST_CONFIDENT))
+    if any(confirms):
+        odds *= ODDS_FACTOR
+    elif confirms and not any(item is None for item in confirms) and finding.id not in SYMPTOMS:
+        odds /= ODDS_FACTOR
+    else:
+        return replace(finding, tests=tests)
+    confidence = odds / (1 + odds)
+    return replace(finding, tests=tests, confidence=min(confidence, max(MOST_CONFIDENT, finding.confidence)))

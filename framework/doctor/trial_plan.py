@@ -1,0 +1,135 @@
+"""Plans of tests: which findings are tested at which step by which changes, and the diagnosis with their results."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .change_tests import ChangeTest, change_tests, with_tests
+from .effects import effect_of
+from .findings import Diagnosis, Finding, ranked
+from .history import History
+from .hypotheses import EVENTS, LEAD, UNTESTABLE, Hypothesis, hypotheses_of
+
+HOOK = "hypothesis_test"
+"""The hook that trains the branches."""
+UNCHANGED = "unchanged"
+MOST_KINDS = 8
+"""Largest number of kinds of branches in a diagnosis, with those of the reference: 32 branches, 4 of each kind."""
+GRADIENT_NORMS = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
+RECENT_STEPS = 32
+"""Steps before the branches whose median gradient norm is the usual one."""
+
+
+@dataclass
+class TrialPlan:
+    """Branches from one state of a training, which test the hypotheses about some findings."""
+
+    step: int
+    """The first step of the branches, counted from 1; 0: from the present state."""
+    event: int = 0
+    """The position of the event's step in a branch, counted from 1; 0 without an event."""
+    findings: list[Finding] = field(default_factory=list)
+    hypotheses: list[Hypothesis] = field(default_factory=list)
+
+    def options(self, history: History, branches: int, steps: int) -> dict[str, Any]:
+        """Return the options of the hook."""
+        names = ",".join(item.name for item in self.hypotheses)
+        options = {"branches": branches, "changes": names, "event": self.event, "steps": max(steps, self.event + 1)}
+        options["usual_norm"] = _usual_norm(history, self.step - 1 if self.step else history.step)
+        return options | ({"step": self.step} if self.step else {})
+
+    def kinds_with(self, hypotheses: Iterable[Hypothesis]) -> int:
+        """Return the number of kinds of branches with further hypotheses, also those of unchanged and restored ones."""
+        return 2 + len({item.name for item in (*self.hypotheses, *hypotheses)})
+
+    def add(self, finding: Finding, hypotheses: Iterable[Hypothesis]) -> None:
+        """Add a finding with its hypotheses."""
+        self.findings.append(finding)
+        self.hypotheses += [item for item in hypotheses if item not in self.hypotheses]
+
+
+def _usual_norm(history: History, last: int) -> float:
+    """Return the median gradient norm of the steps up to the last one; 0 if no hook measured it."""
+    curves = [history.curve(name) for name in GRADIENT_NORMS]
+    values = max(curves, key=len).between(last - RECENT_STEPS + 1, last)
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else 0.0
+
+
+def trial_plans(diagnosis: Diagnosis, *, from_present: bool) -> tuple[list[TrialPlan], list[str]]:
+    """Return the plans of the tests, and sentences about the findings that are not tested.
+
+    Findings are tested in their order, until the number of branches is reached.
+
+    Args:
+        diagnosis: the findings.
+        from_present: branches start from the present state; otherwise from the state before each finding's step.
+    """
+    plans: dict[tuple[int, int], TrialPlan] = {}
+    untested = []
+    for finding in diagnosis:
+        step, event = (0, 0) if from_present else _place(finding)
+        hypotheses = [item for item in hypotheses_of(finding.id) if event or not item.replaces_rows]
+        if not hypotheses:
+            untested.append(_not_tested(finding, UNTESTABLE.get(finding.id, "no change in a few steps can test it")))
+            continue
+        plan = plans.get((step, event)) or TrialPlan(step, event)
+        others = sum(item.kinds_with(()) for item in plans.values() if item is not plan)
+        if others + plan.kinds_with(hypotheses) > MOST_KINDS:
+            untested.append(_not_tested(finding, "earlier findings use up all branches; resolve those first"))
+            continue
+        plan.add(finding, hypotheses)
+        plans[step, event] = plan
+    return list(plans.values()), untested
+
+
+def _place(finding: Finding) -> tuple[int, int]:
+    """Return the first step of the branches that test a finding, and the position of its event in them."""
+    step = max(1, finding.step)
+    if finding.id not in EVENTS:
+        return step, 0
+    first = max(1, step - LEAD)
+    return first, step - first + 1
+
+
+def diagnosis_with_tests(
+    diagnosis: Diagnosis, results: Sequence[tuple[TrialPlan, Mapping[str, Any] | str]], untested: Sequence[str]
+) -> Diagnosis:
+    """Return the diagnosis with the tests, in the order of the new confidences.
+
+    Args:
+        diagnosis: the findings without tests.
+        results: for each plan the measurements of the hook, or the reason why there are none.
+        untested: sentences about findings without a plan.
+    """
+    tests: dict[int, Sequence[ChangeTest]] = {}
+    sentences = list(untested)
+    for plan, measured in results:
+        reason = measured if isinstance(measured, str) else _damage(measured)
+        for finding in plan.findings:
+            if reason:
+                sentences.append(_not_tested(finding, reason))
+            elif not isinstance(measured, str):
+                tests[id(finding)] = _tests_of(finding, plan, measured)
+    findings = [with_tests(item, tests[id(item)]) if id(item) in tests else item for item in diagnosis]
+    return replace(diagnosis, findings=ranked(findings), untested=sentences)
+
+
+def _damage(measured: Mapping[str, Any]) -> str:
+    is_damaged = not math.isfinite(measured.get("level", math.nan))
+    return "the loss is not finite in the state before the branches" if is_damaged else ""
+
+
+def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any]) -> Sequence[ChangeTest]:
+    rises, scale = measured["rise"], float(measured["scale"])
+    unchanged = rises[UNCHANGED]
+    effects = {name: effect_of(unchanged, values, scale) for name, values in rises.items() if name != UNCHANGED}
+    hypotheses = [item for item in plan.hypotheses if finding.id in item.findings]
+    return change_tests(hypotheses, effects, len(unchanged))
+
+
+def _not_tested(finding: Finding, reason: str) -> str:
+    return f"{finding.id} was not tested: {reason}."

@@ -1,0 +1,80 @@
+"""Tests of the findings about a recorded run: branches from the state before each finding's step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints import checkpoints_by_moment
+from ..doctor import HOOK, Diagnosis, History, TrialPlan, diagnosis_with_tests, trial_plans
+from ..errors import LoopscopeError
+from ..hooks import HookRegistry
+from ..report import inspect_run
+from ..runs import DivergedError, RunFolder, Stretch
+
+TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
+"""Trains a stretch of the run again with one hook and its options, and returns the folder of its measurements."""
+MOST_REPEATED = 500
+"""Steps that are trained again from the start of a run if no checkpoint precedes the branches."""
+
+
+def try_changes(
+    train_again: TrainAgain, folder: Path, diagnosis: Diagnosis, history: History, *, branches: int, steps: int
+) -> Diagnosis:
+    """Return the diagnosis of a run with tests of its findings, in the order of their new confidences.
+
+    Args:
+        train_again: trains a stretch of the run again.
+        folder: the run's folder; the measurements are in its subfolder ``rewinds/hypotheses_step_N``.
+        diagnosis: the findings.
+        history: what the run has recorded.
+        branches: number of unchanged branches, and of branches with each change.
+        steps: number of steps of a branch.
+
+    Raises:
+        UsageError: for a number of branches or steps that the hook does not accept.
+    """
+    plans, untested = trial_plans(diagnosis, from_present=False)
+    hook = HookRegistry.get(HOOK)
+    results: list[tuple[TrialPlan, Mapping[str, Any] | str]] = []
+    for plan in plans:
+        options = plan.options(history, branches, steps)
+        hook(**options)  # raises an error for wrong numbers before the run is trained again
+        reason = _distance_problem(folder, plan.step)
+        results.append((plan, reason or _measure(train_again, plan, options)))
+    return diagnosis_with_tests(diagnosis, results, untested)
+
+
+def _distance_problem(folder: Path, step: int) -> str:
+    """Return why a step is too far from the nearest earlier state, or an empty text."""
+    moments = checkpoints_by_moment(RunFolder(folder, folder.name).checkpoints)
+    if step - 1 <= MOST_REPEATED or any(saved < step for _, saved in moments):
+        return ""
+    return (
+        f"the run has no checkpoint before step {step:,}, and is too far from its start; train it with "
+        "--save-checkpoints"
+    )
+
+
+def _measure(train_again: TrainAgain, plan: TrialPlan, options: Mapping[str, Any]) -> Mapping[str, Any] | str:
+    """Return the measurements of the branches, or the reason why there are none."""
+    stretch = Stretch(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
+    try:
+        measured = read_measurements(inspect_run(train_again(stretch, HOOK, options)).points, plan.step)
+    except DivergedError as error:
+        return f"the same program does not reproduce the run. {str(error).rstrip('.')}"
+    except LoopscopeError as error:
+        return f"the run cannot be repeated from there. {str(error).rstrip('.')}"
+    return measured or f"the hook {HOOK!r} recorded nothing at step {plan.step:,}"
+
+
+def read_measurements(points: Sequence[Any], step: int) -> dict[str, Any]:
+    """Return what the hook recorded at a step, as nested dicts; empty if it recorded nothing."""
+    values: dict[str, Any] = {}
+    for _, recorded_step, _, metric, value in points:
+        hook, *path = metric.split("/")
+        if hook == HOOK and recorded_step == step:
+            if len(path) == 1:
+                values[path[0]] = value
+            else:
+                values.setdefault(path[0], {})[path[1]] = value
+    return values

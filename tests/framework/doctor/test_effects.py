@@ -1,0 +1,146 @@
+"""The effects of changes against closed forms, and the laws of their errors and null."""
+
+import numpy as np
+import pytest
+from loopscope.doctor import ChangeTest, Diagnosis, Finding, History, diagnosis_with_tests, effect_of, trial_plans
+from loopscope.doctor.change_tests import change_tests, with_tests
+from loopscope.doctor.effects import null_effects
+from loopscope.doctor.hypotheses import HYPOTHESES, hypotheses_of
+from loopscope.student_t import critical_t
+
+BY_NAME = {item.name: item for item in HYPOTHESES}
+
+
+def finding(name: str, step: int = 30, confidence: float = 0.7) -> Finding:
+    return Finding(name, "warning", step, "why", "next", confidence=confidence)
+
+
+def verdicts(tests: list[ChangeTest]) -> list[bool | None]:
+    return [item.confirms for item in tests]
+
+
+def test_share_of_proportional_rises_is_exact():
+    """If a change removes 93 % of every rise, the effect is 0.93 without an error."""
+    unchanged = [1.0, 1.5, 0.9, 1.2]
+    effect = effect_of(unchanged, [0.07 * rise for rise in unchanged], scale=2.0)
+    assert (effect.measure, effect.value) == ("rise", pytest.approx(0.93))
+    assert effect.error == pytest.approx(0, abs=1e-12)
+    assert effect.unchanged == pytest.approx(1.15 / 2)
+
+
+def test_error_is_that_of_a_ratio():
+    """The error equals t·s(d − e·r)/(√B·mean r), computed here by hand."""
+    unchanged, changed = np.array([1.0, 2.0, 3.0, 2.0]), np.array([0.2, 0.1, 0.6, 0.3])
+    effect = effect_of(unchanged, changed, scale=1.0)
+    share = (2.0 - 0.3) / 2.0
+    residuals = (unchanged - changed) - share * unchanged
+    expected = critical_t(3) * np.sqrt((residuals**2).sum() / 3) / 2 / 2.0
+    assert (effect.value, effect.error) == (pytest.approx(share), pytest.approx(expected))
+
+
+def test_falling_losses_give_a_share_of_the_loss():
+    effect = effect_of([-0.01, -0.011, -0.009, -0.01], [-0.1, -0.11, -0.09, -0.1], scale=2.0)
+    assert (effect.measure, effect.value) == ("loss", pytest.approx(0.045))
+    assert effect.is_decisive() is True
+    assert effect_of([-0.1, -0.1, -0.1, -0.1], [-0.11, -0.12, -0.1, -0.11], scale=2.0).is_decisive() is False
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [3.0, 3.0, 3.0, 3.0]])
+def test_null_compares_each_branch_with_the_others(values):
+    expected = [np.mean(values[:place] + values[place + 1 :]) - value for place, value in enumerate(values)]
+    assert null_effects(values) == pytest.approx(expected)
+
+
+@pytest.mark.statistical
+def test_null_is_zero_within_its_error():
+    """Over many draws an unchanged branch has the mean effect 0, and its root mean square is the reported null."""
+    generator = np.random.default_rng(0)
+    draws = generator.normal(1.0, 0.3, size=(4000, 4))
+    firsts = np.array([null_effects(row)[0] for row in draws])
+    assert abs(firsts.mean()) < 3 * firsts.std() / np.sqrt(len(firsts))
+    nulls = np.array(
+        [effect_of(row, row, 1.0).null ** 2 for row in draws if effect_of(row, row, 1.0).measure == "loss"]
+    )
+    assert firsts.std() == pytest.approx(0.3 * np.sqrt(4 / 3), rel=0.05)
+    assert len(nulls)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.93])
+def test_intervals_cover_the_true_share(share):
+    """With independent noise of both branches, 93 % to 97 % of the intervals contain the true effect."""
+    generator = np.random.default_rng(1)
+    unchanged = generator.normal(1.0, 0.1, size=(4000, 4))
+    changed = (1 - share) * unchanged + generator.normal(0, 0.05, size=(4000, 4))
+    effects = [effect_of(*pair, scale=1.0) for pair in zip(unchanged, changed, strict=True)]
+    covered = np.mean([abs(effect.value - share) <= effect.error for effect in effects])
+    assert 0.93 <= covered <= 0.97
+
+
+def test_proportional_decrease_does_not_confirm_learning_rate():
+    """A tenth of the learning rate also removes nearly all of the rise by steps that point uphill."""
+    unchanged = [1.0, 1.1, 0.9, 1.0]
+    effects = {"tenth_rate": effect_of(unchanged, [0.1 * rise for rise in unchanged], 1.0)}
+    assert verdicts(change_tests([BY_NAME["tenth_rate"]], effects, 4)) == [False]
+    effects = {"tenth_rate": effect_of(unchanged, [-0.1 * rise for rise in unchanged], 1.0)}
+    assert verdicts(change_tests([BY_NAME["tenth_rate"]], effects, 4)) == [True]
+
+
+def test_specific_cause_outranks_smaller_steps():
+    unchanged = [1.0, 1.1, 0.9, 1.0]
+    effects = {name: effect_of(unchanged, [-0.1] * 4, 1.0) for name in ("fresh_state", "half_rate")}
+    pair = [BY_NAME["fresh_state"], BY_NAME["half_rate"]]
+    assert verdicts(change_tests(pair, effects, 4)) == [True, None]
+    assert verdicts(change_tests(pair[1:], effects, 4)) == [True]
+
+
+def test_lost_training_refutes_no_learning_rate():
+    """Where all branches diverge, a learning rate that is still too high is no evidence."""
+    effects = {"half_rate": effect_of([10.0] * 4, [10.0] * 4, 1.0)}
+    assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4)) == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "confirms", "confidence"),
+    [
+        ("learning-rate-too-high", [False, True], 0.9032),
+        ("learning-rate-too-high", [False, False], 0.3684),
+        ("learning-rate-too-high", [False, None], 0.7),
+        ("loss-spike", [False, False], 0.7),
+    ],
+)
+def test_tests_change_the_confidence(name, confirms, confidence):
+    """The odds 7/3 are multiplied or divided by 4; a symptom stays as it was measured."""
+    tests = [ChangeTest("a change", 0.9, 0.1, 0.1, 4, item) for item in confirms]
+    assert with_tests(finding(name), tests).confidence == pytest.approx(confidence, abs=1e-4)
+
+
+def test_order_is_renewed_by_tests():
+    first, second = finding("learning-rate-too-high", confidence=0.8), finding("weight-decay-too-large", confidence=0.7)
+    plans, untested = trial_plans(Diagnosis([first, second]), from_present=True)
+    rises = {"unchanged": [1.0, 1.1, 0.9, 1.0], "no_decay": [-0.1] * 4, "half_rate": [1.0, 1.1, 0.9, 1.0]}
+    measured = {"level": 1.0, "scale": 1.0, "rise": rises}
+    diagnosis = diagnosis_with_tests(Diagnosis([first, second]), [(plans[0], measured)], untested)
+    assert [item.id for item in diagnosis] == ["weight-decay-too-large", "learning-rate-too-high"]
+    assert diagnosis.findings[0].confidence > 0.7 > diagnosis.findings[1].confidence
+    assert Finding.of(diagnosis.findings[0].as_dict()).tests == diagnosis.findings[0].tests
+    assert "confirmed: no weight decay removes 110 % of the rise" in str(diagnosis)
+
+
+def test_plans_stay_within_their_branches():
+    """One spike uses up the branches; a finding that no branch can test has a sentence."""
+    names = ["loss-spike", "learning-rate-too-low", "gradients-not-zeroed"]
+    plans, untested = trial_plans(Diagnosis([finding(name) for name in names]), from_present=False)
+    assert [(plan.step, plan.event, len(plan.hypotheses)) for plan in plans] == [(28, 3, 6)]
+    assert untested[0].startswith("learning-rate-too-low was not tested: earlier findings")
+    assert untested[1].startswith("gradients-not-zeroed was not tested: a branch clears the gradients itself")
+    assert plans[0].options(History(), 4, 2)["steps"] == 4
+
+
+def test_every_hypothesis_names_known_findings():
+    from loopscope.doctor import all_detectors
+
+    known = {detector.name for detector in all_detectors()}
+    for item in HYPOTHESES:
+        assert item.findings <= known
+    assert hypotheses_of("dead-units") == []

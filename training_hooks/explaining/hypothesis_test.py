@@ -1,0 +1,291 @@
+"""Branches of a training with one change each, and the rises of their losses, for tests of the doctor's hypotheses."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+
+import torch
+from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext, StepSchedule
+from loopscope.data import Batch, part_of, rows
+from loopscope.doctor import HYPOTHESES, LARGEST_RISE, Hypothesis
+from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo
+from loopscope.tensors import copied, norm, overwrite, trainable
+from loopscope.training import eagerly
+from torch import Tensor
+
+from ..curvature import coming_batches, parts_in
+from .rows import outliers, repeated
+from .what_if import reset_optimizer
+from .wider_precision import Widened
+
+FIXED_BATCHES = 4
+"""Number of batches whose loss is measured at the end of every branch."""
+MOST_MEASURED_ROWS = 128
+"""Rows of a batch up to which each is measured; a larger batch is replaced as a whole."""
+FEWEST_BRANCHES = 4
+FEWEST_ROWS = 8
+"""Rows of a batch from which random halves can stand for other batches."""
+UNCHANGED = "unchanged"
+
+
+@HookRegistry.register
+@dataclass(kw_only=True, eq=False)
+class HypothesisTest(DebugInterventionHook):
+    """Train branches from the state before one step, unchanged and with one change each, and measure their losses.
+
+    ``loopscope doctor --test`` and ``scope.diagnose(test=True)`` use it. Every branch trains ``steps`` steps and is
+    rolled back. The first unchanged branch trains on the run's own next batches, the others on later ones; each changed
+    branch has the batches and the random numbers of an unchanged one, so that their difference is the effect of the
+    change. So has a branch whose parameters are restored after every step: the rise of a loss is counted from there. If
+    the step of an event is given, all branches have the batches up to that step in common.
+
+    * ``half_rate``, ``tenth_rate``, ``hundredth_rate``, ``tenfold_rate``: all learning rates times ½, 0.1, 0.01, 10
+    * ``clipped``: gradients clipped at ``usual_norm``
+    * ``float32``: all operations of the passes in that precision
+    * ``fresh_state``: with a reset optimizer
+    * ``no_decay``: without weight decay
+    * ``without_rows``: without the rows of the event's batch that stand out, or with another batch in its place
+
+    Assumes a run of one process, and batches that resemble each other: in a sorted order a change of the data looks
+    like a rise. Per-epoch schedulers do not advance, and committing hooks (clipping) are disabled in the branches.
+
+    Args:
+        branches: number of unchanged branches, and of branches with each change.
+        changes: names of the changes, separated by commas.
+        event: the position of the event's step in a branch, counted from 1; 0 without an event.
+        step: the first step of the branches, counted from 1.
+        steps: number of steps of a branch.
+        usual_norm: the norm at which to clip; 0: the median norm on the fixed batches.
+    """
+
+    name = "hypothesis_test"
+    hook_points = frozenset({HookPoint.PRE_STEP})
+    needs_loss = True
+    needs_loader = True
+    needs_next_batch = True
+    metrics = f"""
+        rise | mean of L − L of the branch with restored parameters, over steps 2, 3, … and the mean L of
+            {FIXED_BATCHES} fixed batches after the branch; for the event: L − that of these fixed batches. Each is at
+            most {LARGEST_RISE:.0f}·scale. A list with a value for each branch, by change
+            | (−∞, {LARGEST_RISE:.0f}·scale] | Compare a change with `unchanged`, value by value.
+        level | mean L of the fixed batches at the state before the branches | (−∞, ∞)
+            | Not finite: the state is damaged already.
+        scale | mean size of L over all batches at that state, without the event's | (0, ∞) | The unit of small effects.
+        rows | positions of the rows of the event's batch that `without_rows` leaves out | a list
+            | Empty: no row stands out, and another batch took its place.
+    """
+
+    branches: int = 4
+    changes: str = "half_rate,tenth_rate"
+    event: int = 0
+    step: int = 1
+    steps: int = 10
+    usual_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        known = {item.name: item for item in HYPOTHESES}
+        names = [name.strip() for name in self.changes.split(",") if name.strip()]
+        if wrong := [name for name in names if name not in known]:
+            raise unknown("change", wrong[0], known)
+        self._hypotheses = [known[name] for name in names]
+        require(
+            self.branches >= FEWEST_BRANCHES,
+            f"hypothesis_test.branches is {self.branches}; an error needs at least {FEWEST_BRANCHES}.",
+        )
+        require(self.steps >= 2, f"hypothesis_test.steps is {self.steps}; it must be at least 2.")
+        require(self.step >= 1, f"hypothesis_test.step is {self.step}; steps are counted from 1.")
+        require(
+            0 <= self.event < self.steps,
+            f"hypothesis_test.event is {self.event}; it must be at least 0, and below steps ({self.steps}).",
+        )
+        needs_event = any(item.replaces_rows for item in self._hypotheses)
+        require(self.event > 0 or not needs_event, "The change without_rows needs hypothesis_test.event.")
+        require(self.usual_norm >= 0, f"hypothesis_test.usual_norm is {self.usual_norm}; it must be at least 0.")
+        self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=1, warmup=self.step - 1)
+
+    def start(self, run: RunInfo) -> None:
+        """Reject several processes, and learning rates that cannot be multiplied."""
+        if run.ranks.are_many:
+            raise UnsuitableError("Hook 'hypothesis_test' needs a run of one process.")
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        """Run all branches from the current state."""
+        with eagerly():
+            batches = planned_batches(run_ctx, model_ctx, self.branches, self.steps, self.event)
+            trials = Trials(model_ctx, batches, self.event - 1, self.usual_norm)
+            return self._measure(trials, batches)
+
+    def _measure(self, trials: "Trials", batches: "Batches") -> Metrics:
+        if not math.isfinite(trials.level):
+            return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": []}
+        places = range(len(batches.orders))
+        rises = {UNCHANGED: [trials.rise(place, None) for place in places]}
+        for hypothesis in self._hypotheses:
+            is_idle = hypothesis.widens and not trials.has_low_precision
+            # Without numbers of 16 bits, float32 changes nothing.
+            rises[hypothesis.name] = (
+                rises[UNCHANGED] if is_idle else [trials.rise(place, hypothesis) for place in places]
+            )
+        return {"level": trials.level, "scale": trials.scale, "rise": rises, "rows": trials.left_out_rows}
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of the branches."""
+
+    orders: Sequence[Sequence[Batch]]
+    """The batches of each unchanged branch, in order."""
+    fixed: Sequence[Batch]
+    """The batches of the loss at the end of every branch."""
+    spare: Sequence[Batch]
+    """A batch for each branch, to take the place of that of the event."""
+
+
+def planned_batches(
+    run_ctx: RunDataContext, model_ctx: ModelDataContext, branches: int, steps: int, shared: int
+) -> Batches:
+    """Return the batches of branches whose first ``shared`` batches are the same.
+
+    Between two steps of a loop whose data are unknown, random halves of the rows of its last batch are the batches.
+
+    Raises:
+        LoopscopeError: if there are neither data nor a last batch with enough rows.
+    """
+    parts = parts_in(run_ctx.batch_data)
+    coming = coming_batches(model_ctx.loader, run_ctx.step, parts)
+    if run_ctx.hook_point is HookPoint.PRE_STEP:
+        coming = _with_first(run_ctx.batch_data, coming)
+    else:
+        coming = _with_halves(run_ctx.batch_data, coming)
+    own = [*islice(coming, steps)]
+    fixed = [*islice(coming, FIXED_BATCHES)]
+    orders = [own] + [[*own[:shared], *islice(coming, steps - shared)] for _ in range(branches - 1)]
+    return Batches(orders, fixed, [*islice(coming, branches)] if shared else [])
+
+
+def _with_first(first: Batch, coming: Iterator[Batch]) -> Iterator[Batch]:
+    yield first
+    yield from coming
+
+
+def _with_halves(last: Batch | None, coming: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the coming batches, or random halves of the last batch if the data are unknown."""
+    try:
+        yield next(coming)
+    except LoopscopeError:
+        count = 0 if last is None else rows(last)
+        if count < FEWEST_ROWS:
+            raise
+        while True:
+            yield part_of(last, torch.randperm(count)[: count // 2])
+    yield from coming
+
+
+class Trials:
+    """Branches from the current state, each rolled back."""
+
+    def __init__(self, model_ctx: ModelDataContext, batches: Batches, event: int, usual_norm: float) -> None:
+        """Measure the losses at the state before the branches; ``event`` is the index of the event's step, or −1."""
+        self.model_ctx, self._batches, self._event = model_ctx, batches, event
+        self._usual_norm = usual_norm
+        self.left_out_rows: list[int] = []
+        self._replacement: list[Batch] = []
+        # Losses at the same state, with the batches and the random numbers of each order: shape (orders, steps + 1).
+        self._references = [self._losses(place, None, frozen=True) for place in range(len(batches.orders))]
+        levels = [losses[-1] for losses in self._references]
+        self.level = sum(levels) / len(levels)
+        sizes = [abs(loss) for losses in self._references for index, loss in enumerate(losses) if index != event]
+        finite = [size for size in sizes if math.isfinite(size)]
+        self.scale = (sum(finite) / len(finite) if finite else 0.0) or 1.0
+
+    @property
+    def has_low_precision(self) -> bool:
+        """Whether a forward pass computes in float16 or bfloat16."""
+        mode = Widened()
+        with mode:
+            self.model_ctx.compute_batch_loss(self._batches.fixed[0])
+        return mode.converted_count > 0
+
+    def rise(self, place: int, hypothesis: Hypothesis | None) -> float:
+        """Return the mean rise of the loss in the branch at a place, with the change of a hypothesis.
+
+        It is the mean over the steps and the end. The first step has no rise, since its loss precedes every update,
+        unless the event is there.
+        """
+        losses, references = self._losses(place, hypothesis), list(self._references[place])
+        if self._event >= 0:
+            references[self._event] = references[-1]
+        first = 0 if self._event == 0 else 1
+        rises = [loss - reference for loss, reference in zip(losses[first:], references[first:], strict=True)]
+        highest = LARGEST_RISE * self.scale
+        limited = [min(value, highest) if math.isfinite(value) else highest for value in rises]
+        return sum(limited) / len(limited)
+
+    def _losses(self, place: int, hypothesis: Hypothesis | None, *, frozen: bool = False) -> list[float]:
+        """Return the loss of each step of a branch, before its update, and the mean of the fixed batches at its end.
+
+        In a ``frozen`` branch the parameters are restored after every step.
+        """
+        batches, model_ctx = list(self._batches.orders[place]), self.model_ctx
+        options = self._step_options(hypothesis)
+        if hypothesis is not None and hypothesis.replaces_rows:
+            batches[self._event] = self._without_rows(place)
+        widens = hypothesis is not None and hypothesis.widens
+        within: Callable[[], AbstractContextManager[object]] = Widened if widens else nullcontext
+        with model_ctx.branch():
+            parameters = trainable(model_ctx.model)
+            start = copied(parameters) if frozen else {}
+            for device in {torch.device("cpu"), model_ctx.device}:
+                torch.rand(place, device=device)  # other dropout masks in every order
+            if hypothesis is not None and hypothesis.resets_optimizer:
+                reset_optimizer(model_ctx)
+            losses = []
+            for batch in batches:
+                losses.append(model_ctx.take_step(batch, passes=within(), **options).double())
+                overwrite(parameters, start)
+            with within():
+                last = [model_ctx.compute_batch_loss(batch).double() for batch in self._batches.fixed]
+        values: list[float] = torch.stack([*losses, torch.stack(last).mean()]).tolist()
+        return values
+
+    def _step_options(self, hypothesis: Hypothesis | None) -> dict[str, float]:
+        """Return the options of ``take_step``."""
+        if hypothesis is None:
+            return {}
+        options = {"rate_factor": hypothesis.rate_factor}
+        if hypothesis.weight_decay is not None:
+            options["weight_decay"] = hypothesis.weight_decay
+        if hypothesis.clips:
+            self._usual_norm = self._usual_norm or self._measured_norm()
+            options["max_norm"] = self._usual_norm
+        return options
+
+    def _measured_norm(self) -> float:
+        """Return the median gradient norm on the fixed batches."""
+        return median(float(norm(self.model_ctx.compute_batch_gradients(batch))) for batch in self._batches.fixed)
+
+    def _without_rows(self, place: int) -> Batch:
+        """Return the event's batch without the rows that stand out, or another batch if none does."""
+        if not self._replacement:
+            batch = self._batches.orders[0][self._event]
+            self.left_out_rows = self._rows_standing_out(batch)
+            rest = [row for row in range(rows(batch)) if row not in self.left_out_rows]
+            is_part = 2 * len(rest) >= rows(batch) and self.left_out_rows
+            self.left_out_rows = self.left_out_rows if is_part else []
+            self._replacement = [part_of(batch, rest)] if is_part else list(self._batches.spare)
+        return self._replacement[place % len(self._replacement)]
+
+    def _rows_standing_out(self, batch: Batch) -> list[int]:
+        if rows(batch) > MOST_MEASURED_ROWS:
+            return []
+        others = self._batches.fixed
+        measured, usual = self._measure_rows(batch), torch.cat([self._measure_rows(item) for item in others], dim=1)
+        return sorted({*outliers(measured, usual), *repeated(batch, others)})
+
+    def _measure_rows(self, batch: Batch) -> Tensor:
+        """Return loss and gradient norm of each row, shape (2, rows)."""
+        return torch.stack([values.cpu() for values in self.model_ctx.measure_rows(batch)])
