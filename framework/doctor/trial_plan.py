@@ -18,6 +18,8 @@ HOOK = "hypothesis_test"
 UNCHANGED = "unchanged"
 MOST_KINDS = 8
 """Largest number of kinds of branches in a diagnosis, with those of the reference: 32 branches, 4 of each kind."""
+FOLLOWING = 2
+"""Steps of a branch after the step of an event."""
 GRADIENT_NORMS = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
 RECENT_STEPS = 32
 """Steps before the branches whose median gradient norm is the usual one."""
@@ -35,9 +37,10 @@ class TrialPlan:
     hypotheses: list[Hypothesis] = field(default_factory=list)
 
     def options(self, history: History, branches: int, steps: int) -> dict[str, Any]:
-        """Return the options of the hook."""
+        """Return the options of the hook; ``steps`` is the length of branches without an event."""
         names = ",".join(item.name for item in self.hypotheses)
-        options = {"branches": branches, "changes": names, "event": self.event, "steps": max(steps, self.event + 1)}
+        count = self.event + FOLLOWING if self.event else steps
+        options: dict[str, Any] = {"branches": branches, "changes": names, "event": self.event, "steps": count}
         options["usual_norm"] = _usual_norm(history, self.step - 1 if self.step else history.step)
         return options | ({"step": self.step} if self.step else {})
 

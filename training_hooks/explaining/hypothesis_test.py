@@ -69,12 +69,12 @@ class HypothesisTest(DebugInterventionHook):
     needs_next_batch = True
     metrics = f"""
         rise | mean of L − L of the branch with restored parameters, over steps 2, 3, … and the mean L of
-            {FIXED_BATCHES} fixed batches after the branch; for the event: L − that of these fixed batches. Each is at
-            most {LARGEST_RISE:.0f}·scale. A list with a value for each branch, by change
+            {FIXED_BATCHES} fixed batches after the branch; with an event over its step (there: L − level) and those
+            after it. Each is at most {LARGEST_RISE:.0f}·scale. A list with a value for each branch
             | (−∞, {LARGEST_RISE:.0f}·scale] | Compare a change with `unchanged`, value by value.
-        level | mean L of the fixed batches at the state before the branches | (−∞, ∞)
+        level | mean L at the state before the branches, over all batches except the event's | (−∞, ∞)
             | Not finite: the state is damaged already.
-        scale | mean size of L over all batches at that state, without the event's | (0, ∞) | The unit of small effects.
+        scale | mean size of these L | (0, ∞) | The unit of small effects.
         rows | positions of the rows of the event's batch that `without_rows` leaves out | a list
             | Empty: no row stands out, and another batch took its place.
     """
@@ -196,11 +196,9 @@ class Trials:
         self._replacement: list[Batch] = []
         # Losses at the same state, with the batches and the random numbers of each order: shape (orders, steps + 1).
         self._references = [self._losses(place, None, frozen=True) for place in range(len(batches.orders))]
-        levels = [losses[-1] for losses in self._references]
-        self.level = sum(levels) / len(levels)
-        sizes = [abs(loss) for losses in self._references for index, loss in enumerate(losses) if index != event]
-        finite = [size for size in sizes if math.isfinite(size)]
-        self.scale = (sum(finite) / len(finite) if finite else 0.0) or 1.0
+        usual = [loss for losses in self._references for index, loss in enumerate(losses) if index != event]
+        self.level = sum(usual) / len(usual)
+        self.scale = sum(map(abs, usual)) / len(usual) or 1.0
 
     @property
     def has_low_precision(self) -> bool:
@@ -213,14 +211,17 @@ class Trials:
     def rise(self, place: int, hypothesis: Hypothesis | None) -> float:
         """Return the mean rise of the loss in the branch at a place, with the change of a hypothesis.
 
-        It is the mean over the steps and the end. The first step has no rise, since its loss precedes every update,
-        unless the event is there.
+        It is the mean over the steps and the end, without the first step, whose loss precedes every update. With an
+        event it is the mean over its step and the following ones: otherwise the fall of a healthy loss would hide it.
         """
         losses, references = self._losses(place, hypothesis), list(self._references[place])
         if self._event >= 0:
-            references[self._event] = references[-1]
-        first = 0 if self._event == 0 else 1
-        rises = [loss - reference for loss, reference in zip(losses[first:], references[first:], strict=True)]
+            is_replaced = hypothesis is not None and hypothesis.replaces_rows and not self.left_out_rows
+            # A batch in place of that of the event has no excess of its own.
+            batch = self._batches.spare[place] if is_replaced else None
+            references[self._event] = self.level if batch is None else float(self.model_ctx.compute_batch_loss(batch))
+        rises = [loss - reference for loss, reference in zip(losses, references, strict=True)]
+        rises = rises[self._event : -1] if self._event >= 0 else rises[1:]
         highest = LARGEST_RISE * self.scale
         limited = [min(value, highest) if math.isfinite(value) else highest for value in rises]
         return sum(limited) / len(limited)
