@@ -46,13 +46,13 @@ def doctor(words: Sequence[str]) -> None:
     parser = doctor_parser()
     given = parser.defaults | parser.parse(words)
     require(len(given["RUN"]) == 1, f"loopscope doctor takes the folder of one run, but got {len(given['RUN'])}.")
-    folders = run_folders(Path(given["RUN"][0]), "doctor")
     is_changed = (given["branches"], given["steps"]) != (BRANCHES, STEPS)
     require(given["test"] or not is_changed, "--branches and --steps are options of the tests; add --test.")
+    folders = run_folders(Path(given["RUN"][0]), "doctor")
     diagnoses = {folder: diagnose(read_history(folder)) for folder in folders}
     if given["test"]:
         diagnoses = {
-            folder: _with_tests(folder, diagnosis, given["branches"], given["steps"])
+            folder: _with_tests(folder, diagnosis, given["branches"], given["steps"], as_json=given["json"])
             for folder, diagnosis in diagnoses.items()
         }
     content = _as_json(diagnoses)
@@ -63,7 +63,7 @@ def doctor(words: Sequence[str]) -> None:
         _fail_on(given["fail_on"], diagnoses)
 
 
-def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int) -> Diagnosis:
+def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int, *, as_json: bool) -> Diagnosis:
     """Return the diagnosis with tests of its findings in branches of the rewound run."""
     if RunRecord.read(folder).experiment == ATTACHED:
         sentence = (
@@ -74,7 +74,8 @@ def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int) -
 
     def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
         config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
-        return Path(watch(run.session("none", [hook], config), "silent", methodcaller("rewind", stretch))[0])
+        session = run.session("none", [hook], config)
+        return Path(watch(session, "none" if as_json else "silent", methodcaller("rewind", stretch))[0])
 
     return try_changes(train_again, folder, diagnosis, read_history(folder), branches=branches, steps=steps)
 

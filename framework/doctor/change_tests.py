@@ -51,7 +51,7 @@ class ChangeTest:
             verb = "removes {} of the rise" if self.effect >= 0 else "adds {} to the rise"
         else:
             verb = "lowers the loss by a further {}" if self.effect >= 0 else "raises the loss by {}"
-        numbers = f"±{_percent(self.error)}; unchanged branches ±{_percent(self.null)}; {self.branches} of each"
+        numbers = f"±{_percent(self.error)}, null {_percent(self.null)}, {self.branches} branches"
         return f"{VERDICTS[self.confirms]}: {self.change} {verb.format(_percent(abs(self.effect)))} ({numbers})"
 
 
@@ -66,17 +66,20 @@ def _percent(value: float) -> str:
 
 
 def change_tests(
-    hypotheses: Iterable[Hypothesis], effects: Mapping[str, Effect], branches: int
+    hypotheses: Iterable[Hypothesis], effects: Mapping[str, Effect], branches: int, *, of_event: bool = False
 ) -> Sequence[ChangeTest]:
     """Return the tests of a finding from the effects of the changes, by the name of the hypothesis.
 
-    If a specific change removes the problem, smaller steps do not count as its cause, since they lessen any harm.
+    If a specific change removes the problem, smaller steps do not count as its cause, since they lessen any harm. If
+    the finding is about an event and the unchanged branches do not rise, they do not repeat it, and nothing is decided.
     """
     pairs = [(item, effects[item.name]) for item in hypotheses if item.name in effects]
     verdicts = {item.name: effect.is_decisive(item.trivial_share) for item, effect in pairs}
     # A learning rate that is too high by far is still too high after the change.
     open_names = [item.name for item, effect in pairs if item.is_unspecific and effect.is_lost]
     verdicts |= {name: verdicts[name] or None for name in open_names}
+    if of_event:
+        verdicts |= {item.name: None for item, effect in pairs if effect.measure == "loss"}
     if any(verdicts[item.name] for item, _ in pairs if not item.is_unspecific):
         verdicts |= {item.name: None for item, _ in pairs if item.is_unspecific and verdicts[item.name]}
     return [

@@ -63,7 +63,7 @@ def _usual_norm(history: History, last: int) -> float:
 
 
 def trial_plans(diagnosis: Diagnosis, *, from_present: bool) -> tuple[list[TrialPlan], list[str]]:
-    """Return the plans of the tests, and sentences about the findings that are not tested.
+    """Return the plans of the tests, and sentences about the findings that are not tested, except about remarks.
 
     Findings are tested in their order, until the number of branches is reached.
 
@@ -76,6 +76,8 @@ def trial_plans(diagnosis: Diagnosis, *, from_present: bool) -> tuple[list[Trial
     for finding in diagnosis:
         step, event = (0, 0) if from_present else _place(finding)
         hypotheses = [item for item in hypotheses_of(finding.id) if event or not item.replaces_rows]
+        if not hypotheses and finding.severity == "info":
+            continue
         if not hypotheses:
             untested.append(_not_tested(finding, UNTESTABLE.get(finding.id, "no change in a few steps can test it")))
             continue
@@ -116,7 +118,9 @@ def diagnosis_with_tests(
             if reason:
                 sentences.append(_not_tested(finding, reason))
             elif not isinstance(measured, str):
-                tests[id(finding)] = _tests_of(finding, plan, measured)
+                tests[id(finding)] = found = _tests_of(finding, plan, measured)
+                if finding.id in EVENTS and all(item.of == "loss" for item in found):
+                    sentences.append(f"{finding.id}: the unchanged branches do not rise, so no test can decide.")
     findings = [with_tests(item, tests[id(item)]) if id(item) in tests else item for item in diagnosis]
     return replace(diagnosis, findings=ranked(findings), untested=sentences)
 
@@ -131,7 +135,7 @@ def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any]) ->
     unchanged = rises[UNCHANGED]
     effects = {name: effect_of(unchanged, values, scale) for name, values in rises.items() if name != UNCHANGED}
     hypotheses = [item for item in plan.hypotheses if finding.id in item.findings]
-    return change_tests(hypotheses, effects, len(unchanged))
+    return change_tests(hypotheses, effects, len(unchanged), of_event=finding.id in EVENTS)
 
 
 def _not_tested(finding: Finding, reason: str) -> str:

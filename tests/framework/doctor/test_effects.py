@@ -91,6 +91,12 @@ def test_specific_cause_outranks_smaller_steps():
     assert verdicts(change_tests(pair[1:], effects, 4)) == [True]
 
 
+def test_event_without_rise_decides_nothing():
+    effects = {"half_rate": effect_of([-1.0, -1.1, -0.9, -1.0], [-9.0] * 4, 1.0)}
+    assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4)) == [True]
+    assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4, of_event=True)) == [None]
+
+
 def test_lost_training_refutes_no_learning_rate():
     """Where all branches diverge, a learning rate that is still too high is no evidence."""
     effects = {"half_rate": effect_of([10.0] * 4, [10.0] * 4, 1.0)}
