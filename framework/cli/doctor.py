@@ -14,6 +14,7 @@ from ..runs import ATTACHED, RunRecord, Stretch, read_history, run_folders
 from .output import Kept, Output, ReportedError, add_output_options
 from .parser import CommandParser, line_width
 from .recorded_run import RecordedRun
+from .user_errors import user_errors
 
 WIDE = 100  # the longest line of text
 BRANCHES, STEPS = 4, 10
@@ -70,14 +71,15 @@ def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int, *
             "A custom training loop cannot be rewound from its record; call scope.diagnose(test=True) while it trains."
         )
         return replace(diagnosis, untested=[sentence])
-    run = RecordedRun.read(folder)
 
     def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
         config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
         session = run.session("none", [hook], config)
         return Path(watch(session, "none" if as_json else "silent", methodcaller("rewind", stretch))[0])
 
-    return try_changes(train_again, folder, diagnosis, read_history(folder), branches=branches, steps=steps)
+    with user_errors(full_traceback=False):
+        run = RecordedRun.read(folder)
+        return try_changes(train_again, folder, diagnosis, read_history(folder), branches=branches, steps=steps)
 
 
 def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def null_effects(unchanged: Sequence[float]) -> "np.typing.NDArray[np.float64]":
     """Return by how much the rise of each unchanged branch is below the mean of the others: shape (branches,)."""
     rises = np.array(unchanged, dtype=np.float64)
     # mean of the others − r_j = (Σr − r_j)/(B − 1) − r_j = (mean(r) − r_j)·B/(B − 1)
-    return (rises.mean() - rises) * len(rises) / (len(rises) - 1)
+    return np.asarray((rises.mean() - rises) * len(rises) / (len(rises) - 1))
 
 
 def _half_width(values: "np.typing.NDArray[np.float64]") -> float:

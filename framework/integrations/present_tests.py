@@ -1,44 +1,51 @@
 """Tests of findings in branches from the present state of an attached loop."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..data import rows
-from ..doctor import HOOK, Diagnosis, diagnosis_with_tests, trial_plans
+from ..doctor import HOOK, Diagnosis, TrialPlan, diagnosis_with_tests, trial_plans
 from ..errors import LoopscopeError, require
-from ..hooks import HookRegistry
+from ..hooks import HookRegistry, InterventionHook
 from .attached_loop import AttachedLoop
 
 FEWEST_ROWS = 8
+"""Rows of the last batch from which its halves can stand for the batches of a loop whose data are unknown."""
 
 
 def check_testable(attached: AttachedLoop) -> None:
     """Raise :class:`UsageError` if branches of the loop cannot be trained, or not at this moment."""
-    lacks, loop = attached.lacks, attached.manager.state.loop if attached.is_built else None
-    require(attached.is_started, "scope.diagnose(test=True) was called before the first step; call it after one.")
-    require(not attached.is_closed, "This scope is closed; call scope.diagnose(test=True) while the loop trains.")
-    require(not attached.is_in_step(), "scope.diagnose(test=True) was called within a step; call it after the update.")
-    require("needs_loss" not in lacks, f"scope.diagnose(test=True) trains branches: {lacks.get('needs_loss')}.")
-    many = attached.manager.task.ranks.are_many
-    require(not many, "scope.diagnose(test=True) needs a training in one process.")
-    if "needs_loader" in lacks and loop is not None:
-        is_kept = loop.batch is not None and _row_count(loop.batch) >= FEWEST_ROWS
-        sentence = (
-            f"scope.diagnose(test=True) needs batches, and the last one has too few rows: {lacks['needs_loader']}."
-        )
-        require(is_kept, sentence)
+    call, lacks = "scope.diagnose(test=True)", attached.lacks
+    require(attached.is_started, f"{call} was called before the first step; call it after one.")
+    require(not attached.is_closed, f"This scope is closed; call {call} while the loop trains.")
+    require(not attached.is_in_step(), f"{call} was called within a step; call it after optimizer.step().")
+    require("needs_loss" not in lacks, f"{call} trains branches: {lacks.get('needs_loss')}.")
+    has_one_process = not attached.manager.task.ranks.are_many
+    require(has_one_process, f"{call} needs a training in one process; call scope.diagnose() without test=True.")
+    if "needs_loader" in lacks:
+        is_kept = _row_count(attached.manager.state.loop.batch) >= FEWEST_ROWS
+        require(is_kept, f"{call} needs batches, and no last one with {FEWEST_ROWS} rows: {lacks['needs_loader']}.")
 
 
 def _row_count(batch: object) -> int:
     try:
         return rows(batch)
-    except LoopscopeError:  # a batch without rows
+    except LoopscopeError:  # no batch, or one without rows
         return 0
 
 
 def with_tests(attached: AttachedLoop, diagnosis: Diagnosis, branches: int, steps: int) -> Diagnosis:
-    """Return the diagnosis with tests of its findings; the training state is restored bit for bit."""
+    """Return the diagnosis with tests of its findings; the training state is restored bit for bit.
+
+    Raises:
+        UsageError: for a number of branches or steps that the hook does not accept.
+    """
     plans, untested = trial_plans(diagnosis, from_present=True)
-    history, results = attached.run.diagnosis.history, []
+    history = attached.run.diagnosis.history
+    results: list[tuple[TrialPlan, Mapping[str, Any] | str]] = []
     for plan in plans:
         hook = HookRegistry.get(HOOK)(**plan.options(history, branches, steps))
+        assert isinstance(hook, InterventionHook)
         with attached.hook_calls:
             results.append((plan, attached.manager.call_between_steps(hook)))
     return diagnosis_with_tests(diagnosis, results, untested)

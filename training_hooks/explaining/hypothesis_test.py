@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from statistics import median
+from typing import Any
 
 import torch
 from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext, StepSchedule
@@ -217,7 +218,7 @@ class Trials:
         losses, references = self._losses(place, hypothesis), list(self._references[place])
         if self._event >= 0:
             is_replaced = hypothesis is not None and hypothesis.replaces_rows and not self.left_out_rows
-            # A batch in place of that of the event has no excess of its own.
+            # A batch that takes the place of the event counts from its loss before the branch.
             batch = self._batches.spare[place] if is_replaced else None
             references[self._event] = self.level if batch is None else float(self.model_ctx.compute_batch_loss(batch))
         rises = [loss - reference for loss, reference in zip(losses, references, strict=True)]
@@ -253,11 +254,11 @@ class Trials:
         values: list[float] = torch.stack([*losses, torch.stack(last).mean()]).tolist()
         return values
 
-    def _step_options(self, hypothesis: Hypothesis | None) -> dict[str, float]:
+    def _step_options(self, hypothesis: Hypothesis | None) -> dict[str, Any]:
         """Return the options of ``take_step``."""
         if hypothesis is None:
             return {}
-        options = {"rate_factor": hypothesis.rate_factor}
+        options: dict[str, Any] = {"rate_factor": hypothesis.rate_factor}
         if hypothesis.weight_decay is not None:
             options["weight_decay"] = hypothesis.weight_decay
         if hypothesis.clips:

@@ -252,6 +252,26 @@ def test_step_learning_rates_apply_to_that_step_only(tensor):
     assert_close(copied(trainable(ctx.model)), copied(trainable(other.model)), rtol=1e-6, atol=1e-8)
 
 
+def test_step_options_apply_to_that_step_only():
+    """A factor of the learning rate and a weight decay act like those of the optimizer, which are restored."""
+    ctx, other = context(), context()
+    group, changed = ctx._task.optimizer.param_groups[0], other._task.optimizer.param_groups[0]
+    options = {name: value for name, value in group.items() if name != "params"}
+    with ctx._state.streams.preserved():
+        ctx.take_step(rate_factor=6.0, weight_decay=0.1)
+    assert {name: value for name, value in group.items() if name != "params"} == options
+    changed["lr"], changed["weight_decay"] = changed["lr"] * 6.0, 0.1
+    other.take_step()
+    assert_close(copied(trainable(ctx.model)), copied(trainable(other.model)), rtol=1e-6, atol=1e-8)
+
+
+def test_learning_rate_that_is_no_number_has_no_factor():
+    ctx = context()
+    ctx._task.optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(LoopscopeError, match="has no numeric learning rate .* cannot multiply it"):
+        ctx.take_step(rate_factor=0.5)
+
+
 def test_failed_step_restores_learning_rates_and_gradients():
     """A wrong number of learning rates is refused."""
     ctx = context()
