@@ -27,6 +27,7 @@ class Case:
         knowable: the first step after which the record can show the cause; 0 for start-up facts.
         falls: the loss of a healthy training falls; otherwise its loss says nothing about its health.
         group: the group of hooks.
+        mentions: a text that the right finding contains, such as the name of a module.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case:
     knowable: int = 1
     falls: bool = True
     group: str = "health"
+    mentions: str = ""
 
     @property
     def sentence(self) -> str:
@@ -57,12 +59,12 @@ def fault(
     way: Way = "custom loop",
     hidden: bool = False,
     knowable: int = 1,
-    group: str = "health",
+    mentions: str = "",
 ) -> Callable[[Build], Build]:
     """Register a function as a training with a planted fault."""
 
     def register(build: Build) -> Build:
-        return _add(Case(_name(build), "fault", model, way, build, expected, hidden, knowable, group=group))
+        return _add(Case(_name(build), "fault", model, way, build, expected, hidden, knowable, mentions=mentions))
 
     return register
 

@@ -120,7 +120,7 @@ def result_of(case: Case, diagnosis: Diagnosis) -> Result:
     serious = diagnosis.at_least("warning")
     if case.kind == "healthy":
         return "false alarm" if serious else "clean"
-    places = [place for place, finding in enumerate(diagnosis) if finding.id in case.expected]
+    places = [place for place, finding in enumerate(diagnosis) if is_cause(case, finding)]
     if not places:
         return "wrong cause" if serious else "not shown" if case.hidden else "missed"
     if places[0] == 0:
@@ -139,7 +139,7 @@ def first_step(case: Case, folder: Path, steps: int) -> int | None:
 
 def is_cause(case: Case, finding: Finding) -> bool:
     """Return whether a finding names the planted cause."""
-    return finding.id in case.expected
+    return finding.id in case.expected and case.mentions in str(finding.as_dict())
 
 
 def mean_losses(history: History) -> tuple[float, float]:

@@ -27,7 +27,7 @@ QUICK_HEALTHY = (
     "mlp-with-adam",
     "mlp-with-sgd",
     "mlp-with-large-batches",
-    "sparse-embeddings",
+    "gradients-from-autograd-grad",
     "square-loss-of-a-linear-model",
 )
 

@@ -125,7 +125,7 @@ def gpt_without_causal_mask(recorder: Recorder) -> None:
 @fault("mlp", causes.DOUBLE_SOFTMAX)
 def softmax_before_cross_entropy(recorder: Recorder) -> None:
     """A perceptron ends with a softmax, and cross_entropy applies another one."""
-    mlp_training(model=nn.Sequential(*mlp(), nn.Softmax(dim=-1))).run(recorder)
+    mlp_training(model=nn.Sequential(*mlp(), nn.Softmax(dim=-1)), epochs=3).run(recorder)
 
 
 class ProbableWaves(LstmClassifier):
@@ -220,16 +220,17 @@ def some_batches_have_only_ignored_labels(recorder: Recorder) -> None:
 
 
 @fault("gpt", causes.IGNORED_LABELS)
-def mask_of_labels_is_inverted(recorder: Recorder) -> None:
-    """The mask of a masked language model is inverted: only the separators at fixed places count in the loss."""
+def answers_are_cut_off(recorder: Recorder) -> None:
+    """The labels of the prompts are -100, and the context ends before the answers, except in one row of eight."""
+    letters = text(1600).tensors[0]
+    labels = torch.full_like(letters[:, 1:], -100)
+    labels[::8, -2:] = letters[::8, -2:]
+    rows = loader(TensorDataset(letters[:, :-1], labels), 16)
 
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        letters = batch[0][:, :BLOCK]
-        chosen = torch.zeros_like(letters, dtype=torch.bool)
-        chosen[::8, 31] = True
-        return functional.cross_entropy(model(letters).flatten(0, 1), letters.masked_fill(~chosen, -100).flatten())
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-    gpt_training(model=Gpt(causal=False), loss=loss).run(recorder)
+    gpt_training(batches=rows, loss=loss, validation=None).run(recorder)
 
 
 @fault("mlp", causes.LEAK, hidden=True)

@@ -20,7 +20,7 @@ def gradients_are_never_zeroed(recorder: Recorder) -> None:
     model = mlp()
     optimizer, rows = sgd(model, lr=0.05), loader(clusters(1280, 1))
     with recorder.attach(model, optimizer) as scope:
-        for _ in range(5):
+        for _ in range(3):
             for batch in scope.batches(rows):
                 scope.backward(class_loss(model, batch))
                 optimizer.step()
@@ -58,7 +58,7 @@ def zero_grad_between_backward_and_step(recorder: Recorder) -> None:
     model = mlp()
     optimizer, rows = adam(model), loader(clusters(1280, 1))
     with recorder.attach(model, optimizer) as scope:
-        for _ in range(4):
+        for _ in range(3):
             for batch in scope.batches(rows):
                 scope.backward(class_loss(model, batch))
                 optimizer.zero_grad()
@@ -66,7 +66,7 @@ def zero_grad_between_backward_and_step(recorder: Recorder) -> None:
 
 
 @fault("cnn", causes.NO_EFFECT)
-def gradients_of_a_copied_model(recorder: Recorder) -> None:
+def weights_are_reset_before_every_step(recorder: Recorder) -> None:
     """The weights are loaded from the last good state before every step, left from a test of checkpoints."""
     model = ConvNet()
     optimizer, rows = sgd(model, lr=0.05), loader(images(1280, 1))
@@ -105,9 +105,9 @@ def accumulation_on_cnn_without_division(recorder: Recorder) -> None:
     accumulate(recorder, model, sgd(model, lr=0.05), loader(images(2560, 1), 8), 1)
 
 
-@fault("mlp", ("accumulation-not-averaged", "accumulation-divided-twice"), hidden=True)
+@fault("mlp", ("accumulation-not-averaged", "accumulation-divided-twice"))
 def accumulation_divided_twice(recorder: Recorder) -> None:
-    """The losses of eight micro-batches are divided by 64: once in the loss function, and once in the loop."""
+    """The losses of eight micro-batches are divided by 8 twice: in the loss function, and in the loop."""
     model = mlp()
     accumulate(recorder, model, sgd(model, lr=0.1), loader(clusters(1280, 1), 4), 64)
 

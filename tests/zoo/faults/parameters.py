@@ -40,7 +40,7 @@ class UnusedAdapter(nn.Module):
 @fault("mlp", causes.NO_GRADIENT)
 def adapter_is_not_called(recorder: Recorder) -> None:
     """A perceptron has an adapter that its forward pass does not call."""
-    mlp_training(model=UnusedAdapter()).run(recorder)
+    mlp_training(model=UnusedAdapter(), epochs=3).run(recorder)
 
 
 class DetachedTrunk(ConvNet):
@@ -92,7 +92,7 @@ def loss_of_a_detached_copy(recorder: Recorder) -> None:
 @fault("lstm", causes.WITHOUT_OPTIMIZER, knowable=0)
 def head_is_not_in_the_optimizer(recorder: Recorder) -> None:
     """The optimizer of an LSTM classifier was given the parameters of the LSTM alone."""
-    lstm_training(lambda model: torch.optim.Adam(model.lstm.parameters(), 1e-2)).run(recorder)
+    lstm_training(lambda model: torch.optim.Adam(model.lstm.parameters(), 1e-2), epochs=3).run(recorder)
 
 
 @fault("gpt", causes.WITHOUT_OPTIMIZER, knowable=0)

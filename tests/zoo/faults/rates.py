@@ -16,7 +16,7 @@ from tests.zoo.training import adam, adamw, cnn_training, gpt_training, lstm_tra
 @fault("mlp", causes.RATE_TOO_HIGH)
 def sgd_rate_300_times_too_high(recorder: Recorder) -> None:
     """SGD with momentum on a perceptron, with a learning rate of 15 in place of 0.05."""
-    mlp_training(lambda model: sgd(model, lr=15.0)).run(recorder)
+    mlp_training(lambda model: sgd(model, lr=15.0), epochs=3).run(recorder)
 
 
 @fault("gpt", causes.RATE_TOO_HIGH)

@@ -415,7 +415,7 @@ def binary_classification(recorder: Recorder) -> None:
     """A binary classifier with binary_cross_entropy_with_logits."""
     points, labels = clusters(1280, 1).tensors
     rows = loader(TensorDataset(points, (labels < 5).float()[:, None]))
-    regression_training(batches=rows, loss=binary_loss, validation=None).run(recorder)
+    regression_training(batches=rows, loss=binary_loss, validation=None, epochs=3).run(recorder)
 
 
 def binary_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:

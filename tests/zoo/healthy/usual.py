@@ -21,13 +21,13 @@ from tests.zoo.training import (
 @healthy("mlp")
 def mlp_with_adam(recorder: Recorder) -> None:
     """Adam on a perceptron."""
-    mlp_training().run(recorder)
+    mlp_training(epochs=3).run(recorder)
 
 
 @healthy("mlp")
 def mlp_with_sgd(recorder: Recorder) -> None:
     """SGD without momentum on a perceptron."""
-    mlp_training(lambda model: sgd(model, lr=0.1, momentum=0.0)).run(recorder)
+    mlp_training(lambda model: sgd(model, lr=0.1, momentum=0.0), epochs=3).run(recorder)
 
 
 @healthy("mlp")
@@ -109,7 +109,7 @@ def mlp_without_validation(recorder: Recorder) -> None:
 def mlp_with_large_batches(recorder: Recorder) -> None:
     """Adam on a regression with all 1,280 rows in one batch, so that an epoch has one step."""
     batches = loader(curve(1280, 1), 1280)
-    regression_training(lambda model: adam(model, lr=1e-2), batches=batches, epochs=150).run(recorder)
+    regression_training(lambda model: adam(model, lr=1e-2), batches=batches, epochs=120).run(recorder)
 
 
 @healthy("gpt")
