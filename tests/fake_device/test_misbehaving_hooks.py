@@ -66,6 +66,7 @@ def missed(name: str, *, audit: bool) -> str:
 @in_parts
 @on_fake_device
 def test_observer_is_harmless_or_reported(part, audit):
+    """On a simulated accelerator, with and without audit, the error names the hook and the change."""
     reasons = {name: missed(name, audit=audit) for name in POSSIBLE[part::PARTS]}
     failures = {name: reason for name, reason in reasons.items() if reason}
     assert not failures, failures

@@ -41,6 +41,7 @@ def trained(folder: Path, hooks: list[Any] | None) -> tuple[Any, Any]:
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @on_fake_device
 def test_trainer_keeps_its_bytes(tmp_path):
+    """Weights and moments of every step, on a simulated accelerator, with an intervention that is rolled back."""
     from tests.framework.integrations.hf_trainers import misbehaving_hook, same
 
     bare = trained(tmp_path / "bare", None)
