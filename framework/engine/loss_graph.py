@@ -220,7 +220,7 @@ def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     counted = targets[targets != _ignore_index(nodes, names)]
     return {
         "ignored_fraction": 1 - counted.numel() / targets.numel(),
-        "target_classes": len(counted[:MOST_TARGETS].unique()),
+        "target_classes": len(torch.unique(counted[:MOST_TARGETS])),
     }
 
 

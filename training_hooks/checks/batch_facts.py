@@ -130,7 +130,8 @@ def class_counts(elements: Tensor) -> Tensor:
     if smallest >= 0 and largest < MOST_BINS:
         counts = torch.bincount(elements)
         return counts[counts > 0]
-    return torch.unique(elements, return_counts=True)[1]
+    counts = torch.unique(elements, return_counts=True)[1]
+    return counts
 
 
 def padded_count(targets: Tensor, ignored: int = IGNORED) -> int:

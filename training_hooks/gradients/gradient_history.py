@@ -155,7 +155,7 @@ class GradientHistory(Remembering):
             self._gram = self._gram.to(products.device)
             # By slices, since a list of indices would be copied to the device.
             sizes = [part.stop - part.start for part in ranges]
-            for part, values in zip(ranges, products.split(sizes), strict=True):
+            for part, values in zip(ranges, torch.split(products, sizes), strict=True):
                 self._gram[part, : len(self)] = values
                 self._gram[: len(self), part] = values.T
             self._waiting = 0

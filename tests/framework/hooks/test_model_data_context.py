@@ -268,7 +268,7 @@ def test_step_options_apply_to_that_step_only():
 def test_learning_rate_that_is_no_number_has_no_factor():
     ctx = context()
     ctx._task.optimizer.param_groups[0]["lr"] = None
-    with pytest.raises(LoopscopeError, match="has no numeric learning rate .* cannot multiply it"):
+    with pytest.raises(LoopscopeError, match=r"has no numeric learning rate .* cannot multiply it"):
         ctx.take_step(rate_factor=0.5)
 
 
