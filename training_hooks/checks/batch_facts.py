@@ -130,7 +130,7 @@ def class_counts(elements: Tensor) -> Tensor:
     if smallest >= 0 and largest < MOST_BINS:
         counts = torch.bincount(elements)
         return counts[counts > 0]
-    counts = torch.unique(elements, return_counts=True)[1]
+    _, counts = torch.unique(elements, return_counts=True)
     return counts
 
 
