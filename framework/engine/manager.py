@@ -61,6 +61,7 @@ class HookManager:
         left_out: reasons of hooks that could not be constructed, by name.
         on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` continues without that hook.
         audit: compare every byte of the training state before and after every call.
+        check_every_call: do not let calls of loopscope's own hooks share a comparison of bytes.
         guardian_device: the device of the copies that undo interventions (``None``: the device of the state).
         profile: measure time and memory of every hook.
         offload_state: keep the state of hooks on the CPU between calls.
@@ -81,6 +82,7 @@ class HookManager:
         sinks: Sequence[MetricSink] = (),
         on_error: Literal["raise", "skip"] = "raise",
         audit: bool = False,
+        check_every_call: bool = False,
         guardian_device: torch.device | None = None,
         profile: bool = False,
         offload_state: bool = False,
@@ -93,7 +95,9 @@ class HookManager:
         self.counts_epochs = loop == "epoch"
         """Whether the loop counts epochs (epoch loop) instead of steps (step loop)."""
         self.pre_epoch_copy = StateCopy(guardian_device)
-        self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
+        self.isolation = Isolation(
+            state, audit=audit, check_every_call=check_every_call, guardian_device=guardian_device
+        )
         self.profiler = Profiler(enabled=profile)
         self.taps = TapSet(task.model, audit=audit, compiled=task.compiled)
         failures = HookFailures(on_error, {hook.name for hook in named} if required is None else set(required))

@@ -67,6 +67,7 @@ class AttachArguments(TypedDict, total=False):
     snapshot_every: int | None
     seed: int
     audit: bool
+    check_every_call: bool
     on_hook_error: Literal["raise", "skip"]
     profile_hooks: bool
     guardian_device: str | None

@@ -51,13 +51,20 @@ class Isolation:
     The quick check follows every call and makes a quick sweep. The rest check extends the latest quick sweep to a
     complete one, once for all calls since the previous rest check. The bytes check compares recorded digests. A full
     check is all three for one call; under audit, the audit replaces its bytes check. Consecutive calls of loopscope's
-    own code share one bytes check, at the end of the visit or before the next call of other code.
+    own code share one bytes check, at the end of the visit or before the next call of other code, unless
+    ``check_every_call`` is set: then the bytes of each call are compared separately.
     """
 
     def __init__(
-        self, state: TrainingState, *, audit: bool = False, guardian_device: torch.device | None = None
+        self,
+        state: TrainingState,
+        *,
+        audit: bool = False,
+        check_every_call: bool = False,
+        guardian_device: torch.device | None = None,
     ) -> None:
         self._state = state
+        self._check_every_call = check_every_call
         self.streams = state.streams
         self._tripwire = Tripwire(state)
         self._audit = Audit(state, enabled=audit)
@@ -167,7 +174,8 @@ class Isolation:
         """
         if self._has_commit:
             self.rebase()
-        if self._calls_sharing_bytes and not call.is_shipped:
+        shares_bytes = call.is_shipped and not self._check_every_call
+        if self._calls_sharing_bytes and not shares_bytes:
             self.check_rest()
         is_full = self._prepare_check(call, self._tripwire)
         self.streams.derive(call.name, call.where, call.step)
@@ -184,7 +192,7 @@ class Isolation:
             if (*map(operator.call, MODE_COUNTERS),) != self._modes:
                 leave_modes(self._modes)
             if is_full:
-                self.check(call, shares_bytes=call.is_shipped)
+                self.check(call, shares_bytes=shares_bytes)
             else:
                 self._check_quickly(call)
             if grad_mode is not self._grad_mode:  # a nested call: the outer one continues without gradients

@@ -90,6 +90,7 @@ class RunSettings:
         with_hooks: hook group: none, minimal, health, observers, interventions or full; default: the experiment's.
         on_hook_error: end the run with a checkpoint (raise), or continue without the hook (skip).
         audit_hooks: digest the complete training state before and after every hook call.
+        check_every_call: compare the bytes after each call of loopscope's own hooks, not of several together.
         profile_hooks: write each hook's time and memory to summary.json.
         guardian_device: device of the rollback copies; by default that of the originals.
         hook_offload_state: keep the state of hooks on the CPU between their calls.
@@ -100,6 +101,7 @@ class RunSettings:
     with_hooks: str | None = None
     on_hook_error: Literal["raise", "skip"] = "raise"
     audit_hooks: bool = False
+    check_every_call: bool = False
     profile_hooks: bool = False
     guardian_device: str | None = None
     hook_offload_state: bool = False

@@ -216,6 +216,7 @@ def create_manager(
         sinks=sinks,
         on_error=settings.on_hook_error,
         audit=settings.audit_hooks,
+        check_every_call=settings.check_every_call,
         guardian_device=device,
         profile=settings.profile_hooks,
         offload_state=settings.hook_offload_state,

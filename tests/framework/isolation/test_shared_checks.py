@@ -97,3 +97,13 @@ def test_commits_of_own_interventions_are_no_writes(comparisons):
         isolation.note_commit()
         isolation.observe(OWN[2], nothing)
     assert [text.count("Hook '") for text in comparisons] == [1, 1, 1]
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+@pytest.mark.parametrize("writer", ["first", "second", "third"])
+def test_separate_checks_name_one_hook(writer):
+    """With ``check_every_call`` no call shares its comparison."""
+    state = made()
+    with pytest.raises(StateMutationError, match=f"Hook '{writer}' at POST_STEP") as caught:
+        observe_all(Isolation(state, check_every_call=True), state, OWN, writer)
+    assert not any(f"Hook '{call.name}'" in str(caught.value) for call in OWN if call.name != writer)
