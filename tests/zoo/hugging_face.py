@@ -43,7 +43,7 @@ def trainer_of(
     recorder: Recorder, model: nn.Module, rows: Any, optimizers: Any = (None, None), **arguments: Any
 ) -> Any:
     """Return a Trainer of one epoch with 16 rows per batch; further arguments are those of TrainingArguments."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     standard = {
         "num_train_epochs": 2,
@@ -57,4 +57,6 @@ def trainer_of(
     }
     evaluation = arguments.pop("eval_dataset", None)
     settings = TrainingArguments(str(recorder.folder / "trainer"), **(standard | arguments))
-    return Trainer(model, settings, train_dataset=rows, eval_dataset=evaluation, optimizers=optimizers)
+    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=evaluation, optimizers=optimizers)
+    trainer.remove_callback(PrinterCallback)
+    return trainer

@@ -86,7 +86,9 @@ def outcome_of(name: str, keep: Path | None = None) -> Outcome:
             folder = Path(temporary) if keep is None else keep / name
             recorder = train(case, folder)
             check_same_findings(recorder)
-            return judged(case, recorder, time.process_time() - started)
+            outcome = judged(case, recorder, time.process_time() - started)
+        check_healthy_loss(outcome)
+        return outcome
     except Exception as error:
         return Outcome(name, "error", error=f"{type(error).__name__}: {error}")
 
@@ -96,6 +98,15 @@ def check_same_findings(recorder: Recorder) -> None:
     for from_record, from_scope in zip(recorder.diagnoses(), recorder.scope_diagnoses(), strict=False):
         read, live = [[finding.id for finding in item] for item in (from_record, from_scope)]
         assert read == live, f"the record has the findings {read}, but scope.diagnose() has {live}"
+
+
+def check_healthy_loss(outcome: Outcome) -> None:
+    """Raise an AssertionError if the loss of a healthy training does not fall by a tenth."""
+    first, last = outcome.losses
+    if outcome.case.kind == "healthy" and outcome.case.falls:
+        assert last < first - 0.1 * abs(first), (
+            f"the loss of a healthy training does not fall: {first:.4g} to {last:.4g}"
+        )
 
 
 def judged(case: Case, recorder: Recorder, seconds: float) -> Outcome:

@@ -7,8 +7,8 @@ from torch.utils.data import TensorDataset
 
 from tests.zoo import causes
 from tests.zoo.case import fault
-from tests.zoo.data import clusters, curve, loader, text
-from tests.zoo.models import Block, Gpt, LstmClassifier, class_loss, mlp, square_loss
+from tests.zoo.data import WAVES, clusters, curve, loader, waves
+from tests.zoo.models import Block, Gpt, class_loss, letter_loss, mlp, square_loss
 from tests.zoo.recorder import Recorder
 from tests.zoo.training import Training, adam, adamw, gpt_training, lstm_training, mlp_training, sgd
 
@@ -76,7 +76,7 @@ def nan_born_in_block_5(recorder: Recorder) -> None:
     """The sixth block of a GPT attends to a window without the letter itself: the softmax of no letter is NaN."""
     model = Gpt(layers=6)
     model.blocks[5] = LocalBlock(48, 4, 0.0, causal=True)
-    gpt_training(model=model, epochs=1).run(recorder)
+    gpt_training(model=model, epochs=1, options={"loss": letter_loss}).run(recorder)
 
 
 class CosineClassifier(nn.Module):
@@ -155,31 +155,38 @@ def logarithm_of_zero(recorder: Recorder) -> None:
     Training(model, adam(model), rows, square_loss, epochs=3).run(recorder)
 
 
-@fault("gpt", causes.NONFINITE, knowable=60, way="attach step")
-def probabilities_of_zero_in_the_loss(recorder: Recorder) -> None:
-    """A focal loss computes the logarithm of a softmax, which is 0 for a letter that is very unlikely."""
-    model = Gpt()
-    optimizer = adamw(model, lr=3e-3)
-    rows = text(16 * 150).tensors[0]
-    with recorder.attach(model, optimizer, loop="step", length=150) as scope:
-        for step, letters in enumerate(scope.batches(rows.split(16)), start=1):
-            logits = model(letters[:, :-1]).flatten(0, 1)
-            temperature = max(0.01, 1 - step / 65)  # an annealed temperature
-            likelihood = functional.softmax(logits / temperature, dim=-1)
-            chances = likelihood.gather(1, letters[:, 1:].reshape(-1, 1))
-            scope.backward(-((1 - chances) ** 2 * chances.log()).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+@fault("mlp", causes.NONFINITE, knowable=30)
+def binary_loss_written_by_hand(recorder: Recorder) -> None:
+    """y log p + (1 - y) log(1 - p) is NaN as soon as the sigmoid p of a sure prediction is rounded to 1."""
+    points, labels = clusters(1280, 1, spread=0.3).tensors
+    rows = loader(TensorDataset(3 * points, (labels < 5).float()[:, None]))
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        chances, targets = model(batch[0]).sigmoid(), batch[1]
+        return -(targets * chances.log() + (1 - targets) * (1 - chances).log()).mean()
+
+    model = mlp(out=1)
+    Training(model, adam(model, lr=1e-2), rows, loss, epochs=5).run(recorder)
 
 
-@fault("lstm", causes.EXPLODING, knowable=1)
-def lstm_gradients_explode(recorder: Recorder) -> None:
-    """An LSTM has recurrent weights three times too large, long sequences, SGD, and no clipping."""
-    model = LstmClassifier(layers=2)
-    with torch.no_grad():
-        for name, weight in model.lstm.named_parameters():
-            weight.mul_(8 if "weight_hh" in name else 1)
-    training = lstm_training(lambda net: sgd(net, lr=0.1), model, clip=None)
-    values, labels = next(iter(loader(training.batches.dataset, 1280, shuffle=False)))
-    training.batches, training.validation = loader(TensorDataset(values.repeat(1, 4, 1), labels)), None
-    training.run(recorder)
+class TanhClassifier(nn.Module):
+    """A recurrent network of tanh units, whose recurrent weights are three times an orthogonal matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.RNN(1, 32, batch_first=True), nn.Linear(32, WAVES)
+        nn.init.orthogonal_(self.rnn.weight_hh_l0, gain=3.0)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the logits after the last value."""
+        return self.head(self.rnn(values)[0][:, -1])
+
+
+@fault("lstm", causes.EXPLODING)
+def recurrent_gradients_explode(recorder: Recorder) -> None:
+    """A recurrent network with large recurrent weights is trained on long sequences by SGD without clipping."""
+    values, labels = waves(1280, 1).tensors
+    rows = loader(TensorDataset(values.repeat(1, 3, 1), labels))
+    lstm_training(lambda net: sgd(net, lr=0.1), TanhClassifier(), batches=rows, validation=None, clip=None).run(
+        recorder
+    )

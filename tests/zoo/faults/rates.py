@@ -96,7 +96,7 @@ def rate_zero_by_integer_division(recorder: Recorder) -> None:
     training.run(recorder)
 
 
-@fault("gpt", causes.RATE_ZERO, knowable=105)
+@fault("gpt", causes.RATE_DECAYED, knowable=105)
 def rate_zero_from_the_middle(recorder: Recorder) -> None:
     """A linear decay was given the steps of one of two epochs, so that the second epoch has a learning rate of 0."""
     training = gpt_training()
