@@ -107,12 +107,12 @@ def rate_zero_from_the_middle(recorder: Recorder) -> None:
 
 @fault("cnn", causes.RATE_JUMP, knowable=81)
 def rate_spike_in_the_middle(recorder: Recorder) -> None:
-    """A piecewise schedule has a typo in one of its stages: 1e-1 in place of 1e-3 for ten steps."""
+    """A piecewise schedule has a typo in one of its stages: 3e-1 in place of 3e-3 for ten steps."""
 
     def factor(step: int) -> float:
         return 100.0 if 80 <= step < 90 else 1.0
 
-    training = cnn_training()
+    training = cnn_training(lambda model: adam(model, lr=3e-3))
     training.scheduler, training.scheduler_every = LambdaLR(training.optimizer, factor), "step"
     training.run(recorder)
 

@@ -128,7 +128,7 @@ def lightning_rate_too_high(recorder: Recorder) -> None:
     fit(recorder, Fast(mlp()), loader(clusters(1280, 1)), loader(clusters(256, 3), 256))
 
 
-@fault("cnn", causes.EVAL_MODE, way="lightning", knowable=1)
+@fault("cnn", (*causes.EVAL_MODE, *causes.NORM_FROZEN), way="lightning", knowable=1)
 def lightning_backbone_in_eval_mode(recorder: Recorder) -> None:
     """A Lightning module calls eval() on its network in on_train_epoch_start, although it is trained."""
 
