@@ -42,6 +42,7 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
         **_modes(model),
         "matrices": sum(item.ndim > 1 for item in trainable.values()),
         "constant_matrices": _names(name for name, item in trainable.items() if _is_constant_matrix(model, name, item)),
+        "zero_matrices": sum(_is_zero(item) for item in trainable.values() if item.ndim > 1),
         "untied_copies": _untied_copies(model),
         "weight_scales": _weight_scales(model),
         "rounded_away": _rounded_away(trainable, optimizers),
@@ -166,6 +167,13 @@ def _is_constant_matrix(model: nn.Module, name: str, parameter: nn.Parameter) ->
     return values.numel() > 1 and bool((values.amax() == values.amin()).item())
 
 
+def _is_zero(parameter: Tensor) -> bool:
+    if not _is_readable(parameter):
+        return False
+    (values,) = local_shards([parameter.detach()])
+    return values.numel() > 0 and not bool(torch.count_nonzero(values))
+
+
 def _untied_copies(model: nn.Module) -> list[list[str]]:
     """Return pairs of an embedding and a linear layer with equal weights that are separate parameters.
 
@@ -202,6 +210,8 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 def _weight_scales(model: nn.Module) -> dict[str, Any]:
     """Return the root mean square of weights in units of 1/√fan_in, its extremes and median, over linear layers.
 
+    Weights that start at zero by design are left out.
+
     PyTorch's default is 0.58, the initialisation of He et al. (arXiv 1502.01852) 1.41.
     """
     scales = {}
@@ -210,7 +220,7 @@ def _weight_scales(model: nn.Module) -> dict[str, Any]:
         is_layer = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
         if is_layer and isinstance(weight, Tensor) and _is_readable(weight) and weight.requires_grad:
             (values,) = local_shards([weight.detach()])
-            if values.numel():
+            if values.numel() and not _is_zero(weight):
                 fan_in = weight[0].numel() if weight.ndim > 1 else weight.numel()
                 scales[f"{name}.weight"] = float(values.float().square().mean().sqrt()) * math.sqrt(fan_in)
     if not scales:

@@ -37,7 +37,12 @@ class RowsRepeated(Detector):
         )
         if not max(within_epoch, within_batch) > self.limit("share"):
             return
-        is_harmful = any(TrainValidationDiverging().detect(history))
+        early = repeated.between(2, 5)
+        is_one_batch = len(repeated) > 1 and bool(
+            np.all(repeated.values[1:] == 1)
+        )  # an exercise, such as overfitting it
+        is_early = len(early) > 0 and float(np.max(early)) > self.limit("share") and not is_one_batch
+        is_harmful = is_early or any(TrainValidationDiverging().detect(history))
         place, share = ("batch", within_batch) if within_batch > within_epoch else ("epoch", within_epoch)
         yield self.finding(
             "warning" if is_harmful else "info",

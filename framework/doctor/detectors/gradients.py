@@ -98,8 +98,10 @@ class LeftoverGradients(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most parameters had a gradient before the backward pass of two checked steps."""
         leftover = history.curve("training_checks/leftover_gradient_count")
-        trainable = max(int(history.facts.get("trainable", 0)), 1)
-        is_left = leftover.values / trainable > self.limit("share")
+        # Nothing zeroes the gradients of parameters that are in no optimizer, which is another finding.
+        outside = int(history.facts.get("without_optimizer", {}).get("count", 0))
+        trainable = max(int(history.facts.get("trainable", 0)) - outside, 1)
+        is_left = (leftover.values - outside) / trainable > self.limit("share")
         if is_left.sum() < 1 or not is_left[-1]:
             return
         yield self.finding(
@@ -196,7 +198,7 @@ class ExplodingGradients(Detector):
             return
         # Gradients fall with the loss, so the median alone would make the first steps of a good training spikes.
         is_spike = (norms.values > max(usual, 1e-12) * self.limit("spike")) & (norms.values > 10 * first)
-        if is_spike.sum() >= 2:
+        if is_spike.sum() >= 2 and not history.facts.get("scaler"):  # a scaler skips steps that overflow
             yield self._finding(
                 norms.first_step_where(is_spike) or 0,
                 f"In {int(is_spike.sum())} steps the gradient norm was more than {self.limit('spike'):.0f} times its "

@@ -8,6 +8,9 @@ from ..history import History
 from .levels import falls_short, uniform_loss
 from .parameters import names_text
 
+EXTREME = 8.0
+"""Median scale that is a mistake even if the loss falls: N(0, 1) for layers with more than 64 inputs."""
+
 
 @DetectorRegistry.register
 class InitialScale(Detector):
@@ -79,7 +82,8 @@ class InitialScale(Detector):
 def _suffers_from_large(history: History) -> bool:
     """Return whether the first loss is far too high, or the loss does not fall."""
     uniform, first = uniform_loss(history), history.loss.first
-    return first > 2 * uniform or falls_short(history, 0.1) or history.step < 5 or first > 100
+    scale = history.facts["weight_scales"]["median"]
+    return first > 2 * uniform or falls_short(history, 0.1) or history.step < 5 or first > 100 or scale > EXTREME
 
 
 @DetectorRegistry.register
@@ -94,7 +98,10 @@ class ConstantWeights(Detector):
     )
     source = "Goodfellow et al., Deep Learning, section 8.4: break symmetry"
     applies_to = "before the first step"
-    thresholds = {"share": Threshold(0.5, "half of the matrices; LoRA and zero-initialised residual blocks have less")}
+    thresholds = {
+        "share": Threshold(0.5, "half of the matrices; a single one may be meant"),
+        "zeros": Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half"),
+    }
     explains = frozenset(
         {
             "loss-not-falling",
@@ -110,8 +117,11 @@ class ConstantWeights(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many matrices are constant."""
         constant = history.facts.get("constant_matrices", {})
+        zeros = history.facts.get("zero_matrices", 0)
         matrices = history.facts.get("matrices", 0)
-        if not constant.get("count") or constant["count"] < self.limit("share") * matrices:
+        # Zeros at the end of a block are usual, as in LoRA; other constants and a network of zeros are not.
+        share = self.limit("zeros") if constant.get("count") == zeros else self.limit("share")
+        if not constant.get("count") or constant["count"] < share * matrices:
             return
         yield self.finding(
             "critical",

@@ -8,9 +8,11 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import falls_short, gradient_norms, loss_fall, median_of, start_level, update_ratios
+from .levels import gradient_norms, loss_fall, median_of, start_level, update_ratios
 
 LR = "training_metrics/lr"
+LARGE_GROWTH = 2.5
+"""Growth of the weight norm within 60 steps that no useful training needs; Adam at 0.01 has less than 2."""
 
 
 def lr_curve(history: History) -> Curve:
@@ -116,8 +118,13 @@ def _early_harm(history: History) -> str:
     highest = float(np.nanmax(loss.values[1 : max(6, len(loss) // 5)]))
     if highest > 2 * loss.first:
         return f", and the loss rose from {loss.first:.3g} to {highest:.3g}"
-    if len(loss) >= 20 and falls_short(history, 0.05):
+    lowest = median_of(np.sort(loss.values)[: max(3, len(loss) // 10)])
+    if len(loss) >= 20 and lowest > 0.95 * loss.first:
         return ", and the loss does not fall"
+    weights = history.curve("parameter_norms/total_weight_norm")
+    growth = weights.at(60) / weights.first if len(weights) > 1 and weights.first > 0 else 1.0
+    if growth > LARGE_GROWTH:
+        return f", and the weights grew {growth:.1f}-fold within {int(min(weights.last_step, 60))} steps"
     return ""
 
 
@@ -145,7 +152,7 @@ class LearningRateTooLow(Detector):
         """Return a finding if all updates at a steady learning rate are tiny."""
         ratios = update_ratios(history)
         values = ratios.values[np.isfinite(ratios.values) & (ratios.values > 0)]
-        rising = _is_warming_up(history)
+        rising = is_warming_up(history)
         if not len(values) or rising or not gradient_norms(history).last > 0:
             return
         lr = initial_lr(history)
@@ -168,7 +175,7 @@ class LearningRateTooLow(Detector):
         )
 
 
-def _is_warming_up(history: History) -> bool:
+def is_warming_up(history: History) -> bool:
     """Return whether the newest learning rate is the highest so far, and above the first one."""
     curve = lr_curve(history)
     return len(curve) > 1 and curve.last > curve.first * 1.01 and curve.last >= 0.99 * float(np.nanmax(curve.values))
@@ -243,11 +250,15 @@ class ScheduleEndsEarly(Detector):
         if len(curve) < 3 or not np.nanmax(curve.values) > 0:
             return
         peak = float(np.nanmax(curve.values))
-        after_peak = curve.steps >= curve.steps[int(np.nanargmax(curve.values))]
-        is_low = (curve.values < self.limit("level") * peak) & after_peak
+        # Only the stretch at the end counts: a schedule with restarts comes back from its minima.
+        is_high = curve.values >= self.limit("level") * peak
+        last_high = int(np.flatnonzero(is_high)[-1])
+        is_low = np.arange(len(is_high)) > last_high
         step = curve.first_step_where(is_low)
         total = max(history.planned_steps or 0, history.step)
-        if step is None or not is_low[-1] or not (history.planned_steps or history.is_over):
+        if step is None or "Restarts" in str(history.settings.get("scheduler")):
+            return
+        if not (history.planned_steps or history.is_over):
             return
         remaining = (total - step) / total
         seen = (history.step - step) / total
@@ -334,7 +345,9 @@ class LearningRateJump(Detector):
             before = median_of(loss.between(step - 20, step - 1))
             after = loss.between(step, step + 20)
             highest = float(np.nanmax(after)) if len(after) and np.isfinite(after).any() else math.inf
-            if highest > self.limit("rise") * before:
+            is_restart = values[index + 1] <= 1.01 * float(np.max(values[: index + 1]))
+            recovers = median_of(loss.values[-10:]) < 1.1 * before and loss.first_nonfinite is None
+            if highest > self.limit("rise") * before and not (is_restart and recovers):
                 yield self.finding(
                     "warning",
                     step,
@@ -361,7 +374,7 @@ class WarmUpMissing(Detector):
         "learning rate over the first 1 to 5 % of the steps."
     )
     source = "Liu et al., arXiv 1908.03265; Xiong et al., arXiv 2002.04745"
-    applies_to = "Adam-type optimizers, in the first tenth of the training"
+    applies_to = "Adam-type optimizers with a cross-entropy, in the first tenth of the training"
     thresholds = {"rise": Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2")}
     needs = ("training_checks",)
     explains = frozenset({"loss-spike", "exploding-gradients"})
@@ -369,11 +382,13 @@ class WarmUpMissing(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss rises early without a warm-up and then recovers."""
         loss, curve = history.loss, lr_curve(history)
-        if not history.is_adam_like or len(loss) < 40 or not loss.first > 0.5 or loss.first_nonfinite is not None:
+        is_classifier = history.last("training_checks/class_count") > 1  # losses of regressions are noisier
+        if not (history.is_adam_like and is_classifier) or len(loss) < 40 or loss.first_nonfinite is not None:
             return
         has_warm_up = len(curve) > 1 and curve.first < 0.5 * float(np.nanmax(curve.values))
-        early = loss.values[1 : max(10, len(loss) // 10)]
-        highest = float(early.max())
+        early = loss.values[1 : max(11, len(loss) // 10)]
+        smooth = np.median(np.lib.stride_tricks.sliding_window_view(early, 5), axis=1)  # single outliers do not count
+        highest = float(smooth.max())
         recovers = start_level(loss, 1) > median_of(loss.values[-10:])
         if has_warm_up or not recovers or highest < self.limit("rise") * loss.first:
             return

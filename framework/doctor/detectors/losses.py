@@ -8,6 +8,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
+from .learning_rates import is_warming_up
 from .levels import end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
 
 CHECKS = "training_checks"
@@ -227,7 +228,8 @@ class LossRising(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a negative cross-entropy, an optimizer that maximises, or a steady rise."""
         loss = history.loss
-        if history.last(f"{CHECKS}/class_count") > 1 and loss.first < 0 and loss.last < 0:
+        uniform = uniform_loss(history)  # the loss of a policy gradient is negative, too, but has another size
+        if loss.first < 0 and loss.last < 0 and 0.5 * uniform < -loss.first < 3 * uniform:
             yield self._finding(
                 1,
                 f"The loss is a cross-entropy with the wrong sign ({loss.first:.3g} at the first step), so the "
@@ -244,10 +246,11 @@ class LossRising(Detector):
         first, last = start_level(loss), end_level(loss)
         finite = np.isfinite(loss.values)
         trend = rank_correlation(loss.values[finite])
-        if last > self.limit("factor") * first and trend > self.limit("trend"):
+        factor = 1.05 if maximises else self.limit("factor")
+        if last > factor * first and (maximises or trend > self.limit("trend")):
             reason = "the optimizer has maximize=True" if maximises else "its sign, or that of the update, may be wrong"
             yield self._finding(
-                loss.first_step_where(loss.values > self.limit("factor") * first) or 1,
+                loss.first_step_where(loss.values > factor * first) or 1,
                 f"The loss rises steadily, from {first:.3g} to {last:.3g}: {reason}.",
                 "Set maximize=False." if maximises else "Check the sign of the loss and of custom updates.",
                 last,
@@ -290,7 +293,7 @@ class NoBetterThanUniform(Detector):
             return
         last = end_level(loss)
         lowest = median_of(np.sort(loss.values)[: max(5, len(loss) // 10)])
-        if not (lowest > self.limit("share") * uniform and last < 1.5 * uniform):
+        if is_warming_up(history) or not (lowest > self.limit("share") * uniform and last < 1.5 * uniform):
             return
         yield self.finding(
             "warning",
@@ -425,7 +428,9 @@ class TrainValidationDiverging(Detector):
                 return
         train, held_out = history.curve("training_metrics/train_acc"), history.curve("training_metrics/val_acc")
         gap = train.last - held_out.last
-        if len(train) >= 3 and train.last > 0.95 and gap > self.limit("gap") and held_out.last <= held_out.first + 0.5:
+        learned = held_out.values[train.values > 0.95] if len(train) == len(held_out) else held_out.values
+        is_stuck = len(learned) >= 5 and held_out.last <= learned[0] + 0.02  # a gap that closes is grokking
+        if train.last > 0.95 and gap > self.limit("gap") and is_stuck:
             step = train.first_step_where(train.values > 0.95) or train.last_step
             yield self._finding(
                 step,

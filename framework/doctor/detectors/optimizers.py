@@ -111,7 +111,19 @@ class MomentumUnusual(Detector):
     source = "Kingma and Ba, arXiv 1412.6980; torch.optim.SGD"
     applies_to = "before the first step"
     thresholds = {"momentum": Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")}
-    explains = frozenset({"loss-not-falling", "loss-spike", "loss-rising", "learning-rate-too-high", "warm-up-missing"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "loss-spike",
+            "loss-rising",
+            "learning-rate-too-high",
+            "warm-up-missing",
+            "no-better-than-uniform",
+            "train-validation-diverging",
+            "dead-units",
+            "exploding-gradients",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the options of the parameter groups."""
@@ -138,6 +150,11 @@ class MomentumUnusual(Detector):
         )
 
 
+def _number(value: object) -> float:
+    """Return an option as a number, 0 if it is missing or no number."""
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
 @DetectorRegistry.register
 class WeightsShrink(Detector):
     """Finds weight decay that shrinks the weights faster than the gradient trains them."""
@@ -151,7 +168,7 @@ class WeightsShrink(Detector):
     source = "Loshchilov and Hutter, arXiv 1711.05101"
     thresholds = {
         "shrinkage": Threshold(0.5, "of the initial norm; trainings that work keep or raise it"),
-        "decay": Threshold(0.2, "weight decay above which the setting is unusual"),
+        "per_step": Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3"),
     }
     needs = ("parameter_norms",)
     explains = frozenset(
@@ -168,7 +185,20 @@ class WeightsShrink(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the weight norm falls far, with a decay, while the loss does not fall as it should."""
         norms = history.curve("parameter_norms/total_weight_norm")
-        decay = max((float(group.get("weight_decay") or 0) for group in history.facts.get("groups", ())), default=0.0)
+        groups = history.facts.get("groups") or []
+        decay = max((float(group.get("weight_decay") or 0) for group in groups), default=0.0)
+        per_step = max((_number(group.get("weight_decay")) * _number(group.get("lr")) for group in groups), default=0.0)
+        if per_step > self.limit("per_step"):
+            yield self.finding(
+                "critical",
+                0,
+                f"The weight decay {decay:g} times the learning rate shrinks the weights by {per_step:.1%} in "
+                "every step.",
+                "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
+                Evidence("facts/groups", per_step, self.limit("per_step"), "1e-6 to 1e-3"),
+                confidence=0.9,
+            )
+            return
         if len(norms) < 2 or not norms.first > 0 or not decay > 0:
             return
         share = norms.last / norms.first
