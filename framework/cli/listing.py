@@ -20,6 +20,7 @@ from ..console import (
 )
 from ..doctor import finding_lines
 from ..errors import UsageError, counted
+from ..hooks import always_on
 from ..report import FoundRun, find_runs, inspect_run
 from ..runs import RunRecord, require, run_folders
 from .output import Output, add_output_options
@@ -207,7 +208,7 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
         yield f"  metrics      {error}"
         return
     yield f"  metrics      {len(wanted):,}; number of points, first and last value of each:"
-    hooks = list(dict.fromkeys(name.partition("/")[0] for name in values))
+    hooks = list(dict.fromkeys([*always_on(), *(name.partition("/")[0] for name in values)]))
     longest = max(map(len, values), default=0) + len("/**")
     for name in sorted(values, key=lambda name: hooks.index(name.partition("/")[0])):
         ends = large_families.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))
