@@ -64,7 +64,9 @@ def photograph_page(page: Path) -> None:
         options.add_argument(word)
     driver = Chrome(options=options, service=ChromeService(shutil.which("chromedriver")))
     try:
-        driver.implicitly_wait(10)
+        driver.implicitly_wait(30)
+        size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)  # a window has less room than its size
         driver.get(page.as_uri())
         driver.find_element("css selector", "#key-charts figure:last-child .main-svg")  # waits until curves are drawn
         driver.save_screenshot(str(FOLDER / "page.png"))
