@@ -17,7 +17,6 @@ ABOUT_ALERTS = (
     "cannot succeed. <strong>Warning</strong>: it is probably worse than it could be. <strong>Info</strong>: healthy "
     "runs may have it, too. In a chart, ▼ marks the alerts about its metric."
 )
-UNRATED = " Alerts without a severity are older than the version that records it."
 ABOUT_PHASES = "A dotted vertical line in every chart marks a change of the phase."
 
 
@@ -26,42 +25,32 @@ def alert_section(runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
     rows = [(shown, style, group) for shown, style in zip(runs, styles, strict=True) for group in _groups(shown)]
     if not rows:
         return ""
-    rows.sort(key=lambda row: (-_rank(row[2][0]), row[2][0]["step"]))
+    rows.sort(key=lambda row: (-SEVERITIES.index(row[2][0]["severity"]), row[2][0]["step"]))
     heading = ("severity", "alert", "run", "first step", "last step", "count", "first sentence")
     lines = [_alert_line(shown, style, group) for shown, style, group in rows[:MOST_GROUPS]]
     head = "".join(f'<th scope="col">{name}</th>' for name in heading)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-    unrated = UNRATED if any(not group[0]["severity"] for *_, group in rows) else ""
     count = sum(len(group) for *_, group in rows)
     title = f"{counted(count, 'alert')} of {counted(len(rows), 'kind')}"
-    return _section("alerts", title, f"<p>{ABOUT_ALERTS}{unrated}</p>{scrolled('Alerts', table)}")
+    return _section("alerts", title, f"<p>{ABOUT_ALERTS}</p>{scrolled('Alerts', table)}")
 
 
 def _groups(shown: ShownRun) -> list[list[Mapping[str, Any]]]:
-    """Return the alerts of a run by their id, or by hook and metric; recoveries are left out."""
+    """Return the alerts of a run by their id; recoveries are left out."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for alert in shown.alerts:
         if not alert["is_over"]:
-            groups.setdefault(alert_id(alert), []).append(alert)
+            groups.setdefault(alert["id"], []).append(alert)
     return [*groups.values()]
-
-
-def alert_id(alert: Mapping[str, Any]) -> str:
-    """Return the id of an alert; older files have only hook and metric."""
-    return alert["id"] or "/".join(filter(None, [alert["hook"], alert["metric"]]))
-
-
-def _rank(alert: Mapping[str, Any]) -> int:
-    return SEVERITIES.index(alert["severity"]) if alert["severity"] else -1
 
 
 def _alert_line(shown: ShownRun, style: RunStyle, group: Sequence[Mapping[str, Any]]) -> str:
     first, last = group[0], group[-1]
-    severity = badge(first["severity"], first["severity"]) if first["severity"] else "–"
+    severity = badge(first["severity"], first["severity"])
     run = f"{style.swatch}{text(shown.label)}"
     steps = f"<td>{first['step']:,}</td><td>{last['step']:,}</td><td>{len(group):,}</td>"
     sentence = text(first["sentence"], LONGEST_SENTENCE)
-    return f"<tr><td>{severity}</td><td>{text(alert_id(first))}</td><td>{run}</td>{steps}<td>{sentence}</td></tr>"
+    return f"<tr><td>{severity}</td><td>{text(first['id'])}</td><td>{run}</td>{steps}<td>{sentence}</td></tr>"
 
 
 def phase_section(runs: Sequence[ShownRun], styles: Sequence[RunStyle], infos: Mapping[str, Mapping[str, Any]]) -> str:

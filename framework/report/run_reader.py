@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..doctor import SEVERITIES, Diagnosis
+from ..doctor import Diagnosis
 from ..durable_files import path_exists, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS, alert_fields
@@ -158,9 +158,6 @@ def _read_alerts(shown: ShownRun, path: Path) -> None:
             rows = alert.get("rows")
             if isinstance(rows, list) and rows and {int}.issuperset(map(type, rows)):
                 texts["rows"] = f"rows {listed(rows, FEW_ROWS)}"
-            severity = alert.get("severity")
-            texts["severity"] = severity if severity in SEVERITIES else ""
-            texts["id"] = shortened(str(alert.get("id") or ""), LONGEST_TEXT)
             is_over = alert.get("is_over") is True
             shown.alerts.append({"step": operator.index(alert["step"]), "is_over": is_over, **texts})
             shown.alert_records.append(alert)

@@ -72,7 +72,7 @@ function tracesOf(metric) {
   }
   data.runs.forEach((run, index) => {
     const alerts = isHidden(index) ? [] : run.alerts.filter(alert => metric.name === `${alert.hook}/${alert.metric}` || (!alert.metric && metric.name.startsWith(`${alert.hook}/`)));
-    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.severity ? `${alert.severity}: ` : ""}${alert.sentence}${alert.rows ? ` (${alert.rows})` : ""}`))));
+    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.severity === "warning" ? "" : `${alert.severity}: `}${alert.sentence}${alert.rows ? ` (${alert.rows})` : ""}`))));
   });
   return traces;
 }

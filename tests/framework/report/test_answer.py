@@ -80,7 +80,7 @@ def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
 
 
 def test_alerts_are_grouped_and_explained(tmp_path: Path) -> None:
-    """Old alerts have neither id nor severity; recoveries are not counted."""
+    """Alerts of old files are warnings, with an id of hook and metric; recoveries are not counted."""
     folder = faulty_run(tmp_path, id="loss-spike", severity="warning")
     more = [
         {**SPIKE, "step": 6, "metric": "other"},
@@ -92,7 +92,7 @@ def test_alerts_are_grouped_and_explained(tmp_path: Path) -> None:
     text = reported(folder).text.partition("3 alerts of 2 kinds")[2]
     assert "Warning : it is probably worse than it could be." in text
     assert "▲ warning loss-spike faulty 5 5 1 The loss spiked at step 5." in text
-    assert "– loss_spikes/other faulty 6 8 2 The loss spiked" in text
+    assert "▲ warning loss-spikes-other faulty 6 8 2 The loss spiked" in text
 
 
 def test_phases_are_listed_with_first_steps(tmp_path: Path) -> None:
