@@ -79,7 +79,8 @@ def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int, *
 
     with user_errors(full_traceback=False):
         run = RecordedRun.read(folder)
-        return try_changes(train_again, folder, diagnosis, read_history(folder), branches=branches, steps=steps)
+        options: dict[str, Any] = {"branches": branches, "steps": steps, "left_out": [*run.record.treatments]}
+        return try_changes(train_again, folder, diagnosis, read_history(folder), **options)
 
 
 def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import listed
 from .change_tests import ChangeTest, change_tests, with_tests
 from .effects import effect_of
 from .findings import Diagnosis, Finding, ranked
@@ -101,7 +102,11 @@ def _place(finding: Finding) -> tuple[int, int]:
 
 
 def diagnosis_with_tests(
-    diagnosis: Diagnosis, results: Sequence[tuple[TrialPlan, Mapping[str, Any] | str]], untested: Sequence[str]
+    diagnosis: Diagnosis,
+    results: Sequence[tuple[TrialPlan, Mapping[str, Any] | str]],
+    untested: Sequence[str],
+    *,
+    left_out: Sequence[str] = (),
 ) -> Diagnosis:
     """Return the diagnosis with the tests, in the order of the new confidences.
 
@@ -109,6 +114,7 @@ def diagnosis_with_tests(
         diagnosis: the findings without tests.
         results: for each plan the measurements of the hook, or the reason why there are none.
         untested: sentences about findings without a plan.
+        left_out: names of the committing hooks of the run, which are disabled in the branches.
     """
     tests: dict[int, Sequence[ChangeTest]] = {}
     sentences = list(untested)
@@ -121,6 +127,8 @@ def diagnosis_with_tests(
                 tests[id(finding)] = found = _tests_of(finding, plan, measured)
                 if finding.id in EVENTS and all(item.of == "loss" for item in found):
                     sentences.append(f"{finding.id}: the unchanged branches do not rise, so no test can decide.")
+    if tests and left_out:
+        sentences.append(f"The branches of the tests ran without {listed([*left_out])}, unlike the run.")
     findings = [with_tests(item, tests[id(item)]) if id(item) in tests else item for item in diagnosis]
     return replace(diagnosis, findings=ranked(findings), untested=sentences)
 

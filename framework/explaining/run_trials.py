@@ -18,7 +18,14 @@ MOST_REPEATED = 500
 
 
 def try_changes(
-    train_again: TrainAgain, folder: Path, diagnosis: Diagnosis, history: History, *, branches: int, steps: int
+    train_again: TrainAgain,
+    folder: Path,
+    diagnosis: Diagnosis,
+    history: History,
+    *,
+    branches: int,
+    steps: int,
+    left_out: Sequence[str] = (),
 ) -> Diagnosis:
     """Return the diagnosis of a run with tests of its findings, in the order of their new confidences.
 
@@ -29,6 +36,7 @@ def try_changes(
         history: what the run has recorded.
         branches: number of unchanged branches, and of branches with each change.
         steps: number of steps of a branch.
+        left_out: names of the run's committing hooks, which are disabled in the branches.
 
     Raises:
         UsageError: for a number of branches or steps that the hook does not accept.
@@ -41,7 +49,7 @@ def try_changes(
         hook(**options)  # raises an error for wrong numbers before the run is trained again
         reason = _distance_problem(folder, plan.step)
         results.append((plan, reason or _measure(train_again, plan, options)))
-    return diagnosis_with_tests(diagnosis, results, untested)
+    return diagnosis_with_tests(diagnosis, results, untested, left_out=left_out)
 
 
 def _distance_problem(folder: Path, step: int) -> str:

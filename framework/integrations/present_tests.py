@@ -48,4 +48,4 @@ def with_tests(attached: AttachedLoop, diagnosis: Diagnosis, branches: int, step
         assert isinstance(hook, InterventionHook)
         with attached.hook_calls:
             results.append((plan, attached.manager.call_between_steps(hook)))
-    return diagnosis_with_tests(diagnosis, results, untested)
+    return diagnosis_with_tests(diagnosis, results, untested, left_out=[*attached.treatments])

@@ -131,6 +131,22 @@ def test_order_is_renewed_by_tests():
     assert "confirmed: no weight decay removes 110 % of the rise" in str(diagnosis)
 
 
+def test_disabled_hooks_are_named():
+    diagnosis = Diagnosis([finding("weight-decay-too-large")])
+    plans, untested = trial_plans(diagnosis, from_present=True)
+    measured = {"level": 1.0, "scale": 1.0, "rise": {"unchanged": [1.0] * 4, "no_decay": [0.0] * 4}}
+    result = diagnosis_with_tests(diagnosis, [(plans[0], measured)], untested, left_out=["grad_clip"])
+    assert result.untested == ["The branches of the tests ran without grad_clip, unlike the run."]
+
+
+def test_damaged_state_is_not_tested():
+    diagnosis = Diagnosis([finding("weight-decay-too-large")])
+    plans, untested = trial_plans(diagnosis, from_present=True)
+    result = diagnosis_with_tests(diagnosis, [(plans[0], {"level": float("nan"), "rise": {}})], untested)
+    assert result.findings == [diagnosis.findings[0]]
+    assert "weight-decay-too-large was not tested: the loss is not finite" in result.untested[0]
+
+
 def test_plans_stay_within_their_branches():
     """One spike uses up the branches; a finding that no branch can test has a sentence."""
     names = ["loss-spike", "learning-rate-too-low", "gradients-not-zeroed"]

@@ -80,12 +80,14 @@ def test_planted_second_moments_are_confirmed(tmp_path):
     assert [found[name] for name in (ROWS, PRECISION)] == [False, False]
 
 
-def test_run_keeps_its_files(tmp_path):
-    """Tests write to the folder of rewinds only."""
+def test_healthy_rate_is_refuted_and_files_stay(tmp_path):
+    """Lower learning rates slow down a healthy run; the tests write to the folder of rewinds only."""
     session(tmp_path, steps=20).run()
     folder = tmp_path / "planted/plain"
     contents = files_of(folder)
-    assert len(try_on(tmp_path, "learning-rate-too-high", 9, steps=20).findings[0].tests) == 3
+    diagnosis = try_on(tmp_path, "learning-rate-too-high", 9, steps=20)
+    assert [*verdicts(diagnosis).values()] == [False, False, False]
+    assert diagnosis.findings[0].confidence < 0.7
     assert files_of(folder) == contents
 
 

@@ -265,7 +265,7 @@ def test_step_options_apply_to_that_step_only():
     assert_close(copied(trainable(ctx.model)), copied(trainable(other.model)), rtol=1e-6, atol=1e-8)
 
 
-def test_learning_rate_that_is_no_number_has_no_factor():
+def test_missing_learning_rate_has_no_factor():
     ctx = context()
     ctx._task.optimizer.param_groups[0]["lr"] = None
     with pytest.raises(LoopscopeError, match=r"has no numeric learning rate .* cannot multiply it"):
