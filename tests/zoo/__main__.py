@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from tests.zoo.case import Case
-from tests.zoo.outcome import Outcome, outcome_of
+from tests.zoo.outcome import Outcome, outcome_of, recorded_outcome
 from tests.zoo.page import PAGE, page
 from tests.zoo.table import HEAD, chosen_cases, line, summary
 
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kind", choices=("fault", "healthy"), help="only faults, or only healthy trainings")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of cases that train at the same time")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the records in this folder")
+    parser.add_argument("--records", type=Path, metavar="FOLDER", help="diagnose the records in this folder again")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
     parser.add_argument("--write", action="store_true", help="write the table of all cases to docs/zoo.md")
     chosen = parser.parse_args(arguments)
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     started, outcomes = time.monotonic(), []
     write(HEAD)
-    for outcome in outcomes_of(cases, chosen.jobs, chosen.keep):
+    for outcome in outcomes_of(cases, chosen.jobs, chosen.keep, chosen.records):
         outcomes.append(outcome)
         write(line(outcome))
     write(f"\n{summary(outcomes)}\n{len(outcomes)} cases in {time.monotonic() - started:.0f} seconds.\n")
@@ -41,12 +42,18 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(outcome.result == "error" for outcome in outcomes))
 
 
-def outcomes_of(cases: Sequence[Case], jobs: int, keep: Path | None = None) -> Iterator[Outcome]:
-    """Train cases in processes, and yield their outcomes in order."""
+def outcomes_of(
+    cases: Sequence[Case], jobs: int, keep: Path | None = None, records: Path | None = None
+) -> Iterator[Outcome]:
+    """Train cases in processes, or read their records, and yield their outcomes in order."""
+    names = [case.name for case in cases]
+    if records is not None:
+        yield from (recorded_outcome(name, records) for name in names)
+        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(partial(outcome_of, keep=keep), [case.name for case in cases])
+        yield from pool.map(partial(outcome_of, keep=keep), names)
 
 
 def write(text: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import tempfile
 import time
 import warnings
@@ -22,7 +23,8 @@ from tests.zoo.recorder import Recorder
 Result = Literal["first", "among three", "later", "missed", "wrong cause", "not shown", "clean", "false alarm", "error"]
 SHOWN = 3
 """Findings in the table of a case."""
-LOSS = "training_metrics/loss"
+LOSSES = ("training_checks/loss", "training_metrics/loss")
+"""Metrics with the loss, that of every step first."""
 GLANCES = (0, 1, 2, 3, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 400)
 """Steps up to which a record is read, to determine when the cause was first a finding."""
 
@@ -84,6 +86,8 @@ def outcome_of(name: str, keep: Path | None = None) -> Outcome:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as temporary:
             warnings.simplefilter("ignore")  # notices about the planted faults
             folder = Path(temporary) if keep is None else keep / name
+            if keep is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             recorder = train(case, folder)
             check_same_findings(recorder)
             outcome = judged(case, recorder, time.process_time() - started)
@@ -91,6 +95,16 @@ def outcome_of(name: str, keep: Path | None = None) -> Outcome:
         return outcome
     except Exception as error:
         return Outcome(name, "error", error=f"{type(error).__name__}: {error}")
+
+
+def recorded_outcome(name: str, records: Path) -> Outcome:
+    """Return the outcome of a case from the records of an earlier training, with the present detectors."""
+    import_module("tests.zoo.table")
+    case, recorder = CASES[name], Recorder(records / name)
+    recorder.runs = sorted(path.parent for path in recorder.folder.rglob("summary.json"))
+    if not recorder.runs:
+        return Outcome(name, "error", error=f"{recorder.folder} has no record; train the case with --keep {records}")
+    return judged(case, recorder, 0.0)
 
 
 def check_same_findings(recorder: Recorder) -> None:
@@ -155,7 +169,7 @@ def is_cause(case: Case, finding: Finding) -> bool:
 
 def mean_losses(history: History) -> tuple[float, float]:
     """Return the mean losses of the first and the last tenth of the steps; NaN without a recorded loss."""
-    values: Sequence[float] = history.curve(LOSS).values.tolist()
+    values: Sequence[float] = max((history.curve(name).values.tolist() for name in LOSSES), key=len)
     tenth = max(1, len(values) // 10)
     if not values:
         return float("nan"), float("nan")

@@ -13,8 +13,10 @@ INTRODUCTION = """\
 
 `loopscope doctor` and `scope.diagnose()` are measured on small trainings. Some have one planted fault, in the way in
 which users make it. The others are healthy, unusual ones among them. Every training records the hooks of the group
-`health`, and its diagnosis is read from the record. `make zoo` trains all of them in minutes, and
-`make zoo ARGS="--only rate"` those whose names contain a text. The cases are functions in `tests/zoo`.
+`health` (a few those of `observers`), and its diagnosis is read from the record. The cases are functions in `tests/zoo`.
+
+`make zoo` trains all of them in minutes, and `make zoo ARGS="--only rate"` those whose names contain a text. With
+`--keep FOLDER` the records are kept. After a change of a detector, `--records FOLDER` diagnoses them again.
 
 A cause counts as found if it is the first finding. The record cannot show some causes with certainty, such as shuffled
 labels: there a finding that calls the training suspicious is right, no finding is accepted, and a warning with another

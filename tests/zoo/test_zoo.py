@@ -26,7 +26,7 @@ QUICK_HEALTHY = (
     "binary-classification",
     "mlp-with-adam",
     "mlp-with-sgd",
-    "mlp-with-large-batches",
+    "mlp-without-validation",
     "gradients-from-autograd-grad",
     "square-loss-of-a-linear-model",
 )

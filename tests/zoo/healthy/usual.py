@@ -102,7 +102,7 @@ def lstm_with_sgd(recorder: Recorder) -> None:
 @healthy("mlp")
 def mlp_without_validation(recorder: Recorder) -> None:
     """Adam on a regression without any validation."""
-    regression_training(lambda model: adam(model, lr=3e-3), validation=None).run(recorder)
+    regression_training(lambda model: adam(model, lr=3e-3), validation=None, epochs=3).run(recorder)
 
 
 @healthy("mlp")
