@@ -13,7 +13,7 @@ INTRODUCTION = """\
 
 `loopscope doctor` and `scope.diagnose()` are measured on small trainings. Some have one planted fault, in the way in
 which users make it. The others are healthy, unusual ones among them. Every training records the hooks of the group
-`health` (a few those of `observers`), and its diagnosis is read from the record. The cases are functions in `tests/zoo`.
+`health` (a few those of `observers`), and its diagnosis is read from the record. The cases are in `tests/zoo`.
 
 `make zoo` trains all of them in minutes, and `make zoo ARGS="--only rate"` those whose names contain a text. With
 `--keep FOLDER` the records are kept. After a change of a detector, `--records FOLDER` diagnoses them again.
