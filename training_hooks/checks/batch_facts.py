@@ -130,8 +130,7 @@ def class_counts(elements: Tensor) -> Tensor:
     if smallest >= 0 and largest < MOST_BINS:
         counts = torch.bincount(elements)
         return counts[counts > 0]
-    _, counts = torch.unique(elements, return_counts=True)
-    return counts
+    return torch.bincount(torch.unique(elements, return_inverse=True)[1])
 
 
 def padded_count(targets: Tensor, ignored: int = IGNORED) -> int:
