@@ -27,7 +27,7 @@ class WithoutOptimizer(Detector):
         "for a part of the model only. Create the optimizer last, from all parameters, or set requires_grad to False."
     )
     source = "start-up facts"
-    explains = frozenset({"parameters-unchanged"})
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the optimizers miss trainable parameters."""

@@ -1,0 +1,103 @@
+"""Promises of every registered detector, tested on the registry, and the registry itself."""
+
+import warnings
+from copy import deepcopy
+
+import numpy as np
+import pytest
+from loopscope.doctor import Detector, DetectorRegistry, Finding, History, all_detectors, diagnose
+from loopscope.errors import RunNotice, UsageError
+from loopscope.hooks import HookRegistry, Series
+from loopscope.training_hooks import TrainingChecks
+
+DETECTORS = all_detectors()
+IDS = [detector.name for detector in DETECTORS]
+
+
+def healthy_history(steps: int = 200) -> History:
+    """Return the history of a training whose loss falls from 2.3 to 0.1, with usual learning rates and updates."""
+    groups = [{"optimizer": "Adam", "lr": 1e-3, "eps": 1e-8}]
+    history = History({"groups": groups, "trainable": 4, "trainable_elements": 100, "elements": 100})
+    at = list(range(1, steps + 1))
+    losses = [0.1 + 2.2 * float(np.exp(-step / 40)) for step in at]
+    history.add(steps, {"training_checks/loss": Series(at, losses), "training_checks/grad_norm": Series(at, losses)})
+    history.add(steps, {"training_checks/lr": Series(at, [1e-3] * steps), "training_checks/class_count": 10})
+    history.add(steps, {"training_checks/update_ratio": Series([1, 2, 3], [0.02, 0.015, 0.01])})
+    return history
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=IDS)
+def test_detector_explains_itself(detector: Detector) -> None:
+    """Names, texts, limits and references to other findings and hooks are complete."""
+    assert detector.name == detector.name.lower()
+    assert " " not in detector.name
+    assert all(text.strip() for text in (detector.symptom, detector.cause, detector.applies_to))
+    assert all(limit.reason for limit in detector.thresholds.values())
+    assert set(detector.explains) <= set(IDS) - {detector.name}
+    assert set(detector.needs) <= {TrainingChecks.name, *HookRegistry.names()}
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=IDS)
+def test_nothing_recorded_gives_no_finding(detector: Detector) -> None:
+    assert list(detector.detect(History())) == []
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=IDS)
+def test_healthy_history_gives_no_finding(detector: Detector) -> None:
+    """The detector also leaves the history as it was."""
+    history = healthy_history()
+    before = deepcopy(history.facts), history.step, sorted(history.curves)
+    assert list(detector.detect(history)) == []
+    assert before == (history.facts, history.step, sorted(history.curves))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e30])
+def test_odd_values_break_no_detector(value: float) -> None:
+    """A detector that raises would be left out with a notice, which is an error here."""
+    history = healthy_history()
+    others = ("parameter_norms/total_weight_norm", "training_metrics/evaluation/val_loss", "activations/rms/block")
+    for name in [*history.curves, *others]:
+        history.add(201, {name: value})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RunNotice)
+        diagnose(history)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7, 21, 61])
+def test_short_histories_break_no_detector(steps: int) -> None:
+    history = healthy_history(steps) if steps else History()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RunNotice)
+        assert not diagnose(history).at_least("warning")
+
+
+class Broken(Detector):
+    """A detector with an error."""
+
+    name = "broken"
+    symptom = "none"
+    cause = "none"
+
+    def detect(self, history: History) -> list[Finding]:
+        """Divide by zero."""
+        return [self.finding("critical", 1 // 0, "", "")]
+
+
+def test_broken_detector_hides_no_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out with a notice that names it."""
+    DetectorRegistry.register(Broken)
+    try:
+        history = History({"without_optimizer": {"count": 1, "names": ["head.weight"], "share": 0.1}, "trainable": 2})
+        with pytest.warns(RunNotice, match="detector 'broken' failed"):
+            diagnosis = diagnose(history)
+    finally:
+        DetectorRegistry.unregister("broken")
+    assert [finding.id for finding in diagnosis] == ["parameters-without-optimizer"]
+
+
+def test_incomplete_detector_is_refused() -> None:
+    class Nameless(Detector):
+        """A detector without texts."""
+
+    with pytest.raises(UsageError, match="Nameless has no name"):
+        DetectorRegistry.register(Nameless)

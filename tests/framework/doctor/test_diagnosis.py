@@ -1,0 +1,157 @@
+"""Findings: their order, their JSON, histories, start-up facts, and diagnoses of runs in progress and afterwards."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import loopscope
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loopscope.cli import main
+from loopscope.doctor import Curve, Diagnosis, Evidence, Finding, History, diagnose, start_facts
+from loopscope.doctor.findings import ranked
+from loopscope.hooks import Series
+from loopscope.runs import read_history
+from torch import nn
+
+
+def finding(name: str, severity: str, step: int = 1, confidence: float = 0.9, explains: str = "") -> Finding:
+    return Finding(name, severity, step, "why", "next", (), confidence, frozenset(explains.split()))  # type: ignore[arg-type]
+
+
+def test_causes_precede_their_consequences() -> None:
+    """A cause of severity warning precedes a critical consequence; remarks come last, and explain nothing."""
+    cause, effect = finding("cause", "warning", explains="effect"), finding("effect", "critical", step=5)
+    remark, other = finding("remark", "info", explains="other"), finding("other", "warning", confidence=0.5)
+    assert [item.id for item in ranked([remark, effect, other, cause])] == ["cause", "other", "effect", "remark"]
+
+
+def test_later_finding_explains_no_earlier_one() -> None:
+    late, early = finding("late", "warning", step=9, explains="early"), finding("early", "critical", step=2)
+    assert [item.id for item in ranked([late, early])] == ["early", "late"]
+
+
+def test_json_has_the_fields_of_a_finding() -> None:
+    """The content survives JSON, and describes the same finding."""
+    original = Finding("id", "warning", 3, "why", "next", (Evidence("a/b", 0.5, 0.1, "0"),), 0.8)
+    content = json.loads(json.dumps(Diagnosis([original]).as_dict()))
+    assert content["schema"] == 1
+    assert set(content["findings"][0]) == {"id", "severity", "step", "evidence", "why", "next", "confidence"}
+    assert Finding.of(content["findings"][0]).as_dict() == original.as_dict()
+
+
+@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=9000))
+def test_long_curves_are_thinned(values: list[float]) -> None:
+    """Ends are kept, steps ascend, and every kept value is that of its step."""
+    curve = Curve()
+    for step, value in enumerate(values, start=1):
+        curve.add(step, value)
+    assert len(curve) <= 4098
+    assert (curve.first, curve.last) == (values[0], values[-1])
+    assert all(curve.steps[1:] > curve.steps[:-1])
+    assert [values[step - 1] for step in curve.steps] == curve.values.tolist()
+
+
+def test_history_flattens_dicts_and_series() -> None:
+    history = History()
+    history.add(4, {"a/dict": {"x": 1}, "a/series": Series([1, 4], [2.0, 3.0]), "a/list": [1, 2], "a/text": "no"})
+    assert {name: curve.last for name, curve in history.curves.items()} == {"a/dict/x": 1.0, "a/series": 3.0}
+    assert history.curve("a/series").at(3) == 2.0
+    assert math.isnan(history.last("a/list"))
+
+
+def test_facts_compare_model_and_optimizer() -> None:
+    """A head outside of the optimizer, a frozen layer inside, a foreign tensor, and a copied embedding are found."""
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 5, bias=False)}
+    )
+    model["head"].weight.data.copy_(model["embedding"].weight)
+    model["body"].bias.requires_grad_(False)
+    held = [*model["embedding"].parameters(), *model["body"].parameters(), nn.Parameter(torch.zeros(1))]
+    facts = start_facts(model, [torch.optim.SGD(held, lr=0.1)])
+    assert facts["without_optimizer"]["names"] == ["head.weight"]
+    assert facts["frozen_in_optimizer"]["names"] == ["body.bias"]
+    assert facts["foreign_in_optimizer"] == 1
+    assert facts["untied_copies"] == [["embedding.weight", "head.weight"]]
+
+
+def train(
+    folder: Path, optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = 12, **options: object
+) -> object:
+    """Train with the hooks of the group health, and return the scope."""
+    batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(steps)]
+    options = {"with_hooks": "health", "out": folder, "display": "none"} | options
+    with loopscope.attach(model, optimizer, **options) as scope:  # type: ignore[arg-type]
+        for inputs, targets in scope.batches(batches):
+            scope.backward(nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    return scope
+
+
+def test_live_and_recorded_diagnosis_agree(tmp_path: Path) -> None:
+    """The scope, the summary and the record give the same findings."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    scope = train(tmp_path / "run", torch.optim.Adam(model[0].parameters(), lr=3.0), model)
+    findings = scope.diagnose().as_dict()["findings"]  # type: ignore[attr-defined]
+    assert {"learning-rate-too-high", "parameters-without-optimizer"} <= {item["id"] for item in findings}
+    recorded = diagnose(read_history(tmp_path / "run")).as_dict()["findings"]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())["findings"]
+    assert recorded == summary == findings
+
+
+def test_finding_is_reported_at_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An update that replaces the weights is reported at step 1, before the end of the logging interval."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        train(tmp_path / "run", torch.optim.Adam(model.parameters(), lr=3.0), model, steps=1, display="normal")
+    printed = capsys.readouterr().out
+    assert "warning: critical learning-rate-too-high, step 1: " in printed
+
+
+def test_diagnosis_leaves_the_training_unchanged(tmp_path: Path) -> None:
+    """Asking for a diagnosis in every step changes no weight and no byte of the record."""
+    weights, records = [], []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        folder = tmp_path / str(asks) / "run"
+        batches = [torch.randn(8, 4) for _ in range(6)]
+        with loopscope.attach(model, optimizer, with_hooks="health", out=folder, display="none") as scope:
+            for inputs in scope.batches(batches):
+                scope.backward(model(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if asks:
+                    scope.diagnose()
+        weights.append(model.weight.detach().clone())
+        records.append((folder / "run.jsonl").read_bytes())
+    assert torch.equal(*weights)
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize(("fail_on", "status"), [("critical", 0), ("info", 0), (None, 0)])
+def test_command_reports_a_clean_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fail_on: str | None, status: int
+) -> None:
+    model = nn.Linear(4, 3)
+    train(tmp_path / "run", torch.optim.Adam(model.parameters(), lr=0.01), model)
+    words = ["doctor", str(tmp_path / "run"), *(["--fail-on", fail_on] if fail_on else [])]
+    assert main(words, packages=("loopscope.sinks", "loopscope.training_hooks")) == status
+    assert "No problem was found." in capsys.readouterr().out
+
+
+def test_command_fails_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finding of the requested severity gives status 1, and a wrong severity status 2."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    train(tmp_path / "run", torch.optim.Adam(model[0].parameters(), lr=0.01), model)
+    packages = ("loopscope.sinks", "loopscope.training_hooks")
+    assert main(["doctor", str(tmp_path / "run"), "--fail-on", "warning"], packages=packages) == 1
+    assert main(["doctor", str(tmp_path / "run"), "--fail-on", "fatal"], packages=packages) == 2
+    assert main(["doctor", str(tmp_path / "missing")], packages=packages) == 2
+    assert "Traceback" not in capsys.readouterr().err
