@@ -23,8 +23,9 @@ MATERIAL = 0.5
 tiny loss is many standard deviations high, and means nothing."""
 RECOVERED = 0.25
 """Rise of the loss below which it has recovered from a spike."""
-HUGE = 10.0
-"""Rise of the loss that is a warning at once: ten times its mean, and twice its initial level."""
+HUGE = 25.0
+"""Rise of the loss that is a warning at once: 25 times its mean, and five times its initial level and every loss of the
+window. The losses of data with heavy tails rise by less: their window contains other outliers."""
 
 
 def deviations(series: Tensor, window: int) -> Tensor:
@@ -65,9 +66,10 @@ SPIKES = """
 """
 """The metrics of one signal x; mean and σ are those of its previous ``window`` values."""
 RISE = """
-    loss_rise | (x − m) / (|m| + |ℓ| / 5), x the loss, m its mean over the `window` steps before, ℓ that over the first
-        `window` steps; both ignore infinite and NaN values | (−∞, ∞) | Above 0.5 after a spike, and still above 0.25
-        `window` / 8 steps after it: the spike is a warning. Above 10 at a spike: it is a warning at once.
+    loss_rise | (x − m) / (|m| + M / 5), x the loss, m its mean over the `window` steps before, M the largest of their
+        absolute values and |ℓ|, ℓ the mean over the first `window` steps; infinite and NaN values are ignored | (−∞, ∞)
+        | Above 0.5 after a spike, and still above 0.25 `window` / 8 steps after it: the spike is a warning. Above 25 at
+        a spike: it is a warning at once.
 """
 """The height of a spike relative to the level of the loss."""
 
@@ -81,6 +83,10 @@ class LossSpikes(TrainingHook):
     in the window are ignored. Loss and gradient norm are those at POST_BACKWARD, before clipping, which would hide
     spikes. The hook checks every step with a known loss, and reports a spike at once. A step that a loss scaler skips
     has no gradient norm: its overflow is no spike.
+
+    A spike is reported with severity ``info``, since trainings that succeed have spikes, too. It is a warning if the
+    loss rises by more than half of its mean plus a tenth of the largest loss of the window or the start, and does not
+    fall below half of that rise within window / 8 steps. A rise 50 times as large is a warning at once.
 
     Assumes that loss and gradient norm fluctuate around a steady level within a window: a steep fall widens σ and hides
     small spikes. With 6σ false alarms are rare for Gaussian values, but not for heavy-tailed ones.
@@ -143,10 +149,12 @@ class LossSpikes(TrainingHook):
 
     def _rise(self, losses: Tensor) -> Tensor:
         """Return the rise of the last of ``window`` + 1 losses above the mean of the others."""
-        mean = _finite_mean(losses[:-1])
+        preceding = torch.where(losses[:-1].isfinite(), losses[:-1], 0.0)
+        mean = preceding.sum() / losses[:-1].isfinite().sum()
         if not len(self._initial):
             self._initial = mean[None]
-        return (losses[-1] - mean) / (mean.abs() + self._initial.to(mean.device)[0].abs() / 5)
+        level = torch.maximum(preceding.abs().max(), self._initial.to(mean.device)[0].abs())
+        return (losses[-1] - mean) / (mean.abs() + level / 5)
 
     def is_urgent(self, metrics: Metrics) -> bool | Tensor:
         """Return whether the step is a spike."""
@@ -197,9 +205,3 @@ class LossSpikes(TrainingHook):
             )
         if steps_since >= patience or has_recovered:
             self._spike_step = 0
-
-
-def _finite_mean(values: Tensor) -> Tensor:
-    """Return the mean of the finite elements of a vector."""
-    finite = values.isfinite()
-    return torch.where(finite, values, 0.0).sum() / finite.sum()

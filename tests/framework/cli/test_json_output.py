@@ -133,7 +133,7 @@ def test_fail_on_leaves_one_object(runs: None, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["schema"] == 1
 
 
-def test_text_in_a_pipe_is_cut_and_names_the_rest(runs: None, capsys) -> None:
+def test_text_in_a_pipe_is_cut(runs: None, capsys) -> None:
     assert main(["hooks"]) == 0
     text = capsys.readouterr().out
     assert len(text.encode()) <= 4096

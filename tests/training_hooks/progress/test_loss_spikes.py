@@ -191,7 +191,7 @@ def test_spike_that_lasts_is_a_warning(first):
     assert [alert for alert in found if alert[1] == "warning"] == [(64, "warning")]
 
 
-def test_spike_far_above_the_initial_loss_warns_at_once():
+def test_spike_above_the_initial_loss_warns_immediately():
     assert severities(LossSpikes(window=16), [*noise(40), 90.0, *noise(20)]) == [(40, "warning")]
 
 

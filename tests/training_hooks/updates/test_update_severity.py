@@ -43,14 +43,14 @@ def severities(alerts: list[Alert]) -> list[tuple[int, str, str]]:
     return [(alert.step, alert.severity, alert.id) for alert in alerts if "no parameter" not in str(alert)]
 
 
-def test_matrix_without_gradient_is_a_fault_if_that_lasts():
+def test_matrix_without_lasting_gradient_is_a_fault():
     """At the first check it may be a factor of LoRA."""
     lasting = severities(check(lambda step: {"weight": 0.0}))
     assert lasting == [(1, "info", "vanishing-gradients"), (2, "warning", "vanishing-gradients")]
     assert severities(check(lambda step: {"weight": float(step > 1)})) == [(1, "info", "vanishing-gradients")]
 
 
-def test_tiny_gradient_of_a_deep_model_is_a_fault_at_once():
+def test_tiny_gradient_is_a_fault_at_once():
     assert severities(check(lambda step: {"weight": 1e-9})) == [(1, "warning", "vanishing-gradients")]
 
 
@@ -67,7 +67,7 @@ def test_small_gradients_of_a_solved_task_are_remarks():
     assert [alert.severity for alert in dead] == ["info", "warning"]
 
 
-def test_large_gradients_are_a_fault_if_they_were_smaller():
+def test_gradients_that_became_large_are_a_fault():
     """A sum over tokens makes them large from the start."""
     assert severities(check(lambda step: {"weight": 1e3})) == [(1, "info", "exploding-gradients")]
     grown = severities(check(lambda step: {"weight": 1e3 if step > 3 else 1.0}))
@@ -80,7 +80,7 @@ def test_nonfinite_gradient_is_critical(value):
 
 
 @pytest.mark.parametrize(("lr", "severity"), [(0.1, "warning"), (0.0, "info"), (math.nan, "warning")])
-def test_frozen_parameters_are_a_fault_with_a_learning_rate(lr, severity):
+def test_frozen_parameters_with_learning_rate_are_a_fault(lr, severity):
     """It is NaN if no optimizer has the parameter."""
     assert severities(check(lambda step: {}, lr=lr, moves=False)) == [(3, severity, "optimizer-without-effect")]
 
@@ -111,7 +111,7 @@ def test_lost_updates_of_a_gain_are_a_remark():
     assert rounding(gain_only=False, rates=dict.fromkeys(range(1, 5), 1e-3)) == ["info", "warning"]
 
 
-def test_lost_updates_at_the_end_of_a_decay_are_remarks():
+def test_lost_updates_in_a_decay_are_remarks():
     assert rounding(gain_only=False, rates={1: 1e-3, 2: 5e-5, 3: 5e-5, 4: 5e-5}) == ["info"]
 
 
