@@ -23,9 +23,9 @@ MATERIAL = 0.5
 tiny loss is many standard deviations high, and means nothing."""
 RECOVERED = 0.25
 """Rise of the loss below which it has recovered from a spike."""
-HUGE = 25.0
-"""Rise of the loss that is a warning at once: 25 times its mean, and five times its initial level and every loss of the
-window. The losses of data with heavy tails rise by less: their window contains other outliers."""
+HUGE = 100.0
+"""Rise of the loss that is a warning at once: 100 times its mean, and 20 times its initial level and every loss of the
+window. Losses of data with heavy tails rise by less: by 54 with two degrees of freedom, in 300 steps."""
 
 
 def deviations(series: Tensor, window: int) -> Tensor:
@@ -68,8 +68,8 @@ SPIKES = """
 RISE = """
     loss_rise | (x − m) / (|m| + M / 5), x the loss, m its mean over the `window` steps before, M the largest of their
         absolute values and |ℓ|, ℓ the mean over the first `window` steps; infinite and NaN values are ignored | (−∞, ∞)
-        | Above 0.5 after a spike, and still above 0.25 `window` / 8 steps after it: the spike is a warning. Above 25 at
-        a spike: it is a warning at once.
+        | Above 0.5 after a spike, and still above 0.25 `window` / 8 steps after it: the spike is a warning. Above 100
+        at a spike: it is a warning at once.
 """
 """The height of a spike relative to the level of the loss."""
 
@@ -86,7 +86,7 @@ class LossSpikes(TrainingHook):
 
     A spike is reported with severity ``info``, since trainings that succeed have spikes, too. It is a warning if the
     loss rises by more than half of its mean plus a tenth of the largest loss of the window or the start, and does not
-    fall below half of that rise within window / 8 steps. A rise 50 times as large is a warning at once.
+    fall below half of that rise within window / 8 steps. A rise 200 times as large is a warning at once.
 
     Assumes that loss and gradient norm fluctuate around a steady level within a window: a steep fall widens σ and hides
     small spikes. With 6σ false alarms are rare for Gaussian values, but not for heavy-tailed ones.

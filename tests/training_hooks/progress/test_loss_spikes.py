@@ -192,7 +192,7 @@ def test_spike_that_lasts_is_a_warning(first):
 
 
 def test_spike_above_the_initial_loss_warns_immediately():
-    assert severities(LossSpikes(window=16), [*noise(40), 90.0, *noise(20)]) == [(40, "warning")]
+    assert severities(LossSpikes(window=16), [*noise(40), 900.0, *noise(20)]) == [(40, "warning")]
 
 
 def test_overflow_of_scaled_gradients_is_no_spike():
