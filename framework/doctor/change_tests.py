@@ -49,6 +49,7 @@ class ChangeTest:
         """The test in one sentence."""
         if self.of == "rise":
             verb = "removes {} of the rise" if self.effect >= 0 else "adds {} to the rise"
+            verb = "removes more than the rise, {} of it," if self.effect > 1 else verb
         else:
             verb = "lowers the loss by a further {}" if self.effect >= 0 else "raises the loss by {}"
         numbers = f"±{_percent(self.error)}, null {_percent(self.null)}, {self.branches} branches"

@@ -125,7 +125,9 @@ def diagnosis_with_tests(
                 sentences.append(_not_tested(finding, reason))
             elif not isinstance(measured, str):
                 tests[id(finding)] = found = _tests_of(finding, plan, measured)
-                if finding.id in EVENTS and all(item.of == "loss" for item in found):
+                if not found:
+                    sentences.append(_not_tested(finding, "the optimizer has no numeric learning rate"))
+                elif finding.id in EVENTS and all(item.of == "loss" for item in found):
                     sentences.append(f"{finding.id}: the unchanged branches do not rise, so no test can decide.")
     if tests and left_out:
         sentences.append(f"The branches of the tests ran without {listed([*left_out])}, unlike the run.")

@@ -51,8 +51,9 @@ class HypothesisTest(DebugInterventionHook):
     * ``no_decay``: without weight decay
     * ``without_rows``: without the rows of the event's batch that stand out, or with another batch in its place
 
-    Assumes a run of one process, and batches that resemble each other: in a sorted order a change of the data looks
-    like a rise. Per-epoch schedulers do not advance, and committing hooks (clipping) are disabled in the branches.
+    Learning rates that are not numbers are not changed. Assumes a run of one process, and batches that resemble each
+    other: in a sorted order a change of the data looks like a rise. Per-epoch schedulers do not advance, and committing
+    hooks (clipping) are disabled in the branches.
 
     Args:
         branches: number of unchanged branches, and of branches with each change.
@@ -109,7 +110,7 @@ class HypothesisTest(DebugInterventionHook):
         self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=1, warmup=self.step - 1)
 
     def start(self, run: RunInfo) -> None:
-        """Reject several processes, and learning rates that cannot be multiplied."""
+        """Reject several processes."""
         if run.ranks.are_many:
             raise UnsuitableError("Hook 'hypothesis_test' needs a run of one process.")
 
@@ -118,14 +119,16 @@ class HypothesisTest(DebugInterventionHook):
         with eagerly():
             batches = planned_batches(run_ctx, model_ctx, self.branches, self.steps, self.event)
             trials = Trials(model_ctx, batches, self.event - 1, self.usual_norm)
-            return self._measure(trials, batches)
+            has_rates = not any(math.isnan(group.lr) for group in run_ctx.optimizer_groups)
+            possible = [item for item in self._hypotheses if has_rates or item.rate_factor == 1]
+            return self._measure(trials, batches, possible)
 
-    def _measure(self, trials: "Trials", batches: "Batches") -> Metrics:
+    def _measure(self, trials: "Trials", batches: "Batches", hypotheses: Sequence[Hypothesis]) -> Metrics:
         if not math.isfinite(trials.level):
             return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": []}
         places = range(len(batches.orders))
         rises = {UNCHANGED: [trials.rise(place, None) for place in places]}
-        for hypothesis in self._hypotheses:
+        for hypothesis in hypotheses:
             is_idle = hypothesis.widens and not trials.has_low_precision
             # Without numbers of 16 bits, float32 changes nothing.
             rises[hypothesis.name] = (

@@ -128,7 +128,7 @@ def test_order_is_renewed_by_tests():
     assert diagnosis.findings[0].confidence > 0.7 > diagnosis.findings[1].confidence
     content = diagnosis.findings[0].as_dict()
     assert Finding.of(content).as_dict() == content
-    assert "confirmed: no weight decay removes 110 % of the rise" in str(diagnosis)
+    assert "confirmed: no weight decay removes more than the rise, 110 % of it," in str(diagnosis)
 
 
 def test_disabled_hooks_are_named():
@@ -137,6 +137,14 @@ def test_disabled_hooks_are_named():
     measured = {"level": 1.0, "scale": 1.0, "rise": {"unchanged": [1.0] * 4, "no_decay": [0.0] * 4}}
     result = diagnosis_with_tests(diagnosis, [(plans[0], measured)], untested, left_out=["grad_clip"])
     assert result.untested == ["The branches of the tests ran without grad_clip, unlike the run."]
+
+
+def test_missing_learning_rate_is_not_tested():
+    diagnosis = Diagnosis([finding("learning-rate-too-low")])
+    plans, untested = trial_plans(diagnosis, from_present=True)
+    measured = {"level": 1.0, "scale": 1.0, "rise": {"unchanged": [1.0] * 4}}
+    result = diagnosis_with_tests(diagnosis, [(plans[0], measured)], untested)
+    assert result.untested == ["learning-rate-too-low was not tested: the optimizer has no numeric learning rate."]
 
 
 def test_damaged_state_is_not_tested():

@@ -18,7 +18,7 @@ from tests.support import ActingHook, at
 from tests.support.cases import FEW_PASSES
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert", "ignore::loopscope.errors.RunNotice")
-OPTIONS = {name: options for name, options in FEW_PASSES.items() if name != "what_if"}
+OPTIONS = {name: options for name, options in FEW_PASSES.items() if name not in ("hypothesis_test", "what_if")}
 MEASURING = ("hessian", "sharpness", "lr_probe", "weight_average", "gradient_noise_scale", "variance", "batch_dynamics")
 ACTING: Any = at(ActingHook, HookPoint.PRE_STEP, needs_loss=True, needs_pre_epoch_state=False)
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -19,7 +19,7 @@ from transformers.optimization import Adafactor
 from tests.support.cases import FEW_PASSES
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert", "ignore::loopscope.errors.RunNotice")
-OPTIONS = {name: options for name, options in FEW_PASSES.items() if name != "what_if"}
+OPTIONS = {name: options for name, options in FEW_PASSES.items() if name not in ("hypothesis_test", "what_if")}
 QUIET: dict[str, Any] = {"display": "none", "overwrite": True}
 
 

@@ -63,7 +63,7 @@ class Subject:
 EXACT = {"refused": (*SHARDED, *SPLIT), "remedy": "method=finite_difference"}
 ALONE = {"refused": (*REPLICATED, *SHARDED, *SPLIT), "remedy": "one process"}
 CHOSEN = [
-    *(Subject(name, **ALONE) for name in ("batch_rows", "step_history", "what_if")),
+    *(Subject(name, **ALONE) for name in ("batch_rows", "hypothesis_test", "step_history", "what_if")),
     Subject("attention", {"every": 1}, refused=SPLIT, remedy="in a run without tensor parallelism"),
     Subject("attention_logits", {"interval": 1}, refused=SPLIT, remedy="train without tensor parallelism"),
     Subject("qk_clip", {"threshold": 0.01}, refused=SPLIT, remedy="train without tensor parallelism"),
