@@ -51,9 +51,9 @@ class HypothesisTest(DebugInterventionHook):
     * ``no_decay``: without weight decay
     * ``without_rows``: without the rows of the event's batch that stand out, or with another batch in its place
 
-    Learning rates that are not numbers are not changed. Assumes a run of one process, and batches that resemble each
-    other: in a sorted order a change of the data looks like a rise. Per-epoch schedulers do not advance, and committing
-    hooks (clipping) are disabled in the branches.
+    Assumes a run of one process, and batches that resemble each other: in a sorted order a change of the data looks
+    like a rise. Per-epoch schedulers do not advance, and committing hooks (clipping) are disabled in the branches.
+    Learning rates that are not numbers are not changed.
 
     Args:
         branches: number of unchanged branches, and of branches with each change.

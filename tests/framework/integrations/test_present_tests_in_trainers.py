@@ -14,7 +14,6 @@ from .hf_trainers import Trace, attached, same, trainer
 
 pytestmark = [
     pytest.mark.trainer,
-    pytest.mark.guarantee("interventions-are-undone"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*:UserWarning:lightning"),
 ]
 HIGH = 5.0
@@ -42,7 +41,9 @@ def hf_trace(folder: Path, *, test: bool) -> tuple[Any, Any]:
     return (trace.steps, torch.rand(3)), diagnosing.diagnosis
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 def test_hugging_face_continues_bit_for_bit(tmp_path):
+    """Weights, moments and random streams at every step are those of a training without tests."""
     tested, diagnosis = hf_trace(tmp_path / "tested", test=True)
     assert any(item.tests for item in diagnosis)
     assert same(tested, hf_trace(tmp_path / "plain", test=False)[0])
@@ -71,7 +72,9 @@ def lightning_trace(folder: Path, *, test: bool) -> tuple[Any, Any]:
     return trace.rows, diagnosing.diagnosis
 
 
+@pytest.mark.guarantee("interventions-are-undone")
 def test_lightning_continues_bit_for_bit(tmp_path):
+    """Weights, moments and random streams after every batch are those of a fit without tests."""
     tested, diagnosis = lightning_trace(tmp_path / "tested", test=True)
     assert any(item.tests for item in diagnosis)
     assert tested == lightning_trace(tmp_path / "plain", test=False)[0]
