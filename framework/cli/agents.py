@@ -17,8 +17,8 @@ bit of a training. Do not read the JSONL files whole: they are large. Ask the co
 2. `loopscope doctor RUN --json`: what is wrong: findings with `severity`, `step`, `evidence`, `why` and `next`, the
    most important first.
 3. `loopscope alerts RUN --json --since STEP`: what has happened since a step, the newest last; also while it trains.
-4. `loopscope show RUN --json`: result, settings and the names of all metrics; with `--metrics 'training_metrics/*'` the
-   extremes and some values of each.
+4. `loopscope show RUN --json --metrics 'training_checks/l*'`: extremes and some values of each metric that matches;
+   without `--metrics` the result and all metrics with their first and last value.
 5. `loopscope compare RUN RUN --json`: differing settings, results, tests over seeds, the first differing step.
 
 - Every output is one JSON object with `"schema": 1`, at most 4,096 bytes. If `truncated` is present, it names the cut
@@ -26,9 +26,9 @@ bit of a training. Do not read the JSONL files whole: they are large. Ask the co
   `--all` lifts it.
 - Exit status: 0 done; 1 the answer is "no" (the runs differ, a finding at `--fail-on warning`), or the run failed;
   2 bad input. With `--json` an error is `{"schema": 1, "error": ..., "status": ...}`.
-- Fix the first `critical` finding before anything else: others are often its consequences. `info` needs no action.
+- Fix the first finding before anything else: others are often its consequences. `info` needs no action.
 - A step that matters can be repeated bit for bit: `loopscope rewind RUN --step N --hooks HOOK --json`; the cause of a
-  spike: `loopscope rewind RUN --spike --json` (runs of experiments; both train again).
+  spike: `loopscope rewind RUN --spike --json` (only runs of `loopscope run`; both train again).
 - `loopscope hooks NAME --json` explains the formula and the reading of every metric of a hook.
 """
 

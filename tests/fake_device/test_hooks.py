@@ -114,7 +114,7 @@ def are_equal(first: float, second: float) -> bool:
 @pytest.mark.guarantee("observers-change-nothing")
 @every_case_and_group()
 @on_fake_device
-def test_hook_is_neutral_with_the_numbers_of_the_cpu(case, names):
+def test_hook_is_neutral_with_numbers_of_cpu(case, names):
     """On a simulated accelerator, a run with a hook has the bytes of the run without it, and the CPU's metrics."""
     departures = {name: departure(case, name) for name in names}
     failures = {name: text for name, text in departures.items() if text}

@@ -45,7 +45,7 @@ def session(folder: Path, **options: Any) -> Session:
 @pytest.mark.slow
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @on_fake_device
-def test_resumed_run_has_the_bytes_of_the_whole_run(tmp_path):
+def test_resumed_run_has_bytes_of_whole_run(tmp_path):
     """The checkpoint, the weights, the rows of the sinks and the summary."""
     session(tmp_path / "whole").run()
     assert kill(session(tmp_path / "first"), 2, tmp_path / "first", tmp_path / "killed")

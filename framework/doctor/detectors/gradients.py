@@ -244,12 +244,19 @@ class GradientJump(Detector):
             step,
             f"At step {step:,} the gradient norm jumped {after / before:,.0f}-fold (from {before:.3g} to {after:.3g}) "
             f"and stayed there, while the second moments of {history.optimizer} were those of the small gradients, so "
-            "its steps were too large.",
+            f"its steps were too large{_change_of_divisor(history, step)}.",
             "Lower the learning rate around this step or reset optimizer.state; look at what changed in the data "
             "there.",
             Evidence("training_checks/grad_norm", after, before * self.limit("factor"), "no lasting jump"),
             confidence=0.75,
         )
+
+
+def _change_of_divisor(history: History, step: int) -> str:
+    """Return in words whether the factor of the loss has changed at about a step."""
+    divisor = history.curve("training_checks/loss_divisor")
+    before, after = divisor.at(step - 1), divisor.last
+    return f"; the divisor of the loss changed from {before:g} to {after:g}" if before != after and after > 0 else ""
 
 
 def jump_step(norms: Curve, factor: float) -> int | None:

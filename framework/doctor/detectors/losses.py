@@ -146,7 +146,10 @@ class InitialLossHigh(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the first loss exceeds the uniform one by a factor."""
-        uniform, first = uniform_loss(history), history.loss.first
+        # The loss of a step whose micro-batches are not averaged is their sum.
+        averages = history.last(f"{CHECKS}/averages_micro_batches") != 0
+        parts = 1 if averages else max(history.last(f"{CHECKS}/micro_batches"), 1)
+        uniform, first = uniform_loss(history), history.loss.first / parts
         if not first > max(self.limit("factor") * uniform, uniform + 2) or history.loss.first_step > 1:
             return
         yield self.finding(
