@@ -11,8 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from tests.zoo.case import Case
-from tests.zoo.outcome import Outcome, outcome_of, recorded_outcome
-from tests.zoo.page import PAGE, page
+from tests.zoo.outcome import PAGE, Outcome, outcome_of, recorded_outcome
+from tests.zoo.page import page
 from tests.zoo.table import HEAD, chosen_cases, line, summary
 
 
@@ -36,7 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     for outcome in outcomes_of(cases, chosen.jobs, chosen.keep, chosen.records):
         outcomes.append(outcome)
         write(line(outcome))
-    write(f"\n{summary(outcomes)}\n{len(outcomes)} cases in {time.monotonic() - started:.0f} seconds.\n")
+    write(
+        f"\n{summary(outcomes)}\n{len(outcomes)} cases in {time.monotonic() - started:.0f} seconds, "
+        f"with {sum(outcome.seconds for outcome in outcomes):.0f} seconds of processor time for the trainings.\n"
+    )
     if chosen.write:
         PAGE.write_text(page(outcomes), encoding="utf-8")
     return int(any(outcome.result == "error" for outcome in outcomes))

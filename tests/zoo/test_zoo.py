@@ -11,7 +11,7 @@ from tests.docs.markdown import ROOT
 from tests.zoo.case import CASES, Case
 from tests.zoo.faults import data, loops, parameters, rates
 from tests.zoo.healthy import unusual, usual
-from tests.zoo.outcome import check_same_findings, mean_losses, result_of, train
+from tests.zoo.outcome import PAGE, check_same_findings, mean_losses, result_of, train
 
 MODULES = (data, loops, parameters, rates, unusual, usual)
 QUICK_FAULTS = (
@@ -80,6 +80,11 @@ def test_zoo_has_enough_cases() -> None:
     """The modules that need no Trainer alone have the promised number of faults and healthy trainings."""
     kinds = [case.kind for case in CASES.values() if case.build.__module__ in {module.__name__ for module in MODULES}]
     assert min(kinds.count("fault"), kinds.count("healthy")) >= 36
+
+
+def test_page_lists_every_case() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert [name for name in CASES if f"`{name}`" not in text] == []
 
 
 @pytest.mark.slow
