@@ -42,7 +42,7 @@ class Outcome:
     first_step: int | None = None
     """The last step that was read when the cause was first a finding; ``None`` if it never is."""
     losses: tuple[float, float] = (float("nan"), float("nan"))
-    """Mean losses of the first and the last tenth of the steps."""
+    """Median losses of the first and the last tenth of the steps."""
     steps: int = 0
     seconds: float = 0.0
     error: str = ""
@@ -136,7 +136,7 @@ def judged(case: Case, recorder: Recorder, seconds: float) -> Outcome:
         result_of(case, diagnosis),
         tuple((finding.severity, finding.id) for finding in diagnosis),
         first_step(case, folder, history.step),
-        mean_losses(history),
+        median_losses(history),
         history.step,
         seconds,
     )
@@ -169,10 +169,10 @@ def is_cause(case: Case, finding: Finding) -> bool:
     return finding.id in case.expected and case.mentions in str(finding.as_dict())
 
 
-def mean_losses(history: History) -> tuple[float, float]:
-    """Return the mean losses of the first and the last tenth of the steps; NaN without a recorded loss."""
+def median_losses(history: History) -> tuple[float, float]:
+    """Return the median losses of the first and the last tenth of the steps; NaN without a recorded loss."""
     values: Sequence[float] = max((history.curve(name).values.tolist() for name in LOSSES), key=len)
     tenth = max(1, len(values) // 10)
     if not values:
         return float("nan"), float("nan")
-    return float(np.mean(values[:tenth])), float(np.mean(values[-tenth:]))
+    return float(np.median(values[:tenth])), float(np.median(values[-tenth:]))

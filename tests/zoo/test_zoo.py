@@ -11,7 +11,7 @@ from tests.docs.markdown import ROOT
 from tests.zoo.case import CASES, Case
 from tests.zoo.faults import data, loops, parameters, rates
 from tests.zoo.healthy import unusual, usual
-from tests.zoo.outcome import PAGE, check_same_findings, mean_losses, result_of, train
+from tests.zoo.outcome import PAGE, check_same_findings, median_losses, result_of, train
 
 MODULES = (data, loops, parameters, rates, unusual, usual)
 QUICK_FAULTS = (
@@ -46,7 +46,7 @@ def test_healthy_training_has_no_warning(name: str, tmp_path: Path) -> None:
     check_same_findings(recorder)
     (history,) = recorder.histories()
     assert result_of(CASES[name], diagnose(history)) == "clean", str(diagnose(history))
-    first, last = mean_losses(history)
+    first, last = median_losses(history)
     assert last < first
 
 
