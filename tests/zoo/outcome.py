@@ -63,13 +63,13 @@ class Outcome:
         return None if self.first_step is None else max(0, self.first_step - self.case.knowable)
 
 
-def train(case: Case, folder: Path) -> Recorder:
+def train(case: Case, folder: Path, most_batches: int | None = None) -> Recorder:
     """Train a case with its hooks in a folder, from fixed seeds and default settings."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    recorder = Recorder(folder, case.group)
+    recorder = Recorder(folder, case.group, most_batches)
     case.build(recorder)
     return recorder
 

@@ -1,5 +1,6 @@
 """The recorder of a case: attaches the hooks, and reads the diagnoses after the training."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,51 @@ from loopscope.runs import RunOptions, Session, read_history
 from loopscope.sinks import JSONLSink
 
 
+class ShortScope:
+    """A scope of a custom loop that yields a limited number of batches, for quick tests.
+
+    Args:
+        scope: the scope; all other calls are its own.
+        most_batches: the number of batches.
+    """
+
+    def __init__(self, scope: Any, most_batches: int) -> None:
+        self.scope = scope
+        self.remaining = most_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scope, name)
+
+    def __enter__(self) -> "ShortScope":
+        self.scope.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.scope.__exit__(*error)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of the loader until the limit."""
+        if self.remaining:
+            for batch in self.scope.batches(loader):
+                self.remaining -= 1
+                yield batch
+                if not self.remaining:
+                    return
+
+
 class Recorder:
     """Attaches hooks to the trainings of one case, with a folder for each.
 
     Args:
         folder: the folder of the case.
         group: the group of hooks.
+        most_batches: the number of batches after which custom loops end; by default they get all.
     """
 
-    def __init__(self, folder: Path, group: str = "health") -> None:
+    def __init__(self, folder: Path, group: str = "health", most_batches: int | None = None) -> None:
         self.folder = folder
         self.group = group
+        self.most_batches = most_batches
         self.runs: list[Path] = []
         self._scopes: list[Any] = []
 
@@ -29,8 +64,9 @@ class Recorder:
         out = self.folder / f"run-{len(self.runs)}"
         self.runs.append(out)
         options = {"with_hooks": self.group, "display": "none", "out": out} | options
-        self._scopes.append(loopscope.attach(*target, **options))
-        return self._scopes[-1]
+        scope = loopscope.attach(*target, **options)
+        self._scopes.append(scope)
+        return scope if self.most_batches is None else ShortScope(scope, self.most_batches)
 
     def run_experiment(self, strategy: str, runner: type[Any] = ModArithmeticRunner, **config: Any) -> None:
         """Train one strategy of an experiment with the hooks."""
