@@ -19,6 +19,8 @@ which users make it. The others are healthy, unusual ones among them. Every trai
 A cause counts as found if it is the first finding. The record cannot show some causes with certainty, such as shuffled
 labels: there a finding that calls the training suspicious is right, no finding is accepted, and a warning with another
 cause is a failure. A healthy training must have no finding above `info`.
+
+Detectors are tuned on these cases, so the shares of other trainings are lower.
 """
 
 
