@@ -175,8 +175,11 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
 
 def is_consequence(finding: Finding, findings: Iterable[Finding]) -> bool:
     """Return whether another finding, of at least the severity ``warning`` and no later, explains this one."""
-    return any(
-        finding.id in other.explains and other.step <= finding.step and other.severity != "info"
-        for other in findings
-        if other is not finding
-    )
+    return any(_explains(other, finding) for other in findings if other is not finding)
+
+
+def _explains(cause: Finding, finding: Finding) -> bool:
+    if finding.id not in cause.explains or cause.step > finding.step or cause.severity == "info":
+        return False
+    is_mutual = cause.id in finding.explains and cause.step == finding.step
+    return cause.confidence > finding.confidence if is_mutual else True

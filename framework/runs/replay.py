@@ -3,6 +3,7 @@
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -75,6 +76,7 @@ def forward_emits(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None
 
 def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     """Return the best record in a folder and its sink; raises :class:`UsageError` if there is no record."""
+    import_module("loopscope.sinks")  # registers the shipped ones, which a script may not have used
     readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
     best_first = sorted(readable, key=operator.attrgetter("lossless"), reverse=True)
     files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}

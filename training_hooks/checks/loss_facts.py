@@ -43,6 +43,13 @@ def is_summed(one: BackwardPass, micro_batches: int, rows: int) -> bool:
     return one.reduction == "sum" and not one.is_divided_by_tensor and one.divisor < least
 
 
+def reduces_targets_alike(one: BackwardPass) -> bool:
+    """Return whether a cross-entropy itself reduces the losses of its targets, so that no mask leaves some out."""
+    names = [name.partition("Backward")[0] for name in one.loss_operations]
+    before = names[: min((index for index, name in enumerate(names) if name.startswith("NllLoss")), default=0)]
+    return any(name.startswith("NllLoss") for name in names) and not {"Sum", "Mean"} & {*before}
+
+
 def averages(passes: Sequence[BackwardPass]) -> bool:
     """Return whether a step of several micro-batches averages their losses.
 

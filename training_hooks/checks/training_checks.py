@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..measures import SeriesBudget, WeightCopy
 from .batch_facts import IGNORED, BatchPart, input_facts, parts_of, target_facts, with_own_targets
 from .gradient_counts import LayerWeights, count_gradients
-from .loss_facts import loss_facts
+from .loss_facts import loss_facts, reduces_targets_alike
 from .module_modes import module_modes
 from .seen_rows import SeenRows
 
@@ -118,8 +118,8 @@ class TrainingChecks(TrainingHook):
         ignored_target_fraction | share of targets that the loss ignores, by default those equal to −100 | [0, 1]
             | 1: the loss has no target.
         padding_fraction | share of targets in runs of at least three equal ids at the end of a row, of the id with
-            which most rows end; of targets with two dimensions, and of tokens without separate targets, under a mean
-            cross-entropy | [0, 1] | Above 0: padding counts as a target. Replace it by −100.
+            which most rows end; of targets with two dimensions, and of tokens without separate targets, if the
+            cross-entropy counts all targets alike | [0, 1] | Above 0: padding counts as a target. Replace it by −100.
         repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had | [0, 1]
             | Above 0: the loader draws with replacement, or the epoch has the data twice. Missing rows: only those of
             the first 200 steps and of checked steps are known.
@@ -242,11 +242,11 @@ class TrainingChecks(TrainingHook):
         return {"float16_used": int(is_used), **scale}
 
     def _data_metrics(self, parts: list[BatchPart], ctx: RunDataContext) -> Numbers:
-        """Return the metrics of inputs and targets; padding only if the loss takes a mean over all of its targets."""
+        """Return the metrics of inputs and targets; padding only if the loss counts all of its targets alike."""
         passes = ctx.backward_passes
         ignored = passes[0].ignore_index if passes else IGNORED
         targets = target_facts(parts, ignored)
-        if not passes or any(one.reduction != "mean" or one.is_divided_by_tensor for one in passes):
+        if not passes or not all(map(reduces_targets_alike, passes)):
             targets.pop("padding_fraction", None)
         elif passes[0].class_count and "padding_fraction" not in targets:
             of_inputs = target_facts(with_own_targets(parts), ignored)

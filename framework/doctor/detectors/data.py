@@ -24,7 +24,10 @@ class RowsRepeated(Detector):
         "were appended twice, or a sampler with replacement. The model memorises them."
     )
     source = "Lee et al., arXiv 2107.06499"
-    thresholds = {"share": Threshold(0.2, "of the rows; natural data have a few percent")}
+    thresholds = {
+        "share": Threshold(0.2, "of the rows; natural data have a few percent"),
+        "early": Threshold(0.45, "of the rows of steps 2 to 5; random draws from a small set repeat fewer so early"),
+    }
     needs = (CHECKS,)
     explains = frozenset({"train-validation-diverging"})
 
@@ -41,7 +44,7 @@ class RowsRepeated(Detector):
         is_one_batch = len(repeated) > 1 and bool(
             np.all(repeated.values[1:] == 1)
         )  # an exercise, such as overfitting it
-        is_early = len(early) > 0 and float(np.max(early)) > self.limit("share") and not is_one_batch
+        is_early = len(early) > 0 and float(np.max(early)) > self.limit("early") and not is_one_batch
         is_harmful = is_early or any(TrainValidationDiverging().detect(history))
         place, share = ("batch", within_batch) if within_batch > within_epoch else ("epoch", within_epoch)
         yield self.finding(

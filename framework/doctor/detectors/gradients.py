@@ -173,19 +173,40 @@ class ExplodingGradients(Detector):
     )
     source = "Pascanu et al., arXiv 1211.5063"
     thresholds = {
+        "first": Threshold(1e4, "usual first gradients of a mean loss have a norm of 0.1 to 100"),
         "growth": Threshold(100.0, "healthy gradients change by a factor of 10 over a training"),
         "spike": Threshold(300.0, "steps this far above the median are rare even for heavy-tailed gradients"),
     }
     needs = ("training_checks",)
-    explains = frozenset({"nonfinite", "loss-spike", "loss-not-falling", "loss-rising"})
+    explains = frozenset(
+        {
+            "nonfinite",
+            "loss-spike",
+            "loss-not-falling",
+            "loss-rising",
+            "learning-rate-too-high",
+            "no-better-than-uniform",
+            "dead-units",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a lasting growth, or for repeated extreme steps."""
         norms = gradient_norms(history)
         values = norms.values[np.isfinite(norms.values)]
-        if len(values) < 20:
+        if len(values) < 20 and not self._is_huge_at_once(history):
             return
         first, last, usual = start_level(norms, 10), end_level(norms), median_of(values)
+        if self._is_huge_at_once(history):
+            yield self._finding(
+                1,
+                f"The gradient norm of the first step is {norms.first:.3g}, at an ordinary loss of "
+                f"{history.loss.first:.3g}: it grows from layer to layer, or from time step to time step.",
+                norms.first,
+                self.limit("first"),
+                confidence=0.97,
+            )
+            return
         if first > 0 and last / first > self.limit("growth") and falls_short(history, 0.1):
             is_large = norms.values > first * self.limit("growth")
             yield self._finding(
@@ -207,10 +228,15 @@ class ExplodingGradients(Detector):
                 usual * self.limit("spike"),
             )
 
-    def _finding(self, step: int, why: str, value: float, limit: float) -> Finding:
+    def _is_huge_at_once(self, history: History) -> bool:
+        norm, loss = gradient_norms(history).first, history.loss.first
+        is_mean = history.last("training_checks/loss_is_summed") == 0
+        return is_mean and abs(loss) < 100 and norm > self.limit("first")
+
+    def _finding(self, step: int, why: str, value: float, limit: float, confidence: float = 0.75) -> Finding:
         evidence = Evidence("training_checks/grad_norm", value, limit, "within a factor of 10 of its median")
         remedy = "Clip it: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()."
-        return self.finding("warning", step, why, remedy, evidence, confidence=0.75)
+        return self.finding("warning", step, why, remedy, evidence, confidence=confidence)
 
 
 @DetectorRegistry.register

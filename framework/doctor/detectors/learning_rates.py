@@ -8,7 +8,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import gradient_norms, loss_fall, median_of, start_level, update_ratios
+from .levels import gradient_norms, loss_fall, median_of, start_level, uniform_loss, update_ratios
 
 LR = "training_metrics/lr"
 LARGE_GROWTH = 2.5
@@ -80,7 +80,7 @@ class LearningRateTooHigh(Detector):
         starts_at_zero = len(weights) and weights.first < 1e-3
         if not high > self.limit("ratio") or starts_at_zero:
             return
-        harm = _early_harm(history)
+        harm = _early_harm(history, high > self.limit("certain"))
         is_certain = high > self.limit("certain") and history.step < 20
         if not (harm or is_certain):
             return
@@ -108,10 +108,13 @@ def _text(lr: float) -> str:
     return f"{lr:.3g}" if math.isfinite(lr) else "of the first group"
 
 
-def _early_harm(history: History) -> str:
-    """Return in words how the loss suffered; empty if it fell as it should."""
+def _early_harm(history: History, is_large: bool) -> str:
+    """Return in words how the loss suffered; empty if it fell as it should.
+
+    ``is_large``: the update is so large that it explains a loss that is not finite.
+    """
     loss = history.loss
-    if loss.first_nonfinite is not None:
+    if loss.first_nonfinite is not None and (is_large or loss.first_nonfinite <= 3):
         return f", and the loss is not finite from step {loss.first_nonfinite:,} on"
     if len(loss) < 5 or not loss.first > 0:
         return ""
@@ -123,7 +126,7 @@ def _early_harm(history: History) -> str:
         return ", and the loss does not fall"
     weights = history.curve("parameter_norms/total_weight_norm")
     growth = weights.at(60) / weights.first if len(weights) > 1 and weights.first > 0 else 1.0
-    if growth > LARGE_GROWTH:
+    if growth > LARGE_GROWTH and lowest > 0.7 * loss.first:
         return f", and the weights grew {growth:.1f}-fold within {int(min(weights.last_step, 60))} steps"
     return ""
 
@@ -288,7 +291,7 @@ class CosineRises(Detector):
         "batch with T_max in epochs. Set T_max to the number of calls of scheduler.step()."
     )
     source = "torch.optim.lr_scheduler.CosineAnnealingLR: T_max is half of a period"
-    applies_to = "CosineAnnealingLR"
+    applies_to = "CosineAnnealingLR, and unknown schedulers whose learning rate falls to 0 and rises gradually"
     thresholds = {"rise": Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")}
     needs = ("training_metrics",)
     explains = frozenset({"loss-spike", "loss-not-falling", "schedule-ends-early"})
@@ -296,19 +299,23 @@ class CosineRises(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the learning rate of CosineAnnealingLR rises after it has fallen."""
         curve = lr_curve(history)
-        if "CosineAnnealingLR" not in str(history.settings.get("scheduler")) or len(curve) < 5:
+        scheduler = str(history.settings.get("scheduler") or "")
+        if len(curve) < 10 or not ("CosineAnnealingLR" in scheduler or not scheduler):
             return
         values = curve.values
         peak, first = float(np.nanmax(values)), int(np.nanargmax(values))
         lowest = np.minimum.accumulate(values[first:])
         has_risen = values[first:] > lowest + self.limit("rise") * peak
+        if not scheduler:  # the shape alone: down to nearly 0, and gradually up again, as no usual schedule does
+            is_gradual = bool(np.max(np.diff(values)) < 0.3 * peak)
+            has_risen = (lowest < 0.02 * peak) & (values[first:] > 0.5 * peak) & is_gradual
         if not has_risen.any():
             return
         step = int(curve.steps[first + int(np.flatnonzero(has_risen)[0])])
         yield self.finding(
             "warning",
             step,
-            f"The learning rate of CosineAnnealingLR rises again at step {step:,}: the scheduler is stepped more often "
+            f"The learning rate rises again gradually at step {step:,}: a cosine schedule is stepped more often "
             "than its T_max, probably per batch with a T_max in epochs.",
             "Set T_max to the total number of scheduler.step() calls, or call it once per epoch.",
             Evidence(LR, float(values[first:][has_risen][0]), float(lowest.min()), "falls until the end"),
@@ -390,7 +397,8 @@ class WarmUpMissing(Detector):
         smooth = np.median(np.lib.stride_tricks.sliding_window_view(early, 5), axis=1)  # single outliers do not count
         highest = float(smooth.max())
         recovers = start_level(loss, 1) > median_of(loss.values[-10:])
-        if has_warm_up or not recovers or highest < self.limit("rise") * loss.first:
+        is_new = loss.first > 0.5 * uniform_loss(history)  # a trained model that continues starts lower
+        if has_warm_up or not recovers or not is_new or highest < self.limit("rise") * loss.first:
             return
         step = loss.first_step_where(loss.values > self.limit("rise") * loss.first) or 1
         yield self.finding(
