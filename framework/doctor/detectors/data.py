@@ -24,10 +24,7 @@ class RowsRepeated(Detector):
         "were appended twice, or a sampler with replacement. The model memorises them."
     )
     source = "Lee et al., arXiv 2107.06499"
-    thresholds = {
-        "share": Threshold(0.2, "of the rows; natural data have a few percent"),
-        "early": Threshold(0.45, "of the rows of steps 2 to 5; random draws from a small set repeat fewer so early"),
-    }
+    thresholds = {"share": Threshold(0.2, "of the rows; natural data have a few percent")}
     needs = (CHECKS,)
     explains = frozenset({"train-validation-diverging"})
 
@@ -40,19 +37,13 @@ class RowsRepeated(Detector):
         )
         if not max(within_epoch, within_batch) > self.limit("share"):
             return
-        early = repeated.between(2, 5)
-        is_one_batch = len(repeated) > 1 and bool(
-            np.all(repeated.values[1:] == 1)
-        )  # an exercise, such as overfitting it
-        is_early = len(early) > 0 and float(np.max(early)) > self.limit("early") and not is_one_batch
-        is_harmful = is_early or any(TrainValidationDiverging().detect(history))
+        is_harmful = any(TrainValidationDiverging().detect(history))  # random draws repeat rows by design
         place, share = ("batch", within_batch) if within_batch > within_epoch else ("epoch", within_epoch)
         yield self.finding(
             "warning" if is_harmful else "info",
             repeated.first_step_where(repeated.values > self.limit("share")) or 1,
             f"{share:.0%} of the rows of a batch occur more than once within the same {place}, so the model sees "
-            "the same "
-            "rows again and again.",
+            "the same rows again and again.",
             "Remove duplicates from the data, and give every worker of the loader other rows.",
             Evidence(f"{CHECKS}/repeated_row_fraction", share, self.limit("share"), "0 to 0.05"),
             confidence=0.85,

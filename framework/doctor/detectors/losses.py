@@ -285,14 +285,19 @@ class NoBetterThanUniform(Detector):
     )
     source = "cross-entropy of equal probabilities over C classes is ln(C)"
     applies_to = "cross-entropy, after 100 steps"
-    thresholds = {"share": Threshold(0.93, "of ln(C); a training that works is far below after 100 steps")}
+    thresholds = {
+        "share": Threshold(0.93, "of ln(C); a training that works is far below after 100 steps"),
+        "share_of_plan": Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown"),
+    }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
         uniform, loss = uniform_loss(history), history.loss
-        if len(loss) < 100 or loss.last_step < 100:
+        # Large models and hard tasks start with a plateau, so a run in progress gets a fifth of its plan.
+        patience = self.limit("share_of_plan") * (history.planned_steps or 1500)
+        if len(loss) < 100 or loss.last_step < (100 if history.is_over else max(100, patience)):
             return
         last = end_level(loss)
         lowest = median_of(np.sort(loss.values)[: max(5, len(loss) // 10)])
