@@ -7,7 +7,7 @@ from torch import nn
 from tests.fake_device import building
 from tests.fake_device.device import count_synchronisations, on_fake_device
 
-pytestmark = pytest.mark.fake_device
+pytestmark = [pytest.mark.fake_device, pytest.mark.slow]
 
 
 @on_fake_device

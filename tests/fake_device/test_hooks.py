@@ -18,7 +18,7 @@ from tests.fake_device.device import Synchronisations, count_synchronisations, o
 from tests.support import Case, Run, SpyHook, at, differences, train
 from tests.support.cases import slow_unless
 
-pytestmark = [pytest.mark.fake_device, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
+pytestmark = [pytest.mark.fake_device, pytest.mark.slow, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
 STEPS = 9
 CASES = [
     Case("transformer", "sgd_momentum", "step"),

@@ -21,7 +21,7 @@ from tests.support.cases import slow_unless
 from tests.support.misbehaving_hooks import DETECTED_BY_TRIPWIRE, HARMLESS, MUTATIONS
 from tests.support.spies import SpyHook
 
-pytestmark = pytest.mark.fake_device
+pytestmark = [pytest.mark.fake_device, pytest.mark.slow]
 POSSIBLE = sorted(name for name in MUTATIONS if "numpy" not in name or "generator" in name)
 """All mutations but the writes through NumPy, which has no access to the memory of an accelerator."""
 PARTS = 12

@@ -25,7 +25,7 @@ from tests.framework.checkpoints.killed_sessions import kill
 from tests.support import MODELS, OPTIMIZERS, ActingHook, Case, SpyHook, at, data_for, differences, mean_loss, train
 from tests.support.cases import slow_unless
 
-pytestmark = [pytest.mark.fake_device, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
+pytestmark = [pytest.mark.fake_device, pytest.mark.slow, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
 DEVICE = "fake"
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32, "epochs": 2}
 QUIET = {"display": "none", "overwrite": True, "audit": True}
