@@ -381,11 +381,9 @@ class MetricDispatch:
             self._for_each_sink(alerts[-1].step or 0, methodcaller("alert", alerts))
 
     def report(self, alert: Alert, source: str, epoch: int) -> None:
-        """Send an alert about the loop itself to the sinks; ``source`` stands in place of a hook's name."""
+        """Send an alert about the loop itself with the next delivery; ``source`` stands in place of a hook's name."""
         alert.hook, alert.epoch = source, epoch
         self._alerts.append(alert)
-        with self._isolation.visit():
-            self._send_alerts()
 
     @property
     def has_pending(self) -> bool:

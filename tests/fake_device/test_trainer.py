@@ -9,7 +9,12 @@ import torch
 from tests.contracts.test_hooks import HEALTH
 from tests.fake_device.device import on_fake_device
 
-pytestmark = [pytest.mark.fake_device, pytest.mark.slow, pytest.mark.trainer, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
+pytestmark = [
+    pytest.mark.fake_device,
+    pytest.mark.slow,
+    pytest.mark.trainer,
+    pytest.mark.filterwarnings(f"ignore:{HEALTH}"),
+]
 DEVICE = "fake:0"
 
 

@@ -64,8 +64,6 @@ class TrainingChecks(TrainingHook):
             | Compare the first values with uniform_loss. NaN: the run is broken.
         grad_norm | ‖g‖₂ over all parameters before clipping; reported every step | [0, ∞]
             | 0: nothing learns. Rising by orders of magnitude: the run diverges.
-        lr | learning rate of the first parameter group in the step; reported every step | [0, ∞)
-            | Should follow the intended schedule. NaN: the group has no numeric learning rate.
         lr | learning rate of the first parameter group; reported every step, if the group has a number | [0, ∞)
             | Compare with the schedule that you planned: a scheduler that is called too often ends it early.
         without_gradient_count | trainable parameters without a gradient | 0, 1, 2, …
@@ -187,8 +185,6 @@ class TrainingChecks(TrainingHook):
             metrics["loss"] = unsharded(torch.as_tensor(ctx.loss))
         if ctx.grad_norm is not None:
             metrics["grad_norm"] = ctx.grad_norm
-        if ctx.lr is not None:
-            metrics["lr"] = ctx.lr
         if ctx.lr is not None and not (isinstance(ctx.lr, float) and math.isnan(ctx.lr)):
             metrics["lr"] = ctx.lr
         if self.step_schedule.is_due(ctx.step):

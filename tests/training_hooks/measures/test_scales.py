@@ -87,10 +87,14 @@ def watched(v: Tensor) -> Measures:
 
 def eigenvalues(v: Tensor) -> Measures:
     size = v.abs().max()
-    matrix = (v[:, :8].T @ (v[:, :8] / size)) / len(v)  # as large as v
-    found = lanczos(lambda x: matrix @ x, torch.ones(8), 8)
+    matrix = ((v[:, :8] / size).T @ (v[:, :8] / size)) / len(v)
+
+    def product(x: Tensor) -> Tensor:
+        return (matrix @ x) * size  # as large as v; some CPUs take subnormal elements of a matrix for zeros
+
+    found = lanczos(product, torch.ones(8), 8)
     values, vectors = found.largest(2)
-    errors = residuals(lambda x: matrix @ x + size * torch.eye(8)[0], values, vectors)
+    errors = residuals(lambda x: product(x) + size * torch.eye(8)[0], values, vectors)
     return {"values": values / size, "errors": errors / size}
 
 

@@ -254,6 +254,10 @@ def test_bfloat16_autocast_is_measured_in_float32():
         with torch.autocast("cpu", torch.bfloat16):
             return pair_loss(model, batch)
 
+    try:
+        in_autocast(model, batch)
+    except RuntimeError as error:
+        pytest.skip(f"this CPU has no LSTM in bfloat16: {str(error).splitlines()[0]}")
     found, _ = trained(model, [TokenLoss(interval=1)], in_autocast, batch)
     assert found[1]["unexplained"] == pytest.approx(0, abs=1e-4)
 
