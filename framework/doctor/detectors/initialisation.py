@@ -121,7 +121,8 @@ class ConstantWeights(Detector):
         matrices = history.facts.get("matrices", 0)
         # Zeros at the end of a block are usual, as in LoRA; other constants and a network of zeros are not.
         share = self.limit("zeros") if constant.get("count") == zeros else self.limit("share")
-        if not constant.get("count") or constant["count"] < share * matrices:
+        # A model with one matrix, such as a logistic regression, has no hidden units that must differ.
+        if matrices < 2 or not constant.get("count") or constant["count"] < share * matrices:
             return
         yield self.finding(
             "critical",

@@ -65,7 +65,8 @@ class FrozenInOptimizer(Detector):
     )
     source = "start-up facts"
     thresholds = {
-        "trainable_share": Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model")
+        "trainable_share": Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model"),
+        "nearly_all": Threshold(0.8, "of the model is trainable: a frozen base that is so small is probably a mistake"),
     }
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -74,7 +75,8 @@ class FrozenInOptimizer(Detector):
         if not frozen.get("count"):
             return
         share = history.facts["trainable_elements"] / max(history.facts["elements"], 1)
-        is_unusual = share > self.limit("trainable_share") and not _has_frozen_start(history)
+        is_base = share < self.limit("nearly_all") and _has_frozen_start(history)
+        is_unusual = share > self.limit("trainable_share") and not is_base
         yield self.finding(
             "warning" if is_unusual else "info",
             0,
