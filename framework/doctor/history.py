@@ -136,7 +136,7 @@ class History:
     planned_steps: int | None = None
     """Planned steps of the run; ``None`` if unknown."""
     hooks: Sequence[str] = ()
-    """Names of the active hooks."""
+    """Names of the requested hooks, with those that were left out because they do not suit the training."""
     status: str = "running"
     """The status of the run: running, completed, incomplete, failed or interrupted."""
     step: int = 0

@@ -30,7 +30,7 @@ from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, Run, RunRecord, attempt, create_manager, environment, load_reference, read_provenance
 from ..state import RandomStreams, TrainingState, optimizers_of
 from ..tensors import resharded_afterwards
-from ..training import Ranks, TrainingTask
+from ..training import Ranks, TrainingTask, is_compiled
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
@@ -42,6 +42,8 @@ from .other_modules import given_modules, modules_of_loss
 Result = TypeVar("Result")
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers with an attached loop."""
+WITH_FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that compute other bits in evaluations if they have a hook."""
 _OPEN: "dict[Path, AttachedLoop]" = {}
 """Loops of this process whose runs have started and are not closed, by folder."""
 
@@ -423,9 +425,18 @@ class AttachedLoop:
 
     @contextmanager
     def _noticed_train_mode(self) -> Iterator[None]:
-        """Report the first evaluation that runs a model with dropout or batch normalisation in train mode."""
-        model = self.manager.task.model
-        modes: list[bool] = []
+        """Report the first evaluation that runs a model with dropout or batch normalisation in train mode.
+
+        Not for compiled models and for attention layers as models: a module hook would change how they run.
+        """
+        task, modes = self.manager.task, list[bool]()
+        model = task.model
+        facts = self.run.record.facts if self.is_started else {}
+        has_modes = bool(facts.get("dropouts") or facts.get("batchnorms"))
+        runs_differently = task.compiled or is_compiled(model) or isinstance(model, WITH_FAST_PATH)
+        if not has_modes or runs_differently or self._has_noticed_train_mode:
+            yield
+            return
 
         def note(module: nn.Module, inputs: Any) -> None:
             modes.append(module.training)
@@ -435,11 +446,11 @@ class AttachedLoop:
             yield
         finally:
             handle.remove()
-        if any(modes) and self.is_started and not self._has_noticed_train_mode and self._ranks.is_main:
+        if any(modes) and self._ranks.is_main:
             self._has_noticed_train_mode = True
-            loop = self.driver.loop
-            sentence = "The evaluation ran the model in train mode."
-            self.manager.dispatch.report(Alert(sentence, metric="train_mode", step=loop.step), "evaluation", loop.epoch)
+            loop, sentence = self.driver.loop, "The evaluation ran the model in train mode."
+            alert = Alert(sentence, metric="train_mode", step=loop.step, id="evaluation-in-train-mode")
+            self.manager.dispatch.report(alert, "evaluation", loop.epoch)
 
     @contextmanager
     def _noticed_draws(self, streams: RandomStreams) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..doctor import LiveDiagnosis, diagnose, start_facts
 from ..durable_files import plain_json
 from ..engine import HookManager
-from ..errors import LoopscopeError, UsageError, warn
+from ..errors import LoopscopeError, RunNotice, UsageError, warn, with_lines
 from ..hooks import ENDLESS, ConfiguredHook, MetricSink, RunInfo, TrainingHook
 from ..loops import NoProgress, Progress
 from ..state import TrainingState, optimizers_of
@@ -118,7 +118,11 @@ class Run:
                 return RunRecord.read(self.folder.path).facts
             return {}
         state, task, info = self.manager.state, self.manager.task, self.info
-        facts = start_facts(state.model, optimizers_of(state), state.also.values())
+        try:
+            facts = start_facts(state.model, optimizers_of(state), state.also.values())
+        except Exception as error:  # an unusual tensor must not end the training
+            warn(f"The start-up facts for the doctor could not be read: {with_lines(error)}.", RunNotice)
+            facts = {}
         planned = {} if info.steps >= ENDLESS else {"planned_steps": info.steps}
         facts |= {"accumulation": task.accumulation_steps, "scaler": task.scaler is not None, **planned}
         return dict(plain_json(facts))
@@ -146,7 +150,7 @@ class Run:
         history = self.diagnosis.history
         history.facts = self.record.facts
         history.settings = self.record.training or self.record.config
-        history.hooks = [hook.name for hook in self.manager.hooks]
+        history.hooks = [*self.record.hooks]
         history.status = "running"
         self.manager.dispatch.include(self.diagnosis)
 

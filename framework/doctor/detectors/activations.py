@@ -19,8 +19,8 @@ class DeadUnits(Detector):
     symptom = "A layer gives the same output for all inputs"
     cause = (
         "Most units of a layer are 0 (ReLU) or saturated (sigmoid, tanh) for all rows and get no gradient. Usual "
-        "causes "
-        "are a learning rate that is or was too high, a large negative bias, and inputs that are not normalised."
+        "causes are a learning rate that is or was too high, a large negative bias, and inputs that are not "
+        "normalised."
     )
     source = "Lu et al., arXiv 1903.06733, dying ReLU; Sokar et al., arXiv 2302.12902"
     thresholds = {
@@ -34,9 +34,8 @@ class DeadUnits(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a layer has had many dead units at the last two checks."""
-        layers = {name: curve for name, curve in history.family("activations/dead_fraction").items()}
         metric = "activations/dead_fraction"
-        dead = self._affected(layers)
+        dead = self._affected(history.family(metric))
         if not dead:
             metric = "training_checks/dead_units"
             dead = self._affected(history.family(metric))
@@ -47,9 +46,8 @@ class DeadUnits(Detector):
         yield self.finding(
             "critical" if curve.last > 0.95 and falls_short(history, 0.2) else "warning",
             curve.first_step_where(curve.values > self.limit("share")) or curve.first_step,
-            f"{curve.last:.0%} of the units of {worst} are dead: they have the same value for all rows of the "
-            "batch and "
-            f"get no gradient ({len(dead)} {'layer' if len(dead) == 1 else 'layers'}: {listed(sorted(dead), 3)}).",
+            f"{curve.last:.0%} of the units of {worst} are dead: they have the same value for all rows of the batch "
+            f"and get no gradient ({len(dead)} {'layer' if len(dead) == 1 else 'layers'}: {listed(sorted(dead), 3)}).",
             "Lower the learning rate, check biases and the scale of the inputs, or use GELU or LeakyReLU.",
             Evidence(f"{metric}/{worst}", curve.last, self.limit("share"), "below 0.1"),
             confidence=0.85,

@@ -7,10 +7,8 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import median_of
+from .levels import CHECKS, median_of
 from .losses import TrainValidationDiverging
-
-CHECKS = "training_checks"
 
 
 @DetectorRegistry.register
@@ -161,8 +159,7 @@ class PaddingInLoss(Detector):
     symptom = "The loss falls fast, but generated text is empty"
     cause = (
         "Padding tokens count in the loss, so that the model mostly learns to predict padding. Set the labels of "
-        "padding "
-        "to -100, the default ignore_index of cross_entropy."
+        "padding to -100, the default ignore_index of cross_entropy."
     )
     source = "torch.nn.CrossEntropyLoss: ignore_index"
     applies_to = "sequences of integer targets"
@@ -177,9 +174,8 @@ class PaddingInLoss(Detector):
             yield self.finding(
                 "warning",
                 1,
-                f"{share:.0%} of the targets look like padding (the same token up to the end of most rows) and "
-                "count in "
-                "the loss.",
+                f"{share:.0%} of the targets look like padding (the same token up to the end of most rows) and count "
+                "in the loss.",
                 "Set labels of padding to -100: labels[attention_mask == 0] = -100.",
                 Evidence(f"{CHECKS}/padding_fraction", share, self.limit("share"), "0"),
                 confidence=0.75,

@@ -96,13 +96,13 @@ class LeftoverGradients(Detector):
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if most parameters had a gradient before the backward pass of two checked steps."""
+        """Return a finding if most parameters had a gradient before the backward pass of the last checked step."""
         leftover = history.curve("training_checks/leftover_gradient_count")
         # Nothing zeroes the gradients of parameters that are in no optimizer, which is another finding.
         outside = int(history.facts.get("without_optimizer", {}).get("count", 0))
         trainable = max(int(history.facts.get("trainable", 0)) - outside, 1)
         is_left = (leftover.values - outside) / trainable > self.limit("share")
-        if is_left.sum() < 1 or not is_left[-1]:
+        if not len(is_left) or not is_left[-1]:
             return
         yield self.finding(
             "critical",

@@ -20,8 +20,7 @@ class InitialScale(Detector):
     symptom = "The first loss is huge, or nothing is learned"
     cause = (
         "The weights have another scale than activations need: a standard deviation of about 1/√fan_in keeps their "
-        "size. "
-        "Use torch.nn.init.kaiming_normal_ or the defaults of torch.nn."
+        "size. Use torch.nn.init.kaiming_normal_ or the defaults of torch.nn."
     )
     source = "He et al., arXiv 1502.01852; Glorot and Bengio 2010"
     applies_to = "linear and convolutional layers, before the first step"
@@ -57,15 +56,15 @@ class InitialScale(Detector):
             return
         median, largest, smallest = scales["median"], scales["largest"], scales["smallest"]
         if median > self.limit("large"):
-            severity, confidence = ("warning", 0.9) if _suffers_from_large(history) else ("info", 0.5)
+            suffers = _suffers_from_large(history)
             yield self.finding(
-                "warning" if severity == "warning" else "info",
+                "warning" if suffers else "info",
                 0,
                 f"The weights are initialised too large: the median layer has {median:.1f} times 1/√fan_in, "
                 f"{largest[0]} {largest[1]:.1f} times, so that activations grow from layer to layer.",
                 "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation.",
                 Evidence("facts/weight_scales", median, self.limit("large"), "0.5 to 1.5 times 1/√fan_in"),
-                confidence=confidence,
+                confidence=0.9 if suffers else 0.5,
             )
         elif median < self.limit("small"):
             yield self.finding(

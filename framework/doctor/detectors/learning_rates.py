@@ -272,8 +272,8 @@ class ScheduleEndsEarly(Detector):
             "warning",
             step,
             f"The learning rate has fallen below 0.5 % of its peak of {peak:.3g} at step {step:,}, with "
-            f"{remaining:.0%} of "
-            f"the {total:,} steps left: {scheduler} is probably stepped per batch but was set up for epochs.",
+            f"{remaining:.0%} of the {total:,} steps left: {scheduler} is probably stepped per batch but was set up "
+            "for epochs.",
             "Call scheduler.step() once per epoch, or give the scheduler the number of batches.",
             Evidence(LR, curve.last, self.limit("level") * peak, "1 to 10 % of the peak at the end"),
             confidence=0.9,
@@ -358,9 +358,8 @@ class LearningRateJump(Detector):
                 yield self.finding(
                     "warning",
                     step,
-                    f"The learning rate jumped from {values[index]:.3g} to {values[index + 1]:.3g} at step "
-                    f"{step:,}, and "
-                    f"the loss rose from {before:.3g} to {highest:.3g}.",
+                    f"The learning rate jumped from {values[index]:.3g} to {values[index + 1]:.3g} at step {step:,}, "
+                    f"and the loss rose from {before:.3g} to {highest:.3g}.",
                     "Check the schedule around this step, or lower the learning rate of the restart.",
                     Evidence(
                         LR, float(values[index + 1]), self.limit("factor") * float(values[index]), "a gradual change"
@@ -405,8 +404,7 @@ class WarmUpMissing(Detector):
             "warning",
             step,
             f"The loss rose from {loss.first:.3g} to {highest:.3g} in the first steps, which start at the full "
-            "learning "
-            f"rate of {_text(initial_lr(history))}: a warm-up is missing.",
+            f"learning rate of {_text(initial_lr(history))}: a warm-up is missing.",
             "Add a warm-up: torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=100).",
             Evidence("training_checks/loss", highest, self.limit("rise") * loss.first, "falls from the start"),
             confidence=0.7,

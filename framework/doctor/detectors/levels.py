@@ -6,6 +6,9 @@ import numpy as np
 
 from ..history import Curve, History
 
+CHECKS = "training_checks"
+"""The hook whose metrics most detectors read."""
+
 
 def median_of(values: "np.typing.NDArray[np.float64]") -> float:
     """Return the median of the finite values; NaN without any."""

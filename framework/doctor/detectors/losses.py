@@ -9,9 +9,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
 from .learning_rates import is_warming_up
-from .levels import end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
-
-CHECKS = "training_checks"
+from .levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
 
 
 @DetectorRegistry.register
@@ -51,9 +49,8 @@ class LossSummed(Detector):
     name = "loss-summed"
     symptom = "The loss and its gradients are very large"
     cause = (
-        "The loss is the sum over the rows or tokens of the batch, so that gradients, and under SGD the steps, "
-        "grow with "
-        "the batch size. Use reduction='mean', or divide by the number of rows or tokens."
+        "The loss is the sum over the rows or tokens of the batch, so that gradients, and under SGD the steps, grow "
+        "with the batch size. Use reduction='mean', or divide by the number of rows or tokens."
     )
     source = "torch.nn losses: the argument reduction"
     needs = (CHECKS,)
@@ -134,8 +131,7 @@ class InitialLossHigh(Detector):
     symptom = "The first loss is much larger than ln(number of classes)"
     cause = (
         "An untrained classifier should give all classes about the same probability, a loss of ln(C). A far larger "
-        "loss "
-        "means that logits are large at the start: weights that are initialised too large, inputs that are not "
+        "loss means that logits are large at the start: weights that are initialised too large, inputs that are not "
         "normalised, or a summed loss."
     )
     source = "Karpathy, A Recipe for Training Neural Networks (2019): verify the loss at initialisation"
@@ -236,8 +232,7 @@ class LossRising(Detector):
             yield self._finding(
                 1,
                 f"The loss is a cross-entropy with the wrong sign ({loss.first:.3g} at the first step), so the "
-                "training "
-                "makes its predictions worse.",
+                "training makes its predictions worse.",
                 "Remove the minus sign: loss = cross_entropy(logits, targets).",
                 loss.first,
                 0.97,
@@ -353,8 +348,8 @@ class LossSpike(Detector):
     symptom = "The loss spikes"
     cause = (
         "The loss jumped within one step. Usual causes are rows of the data that are unlike the others, a learning "
-        "rate "
-        "that is too high, and second moments that are out of date. loopscope rewind RUN --spike looks for the cause."
+        "rate that is too high, and second moments that are out of date. loopscope rewind RUN --spike looks for the "
+        "cause."
     )
     source = "hook loss_spikes"
     needs = ("loss_spikes",)
@@ -443,8 +438,7 @@ class TrainValidationDiverging(Detector):
             yield self._finding(
                 step,
                 f"The training accuracy is {train.last:.0%}, but the validation accuracy {held_out.last:.0%}: the "
-                "model "
-                "memorises its training data.",
+                "model memorises its training data.",
                 Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
             )
 

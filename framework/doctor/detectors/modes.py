@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from ..detector import Detector, DetectorRegistry
 from ..findings import Evidence, Finding
 from ..history import History
+from .levels import CHECKS
 from .parameters import names_text
-
-CHECKS = "training_checks"
 
 
 @DetectorRegistry.register
@@ -86,18 +85,16 @@ class EvaluationInTrainMode(Detector):
     name = "evaluation-in-train-mode"
     symptom = "Validation numbers are noisy or too bad"
     cause = (
-        "The model is evaluated in train mode, so that dropout is active and batch normalisation uses the "
-        "statistics of "
-        "the batch. Call model.eval() before the evaluation, or use scope.evaluate."
+        "The model is evaluated in train mode, so that dropout is active and batch normalisation uses the statistics "
+        "of the batch. Call model.eval() before the evaluation, or use scope.evaluate."
     )
     source = "torch.nn.Module.eval"
     applies_to = "models with dropout or batch normalisation that are evaluated in scope.evaluate"
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding from the alert of the loop, for a model with layers that modes affect."""
+        """Return a finding from the alert of the loop."""
         alerts = history.alerts_of("evaluation", "train_mode")
-        layers = history.facts.get("dropouts", 0) + history.facts.get("batchnorms", 0)
-        if not alerts or not layers:
+        if not alerts:
             return
         yield self.finding(
             "warning",

@@ -108,8 +108,8 @@ class SkippedSteps(Detector):
     symptom = "The loss does not fall with float16"
     cause = (
         "The loss scaler skips a step when gradients overflow in float16, and lowers its scale. If it skips most "
-        "steps, "
-        "some value overflows at any scale: use bfloat16, or find the layer with the hook activations (max_abs)."
+        "steps, some value overflows at any scale: use bfloat16, or find the layer with the hook activations "
+        "(max_abs)."
     )
     source = "Micikevicius et al., arXiv 1710.03740"
     applies_to = "float16 with a loss scaler"

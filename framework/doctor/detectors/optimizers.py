@@ -1,7 +1,6 @@
 """Detectors of optimizer settings and of gradient clipping."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -9,6 +8,11 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from .levels import falls_short, median_of
+
+
+def _number(value: object) -> float:
+    """Return an option as a number, 0 if it is missing or no number."""
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 @DetectorRegistry.register
@@ -48,8 +52,7 @@ class ClippingTooStrong(Detector):
             "info" if history.is_adam_like else "warning",
             fraction.first_step,
             f"{median_of(fraction.values):.0%} of the gradients are clipped, to {factor:.1%} of their norm in the "
-            "median "
-            f"(from {median_of(before.values):.3g} to {median_of(after.values):.3g}).",
+            f"median (from {median_of(before.values):.3g} to {median_of(after.values):.3g}).",
             f"Raise the threshold of clipping, to {median_of(before.values):.2g} for example.",
             Evidence(
                 "parameter_norms/clipped_fraction", median_of(fraction.values), self.limit("clipped"), "below 0.1"
@@ -77,24 +80,18 @@ class EpsilonTooLarge(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for an unusual eps that determines most steps."""
         curve = history.curve("optimizer_health/below_eps_fraction")
-        largest = max((float(group.get("eps") or 0) for group in _groups(history)), default=0.0)
+        largest = max((_number(group.get("eps")) for group in history.facts.get("groups", ())), default=0.0)
         share = median_of(curve.values)
         if largest > self.limit("eps") and share > self.limit("share"):
             yield self.finding(
                 "warning",
                 curve.first_step,
                 f"{history.optimizer} has eps = {largest:g}, which exceeds the gradients of {share:.0%} of the "
-                "weights, so "
-                "their steps are much smaller than the learning rate.",
+                "weights, so their steps are much smaller than the learning rate.",
                 "Set eps=1e-8.",
                 Evidence("optimizer_health/below_eps_fraction", share, self.limit("share"), "near 0"),
                 confidence=0.85,
             )
-
-
-def _groups(history: History) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = list(history.facts.get("groups") or [])
-    return [group for group in groups if isinstance(group.get("eps", 0.0), (int, float))]
 
 
 @DetectorRegistry.register
@@ -104,9 +101,8 @@ class MomentumUnusual(Detector):
     name = "momentum-unusual"
     symptom = "The loss oscillates or reacts with delay"
     cause = (
-        "Adam's betas are swapped, or the momentum is so close to 1 that gradients of many hundred steps ago "
-        "count. Usual "
-        "are betas=(0.9, 0.999) or (0.9, 0.95), and a momentum of 0.9."
+        "Adam's betas are swapped, or the momentum is so close to 1 that gradients of many hundred steps ago count. "
+        "Usual are betas=(0.9, 0.999) or (0.9, 0.95), and a momentum of 0.9."
     )
     source = "Kingma and Ba, arXiv 1412.6980; torch.optim.SGD"
     applies_to = "before the first step"
@@ -150,11 +146,6 @@ class MomentumUnusual(Detector):
         )
 
 
-def _number(value: object) -> float:
-    """Return an option as a number, 0 if it is missing or no number."""
-    return float(value) if isinstance(value, (int, float)) else 0.0
-
-
 @DetectorRegistry.register
 class WeightsShrink(Detector):
     """Finds weight decay that shrinks the weights faster than the gradient trains them."""
@@ -186,7 +177,7 @@ class WeightsShrink(Detector):
         """Return a finding if the weight norm falls far, with a decay, while the loss does not fall as it should."""
         norms = history.curve("parameter_norms/total_weight_norm")
         groups = history.facts.get("groups") or []
-        decay = max((float(group.get("weight_decay") or 0) for group in groups), default=0.0)
+        decay = max((_number(group.get("weight_decay")) for group in groups), default=0.0)
         per_step = max((_number(group.get("weight_decay")) * _number(group.get("lr")) for group in groups), default=0.0)
         if per_step > self.limit("per_step"):
             yield self.finding(
@@ -207,9 +198,8 @@ class WeightsShrink(Detector):
             yield self.finding(
                 "critical" if share < 0.1 else "warning",
                 norms.first_step,
-                f"The weights have shrunk to {share:.0%} of their initial norm under a weight decay of {decay:g}, "
-                "and the "
-                "loss does not fall.",
+                f"The weights have shrunk to {share:.0%} of their initial norm under a weight decay of {decay:g}, and "
+                "the loss does not fall.",
                 "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
                 Evidence(
                     "parameter_norms/total_weight_norm", norms.last, self.limit("shrinkage") * norms.first, "grows"

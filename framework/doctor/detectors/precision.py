@@ -8,8 +8,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from .learning_rates import lr_curve
-
-CHECKS = "training_checks"
+from .levels import CHECKS
 
 
 @DetectorRegistry.register
@@ -50,9 +49,8 @@ class RoundedUpdates(Detector):
             yield self.finding(
                 "warning",
                 step,
-                f"Rounding removes {share:.0%} of the updates of 16-bit weights: the updates are smaller than half "
-                "of the "
-                "distance between neighbouring numbers.",
+                f"Rounding removes {share:.0%} of the updates of 16-bit weights: the updates are smaller than half of "
+                "the distance between neighbouring numbers.",
                 "Keep the weights in float32 and use torch.autocast(dtype=torch.bfloat16).",
                 Evidence(metric, share, limit, "below 0.3"),
                 confidence=confidence,
@@ -75,8 +73,7 @@ class Float16WithoutScaler(Detector):
     symptom = "The loss stops falling in float16"
     cause = (
         "Gradients below 6e-8 become 0 in float16, and Adam's eps of 1e-8 as well. Use torch.amp.GradScaler with "
-        "float32 "
-        "weights, or bfloat16."
+        "float32 weights, or bfloat16."
     )
     source = "Micikevicius et al., arXiv 1710.03740, section 3.2"
     applies_to = "float16 weights or autocast to float16"

@@ -135,6 +135,76 @@ def test_diagnosis_leaves_the_training_unchanged(tmp_path: Path) -> None:
     assert records[0] == records[1]
 
 
+@pytest.mark.parametrize(("layer", "expected"), [(nn.Dropout(0.5), 1), (nn.Tanh(), 0)], ids=["dropout", "no modes"])
+def test_evaluation_in_train_mode_is_reported(tmp_path: Path, layer: nn.Module, expected: int) -> None:
+    """Only of models with layers that modes affect; the module hook that finds it is removed again."""
+    model = nn.Sequential(nn.Linear(4, 3), layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def evaluate() -> dict[str, float]:
+        model.train()
+        return {"val_loss": model(torch.ones(2, 4)).square().mean().item()}
+
+    with loopscope.attach(model, optimizer, with_hooks="health", out=tmp_path / "run", display="none") as scope:
+        for inputs in scope.batches([torch.randn(8, 4)] * 3):
+            scope.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        scope.evaluate(evaluate)
+    assert not model._forward_pre_hooks
+    history = read_history(tmp_path / "run")
+    assert len(history.alerts_of("evaluation")) == expected
+    assert [item.id for item in diagnose(history).at_least("warning")] == ["evaluation-in-train-mode"] * expected
+
+
+def test_unreadable_facts_end_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tensor that cannot be inspected gives a notice, and a run without start-up facts."""
+
+    def broken(*arguments: object) -> dict[str, object]:
+        raise NotImplementedError("no such operation for this tensor")
+
+    monkeypatch.setattr("loopscope.runs.run.start_facts", broken)
+    model = nn.Linear(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        train(tmp_path / "run", torch.optim.SGD(model.parameters(), lr=0.1), model, display="silent")
+    assert "The start-up facts for the doctor could not be read: NotImplementedError" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
+
+
+def test_resumed_run_has_the_same_findings(tmp_path: Path) -> None:
+    """Its earlier history is read from the record, and its start-up facts are those of the first start."""
+    batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(8)]
+
+    def part(folder: Path, steps: slice, state: dict[str, object]) -> dict[str, object]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(model[0].parameters(), lr=3.0)
+        if state:
+            model.load_state_dict(state["model"])  # type: ignore[arg-type]
+            optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+        scope = loopscope.attach(
+            model, optimizer, with_hooks="health", loop="step", length=8, out=folder, display="none"
+        )
+        if state:
+            scope.load_state_dict(state["scope"])
+        for inputs, targets in scope.batches(batches[steps]):
+            scope.backward(nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scope": scope.state_dict()}
+        scope.close()
+        return states
+
+    part(tmp_path / "whole" / "run", slice(0, 8), {})
+    part(tmp_path / "parts" / "run", slice(4, 8), part(tmp_path / "parts" / "run", slice(0, 4), {}))
+    whole, parts = (json.loads((tmp_path / name / "run/summary.json").read_text()) for name in ("whole", "parts"))
+    assert whole["findings"] == parts["findings"]
+    assert len(parts["findings"]) >= 2
+
+
 @pytest.mark.parametrize(("fail_on", "status"), [("critical", 0), ("info", 0), (None, 0)])
 def test_command_reports_a_clean_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fail_on: str | None, status: int
