@@ -45,19 +45,20 @@ def assert_short_and_answered(lines: list[str]) -> None:
 
 @pytest.mark.process
 def test_shortened_main_job_prints_short_output(tmp_path: Path) -> None:
-    """Piped output has a line per epoch, grouped alerts and the answer in its last lines."""
+    """Piped output has a line per epoch, the first remark of each kind, and the answer in its last lines."""
     lines = printed(tmp_path, SHORT)
     assert_short_and_answered(lines)
     for strategy in ("stride", "target"):
         epoch_lines = [line for line in lines if line.startswith(f"{strategy}, epoch ")]
         assert [int(line.split()[2].strip(",")) for line in epoch_lines] == list(range(15))
         assert all(re.search(r"val_acc [\d.e-]+, .*; [\d,]+ values recorded", line) for line in epoch_lines)
-    alerts = [line for line in lines if line.startswith("alert: ")]
-    assert len(alerts) > 20
-    assert all(line.split(":")[1].strip().startswith("loss_spikes/") for line in alerts)
+    # Spikes from which the loss recovers are remarks: the first of each kind is shown, and all are recorded.
+    assert not [line for line in lines if line.startswith(("alert: ", "critical alert: "))]
+    remarks = [line for line in lines if line.startswith("note: loss_spikes/")]
+    assert 0 < len(remarks) <= 4
     recorded = sum(len((tmp_path / f"out/mod_arithmetic/{name}/alerts.jsonl").read_text().splitlines())
                    for name in ("stride", "target"))  # fmt: skip
-    assert recorded > len(alerts)
+    assert recorded > 20
 
 
 @pytest.mark.slow
