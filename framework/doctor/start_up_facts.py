@@ -13,6 +13,8 @@ from ..tensors import is_uninitialised, local_shards
 MOST_NAMES = 8
 """Names in a list of facts."""
 MOST_GROUPS = 16
+MOST_HELD = 1024
+"""Items of a list up to which it is searched for layers."""
 LARGEST_COMPARED = 2**27
 """Elements of a tensor up to which values are read: reading larger ones would delay the start."""
 BATCH_NORMS = nn.modules.batchnorm._BatchNorm
@@ -40,6 +42,7 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
         "groups": _groups(optimizers),
         **_membership(parameters, trainable, optimizers, others),
         **_modes(model),
+        "unregistered": _unregistered(model, optimizers, others),
         "matrices": sum(item.ndim > 1 for item in trainable.values()),
         "constant_matrices": _names(name for name, item in trainable.items() if _is_constant_matrix(model, name, item)),
         "zero_matrices": sum(_is_zero(item) for item in trainable.values() if item.ndim > 1),
@@ -125,6 +128,45 @@ def _membership(
         ),
         "decayed_vectors": _names(decayed),
     }
+
+
+def _unregistered(model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return attributes of the model that hold trainable tensors which neither it nor an optimizer knows.
+
+    They are lists, tuples and dicts of modules, and plain tensors that require a gradient.
+    """
+    known = {id(item) for module in (model, *others) for item in module.parameters()}
+    known |= {id(item) for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]}
+    sizes: dict[str, int] = {}
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_"):  # torch's own registers, and attributes that hide a module on purpose
+                continue
+            unknown = {id(item): item.numel() for item in _held(value) if id(item) not in known}
+            if unknown:
+                sizes[f"{prefix}.{attribute}".removeprefix(".")] = sum(unknown.values())
+    elements = sum(sizes.values())
+    registered = sum(item.numel() for item in model.parameters() if not is_uninitialised(item))
+    share = elements / max(elements + registered, 1)
+    return _names(sizes) | {"elements": elements, "share": share}
+
+
+def _held(value: Any) -> list[Tensor]:
+    """Return the trainable tensors of modules in a container, or a plain trainable tensor, which nothing registers."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad and value.is_leaf else []
+    if not isinstance(value, (list, tuple, dict)) or len(value) > MOST_HELD:
+        return []
+    items = list(value.values() if isinstance(value, dict) else value)
+    if len(items) == 1 and isinstance(items[0], nn.Module):  # the usual way to hide a teacher or an average
+        return []
+    held: list[Tensor] = []
+    for item in items:
+        if isinstance(item, nn.Module):
+            held += [one for one in item.parameters() if one.requires_grad and not is_uninitialised(one)]
+        elif isinstance(item, (Tensor, list, tuple)):
+            held += _held(item)
+    return held
 
 
 def _is_positive(value: Any) -> bool:

@@ -42,6 +42,17 @@ VIEWS = frozenset(
 )
 """Nodes that only move or convert elements."""
 REDUCTIONS = {0: "", 1: "mean", 2: "sum"}  # at::Reduction
+ELEMENTWISE = frozenset(
+    {"Mean", "Sum", "Div", "Mul", "Add", "Neg", "Pow", "Abs", "Sqrt", "Exp", "Log", "Log1P", "Sub", "Rsub", "Clamp"}
+    | {"Where", "LogSigmoid", "Softplus", "Huber", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
+    | {"Expand", "Squeeze", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone"}
+)
+"""Nodes of a loss that compares outputs and targets element by element."""
+BROADCASTING = frozenset({"Sub", "Rsub", "Mul", "Div", "Expand"})
+MOST_NODES_OF_MODEL = 20_000
+"""Nodes visited in the search for attention."""
+BEFORE_SOFTMAX = VIEWS | {"Mul", "Div", "NativeDropout"}
+"""Nodes between the products of queries and keys and their softmax that are no mask."""
 SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 """The mean that ``cross_entropy`` computes for targets that are probabilities."""
 
@@ -73,6 +84,8 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         ignore_index=_ignore_index(nodes, names),
         **_target_facts(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
+        is_broadcast=_is_broadcast(nodes, names),
+        **_attention_facts(root),
         is_float16=any(_output(node)[1] is torch.float16 for node in nodes),
     )
 
@@ -219,6 +232,7 @@ def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
         return {}
     counted = targets[targets != _ignore_index(nodes, names)]
     return {
+        "target_count": counted.numel(),
         "ignored_fraction": 1 - counted.numel() / targets.numel(),
         "target_classes": len(torch.unique(counted[:MOST_TARGETS])),
     }
@@ -234,3 +248,58 @@ def _is_doubly_normalised(names: list[str]) -> bool:
     pairs = {"LogSoftmax": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}
     remaining = [name for name in names if name not in VIEWS]
     return any(pairs.get(outer) == inner for outer, inner in pairwise(remaining))
+
+
+def _is_broadcast(nodes: list[Any], names: list[str]) -> bool:
+    """Return whether the loss compares N outputs with N targets as N × N pairs, as (N, 1) against (N,) does.
+
+    Pairs that are formed on purpose begin with an added dimension, ``x[:, None]``.
+    """
+    for (outer, inner), (name, inner_name) in zip(pairwise(nodes), pairwise(names), strict=True):
+        if name not in ELEMENTWISE:
+            return False
+        result, argument = _output(outer)[0], _output(inner)[0]
+        count = math.prod(argument)
+        is_column = argument in ((count,), (count, 1), (1, count))
+        is_squared = result == (count, count) and count > 1
+        if name in BROADCASTING and is_column and is_squared and inner_name not in ("Unsqueeze", "Expand"):
+            return True
+    return False
+
+
+def _attention_facts(root: Any) -> dict[str, Any]:
+    """Return the number of attention operations over equally many queries and keys, and of those without a mask."""
+    masked = [is_masked for node in _all_nodes(root) if (is_masked := _is_masked_attention(node)) is not None]
+    return {"attention_count": len(masked), "unmasked_attention_count": masked.count(False)}
+
+
+def _all_nodes(root: Any) -> Iterator[Any]:
+    """Yield the nodes of the graph, up to a limit."""
+    waiting, seen = ([root], {root}) if root is not None else ([], set())
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = [item for item in _inputs(node) if item not in seen]
+        if len(seen) + len(new) > MOST_NODES_OF_MODEL:
+            return
+        seen.update(new)
+        waiting += new
+
+
+def _is_masked_attention(node: Any) -> bool | None:
+    """Return whether an attention operation has a mask or a bias; ``None`` for other nodes and for cross-attention."""
+    name = operation_of(node)
+    if name.startswith("ScaledDotProduct"):
+        shapes = [_saved(node, argument) for argument in ("query", "key")]
+        if not all(isinstance(tensor, Tensor) for tensor in shapes) or shapes[0].shape[-2] != shapes[1].shape[-2]:
+            return None
+        bias = next((item for kind in ("mask", "bias") if (item := _saved(node, f"attn_{kind}")) is not None), None)
+        return bool(getattr(node, "_saved_is_causal", True)) or bias is not None
+    shape = _output(node)[0]
+    if name not in ("Softmax", "SafeSoftmax") or len(shape) < 3 or shape[-1] != shape[-2] or shape[-1] < 2:
+        return None
+    while len(inputs := _inputs(node)) == 1:
+        (node,) = inputs
+        if operation_of(node) not in BEFORE_SOFTMAX:
+            return operation_of(node) != "Bmm"
+    return True

@@ -27,8 +27,16 @@ class BackwardPass(NamedTuple):
     """Share of the targets of the cross-entropy that it leaves out; ``None`` if it is unknown, as on accelerators."""
     target_classes: int | None = None
     """Number of different targets of the cross-entropy among the others; ``None`` if it is unknown."""
+    target_count: int | None = None
+    """Number of targets of the cross-entropy that it does not leave out; ``None`` if it is unknown."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
+    is_broadcast: bool = False
+    """Whether N outputs meet N targets in N × N pairs, as shapes (N, 1) and (N,) do."""
+    attention_count: int = 0
+    """Number of attention operations of the model over equally many queries and keys that the graph shows."""
+    unmasked_attention_count: int = 0
+    """Number of those without a mask or bias, in which each position sees all others."""
     is_float16: bool = False
     """Whether a tensor on the path is float16, as under autocast."""
     leftover_gradients: tuple[str, ...] = ()

@@ -29,9 +29,18 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
         "loss_divisor": passes[0].divisor,
         "doubly_normalised": int(any(one.is_doubly_normalised for one in passes)),
         "averages_micro_batches": int(averages(passes)),
+        "loss_is_broadcast": int(any(one.is_broadcast for one in passes)),
         "class_count": classes,
         **uniform,
+        **attention_facts(passes),
     }
+
+
+def attention_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
+    """Return the share of attention operations without a mask; nothing for models without attention."""
+    count = sum(one.attention_count for one in passes)
+    unmasked = sum(one.unmasked_attention_count for one in passes)
+    return {"unmasked_attention_fraction": unmasked / count} if count else {}
 
 
 def is_summed(one: BackwardPass, micro_batches: int, rows: int) -> bool:

@@ -17,6 +17,7 @@ from .batch_facts import IGNORED, BatchPart, input_facts, parts_of, target_facts
 from .gradient_counts import LayerWeights, count_gradients
 from .loss_facts import loss_facts, reduces_targets_alike
 from .module_modes import module_modes
+from .next_tokens import predicts_next_tokens
 from .seen_rows import SeenRows
 
 EARLY_STEPS = (2, 3, 5, 10, 20)
@@ -101,6 +102,14 @@ class TrainingChecks(TrainingHook):
         averages_micro_batches | 1 if the step has several micro-batches whose weights 1/divisor add up to 1 ± 0.1, or
             that are divided by a tensor, else 0 | {0, 1}
             | 0 with several micro-batches: their gradients add up, as with a larger learning rate.
+        loss_is_broadcast | 1 if the loss compares N outputs with N targets in N · N pairs, else 0 | {0, 1}
+            | 1: outputs of shape (N, 1) meet targets of shape (N,), so that each output is compared with all targets.
+        unmasked_attention_fraction | attention operations without a mask or bias / all attention operations over
+            equally many queries and keys; reported for models whose graph shows attention | [0, 1]
+            | 1 with next_token_targets 1: the model sees the tokens that it should predict.
+        next_token_targets | 1 if the targets are the next tokens of the inputs, else 0; reported with
+            unmasked_attention_fraction | {0, 1}
+            | See unmasked_attention_fraction.
         class_count | C, the number of classes of a cross-entropy, else 0 | 0, 1, 2, … | Should be that of the data.
         uniform_loss | ln C; reported for a cross-entropy | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
@@ -205,6 +214,8 @@ class TrainingChecks(TrainingHook):
         facts = loss_facts(ctx.backward_passes, rows)
         if ctx.backward_passes and ctx.step > 1:
             facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
+        if "unmasked_attention_fraction" in facts:
+            facts["next_token_targets"] = int(predicts_next_tokens(parts, ctx.backward_passes))
         metrics |= facts | self._data_metrics(parts, ctx) | module_modes(ctx.model)
         return metrics
 

@@ -43,6 +43,77 @@ class DoublyNormalised(Detector):
 
 
 @DetectorRegistry.register
+class LossBroadcast(Detector):
+    """Finds a loss that compares every output with every target of the batch."""
+
+    name = "loss-broadcast"
+    symptom = "A regression learns the mean of its targets only"
+    cause = (
+        "Outputs of shape (N, 1) and targets of shape (N,) broadcast to N × N pairs, so that every output is compared "
+        "with every target, and the best output is their mean. Give both the same shape."
+    )
+    source = "torch.nn.functional.mse_loss warns about different sizes; PyTorch's broadcasting semantics"
+    applies_to = "losses that compare outputs and targets element by element"
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "dead-units",
+            "vanishing-gradients",
+            "learning-rate-too-low",
+            "initial-loss-high",
+            "parameters-without-gradient",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the graph of the loss has such a step."""
+        curve = history.curve(f"{CHECKS}/loss_is_broadcast")
+        if not curve.last > 0:
+            return
+        yield self.finding(
+            "critical",
+            curve.first_step,
+            "The shapes of outputs and targets differ, such as (N, 1) and (N,), and broadcast to N × N pairs: every "
+            "output is compared with every target of the batch, so that the model learns their mean.",
+            "Give both the same shape before the loss: outputs.squeeze(-1), or targets.unsqueeze(-1).",
+            Evidence(f"{CHECKS}/loss_is_broadcast", 1, 0, "0"),
+            confidence=0.97,
+        )
+
+
+@DetectorRegistry.register
+class CausalMaskMissing(Detector):
+    """Finds attention without a mask in a model that is trained to predict the next token."""
+
+    name = "causal-mask-missing"
+    symptom = "The loss of a language model falls far too low, but generated text is bad"
+    cause = (
+        "The targets are the next tokens of the inputs, but attention has no mask, so that each position sees its own "
+        "target. Pass is_causal=True, or a causal mask."
+    )
+    source = "Vaswani et al., arXiv 1706.03762, section 3.2.3"
+    applies_to = "models with attention that predict the next token, not compiled"
+    needs = (CHECKS,)
+    explains = frozenset({"train-validation-diverging", "validation-better-than-training", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if no attention operation has a mask."""
+        unmasked = history.curve(f"{CHECKS}/unmasked_attention_fraction")
+        if unmasked.last != 1 or not history.last(f"{CHECKS}/next_token_targets") > 0:
+            return
+        yield self.finding(
+            "critical",
+            unmasked.first_step,
+            "The targets are the next tokens of the inputs, but attention has no causal mask: every position sees the "
+            "token that it should predict, which it will not see when text is generated.",
+            "Use scaled_dot_product_attention(q, k, v, is_causal=True), or pass a causal mask to the layer.",
+            Evidence(f"{CHECKS}/unmasked_attention_fraction", 1, 1, "below 1"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
 class LossSummed(Detector):
     """Finds a loss that is a sum over the batch instead of a mean."""
 

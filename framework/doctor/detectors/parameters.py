@@ -54,6 +54,36 @@ class WithoutOptimizer(Detector):
 
 
 @DetectorRegistry.register
+class LayersNotRegistered(Detector):
+    """Finds layers in Python lists, tuples or dicts, and tensors that are no parameters."""
+
+    name = "layers-not-registered"
+    symptom = "Some layers never change"
+    cause = (
+        "Layers in a Python list, tuple or dict, and tensors with requires_grad that are no nn.Parameter, are not in "
+        "model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter."
+    )
+    source = "torch.nn.ModuleList: modules it contains are properly registered"
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""
+        unregistered = history.facts.get("unregistered", {})
+        if not unregistered.get("count"):
+            return
+        yield self.finding(
+            "critical" if unregistered["share"] > 0.5 else "warning",
+            0,
+            f"{unregistered['elements']:,} weights are in attributes of the model that do not register them "
+            f"({names_text(unregistered)}), so that they are not in model.parameters() and keep their initial values.",
+            "Use nn.ModuleList or nn.ModuleDict instead of a list or dict of layers, and nn.Parameter for tensors, "
+            "before the optimizer is created.",
+            Evidence("facts/unregistered", unregistered["count"], 0, "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
 class FrozenInOptimizer(Detector):
     """Finds optimizer entries that do not require a gradient."""
 

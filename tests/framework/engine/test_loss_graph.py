@@ -1,6 +1,7 @@
 """Facts that the graph of a loss shows, for losses whose properties are known."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -134,3 +135,72 @@ def test_unknown_operations_are_no_error() -> None:
     assert describe_loss(WEIGHTS.detach().sum().requires_grad_()).loss_operations == ()
     parameter = nn.Parameter(torch.ones(()))
     assert describe_loss(parameter).reduction == ""
+
+
+COLUMN = nn.Parameter(torch.linspace(-1, 1, ROWS)[:, None])
+VALUES = torch.linspace(0, 1, ROWS)
+COMPARISONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "mse": (lambda outputs: F.mse_loss(outputs, VALUES), True),
+    "smooth l1": (lambda outputs: F.smooth_l1_loss(outputs, VALUES), True),
+    "own square": (lambda outputs: (outputs - VALUES).square().mean(), True),
+    "own distance": (lambda outputs: (VALUES - outputs).abs().sum(), True),
+    "rows against a column": (lambda outputs: (outputs.squeeze(1) - VALUES[:, None]).square().mean(), True),
+    "product": (lambda outputs: -(outputs * VALUES).mean(), True),
+    "same columns": (lambda outputs: F.mse_loss(outputs, VALUES[:, None]), False),
+    "same rows": (lambda outputs: F.mse_loss(outputs.squeeze(1), VALUES), False),
+    "number": (lambda outputs: (outputs - 1).square().mean(), False),
+    "pairs on purpose": (lambda outputs: (outputs[:, 0][:, None] - VALUES[None]).square().mean(), False),
+    "weights of a single row": (lambda outputs: (outputs[:1] * VALUES).mean(), False),
+    "quantiles": (lambda outputs: (outputs.expand(ROWS, 3) - VALUES[:, None]).abs().mean(), False),
+    "product within the model": (lambda outputs: ((outputs @ outputs.T) * VALUES).mean(), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_pairs_of_outputs_and_targets_are_found(name: str) -> None:
+    compute, expected = COMPARISONS[name]
+    assert describe_loss(compute(COLUMN * 2)).is_broadcast is expected
+
+
+def attention(kind: str, states: Tensor) -> Tensor:
+    """Return the outputs of one head of attention, shape (batch, tokens, channels), in different formulations."""
+    allowed = torch.ones(states.shape[1], states.shape[1]).tril().bool()
+    if kind.startswith("layer"):
+        layer = nn.MultiheadAttention(states.shape[-1], 1, batch_first=True)
+        mask = None if kind == "layer" else ~allowed
+        return layer(states, states, states, attn_mask=mask, need_weights="weights" in kind)[0]
+    if kind.startswith("fused"):
+        options = {"fused": {}, "fused causal": {"is_causal": True}, "fused mask": {"attn_mask": allowed}}[kind]
+        return F.scaled_dot_product_attention(states[:, None], states[:, None], states[:, None], **options)[:, 0]
+    scores = states @ states.transpose(1, 2) / 2
+    if kind == "own fill":
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if kind == "own sum":
+        scores = scores + torch.zeros_like(allowed, dtype=torch.float).masked_fill(~allowed, -torch.inf)
+    if kind == "own where":
+        scores = torch.where(allowed, scores, -1e9)
+    return F.dropout(scores.softmax(-1), 0.1) @ states
+
+
+@pytest.mark.parametrize("kind", ["own", "fused", "layer", "own fill", "own sum", "own where"])
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_attention_without_mask_is_counted(kind: str, is_checkpointed: bool) -> None:
+    """Formulations without a mask are those of one word."""
+    states = torch.randn(2, 6, 4, requires_grad=True)
+    run = partial(checkpoint, attention, use_reentrant=False) if is_checkpointed else attention
+    found = describe_loss(run(kind, states).square().mean())
+    if kind.startswith("own") or not is_checkpointed:  # sizes of fused operations are in packed tensors
+        assert (found.attention_count, found.unmasked_attention_count) == (1, int(" " not in kind))
+
+
+@pytest.mark.parametrize("kind", ["fused causal", "fused mask", "layer masked", "layer with weights"])
+def test_attention_with_mask_is_recognised(kind: str) -> None:
+    found = describe_loss(attention(kind, torch.randn(2, 6, 4, requires_grad=True)).square().mean())
+    assert (found.attention_count, found.unmasked_attention_count) == (1, 0)
+
+
+def test_cross_attention_needs_no_mask() -> None:
+    queries, keys = torch.randn(2, 1, 3, 4, requires_grad=True), torch.randn(2, 1, 6, 4)
+    found = describe_loss(F.scaled_dot_product_attention(queries, keys, keys).square().mean())
+    assert found.attention_count == 0

@@ -1,5 +1,7 @@
 """Faults of data, labels and losses."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -116,10 +118,21 @@ def one_feature_is_a_year(recorder: Recorder) -> None:
     regression_training(batches=rows, validation=None).run(recorder)
 
 
-@fault("gpt", causes.NO_MASK, hidden=True)
+@fault("gpt", causes.NO_MASK)
 def gpt_without_causal_mask(recorder: Recorder) -> None:
     """The attention of a GPT has no causal mask, so that it sees the letter that it predicts."""
     gpt_training(lambda model: adamw(model, lr=3e-3), Gpt(causal=False), epochs=3).run(recorder)
+
+
+@fault("mlp", causes.BROADCAST)
+def outputs_broadcast_against_targets(recorder: Recorder) -> None:
+    """The outputs of a regression have shape (N, 1), its targets shape (N,), and their difference N × N elements."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        points, targets = batch
+        return (model(points) - targets.squeeze(-1)).square().mean()
+
+    regression_training(loss=loss, validation=None).run(recorder)
 
 
 @fault("mlp", causes.DOUBLE_SOFTMAX)

@@ -158,7 +158,7 @@ class PlainList(nn.Module):
         return self.head(states)
 
 
-@fault("mlp", (*causes.WITHOUT_OPTIMIZER, "unregistered-parameters"), hidden=True)
+@fault("mlp", causes.NOT_REGISTERED, knowable=0)
 def layers_in_a_python_list(recorder: Recorder) -> None:
     """The hidden layers of a perceptron are in a Python list, so that model.parameters() lacks them."""
     mlp_training(model=PlainList()).run(recorder)
